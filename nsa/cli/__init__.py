@@ -1,0 +1,1 @@
+"""The `nsa` command: arguments in, one call out. The only package that prints."""

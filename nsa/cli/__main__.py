@@ -1,0 +1,3 @@
+from nsa.cli.main import main
+
+main()

@@ -1,0 +1,42 @@
+"""The `nsa` command: assembles the subcommands and turns our errors into messages and exit codes."""
+
+import sys
+
+import typer
+
+from nsa import __version__
+from nsa.errors import NSAError
+
+app = typer.Typer(
+    name="nsa",
+    help="Train and run language models with Native Sparse Attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nsa {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print and exit."),
+) -> None:
+    """Train and run language models with Native Sparse Attention."""
+
+
+def main() -> None:
+    try:
+        app()
+    except NSAError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

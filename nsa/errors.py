@@ -1,0 +1,27 @@
+"""Every exception a user may meet, and the exit code each one ends a command with.
+
+A message states the rule, the values that broke it, why the rule exists, and the fix, in the user's own spelling.
+`assert` is for mistakes of ours; these are for everything a user, a disk or a network can do.
+"""
+
+
+class NSAError(Exception):
+    """Base of all errors that carry a message for the user; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(NSAError):
+    """A setting that is unknown, malformed, or contradicts another one."""
+
+    exit_code = 20
+
+
+class KernelUnavailable(ConfigError):
+    """A backend was asked for by name and cannot run here."""
+
+
+class DataError(NSAError):
+    """Data that is missing, corrupt beyond the allowed limit, or too late."""
+
+    exit_code = 21
