@@ -5,6 +5,7 @@ import sys
 import typer
 
 from nsa import __version__
+from nsa.cli import config
 from nsa.errors import NSAError
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(config.app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,114 @@
+"""`nsa config`: show a resolved run, check files, write the reference pages."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nsa.config import RunConfig
+
+app = typer.Typer(help="Look at, check and document the settings of a run.", no_args_is_help=True)
+
+_ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
+
+
+@app.command()
+def show(
+    arguments: list[str] = typer.Argument(None, metavar="FILE KEY=VALUE", help=_ARGUMENTS_HELP),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: config, origins, notices."),
+    changed: bool = typer.Option(False, "--changed", help="Only settings that differ from their default."),
+) -> None:
+    """Print every setting of a run and where its value comes from.
+
+    Later wins: default, hardware profile, file, environment, command line.
+
+    **Example:** `nsa config show configs/train_50k.yaml train.lr=1e-4 --changed`
+    """
+    from nsa.config.schema import settings
+
+    config = resolve(arguments or [])
+    keys = [key for key in settings() if not changed or config.value(key) != settings()[key].default]
+    if as_json:
+        origins = {key: config.origin(key) for key in keys}
+        values = {key: config.value(key) for key in keys} if changed else config.model_dump(mode="json")
+        print(json.dumps({"config": values, "origins": origins, "notices": config.notices}, indent=2))
+    else:
+        _print_table(config, keys)
+
+
+@app.command()
+def check(files: list[Path] = typer.Argument(..., metavar="FILE...", help="Config files to check.")) -> None:
+    """Check config files, with this shell's NSA_* variables applied; exit 0 if all are usable, else 20.
+
+    Every problem of every file is listed, with its line.
+
+    **Example:** `nsa config check configs/*.yaml`
+    """
+    from nsa.config import env, load
+
+    environ = env.snapshot()
+    failed = False
+    for file in files:
+        try:
+            config = load(file, environ=environ)
+        except ConfigError as error:
+            failed = True
+            print(error)
+        else:
+            print(f"{file} is usable")
+            for notice in config.notices:
+                print(f"  - notice: {notice}")
+    if failed:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+@app.command()
+def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Folder to write CONFIG.md and ENV.md into.")) -> None:
+    """Write docs/CONFIG.md and docs/ENV.md from the code.
+
+    **Example:** `nsa config docs`, after a change to a setting.
+    """
+    from nsa.config.docs import write
+
+    for path in write(folder):
+        print(f"wrote {path}")
+
+
+def resolve(arguments: list[str]) -> "RunConfig":
+    """A run from command-line words: at most one file, any number of key=value, plus this process's environment."""
+    from nsa.config import env, load
+
+    overrides = [word for word in arguments if "=" in word and not Path(word).exists()]
+    files = [word for word in arguments if word not in overrides]
+    if len(files) > 1:
+        raise ConfigError(
+            f"one config file at a time, got {len(files)} ({', '.join(files)}): a run has one description. "
+            f"Settings to change are written key=value."
+        )
+    return load(files[0] if files else None, environ=env.snapshot(), overrides=overrides)
+
+
+def _print_table(config: "RunConfig", keys: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from nsa.config.describe import plain
+
+    # A pipe has no width of its own: leave it room, so that grep finds whole lines.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for notice in config.notices:
+        console.print(f"notice: {notice}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    section = ""
+    for key in keys:
+        if key.partition(".")[0] != section and table.row_count:
+            table.add_row()
+        section = key.partition(".")[0]
+        origin = config.origin(key)
+        table.add_row(key, plain(config.value(key)), origin, style="dim" if origin == "default" else None)
+    console.print(table)

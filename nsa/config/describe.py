@@ -1,0 +1,78 @@
+"""A setting in words: what it may be, what it counts. Messages and docs/CONFIG.md both ask here, so they agree."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a number counts; shown in messages and in docs/CONFIG.md."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How to describe a value whose pattern would tell a user nothing."""
+
+    words: str
+
+
+def kind(field: FieldInfo) -> str:
+    """What a value must look like, in words: 'a whole number ≥ 1', 'one of bf16, fp16, fp32'."""
+    return _kind(field.annotation, list(field.metadata))
+
+
+def unit(field: FieldInfo) -> str:
+    """What the value counts, or '' where a number has no unit."""
+    return next((m.name for m in _metadata(field.annotation, field.metadata) if isinstance(m, Unit)), "")
+
+
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The allowed words of a choice, or () for any other field."""
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+
+
+def plain(value: Any) -> str:
+    """A value as one would write it in a config."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _metadata(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
+    for item in metadata:
+        yield from item.metadata if isinstance(item, FieldInfo) else (item,)
+    if get_origin(annotation) is Annotated:
+        base, *inner = get_args(annotation)
+        yield from _metadata(base, inner)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _metadata(part, [])
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+
+
+def _kind(annotation: Any, metadata: list[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        base, *inner = get_args(annotation)
+        return _kind(base, metadata + inner)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else _kind(part, metadata) for part in get_args(annotation))
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(get_args(annotation))
+    if looks := next((item for item in metadata if isinstance(item, Looks)), None):
+        return looks.words
+    limits = [
+        f"{sign} {limit:g}"
+        for item in _metadata(None, metadata)
+        for name, sign in _SIGNS
+        if (limit := getattr(item, name, None)) is not None
+    ]
+    return " ".join([_WORDS[annotation], " and ".join(limits)]).strip()

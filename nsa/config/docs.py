@@ -1,0 +1,120 @@
+"""docs/CONFIG.md and docs/ENV.md, written from the schema and the environment table so that they cannot disagree."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from nsa.config import env
+from nsa.config.describe import kind, plain, unit
+from nsa.config.schema import RETIRED_KEYS, RunConfig, sections, settings
+
+REFRESH = "nsa config docs"
+_NOTE = f"<!-- Written by `{REFRESH}`. Edit nsa/config/schema.py or nsa/config/env.py instead. -->"
+
+
+def pages() -> dict[str, str]:
+    """File name → its text."""
+    return {"CONFIG.md": "\n".join(_config_page()), "ENV.md": "\n".join(_env_page())}
+
+
+def write(folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+        written.append(folder / name)
+    return written
+
+
+def _config_page() -> Iterator[str]:
+    yield from (
+        "# Settings of a run",
+        "",
+        _NOTE,
+        "",
+        "A run is described by one YAML file of sections. A value comes from the last of these that gives it:",
+        "",
+        "1. the default below",
+        "2. the hardware profile (`profile: a100` reads `configs/profiles/a100.yaml`)",
+        "3. the file",
+        "4. the environment ([ENV.md](ENV.md)); a branch's own variable wins over the one for all branches",
+        "5. the command line, as `section.key=value`",
+        "",
+        "`nsa config show FILE` prints every value of a run and where it came from; `nsa config check FILE` lists",
+        "everything that is wrong. Values are read by the type of their setting: `2e-4` is a number where a number is",
+        "due, `no` is text where text is due. Unknown keys, and keys written twice, are errors.",
+        "",
+        "## Top level",
+        "",
+        *_settings_table(key for key in settings() if "." not in key),
+    )
+    for name, section in sections().items():
+        yield from (f"## `{name}`", "", section.__doc__ or "", "")
+        yield from _settings_table(key for key in settings() if key.startswith(f"{name}."))
+    yield from (
+        "## Retired keys",
+        "",
+        "They load, do nothing, and each gives one notice.",
+        "",
+        *_table(("key", "instead"), ((f"`{key}`", f"{reason}.") for key, reason in RETIRED_KEYS.items())),
+        "## Toy configs",
+        "",
+        f"`profile: {RunConfig.TOY}` names no hardware: it marks a config for trying things out, and preflight",
+        "refuses it for long runs.",
+        "",
+    )
+
+
+def _env_page() -> Iterator[str]:
+    yield from (
+        "# Environment variables",
+        "",
+        _NOTE,
+        "",
+        "The environment wins over the config file and loses to the command line. It is read once, at start. A",
+        f"variable that is set but empty counts as unset. Any other name that begins with `{env.PREFIX}` is an error, so",
+        "that a typo cannot pass for a setting. Types, defaults and units are the setting's; [CONFIG.md](CONFIG.md)",
+        "has them all.",
+        "",
+        "## In use",
+        "",
+        *_table(("name", "sets", "type", "unit", "default", "meaning"), _variables()),
+        "## Retired",
+        "",
+        "They do nothing; each gives one notice that says so.",
+        "",
+        *_table(("name", "instead"), ((f"`{name}`", f"{reason}.") for name, reason in env.RETIRED.items())),
+    )
+
+
+def _variables() -> Iterator[tuple[str, ...]]:
+    yield (
+        f"`{env.CONFIG_FILE}`",
+        "the config file",
+        "a path",
+        "",
+        "",
+        "Read where no file is named on the command line.",
+    )
+    for name, variable in env.VARIABLES.items():
+        field = settings()[variable.keys[0]]
+        default = not field.default if variable.negated else field.default
+        keys = ", ".join(f"`{key}`" for key in variable.keys)
+        sets = f"not {keys}" if variable.negated else keys
+        yield f"`{name}`", sets, kind(field), unit(field), f"`{plain(default)}`", variable.meaning
+
+
+def _settings_table(keys: Iterable[str]) -> Iterator[str]:
+    fields = ((key, settings()[key]) for key in keys)
+    rows = (
+        (f"`{key}`", kind(field), f"`{plain(field.default)}`", unit(field), str(field.description))
+        for key, field in fields
+    )
+    return _table(("key", "type", "default", "unit", "meaning"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""

@@ -1,0 +1,112 @@
+"""The one table that owns every `NSA_*` name, and the one place in the package that reads the environment for settings.
+
+A name sets one or more settings, or is retired and says what took its place. Names that set several settings are
+applied first, so that a branch's own variable wins over the one for all branches. docs/ENV.md is generated from here.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from nsa.config.layer import Layer, nearest
+
+PREFIX = "NSA_"
+CONFIG_FILE = "CONFIG"
+
+BRANCHES = ("compressed", "select", "selected", "sliding")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A name that sets each of `keys`; `negated` where a true value switches the setting off."""
+
+    keys: tuple[str, ...]
+    meaning: str
+    negated: bool = False
+
+
+VARIABLES: dict[str, Variable] = {
+    "NSA_TOKENIZER": Variable(("data.tokenizer",), "Tokenizer: byte, or the path of a tokenizers JSON file."),
+    "NSA_FWE_PREFETCH": Variable(("data.prefetch",), "Prepare batches in the background."),
+    "NSA_FWE_Q": Variable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
+    "NSA_FWE_WARMUP_BATCHES": Variable(("data.warmup_batches",), "Batches to have ready before step 1."),
+    "NSA_FWE_WARMUP_TIMEOUT": Variable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
+    "NSA_PREFILL_TILE": Variable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass."),
+    "NSA_ROPE_SCALE": Variable(("model.rope_scale",), "Positions are divided by this before rotation."),
+    "NSA_SDPA_NO_FLASH": Variable(
+        ("runtime.use_flash",), "A true value keeps PyTorch's flash kernels out of the sdpa backend.", negated=True
+    ),
+    "NSA_KERNEL": Variable(
+        tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. sdpa or reference."
+    ),
+    **{
+        f"NSA_KERNEL_{branch.upper()}": Variable(
+            (f"kernels.{branch}",), f"Backend of kernels.{branch} alone; wins over NSA_KERNEL."
+        )
+        for branch in BRANCHES
+    },
+}
+
+_SELECTION = "the selected branch has one exact path per backend, chosen by kernels.selected"
+_FLASH_ATTN = "flash-attn is not used; SDPA or our own kernels run instead, chosen by"
+
+RETIRED: dict[str, str] = {
+    "NSA_USE_FA2": f"{_FLASH_ATTN} kernels.sliding and kernels.compressed",
+    "NSA_USE_FA2_WIN": f"{_FLASH_ATTN} kernels.sliding",
+    "NSA_USE_FA2_CMP": f"{_FLASH_ATTN} kernels.compressed",
+    "NSA_FA2_MIN_LEN_WIN": f"{_FLASH_ATTN} kernels.sliding, where auto weighs the length",
+    "NSA_FA2_MIN_LEN_CMP": f"{_FLASH_ATTN} kernels.compressed, where auto weighs the length",
+    "NSA_USE_TRITON_SEL": "backends are chosen per branch; set kernels.selected=triton (or sdpa) to insist on one",
+    "NSA_USE_SEL_PACK": _SELECTION,
+    "NSA_USE_SEL_MASK": _SELECTION,
+    "NSA_FORCE_SEL_MASK": _SELECTION,
+    "NSA_USE_SEL_VARLEN": _SELECTION,
+    "NSA_FORCE_PARITY": "set NSA_KERNEL=sdpa, or kernels.* in the config, to run the portable path in every branch",
+    "NSA_PREFILL_BATCHED": "there is one forward; NSA_PREFILL_TILE (runtime.prefill_chunk) sets how it is chunked",
+    "NSA_STRICT_ASSERTS": "tests prove causality, no step checks it; scripts/run_gpu_causality_test.sh runs them",
+    "NSA_DEBUG_COMPARE": "chosen backends and reasons are always logged; NSA_KERNEL=reference runs the plain formulas",
+    "NSA_ENV_STATIC": "the environment is read once, at start, always",
+    "NSA_DISABLE_AUX_STATS": "statistics are computed on log steps only; train.log_every sets how often",
+    "NSA_TB_DISABLE": "TensorBoard copies the heartbeat on log steps only; train.log_every sets how often",
+    "NSA_DISABLE_CSV_LOGS": "the CSV files copy the heartbeat on log steps only; train.log_every sets how often",
+}
+
+_SWITCH = TypeAdapter(bool)
+
+
+def snapshot() -> dict[str, str]:
+    """The process's variables that concern us, to be passed to `load`."""
+    return {name: text for name, text in os.environ.items() if name.startswith(PREFIX) or name == CONFIG_FILE}
+
+
+def read(environ: Mapping[str, str]) -> Layer:
+    """What the environment sets. A variable that is set but empty counts as unset, as shells' scripts expect."""
+    layer = Layer()
+    names = [name for name, text in environ.items() if name.startswith(PREFIX) and text.strip()]
+    for name in sorted(names, key=lambda name: (-_width(name), name)):
+        where = f"environment {name}"
+        if variable := VARIABLES.get(name):
+            text = _negate(environ[name]) if variable.negated else environ[name].strip()
+            for key in variable.keys:
+                layer.take(key, text, origin=where, where=where)
+        elif name in RETIRED:
+            layer.notices.append(f"{where} is retired and does nothing: {RETIRED[name]}.")
+        else:
+            guess = nearest(name, (*VARIABLES, *RETIRED))
+            hint = f"Did you mean {guess}?" if guess else "docs/ENV.md lists them all."
+            layer.problems.append(f"{where}: there is no such setting, and a typo must not go unnoticed. {hint}")
+    return layer
+
+
+def _width(name: str) -> int:
+    return len(VARIABLES[name].keys) if name in VARIABLES else 0
+
+
+def _negate(text: str) -> str:
+    """The opposite of a switch; anything else stays as it is, for the schema to refuse."""
+    try:
+        return str(not _SWITCH.validate_python(text.strip()))
+    except ValidationError:
+        return text

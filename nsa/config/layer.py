@@ -1,0 +1,77 @@
+"""One layer of settings: what a profile, a file, the environment or a command line gives, and what is wrong with it."""
+
+import difflib
+from dataclasses import dataclass, field
+
+from nsa.config.schema import RETIRED_KEYS, sections, settings
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value as somebody wrote it; the schema gives it its type, so `no` and `2e-4` mean what the setting needs."""
+
+    text: str | None
+    origin: str  # as RunConfig.origin reports it
+    where: str  # as a message points at it, with a line where there is one
+
+
+@dataclass
+class Layer:
+    given: dict[str, Given] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    readable: bool = True
+
+    def take(self, key: str, text: str | None, *, origin: str, where: str) -> None:
+        """Store a value under a known key; note a retired one; report an unknown one."""
+        if key in settings():
+            self.given[key] = Given(text, origin, where)
+        elif key in RETIRED_KEYS:
+            self.notices.append(f"{where}: {key} is retired and does nothing: {RETIRED_KEYS[key]}.")
+        else:
+            self.problems.append(f"{where}: {_unknown(key)}")
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
+    """The known word most like this one, or None where nothing is alike."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def section_hint(name: str) -> str:
+    guess = nearest(name, tuple(sections()))
+    return f"Did you mean {guess}?" if guess else f"Sections are {', '.join(sections())}."
+
+
+def _unknown(key: str) -> str:
+    """Why a key cannot be used and which one was probably meant: same name elsewhere first, then a like name."""
+    section, _, name = key.rpartition(".")
+    if key in sections():
+        return f"{key} is a section, not a setting. Set its keys one by one, e.g. {_keys_of(key)[0]}."
+    if section and section not in sections():
+        return f"unknown key {key}: there is no section {section}. {section_hint(section)}"
+    if homes := [known for known in settings() if _name(known) == name]:
+        place = f"{name} belongs to another section" if section else f"{name} belongs to a section"
+        return f"unknown key {key}: {place}. Write {' or '.join(homes)}."
+    here = _keys_of(section)
+    if like := nearest(name, [_name(known) for known in here]):
+        return (
+            f"unknown key {key}. Did you mean {section}.{like}?"
+            if section
+            else f"unknown key {key}. Did you mean {like}?"
+        )
+    if like := nearest(name, [_name(known) for known in settings()]):
+        homes = [known for known in settings() if _name(known) == like]
+        return f"unknown key {key}. Did you mean {' or '.join(homes)}?"
+    if section:
+        return f"unknown key {key}. Keys of {section}: {', '.join(_name(known) for known in here)}."
+    return f"unknown key {key}. Sections are {', '.join(sections())}."
+
+
+def _keys_of(section: str) -> list[str]:
+    return [known for known in settings() if known.rpartition(".")[0] == section]
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -1,0 +1,139 @@
+"""Defaults, hardware profile, file, environment, command line → one frozen `RunConfig`, each value with its origin.
+
+A later layer wins over an earlier one. Everything that is wrong, in whichever layer, is reported in one error.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from nsa.config import env, rules, yaml_file
+from nsa.config.describe import choices, kind, plain, unit
+from nsa.config.layer import Given, Layer, nearest
+from nsa.config.schema import RunConfig, settings
+from nsa.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_SOURCE_TREE_PROFILES = Path(__file__).parents[2] / "configs" / "profiles"
+
+
+def load(
+    file: str | Path | None = None, *, environ: Mapping[str, str] | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Resolve a run.
+
+    `file` is the YAML (default: the one `CONFIG` names in `environ`), `environ` the variables to honour
+    (`nsa.config.env.snapshot()` for the process's own) and `overrides` words such as `train.lr=1e-4`.
+    """
+    environ = environ or {}
+    file = file or environ.get(env.CONFIG_FILE)
+    if not file:
+        raise ConfigError(
+            "no config file was named: a run must say what it trains. Give one, e.g. configs/train_50k.yaml, "
+            "or set CONFIG to its path."
+        )
+    path = Path(file)
+    from_file = yaml_file.read(path)
+    from_environ = env.read(environ)
+    from_command_line = read_overrides(overrides)
+    from_profile = _read_profile({**from_file.given, **from_command_line.given}.get("profile"), path)
+
+    layers = (from_profile, from_file, from_environ, from_command_line)
+    given = {key: value for layer in layers for key, value in layer.given.items()}
+    notices = [notice for layer in layers for notice in layer.notices]
+    problems = [problem for layer in layers for problem in layer.problems]
+    notices += _shorten_warmup_of_a_probe(given)
+
+    if from_file.readable and from_profile.readable:
+        try:
+            config = RunConfig.resolved(
+                _nested(given), {key: value.origin for key, value in given.items()}, tuple(notices)
+            )
+        except ValidationError as error:
+            problems += [text for details in error.errors() for text in _explain(details, given)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n".join([f"{path} cannot be used, {count}:", *(f"  - {problem}" for problem in problems)]))
+    return config
+
+
+def read_overrides(overrides: Sequence[str]) -> Layer:
+    """`key=value` words of a command line; of two for the same key the later wins, and `null` means no value."""
+    layer = Layer()
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if equals:
+            layer.take(key, None if text == "null" else text, origin=COMMAND_LINE, where=COMMAND_LINE)
+        else:
+            layer.problems.append(f"{COMMAND_LINE}: {word!r} is not key=value. Write e.g. train.lr=1e-4.")
+    return layer
+
+
+def _read_profile(asked: Given | None, config_path: Path) -> Layer:
+    if asked is None or asked.text in (None, "", RunConfig.TOY):
+        return Layer()
+    name = str(asked.text)
+    path = _find_profile(name, config_path)
+    if path is None:
+        known = sorted({found.stem for folder in _profile_folders(config_path) for found in folder.glob("*.yaml")})
+        guess = nearest(name, known)
+        hint = f"Did you mean {guess}?" if guess else f"There are {', '.join([*known, RunConfig.TOY])}."
+        return Layer(problems=[f"{asked.where}: no hardware profile {name!r}. {hint}"], readable=False)
+    layer = yaml_file.read(path, origin=f"profile {name}")
+    if inner := layer.given.pop("profile", None):
+        layer.problems.append(f"{inner.where}: a profile cannot name another profile. Write its values out.")
+    return layer
+
+
+def _find_profile(name: str, config_path: Path) -> Path | None:
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        candidates = [Path(name), config_path.parent / name]
+    else:
+        candidates = [folder / f"{name}.yaml" for folder in _profile_folders(config_path)]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _profile_folders(config_path: Path) -> tuple[Path, ...]:
+    """Beside the config first, so that a copied configs/ folder is complete in itself."""
+    return (config_path.parent / "profiles", Path("configs") / "profiles", _SOURCE_TREE_PROFILES)
+
+
+def _shorten_warmup_of_a_probe(given: dict[str, Given]) -> Iterator[str]:
+    """`--steps 100` on a long config is a probe: fit its warm-up to it and say so, rather than refuse the run."""
+    steps, warmup = given.get("train.steps"), given.get("train.warmup_steps")
+    if not steps or not warmup or steps.origin != COMMAND_LINE or warmup.origin == COMMAND_LINE:
+        return
+    if str(steps.text).isdecimal() and str(warmup.text).isdecimal() and int(str(warmup.text)) > int(str(steps.text)):
+        given["train.warmup_steps"] = replace(steps, origin=f"{COMMAND_LINE} train.steps={steps.text}")
+        yield (
+            f"train.warmup_steps is {warmup.text} ({warmup.where}) but the command line asks for {steps.text} steps: "
+            f"warm-up is shortened to {steps.text}."
+        )
+
+
+def _nested(given: Mapping[str, Given]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value.text
+    return nested
+
+
+def _explain(details: ErrorDetails, given: Mapping[str, Given]) -> Iterator[str]:
+    """Our words for one of pydantic's findings, with the place each value came from."""
+    if details["type"] == rules.BROKEN_RULES:
+        for rule in details["ctx"]["broken"]:
+            places = dict.fromkeys(given[key].where if key in given else f"default {key}" for key in rule.keys)
+            yield f"{', '.join(places)}: {rule.message}"
+        return
+    key = ".".join(str(part) for part in details["loc"][:2])
+    field, value = settings()[key], given[key]
+    got = "no value" if value.text is None else repr(value.text)
+    counted = f", in {unit(field)}" if unit(field) else ""
+    guess = nearest(str(value.text), choices(field))
+    fix = f"Did you mean {guess}?" if guess else f"It is: {field.description} Default: {plain(field.default)}."
+    yield f"{value.where}: {key} must be {kind(field)}{counted} (got {got}). {fix}"

@@ -1,0 +1,99 @@
+"""What must hold between settings. A rule looks at values only; where they came from is the loader's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from nsa.config.schema import DataConfig, ModelConfig, NSAConfig, TrainConfig
+
+T = TypeVar("T")
+
+BROKEN_RULES = "broken_rules"
+
+
+class Broken(NamedTuple):
+    """A rule that does not hold, with the dotted keys it speaks about."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def enforce(section: T, broken: Iterable[Broken]) -> T:
+    """Return the section, or raise with every broken rule at once."""
+    if found := tuple(broken):
+        text = "\n".join(rule.message for rule in found)
+        raise PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "broken": found})
+    return section
+
+
+def of_model(model: ModelConfig) -> Iterator[Broken]:
+    if model.n_heads % model.n_kv_groups:
+        yield Broken(
+            ("model.n_heads", "model.n_kv_groups"),
+            f"model.n_kv_groups ({model.n_kv_groups}) must divide model.n_heads ({model.n_heads}): each group serves "
+            f"as many heads as another. Set e.g. model.n_kv_groups={_divisor_up_to(model.n_kv_groups, model.n_heads)}.",
+        )
+    if model.d_k % 2:
+        yield Broken(
+            ("model.d_k",),
+            f"model.d_k ({model.d_k}) must be even: RoPE rotates pairs. Set e.g. model.d_k={model.d_k + 1}.",
+        )
+
+
+def of_nsa(nsa: NSAConfig) -> Iterator[Broken]:
+    if nsa.d > nsa.l:
+        yield Broken(
+            ("nsa.d", "nsa.l"),
+            f"nsa.d ({nsa.d}) must not exceed nsa.l ({nsa.l}): tokens between the blocks would never be compressed. "
+            f"Set e.g. nsa.d={nsa.l}.",
+        )
+    elif nsa.l % nsa.d:
+        yield Broken(
+            ("nsa.d", "nsa.l"),
+            f"nsa.d ({nsa.d}) must divide nsa.l ({nsa.l}): block scores map to selection blocks in whole strides. "
+            f"Set e.g. nsa.d={_divisor_up_to(nsa.d, nsa.l)}.",
+        )
+    if nsa.l_sel % nsa.d:
+        yield Broken(
+            ("nsa.d", "nsa.l_sel"),
+            f"nsa.d ({nsa.d}) must divide nsa.l_sel ({nsa.l_sel}): selection blocks begin where compression blocks do. "
+            f"Set e.g. nsa.l_sel={-(-nsa.l_sel // nsa.d) * nsa.d}.",
+        )
+    if nsa.n_sel < 3:
+        yield Broken(
+            ("nsa.n_sel",),
+            f"nsa.n_sel ({nsa.n_sel}) must be at least 3: the first block and two local blocks are always among the "
+            f"selected ones. Set e.g. nsa.n_sel=16.",
+        )
+    if nsa.phi_pos_emb and nsa.phi == "avg":
+        yield Broken(
+            ("nsa.phi_pos_emb", "nsa.phi"),
+            "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
+            "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
+        )
+
+
+def of_train(train: TrainConfig) -> Iterator[Broken]:
+    if train.warmup_steps > train.steps:
+        yield Broken(
+            ("train.warmup_steps", "train.steps"),
+            f"train.warmup_steps ({train.warmup_steps}) must not exceed train.steps ({train.steps}): the learning rate "
+            f"would never reach train.lr. Set e.g. train.warmup_steps={train.steps // 20}.",
+        )
+
+
+def of_data(data: DataConfig) -> Iterator[Broken]:
+    if data.dataset in ("local", "prepared") and data.path is None:
+        yield Broken(
+            ("data.dataset", "data.path"),
+            f"data.dataset ({data.dataset}) needs data.path (null): there is no default place for your own data. "
+            f"Set data.path to the folder.",
+        )
+
+
+def _divisor_up_to(limit: int, number: int) -> int:
+    return next(divisor for divisor in range(limit, 0, -1) if number % divisor == 0)

@@ -1,0 +1,309 @@
+"""The description of a run: every setting with its type, default, unit and meaning.
+
+Values are frozen and unknown names are refused. Everything here is plain Python, so that a run can be described,
+checked and printed on a machine without torch.
+"""
+
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic.fields import FieldInfo
+
+from nsa.config import rules
+from nsa.config.describe import Looks, Unit
+from nsa.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+Tokens = Annotated[int, Field(ge=1), Unit("tokens")]
+Steps = Annotated[int, Field(ge=1), Unit("steps")]
+StepsOrNever = Annotated[int, Field(ge=0), Unit("steps, 0 = never")]
+Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Positive = Annotated[float, Field(gt=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The transformer around the attention."""
+
+    dim: Count = Field(default=768, description="Width of the residual stream.")
+    n_layers: Count = Field(default=12, description="Number of transformer blocks.")
+    n_heads: Count = Field(default=12, description="Query heads per block.")
+    n_kv_groups: Count = Field(
+        default=2, description="Key/value groups; the heads of a group share keys, values, selection."
+    )
+    d_k: Count = Field(default=64, description="Query and key width per head; even, because RoPE rotates pairs.")
+    d_v: Count = Field(default=64, description="Value width per head.")
+    vocab_size: Count | None = Field(
+        default=None, description="Rows of the embedding; null takes the tokenizer's vocabulary."
+    )
+    ffn_dim: Count | None = Field(
+        default=None, description="Hidden width of the SwiGLU; null means 8/3 of dim, rounded up to a multiple of 64."
+    )
+    tie_embeddings: bool = Field(default=False, description="Use the input embedding as the output projection too.")
+    norm_eps: Positive = Field(default=1e-5, description="Epsilon inside RMSNorm.")
+    rope_base: Positive = Field(default=500_000.0, description="Base of the rotary frequencies.")
+    rope_scale: Positive = Field(
+        default=1.0, description="Positions are divided by this before rotation; > 1 stretches reach."
+    )
+
+    @property
+    def ffn_size(self) -> int:
+        """The SwiGLU's hidden width with null resolved."""
+        return self.ffn_dim if self.ffn_dim is not None else -(-8 * self.dim // (3 * 64)) * 64
+
+    @model_validator(mode="after")
+    def _hold_together(self) -> Self:
+        return rules.enforce(self, rules.of_model(self))
+
+
+class NSAConfig(Section):
+    """Native Sparse Attention: the three branches and the gate that mixes them."""
+
+    l: Tokens = Field(default=32, description="Length of a compression block.")
+    d: Tokens = Field(default=16, description="Stride between compression blocks; divides l and l_sel.")
+    l_sel: Tokens = Field(default=64, description="Length of a selection block.")
+    n_sel: Annotated[int, Field(ge=1), Unit("blocks")] = Field(
+        default=16, description="Selection blocks each query reads, the first and two local ones included."
+    )
+    w: Tokens = Field(default=512, description="Sliding window, the query's own token included.")
+    phi: Literal["avg", "linear", "mlp"] = Field(
+        default="avg", description="Operator that compresses a block to one token."
+    )
+    phi_pos_emb: bool = Field(
+        default=False, description="Learned position inside a block, added before phi (linear, mlp)."
+    )
+    gate: Literal["softmax", "sigmoid"] = Field(
+        default="softmax",
+        description="softmax: branch weights sum to 1 (the health limits assume it); sigmoid: as in the paper.",
+    )
+    gate_per: Literal["head", "group"] = Field(
+        default="head", description="One gate per query head or per group of heads."
+    )
+    gate_temperature: Positive = Field(
+        default=1.0, description="Gate logits are divided by this; above 1 evens the branches out."
+    )
+    rope_compressed: Literal["before", "after"] = Field(
+        default="before", description="Rotate keys before compression, or rotate the compressed keys after it."
+    )
+
+    @model_validator(mode="after")
+    def _hold_together(self) -> Self:
+        return rules.enforce(self, rules.of_nsa(self))
+
+
+class RuntimeConfig(Section):
+    """Where and in which arithmetic a run computes."""
+
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Looks("auto, cpu, cuda or cuda:N")] = Field(
+        default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged."
+    )
+    precision: Literal["bf16", "fp16", "fp32"] = Field(
+        default="bf16", description="Arithmetic of the model; the loss is fp32 always. Long runs want bf16."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in backward: less memory, more time."
+    )
+    use_flash: bool = Field(default=True, description="Let the sdpa backend use PyTorch's flash kernels.")
+    prefill_chunk: Tokens = Field(
+        default=2048, description="Prompt tokens per prefill pass; smaller needs less memory."
+    )
+    threads: Count | None = Field(
+        default=None,
+        description="CPU threads for torch; null leaves torch's choice. Bitwise resume needs the same number.",
+    )
+
+
+class KernelsConfig(Section):
+    """One backend per branch. A backend asked for by name that cannot run is an error, never replaced."""
+
+    compressed: Text = Field(
+        default="auto", description="Backend of compressed attention; auto picks and logs the reason."
+    )
+    select: Text = Field(default="auto", description="Backend that scores and picks the selection blocks.")
+    selected: Text = Field(default="auto", description="Backend of attention over the selected blocks.")
+    sliding: Text = Field(default="auto", description="Backend of sliding-window attention.")
+
+
+class TrainConfig(Section):
+    """Length, batch, optimizer and rhythm of a training run."""
+
+    steps: Steps = Field(default=1000, description="Optimizer steps in the whole run.")
+    seq_len: Tokens = Field(default=2048, description="Length of a training row.")
+    batch_size: Annotated[int, Field(ge=1), Unit("rows")] = Field(
+        default=1, description="Rows per forward pass over all ranks together; a multiple of the number of ranks."
+    )
+    accumulate_grad_batches: Count = Field(
+        default=1, description="Forward passes per optimizer step; a step sees batch_size times this many rows."
+    )
+    lr: Positive = Field(default=3e-4, description="Peak learning rate, reached at the end of warm-up.")
+    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Learning rate after warm-up."
+    )
+    warmup_steps: Annotated[int, Field(ge=0), Unit("steps")] = Field(
+        default=0, description="Steps of linear warm-up from zero."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.01, description="AdamW weight decay.")
+    grad_clip: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Largest gradient norm; 0 does not clip.")
+    log_every: Steps = Field(default=20, description="Steps between progress records.")
+    eval_every: StepsOrNever = Field(default=1000, description="Steps between evaluations on the held-out split.")
+    save_every: StepsOrNever = Field(
+        default=1000, description="Steps between checkpoints; the end of a run is always saved."
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=1337, description="Seeds weights, data order and the held-out split."
+    )
+    out_dir: Text = Field(default="artifacts/run", description="The run folder; one run, one folder.")
+
+    @model_validator(mode="after")
+    def _hold_together(self) -> Self:
+        return rules.enforce(self, rules.of_train(self))
+
+
+class DataConfig(Section):
+    """Where the tokens come from."""
+
+    dataset: Literal["fineweb_edu", "local", "prepared", "synthetic"] = Field(
+        default="fineweb_edu",
+        description="Streamed parquet, your own parquet/JSONL, token shards made earlier, or made-up tasks.",
+    )
+    path: Text | None = Field(
+        default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
+    )
+    tokenizer: Text = Field(default="byte", description="byte, or the path of a tokenizers JSON file.")
+    held_out: Annotated[float, Field(ge=0, lt=1), Unit("fraction")] = Field(
+        default=0.001, description="Share of the documents kept for evaluation and never trained on."
+    )
+    packing: Literal["stream", "best_fit"] = Field(
+        default="stream", description="stream cuts documents at row ends; best_fit keeps them whole where they fit."
+    )
+    on_end: Literal["epoch", "error"] = Field(
+        default="epoch", description="Data used up: start another epoch, or stop with an error."
+    )
+    queue_depth: Annotated[int, Field(ge=1), Unit("batches")] = Field(
+        default=8, description="Batches the prefetcher keeps ready."
+    )
+    prefetch: bool = Field(default=True, description="Prepare batches in the background while the step computes.")
+    warmup_batches: Annotated[int, Field(ge=0), Unit("batches")] = Field(
+        default=0, description="Batches to have ready before step 1; hides a slow first fetch."
+    )
+    warmup_timeout_s: Seconds = Field(default=60.0, description="Longest wait for the warm-up batches.")
+    loader_timeout_s: Seconds = Field(default=120.0, description="Longest wait for any one batch before the run stops.")
+    report_docs: Annotated[int, Field(ge=0), Unit("documents, 0 = never")] = Field(
+        default=1000, description="Documents between progress lines of the data reader."
+    )
+    max_bad_units: Annotated[int, Field(ge=0), Unit("row groups")] = Field(
+        default=8, description="Unreadable pieces of data to skip, each with a warning, before the run stops."
+    )
+    connect_timeout_s: Seconds = Field(default=5.0, description="Longest wait to connect to a data server.")
+    read_timeout_s: Seconds = Field(default=5.0, description="Longest silence of a data server inside one request.")
+    retries: Annotated[int, Field(ge=0)] = Field(default=5, description="Further tries after a failed request.")
+    cache_dir: Text | None = Field(
+        default=None, description="Folder for downloaded data; null uses the user's cache folder."
+    )
+    cache_gib: Annotated[float, Field(gt=0), Unit("GiB")] = Field(
+        default=16.0, description="Disk the download cache may fill."
+    )
+    synthetic_task: Literal["uniform", "copy", "needle"] = Field(
+        default="copy", description="Synthetic data: random tokens, a repeated sequence, or one fact to find again."
+    )
+    synthetic_on_fail: bool = Field(
+        default=False,
+        description="Train on synthetic data if the dataset fails: loud, recorded, refused for long runs.",
+    )
+
+    @model_validator(mode="after")
+    def _hold_together(self) -> Self:
+        return rules.enforce(self, rules.of_data(self))
+
+
+class RunConfig(Section):
+    """A whole run, resolved. `nsa.config.load` makes one from files, environment and command line."""
+
+    TOY: ClassVar[str] = "toy"
+
+    profile: Text | None = Field(
+        None,
+        description="Hardware profile (configs/profiles/NAME.yaml, or a path); toy marks a config unfit for long runs.",
+    )
+    model: ModelConfig = ModelConfig()
+    nsa: NSAConfig = NSAConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notices: tuple[str, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def resolved(cls, values: Mapping[str, Any], origins: Mapping[str, str], notices: tuple[str, ...]) -> Self:
+        config = cls.model_validate(values)
+        config._origins = dict(origins)
+        config._notices = notices
+        return config
+
+    @property
+    def is_toy(self) -> bool:
+        return self.profile == self.TOY
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the reader should know about how this config was resolved, e.g. retired names it used."""
+        return self._notices
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key such as `train.lr`."""
+        if key not in settings():
+            raise ConfigError(f"{key!r} is not a setting. `nsa config show FILE` lists them all.")
+        found: Any = self
+        for part in key.split("."):
+            found = getattr(found, part)
+        return found
+
+    def origin(self, key: str) -> str:
+        """Where a value came from: a file and line, a profile, the environment, the command line, or the default."""
+        value = self.value(key)
+        if key in self._origins:
+            return self._origins[key]
+        return "default" if value == settings()[key].default else "code"
+
+    def origins(self) -> dict[str, str]:
+        return {key: self.origin(key) for key in settings()}
+
+
+# Keys that configs still carry from earlier systems: they load, do nothing, and say what took their place.
+RETIRED_KEYS = {
+    "runtime.use_triton_sel": "the backend of each branch is chosen by kernels.selected and kernels.select",
+    "runtime.sel_triton_min_L": "kernels.selected=auto weighs the length itself",
+    "runtime.fa2_enabled": "flash-attn is not used; kernels.sliding and kernels.compressed choose the backend",
+    "runtime.fa2_min_len_win": "kernels.sliding=auto weighs the length itself",
+    "runtime.fa2_min_len_cmp": "kernels.compressed=auto weighs the length itself",
+}
+
+
+@cache
+def sections() -> Mapping[str, type[Section]]:
+    """Section name → its class, in the order they are documented."""
+    return types.MappingProxyType(
+        {
+            name: field.annotation
+            for name, field in RunConfig.model_fields.items()
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        }
+    )
+
+
+@cache
+def settings() -> Mapping[str, FieldInfo]:
+    """Dotted key → its field, e.g. `train.lr`, in the order they are documented."""
+    found = {name: field for name, field in RunConfig.model_fields.items() if name not in sections()}
+    for section, cls in sections().items():
+        found |= {f"{section}.{name}": field for name, field in cls.model_fields.items()}
+    return types.MappingProxyType(found)

@@ -1,0 +1,103 @@
+"""YAML text → one layer, with a line number for every value.
+
+The text is composed, not constructed: a scalar keeps the characters the user wrote and the schema gives it its type.
+That closes YAML 1.1's traps (`2e-4` a string, `no` false, `12:30` seven hundred and fifty) and builds no objects.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from nsa.config.layer import Layer, nearest, section_hint
+from nsa.config.schema import sections
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+def read(path: Path, *, origin: str | None = None) -> Layer:
+    """Read one file. Values report `path:line` as their origin unless a name for the whole file is given."""
+    layer = Layer()
+    root = _compose(path, layer)
+    if root is None:
+        layer.readable = False
+        return layer
+    for key, node, line in _pairs(root, path, "", layer):
+        if key not in sections():
+            _take_top_level(key, node, f"{path}:{line}", origin, layer)
+        elif isinstance(node, yaml.MappingNode):
+            for name, value, value_line in _pairs(node, path, f"{key}.", layer):
+                _take(f"{key}.{name}", value, f"{path}:{value_line}", origin, layer)
+        elif not _is_null(node):
+            layer.problems.append(
+                f"{path}:{line}: {key} is a section. Write its keys below it, indented by two spaces."
+            )
+    return layer
+
+
+def _compose(path: Path, layer: Layer) -> yaml.MappingNode | None:
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        layer.problems.append(f"{path}: no such file.{_similar_file(path)}")
+    except (OSError, UnicodeDecodeError) as error:
+        layer.problems.append(f"{path}: cannot be read as text ({error}).")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}" if mark else f"{path}"
+        tip = " Indent with spaces, not tabs." if "\\t" in (error.problem or "") else ""
+        layer.problems.append(f"{place}: not valid YAML ({error.problem or error.context}).{tip}")
+    except yaml.YAMLError as error:
+        layer.problems.append(f"{path}: not valid YAML ({error}).")
+    else:
+        if isinstance(root, yaml.MappingNode):
+            return root
+        found = "empty" if root is None else "not a mapping of sections"
+        layer.problems.append(
+            f"{path}: the file is {found}. Begin with a section such as `train:`; see docs/CONFIG.md."
+        )
+    return None
+
+
+def _pairs(node: yaml.MappingNode, path: Path, prefix: str, layer: Layer) -> Iterator[tuple[str, yaml.Node, int]]:
+    """Key, value and line of each entry; a key written twice is a problem: YAML would keep the last in silence."""
+    first_line: dict[str, int] = {}
+    for key_node, value in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            layer.problems.append(f"{path}:{line}: a key must be a plain word.")
+        elif (key := key_node.value) in first_line:
+            layer.problems.append(
+                f"{path}:{line}: {prefix}{key} is written twice, first on line {first_line[key]}. Keep one of them."
+            )
+        else:
+            first_line[key] = line
+            yield key, value, line
+
+
+def _take_top_level(key: str, node: yaml.Node, where: str, origin: str | None, layer: Layer) -> None:
+    if isinstance(node, yaml.MappingNode):
+        layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
+    elif "." in key:
+        section, _, name = key.partition(".")
+        layer.problems.append(f"{where}: {key} is written with a dot. In a file, write {name} below {section}:")
+    else:
+        _take(key, node, where, origin, layer)
+
+
+def _take(key: str, node: yaml.Node, where: str, origin: str | None, layer: Layer) -> None:
+    if isinstance(node, yaml.ScalarNode):
+        layer.take(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
+    else:
+        found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+        layer.problems.append(f"{where}: {key} takes one value, not {found}.")
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NULLS
+
+
+def _similar_file(path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    guess = nearest(path.name, siblings)
+    return f" Did you mean {path.parent / guess}?" if guess else ""
