@@ -35,7 +35,7 @@ def show(
     keys = [key for key in settings() if not changed or config.value(key) != settings()[key].default]
     if as_json:
         origins = {key: config.origin(key) for key in keys}
-        values = {key: config.value(key) for key in keys} if changed else config.model_dump(mode="json")
+        values = config.model_dump(mode="json", exclude_defaults=changed)
         print(json.dumps({"config": values, "origins": origins, "notices": config.notices}, indent=2))
     else:
         _print_table(config, keys)

@@ -71,7 +71,7 @@ def _env_page() -> Iterator[str]:
         _NOTE,
         "",
         "The environment wins over the config file and loses to the command line. It is read once, at start. A",
-        f"variable that is set but empty counts as unset. Any other name that begins with `{env.PREFIX}` is an error, so",
+        f"variable that is set but empty counts as unset. Any other name beginning with `{env.PREFIX}` is an error, so",
         "that a typo cannot pass for a setting. Types, defaults and units are the setting's; [CONFIG.md](CONFIG.md)",
         "has them all.",
         "",
