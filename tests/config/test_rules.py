@@ -1,0 +1,153 @@
+"""What must hold between settings, and that a config cannot change once made."""
+
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+from nsa.config import RunConfig, load
+from nsa.config.describe import kind
+from nsa.config.schema import ModelConfig, sections, settings
+from nsa.errors import ConfigError
+
+
+@pytest.fixture
+def resolve(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n")
+    return lambda *overrides: load(file, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.n_kv_groups=5"],
+            "command line: model.n_kv_groups (5) must divide model.n_heads (12): each group serves as many heads as "
+            "another. Set e.g. model.n_kv_groups=4.",
+        ),
+        (["model.d_k=63"], "model.d_k (63) must be even: RoPE rotates pairs. Set e.g. model.d_k=64."),
+        (["nsa.d=64"], "nsa.d (64) must not exceed nsa.l (32): tokens between the blocks would never be compressed."),
+        (["nsa.d=12", "nsa.l_sel=60"], "nsa.d (12) must divide nsa.l (32): "),
+        (["nsa.d=12", "nsa.l=24"], "nsa.d (12) must divide nsa.l_sel (64): "),
+        (["nsa.n_sel=2"], "nsa.n_sel (2) must be at least 3: the first block and two local blocks"),
+        (["nsa.phi_pos_emb=true"], "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): "),
+        (["train.warmup_steps=1001"], "train.warmup_steps (1001) must not exceed train.steps (1000): "),
+        (["data.dataset=local"], "data.dataset (local) needs data.path (null): "),
+        (["data.dataset=prepared"], "data.dataset (prepared) needs data.path (null): "),
+    ],
+)
+def test_a_broken_rule_gives_values_reason_and_fix(resolve, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(*overrides)
+    (problem,) = str(caught.value).splitlines()[1:]
+    assert message in problem
+    assert "Set " in problem
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.n_kv_groups=1"],
+        ["model.n_kv_groups=12"],
+        ["model.d_v=63"],
+        ["nsa.d=32"],
+        ["nsa.d=1"],
+        ["nsa.l=64", "nsa.l_sel=32"],
+        ["nsa.n_sel=3"],
+        ["nsa.phi=mlp", "nsa.phi_pos_emb=true"],
+        ["train.warmup_steps=1000"],
+        ["data.dataset=local", "data.path=somewhere"],
+        ["data.dataset=synthetic"],
+    ],
+)
+def test_the_edge_of_a_rule_is_allowed(resolve, overrides):
+    resolve(*overrides)
+
+
+def test_the_fix_a_message_suggests_is_a_fix(resolve):
+    for overrides in (
+        ["model.n_kv_groups=5"],
+        ["nsa.d=12"],
+        ["nsa.d=64"],
+        ["nsa.n_sel=1"],
+        ["train.warmup_steps=2000"],
+    ):
+        tried = list(overrides)
+        for _ in range(3):
+            try:
+                resolve(*tried)
+                break
+            except ConfigError as error:
+                tried.append(str(error).rpartition("Set e.g. ")[2].rstrip("."))
+        else:
+            pytest.fail(f"{tried} still fails")
+
+
+def test_a_rule_that_meets_a_default_says_so(resolve):
+    with pytest.raises(ConfigError, match=r"command line, default train.steps: train.warmup_steps \(2000\)"):
+        resolve("train.warmup_steps=2000")
+
+
+def test_sizes_must_be_positive(resolve):
+    with pytest.raises(ConfigError) as caught:
+        resolve("model.dim=0", "nsa.w=-1", "train.seq_len=0", "train.batch_size=0", "runtime.prefill_chunk=0")
+    assert len(str(caught.value).splitlines()) == 6
+
+
+def test_rules_hold_for_configs_made_in_code_too():
+    with pytest.raises(ValidationError, match="must divide"):
+        ModelConfig(n_heads=12, n_kv_groups=5)
+    with pytest.raises(ValidationError, match="must divide"):
+        RunConfig.model_validate({"nsa": {"l": 32, "d": 12, "l_sel": 24}})
+
+
+def test_nothing_can_be_changed_or_added(resolve):
+    config = resolve()
+    with pytest.raises(ValidationError):
+        config.train = config.train
+    with pytest.raises(ValidationError):
+        config.train.lr = 1.0
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate({"train": {"lrr": 1}})
+
+
+def test_a_config_survives_a_dump_and_a_pickle(resolve):
+    config = resolve("train.lr=1e-4")
+    assert RunConfig.model_validate(config.model_dump(mode="json")).model_dump() == config.model_dump()
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.origin("train.lr") == "command line"
+
+
+def test_origin_of_a_config_made_in_code():
+    config = RunConfig.model_validate({"train": {"lr": 1.0}})
+    assert (config.origin("train.lr"), config.origin("train.steps")) == ("code", "default")
+    with pytest.raises(ConfigError, match=r"'train.lrr' is not a setting"):
+        config.origin("train.lrr")
+
+
+@pytest.mark.parametrize(("dim", "hidden"), [(768, 2048), (512, 1408), (24, 64), (72, 192), (73, 256)])
+def test_ffn_size_is_eight_thirds_rounded_up_to_64(dim, hidden):
+    assert ModelConfig(dim=dim).ffn_size == hidden
+    assert ModelConfig(dim=dim, ffn_dim=100).ffn_size == 100
+
+
+def test_every_setting_is_described_in_one_sentence():
+    for key, field in settings().items():
+        assert field.description, key
+        assert field.description.endswith("."), key
+        assert "\n" not in field.description, key
+        assert kind(field), key
+
+
+def test_the_keys_users_already_have_are_all_known():
+    known = {
+        "model": "dim n_layers n_heads n_kv_groups d_k d_v",
+        "nsa": "l d l_sel n_sel w phi",
+        "runtime": "device precision gradient_checkpointing use_flash",
+        "train": "steps seq_len batch_size accumulate_grad_batches lr lr_schedule warmup_steps weight_decay grad_clip "
+        "log_every eval_every save_every seed out_dir",
+    }
+    for section, names in known.items():
+        assert set(names.split()) <= sections()[section].model_fields.keys()

@@ -1,0 +1,165 @@
+"""Imports point downwards only, the engine stays in nsa.train, and settings come from the environment in one place.
+
+The rules read the source, not the running program: an import inside a function or under TYPE_CHECKING counts too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A package may import from the rows below its own.
+LAYERS = (
+    ("cli",),
+    ("train", "infer", "observe", "guard"),
+    ("model", "data", "config"),
+    ("core",),
+    ("kernels",),
+    ("errors", "__init__"),
+)
+# Neighbours in a row are strangers, but for these.
+NEIGHBOURS = {
+    ("train", "observe"),  # callbacks write the heartbeat
+    ("train", "guard"),  # preflight runs at the start of a run
+    ("guard", "observe"),  # preflight looks for another run in the run folder
+    ("model", "config"),  # a section describes what to build
+    ("data", "config"),
+}
+LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
+
+ENGINE = "olmo_core"
+READS_ENVIRONMENT = ("nsa.config.env", "nsa.train")
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def sources() -> dict[str, Path]:
+    """Dotted module name → file; a package's __init__ keeps the name, so that relative imports resolve."""
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.glob("nsa/**/*.py"))}
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Every module a source names, `from a import b` as a.b, relative forms and import_module("a") included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+            "import_module",
+            "__import__",
+        ):
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def package_of(module: str) -> str | None:
+    """The row entry a module belongs to: nsa.core.rope → core, nsa or nsa.__version__ → __init__, torch → None."""
+    root, _, rest = module.partition(".")
+    if root != "nsa":
+        return None
+    package = rest.partition(".")[0]
+    return package if (ROOT / "nsa" / package).is_dir() or package in LEVEL else "__init__"
+
+
+def reads_environment(source: str) -> bool:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and ast.unparse(node.value) == "os":
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and ENVIRONMENT & {a.name for a in node.names}:
+            return True
+    return False
+
+
+def inside(module: str, homes: tuple[str, ...]) -> bool:
+    return any(module == home or module.startswith(f"{home}.") for home in homes)
+
+
+def mistakes(module: str, source: str) -> Iterator[str]:
+    here = package_of(module)
+    assert here is not None
+    if here not in LEVEL:
+        yield f"nsa.{here} is in no row of LAYERS: say where it stands"
+        return
+    for name in imports(module, source):
+        there = package_of(name)
+        if name.partition(".")[0] == ENGINE and not inside(module, ("nsa.train",)):
+            yield f"{module} imports {name}: the engine is imported in nsa.train alone, so that it can be replaced"
+        if there is None or there == here or (here, there) in NEIGHBOURS:
+            continue
+        if there not in LEVEL:
+            yield f"{module} imports {name}: nsa.{there} is in no row of LAYERS"
+        elif LEVEL[there] <= LEVEL[here]:
+            yield f"{module} imports {name}: nsa.{there} does not stand below nsa.{here}"
+    if reads_environment(source) and not inside(module, READS_ENVIRONMENT):
+        yield f"{module} reads the environment: nsa.config.env does that, and nsa.train for torchrun's variables"
+
+
+@pytest.mark.parametrize("module", sources())
+def test_module_keeps_the_directions(module):
+    found = list(mistakes(module, sources()[module].read_text(encoding="utf-8")))
+    assert not found, "\n".join(found)
+
+
+def test_the_package_is_looked_at():
+    assert {"nsa.__init__", "nsa.errors", "nsa.config.schema", "nsa.cli.main"} <= sources().keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("nsa.kernels.sdpa", "import nsa.core.rope"),
+        ("nsa.kernels.sdpa", "from nsa.core import rope"),
+        ("nsa.kernels.sdpa", "from nsa import core"),
+        ("nsa.kernels.sdpa", "from ..core import rope"),
+        ("nsa.kernels.sdpa", "from .. import core"),
+        ("nsa.kernels.__init__", "from ..core import rope"),
+        ("nsa.kernels.cpu.build", "from ...core.rope import rotate"),
+        ("nsa.core.rope", "def f():\n    import nsa.model"),
+        ("nsa.core.rope", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa.config import RunConfig"),
+        ("nsa.core.rope", "import importlib\nimportlib.import_module('nsa.train')"),
+        ("nsa.config.load", "from nsa.cli import main"),
+        ("nsa.data.stream", "from nsa.model import transformer"),
+        ("nsa.errors", "from nsa.kernels import registry"),
+        ("nsa.__init__", "from nsa.core import rope"),
+        ("nsa.__init__", "from .core import rope"),
+        ("nsa.observe.heartbeat", "import olmo_core"),
+        ("nsa.guard.preflight", "from olmo_core.train import Trainer"),
+        ("nsa.cli.main", "from olmo_core import x"),
+        ("nsa.observe.watchdog", "from nsa.train import build"),
+        ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
+        ("nsa.core.rope", "import os\nos.getenv('NSA_X')"),
+        ("nsa.core.rope", "from os import environ"),
+        ("nsa.config.load", "import os\nos.environ.get('CONFIG')"),
+    ],
+)
+def test_a_wrong_direction_is_seen(module, source):
+    assert list(mistakes(module, source))
+
+
+def test_a_package_without_a_place_is_seen(monkeypatch):
+    monkeypatch.delitem(LEVEL, "config")
+    assert list(mistakes("nsa.config.load", "import nsa.errors")) == [
+        "nsa.config is in no row of LAYERS: say where it stands"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("nsa.cli.main", "from nsa import __version__\nfrom nsa.errors import NSAError\nfrom nsa.cli import config"),
+        ("nsa.cli.main", "from . import config\nfrom .. import __version__"),
+        ("nsa.core.__init__", "from .rope import rotate\nfrom ..kernels import plan"),
+        ("nsa.train.build", "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa.observe import heartbeat"),
+        ("nsa.config.env", "import os\nos.environ.items()"),
+        (
+            "nsa.kernels.sdpa",
+            "import os\nos.path.join('a', 'b')\nimport torch\nfrom nsa.errors import KernelUnavailable",
+        ),
+    ],
+)
+def test_a_right_direction_passes(module, source):
+    assert list(mistakes(module, source)) == []
