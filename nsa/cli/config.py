@@ -42,7 +42,7 @@ def show(
 
 
 @app.command()
-def check(files: list[Path] = typer.Argument(..., metavar="FILE...", help="Config files to check.")) -> None:
+def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config files to check.")) -> None:
     """Check config files, with this shell's NSA_* variables applied; exit 0 if all are usable, else 20.
 
     Every problem of every file is listed, with its line.
@@ -100,9 +100,9 @@ def _print_table(config: "RunConfig", keys: list[str]) -> None:
     from nsa.config.describe import plain
 
     # A pipe has no width of its own: leave it room, so that grep finds whole lines.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     for notice in config.notices:
-        console.print(f"notice: {notice}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"notice: {notice}", style="yellow", soft_wrap=True)
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     section = ""
     for key in keys:

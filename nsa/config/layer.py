@@ -52,8 +52,8 @@ def _unknown(key: str) -> str:
     if section and section not in sections():
         return f"unknown key {key}: there is no section {section}. {section_hint(section)}"
     if homes := [known for known in settings() if _name(known) == name]:
-        place = f"{name} belongs to another section" if section else f"{name} belongs to a section"
-        return f"unknown key {key}: {place}. Write {' or '.join(homes)}."
+        place = "it belongs to another section" if section else "it belongs below a section"
+        return f"unknown key {key}: {place}. Did you mean {' or '.join(homes)}?"
     here = _keys_of(section)
     if like := nearest(name, [_name(known) for known in here]):
         return (

@@ -177,7 +177,7 @@ class DataConfig(Section):
         default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
     )
     tokenizer: Text = Field(default="byte", description="byte, or the path of a tokenizers JSON file.")
-    held_out: Annotated[float, Field(ge=0, lt=1), Unit("fraction")] = Field(
+    held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.001, description="Share of the documents kept for evaluation and never trained on."
     )
     packing: Literal["stream", "best_fit"] = Field(

@@ -45,10 +45,11 @@ def _compose(path: Path, layer: Layer) -> yaml.MappingNode | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark else f"{path}"
-        tip = " Indent with spaces, not tabs." if "\\t" in (error.problem or "") else ""
-        layer.problems.append(f"{place}: not valid YAML ({error.problem or error.context}).{tip}")
+        tab = "\\t" in (error.problem or "")
+        tip = "Indent with spaces, not tabs." if tab else "Check indentation and colons here and on the line above."
+        layer.problems.append(f"{place}: not valid YAML ({error.problem or error.context}). {tip}")
     except yaml.YAMLError as error:
-        layer.problems.append(f"{path}: not valid YAML ({error}).")
+        layer.problems.append(f"{path}: not valid YAML ({' '.join(str(error).split())}).")
     else:
         if isinstance(root, yaml.MappingNode):
             return root
@@ -66,6 +67,10 @@ def _pairs(node: yaml.MappingNode, path: Path, prefix: str, layer: Layer) -> Ite
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
             layer.problems.append(f"{path}:{line}: a key must be a plain word.")
+        elif key_node.tag == "tag:yaml.org,2002:merge":
+            layer.problems.append(
+                f"{path}:{line}: merging with << is not supported: every value has a line. Write it out."
+            )
         elif (key := key_node.value) in first_line:
             layer.problems.append(
                 f"{path}:{line}: {prefix}{key} is written twice, first on line {first_line[key]}. Keep one of them."
@@ -98,6 +103,6 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _similar_file(path: Path) -> str:
-    siblings = [entry.name for entry in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    guess = nearest(path.name, siblings)
-    return f" Did you mean {path.parent / guess}?" if guess else ""
+    siblings = [entry.stem for entry in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    guess = nearest(path.stem, siblings)
+    return f" Did you mean {path.parent / guess}.yaml?" if guess else ""

@@ -51,6 +51,11 @@ def test_show_changed_leaves_defaults_out(nsa, tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["setting", "train.lr"]
 
 
+def test_show_prints_values_as_they_are(nsa, tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {tokenizer: '[bold]x[/bold]'}\n")
+    assert " [bold]x[/bold] " in nsa("config", "show", "run.yaml").stdout
+
+
 def test_show_json_is_json(nsa, tmp_path):
     (tmp_path / "run.yaml").write_text("train:\n  lr: 2e-4\nruntime: {use_triton_sel: 1}\n")
     whole = json.loads(nsa("config", "show", "run.yaml", "--json").stdout)

@@ -72,7 +72,7 @@ class TestTypes:
             ("train", "steps", "1.5", "must be a whole number ≥ 1, in steps (got '1.5')"),
             ("train", "steps", "true", "must be a whole number ≥ 1, in steps (got 'true')"),
             ("train", "seed", "-1", "must be a whole number ≥ 0 (got '-1')"),
-            ("data", "held_out", "1", "must be a number ≥ 0 and < 1, in fraction (got '1')"),
+            ("data", "held_out", "1", "must be a number ≥ 0 and < 1 (got '1')"),
             ("data", "prefetch", "2", "must be true or false (got '2')"),
             ("data", "path", "''", "must be text or null (got '')"),
             ("model", "ffn_dim", "0", "must be a whole number ≥ 1 or null (got '0')"),
@@ -136,6 +136,15 @@ class TestShape:
         (problem,) = problems("train:\n  lr: 1\n wrong: [\n")
         assert problem.startswith("run.yaml:3: not valid YAML (")
 
+    def test_characters_that_yaml_forbids_are_reported_on_one_line(self, problems):
+        (problem,) = problems("train:\n  lr: \x01\n")
+        assert problem.startswith("run.yaml: not valid YAML (unacceptable character")
+
+    def test_merging_is_refused(self, problems):
+        assert problems("train: &other\n  lr: 1\nmodel:\n  <<: *other\n") == [
+            "run.yaml:4: merging with << is not supported: every value has a line. Write it out."
+        ]
+
     def test_a_tab_is_called_a_tab(self, problems):
         (problem,) = problems("train:\n\tlr: 1\n")
         assert problem.startswith("run.yaml:2: not valid YAML (")
@@ -156,6 +165,8 @@ class TestShape:
         file = write("train:")
         with pytest.raises(ConfigError, match=rf"runn.yaml: no such file. Did you mean {file}\?"):
             load(file.with_name("runn.yaml"))
+        with pytest.raises(ConfigError, match=r"else.yaml: no such file.$"):
+            load(file.with_name("else.yaml"))
 
     def test_a_folder_and_a_binary_file_are_refused(self, tmp_path):
         with pytest.raises(ConfigError, match="cannot be read as text"):
@@ -173,9 +184,9 @@ class TestUnknownNames:
             ("runtime:\n  Device: cpu", "run.yaml:2: unknown key runtime.Device. Did you mean runtime.device?"),
             (
                 "train:\n  n_sel: 4",
-                "run.yaml:2: unknown key train.n_sel: n_sel belongs to another section. Write nsa.n_sel.",
+                "run.yaml:2: unknown key train.n_sel: it belongs to another section. Did you mean nsa.n_sel?",
             ),
-            ("dim: 4", "run.yaml:1: unknown key dim: dim belongs to a section. Write model.dim."),
+            ("dim: 4", "run.yaml:1: unknown key dim: it belongs below a section. Did you mean model.dim?"),
             ("profil: toy", "run.yaml:1: unknown key profil. Did you mean profile?"),
             ("train:\n  n_layer: 4", "run.yaml:2: unknown key train.n_layer. Did you mean model.n_layers?"),
             ("trian:\n  lr: 1", "run.yaml:1: unknown section trian. Did you mean train?"),
@@ -195,7 +206,7 @@ class TestUnknownNames:
     @pytest.mark.parametrize(
         ("word", "problem"),
         [
-            ("lr=1", "command line: unknown key lr: lr belongs to a section. Write train.lr."),
+            ("lr=1", "command line: unknown key lr: it belongs below a section. Did you mean train.lr?"),
             ("train.lrr=1", "command line: unknown key train.lrr. Did you mean train.lr?"),
             ("trian.lr=1", "command line: unknown key trian.lr: there is no section trian. Did you mean train?"),
             (
