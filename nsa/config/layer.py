@@ -56,11 +56,7 @@ def _unknown(key: str) -> str:
         return f"unknown key {key}: {place}. Did you mean {' or '.join(homes)}?"
     here = _keys_of(section)
     if like := nearest(name, [_name(known) for known in here]):
-        return (
-            f"unknown key {key}. Did you mean {section}.{like}?"
-            if section
-            else f"unknown key {key}. Did you mean {like}?"
-        )
+        return f"unknown key {key}. Did you mean {key.removesuffix(name)}{like}?"
     if like := nearest(name, [_name(known) for known in settings()]):
         homes = [known for known in settings() if _name(known) == like]
         return f"unknown key {key}. Did you mean {' or '.join(homes)}?"
