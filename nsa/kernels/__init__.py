@@ -1,0 +1,1 @@
+"""How a branch is computed. Knows tensors and sizes, nothing of models, documents or configuration."""

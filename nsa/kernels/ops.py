@@ -1,0 +1,117 @@
+"""Turns plain forward and backward functions into custom operators with the reference's signatures.
+
+A backend supplies `{sliding,compressed,selected}_{forward,backward}` and `select` on tensors; here they become one
+differentiable operator and one selection operator, opaque to `torch.compile` and known to fake tensors, so no backend
+writes that twice. The log-sum-exp carries no gradient.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.kernels.reference import Attended
+
+_KERNELS: dict[str, ModuleType] = {}
+
+
+class Functions(NamedTuple):
+    """The four computations of NSA, each with the signature of its namesake in `reference`."""
+
+    compressed: Callable[..., Attended]
+    select: Callable[..., Tensor]
+    selected: Callable[..., Attended]
+    sliding: Callable[..., Attended]
+
+
+def bind(name: str, kernels: ModuleType) -> Functions:
+    """Register a backend's kernels under a name and return them as differentiable, compilable functions."""
+    _KERNELS[name] = kernels
+
+    def attend(branch: str, idx: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor,
+               sizes: list[int], scale: float, return_lse: bool) -> Attended:  # fmt: skip
+        out, lse = _attend(q, k, v, idx, pos, start, branch, sizes, scale, name)
+        return (out, lse) if return_lse else out
+
+    def sliding_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor, *, w: int, scale: float,
+                          return_lse: bool = False) -> Attended:  # fmt: skip
+        return attend("sliding", None, q, k, v, pos, start, [w], scale, return_lse)
+
+    def compressed_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int,
+                             scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
+        return attend("compressed", None, q, k, v, pos, first, [l, d], scale, return_lse)
+
+    def selected_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, pos: Tensor, start: Tensor, *, l_sel: int,
+                           scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
+        return attend("selected", idx, q, k, v, pos, start, [l_sel], scale, return_lse)
+
+    def select_blocks(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
+                      scale: float) -> Tensor:  # fmt: skip
+        idx: Tensor = _select(q.detach(), k.detach(), pos, first, l, d, l_sel, n_sel, scale, name)
+        return idx
+
+    return Functions(compressed_attention, select_blocks, selected_attention, sliding_attention)
+
+
+@torch.library.custom_op("nsa::attend", mutates_args=())
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
+    scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return getattr(_KERNELS[backend], f"{branch}_forward")(q, k, v, idx, pos, start, sizes, scale)
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
+    scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
+
+
+@torch.library.custom_op("nsa::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
+    lse: Tensor, branch: str, sizes: list[int], scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return getattr(_KERNELS[backend], f"{branch}_backward")(dout, q, k, v, idx, pos, start, out, lse, sizes, scale)
+
+
+@_attend_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
+    lse: Tensor, branch: str, sizes: list[int], scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, idx, pos, start, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, idx, pos, start, *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, idx, pos, start, out, lse = ctx.saved_tensors
+    dq, dk, dv = _attend_backward(dout, q, k, v, idx, pos, start, out, lse, *ctx.rest)
+    return dq, dk, dv, None, None, None, None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("nsa::select", mutates_args=())
+def _select(
+    q: Tensor, k: Tensor, pos: Tensor, first: Tensor, l: int, d: int, l_sel: int, n_sel: int, scale: float, backend: str
+) -> Tensor:
+    idx: Tensor = _KERNELS[backend].select(q, k, pos, first, l, d, l_sel, n_sel, scale)
+    return idx
+
+
+@_select.register_fake
+def _(
+    q: Tensor, k: Tensor, pos: Tensor, first: Tensor, l: int, d: int, l_sel: int, n_sel: int, scale: float, backend: str
+) -> Tensor:
+    return q.new_empty((*q.shape[:-2], n_sel), dtype=torch.int32)

@@ -1,0 +1,172 @@
+"""Gold: what every other backend must equal. One softmax, three rules for what a query may see.
+
+B batch · S queries · T raw keys · C compressed keys · N chosen blocks · J selection blocks
+G kv groups · R query heads per group · K key dim · V value dim
+
+`pos_BS` is the position of each query in its own document. `start_BS` is the index on the key axis where position 0 of
+that document lies (`first_BS`: where its compressed block 0 lies). The pair covers every case with one rule: plain
+sequences (start 0), packed documents (start = the document's offset), and caches that dropped old keys (start < 0).
+
+Computed in fp32, or fp64 for fp64 inputs; plain autograd, so `gradcheck` goes through. Memory is O(S·T): for checking.
+"""
+
+import torch
+from torch import Tensor
+
+Attended = Tensor | tuple[Tensor, Tensor]
+
+
+def sliding_attention(
+    q_BSGRK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    pos_BS: Tensor,
+    start_BS: Tensor,
+    *,
+    w: int,
+    scale: float,
+    return_lse: bool = False,
+) -> Attended:
+    """Attend to the query's own token and the w - 1 before it."""
+    at_BST = _index_in_document(k_BTGK, start_BS)
+    age_BST = pos_BS[..., None] - at_BST
+    visible_BST = (at_BST >= 0) & (age_BST >= 0) & (age_BST < w)
+    return _attend(q_BSGRK, k_BTGK, v_BTGV, visible_BST[:, :, None], scale, return_lse)
+
+
+def compressed_attention(
+    q_BSGRK: Tensor,
+    k_BCGK: Tensor,
+    v_BCGV: Tensor,
+    pos_BS: Tensor,
+    first_BS: Tensor,
+    *,
+    l: int,
+    d: int,
+    scale: float,
+    return_lse: bool = False,
+) -> Attended:
+    """Attend to every compressed block whose last token is not after the query."""
+    visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, l, d)
+    return _attend(q_BSGRK, k_BCGK, v_BCGV, visible_BSC[:, :, None], scale, return_lse)
+
+
+def select_blocks(
+    q_BSGRK: Tensor,
+    k_BCGK: Tensor,
+    pos_BS: Tensor,
+    first_BS: Tensor,
+    *,
+    l: int,
+    d: int,
+    l_sel: int,
+    n_sel: int,
+    scale: float,
+) -> Tensor:
+    """Choose n_sel blocks of l_sel tokens per query and group: int32 [B, S, G, n_sel], ascending, −1 past the last.
+
+    A block's score is the compressed branch's own probability mass on it, summed over the group's heads. Block 0 and
+    the two blocks nearest the query are always in. Ties go to the lower index.
+    """
+    with torch.no_grad():
+        visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, l, d)
+        p_BSGRC = _softmax(_scores(q_BSGRK, k_BCGK, scale), visible_BSC[:, :, None, None])[0]
+        mass_BSGC = _from_document_start(p_BSGRC.sum(3), first_BS)
+        n_blocks = int(pos_BS.max()) // l_sel + 1
+        weight_CJ = overlap(mass_BSGC.shape[-1], n_blocks, l, d, l_sel).to(mass_BSGC)
+        score_BSGJ = _force(mass_BSGC @ weight_CJ, pos_BS, l_sel)
+        return _best(score_BSGJ, n_sel)
+
+
+def selected_attention(
+    q_BSGRK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    idx_BSGN: Tensor,
+    pos_BS: Tensor,
+    start_BS: Tensor,
+    *,
+    l_sel: int,
+    scale: float,
+    return_lse: bool = False,
+) -> Attended:
+    """Attend to the tokens of the chosen blocks that are not after the query."""
+    at_BST = _index_in_document(k_BTGK, start_BS)
+    block_BS1T = (at_BST // l_sel)[:, :, None]
+    visible_BST = (at_BST >= 0) & (at_BST <= pos_BS[..., None])
+    chosen_BSGT = torch.zeros_like(block_BS1T, dtype=torch.bool).expand(-1, -1, idx_BSGN.shape[2], -1)
+    for idx_BSG in idx_BSGN.unbind(-1):
+        chosen_BSGT = chosen_BSGT | (block_BS1T == idx_BSG[..., None])
+    return _attend(q_BSGRK, k_BTGK, v_BTGV, chosen_BSGT & visible_BST[:, :, None], scale, return_lse)
+
+
+def overlap(n_compressed: int, n_blocks: int, l: int, d: int, l_sel: int) -> Tensor:
+    """Strides of compressed block c that lie in selection block j: [C, J]. The paper's Eq. 9 for any l, d, l_sel."""
+    begin_C1 = torch.arange(n_compressed)[:, None] * d
+    begin_J = torch.arange(n_blocks)[None, :] * l_sel
+    shared_CJ = torch.minimum(begin_C1 + l, begin_J + l_sel) - torch.maximum(begin_C1, begin_J)
+    return shared_CJ.clamp(min=0) // d
+
+
+def _attend(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, scale: float, return_lse: bool
+) -> Attended:
+    p_BSGRT, lse_BSGR = _softmax(_scores(q_BSGRK, k_BTGK, scale), visible_BSGT[:, :, :, None])
+    out_BSGRV = torch.einsum("bsgrt,btgv->bsgrv", p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)
+    return (out_BSGRV, lse_BSGR) if return_lse else out_BSGRV
+
+
+def _scores(q_BSGRK: Tensor, k_BTGK: Tensor, scale: float) -> Tensor:
+    wide = torch.promote_types(q_BSGRK.dtype, torch.float32)
+    return torch.einsum("bsgrk,btgk->bsgrt", q_BSGRK.to(wide), k_BTGK.to(wide)) * scale
+
+
+def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over what is visible, and its log-sum-exp. A row that sees nothing is all zeros with lse −inf."""
+    if scores.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:-1], -torch.inf)
+    lowest = torch.finfo(scores.dtype).min
+    top = scores.detach().masked_fill(~visible, lowest).amax(-1, keepdim=True)
+    # Hidden scores are moved to `top` before exp: whatever they hold, they cannot overflow into a gradient.
+    e = (scores.where(visible, top) - top).exp() * visible
+    total = e.sum(-1, keepdim=True)
+    nothing = total == 0
+    lse = (top + total.masked_fill(nothing, 1).log()).masked_fill(nothing, -torch.inf)
+    return e / total.masked_fill(nothing, 1), lse.squeeze(-1)
+
+
+def _index_in_document(k_BTGK: Tensor, start_BS: Tensor) -> Tensor:
+    return torch.arange(k_BTGK.shape[1], device=start_BS.device) - start_BS[..., None]
+
+
+def _visible_compressed(k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int) -> Tensor:
+    at_BSC = _index_in_document(k_BCGK, first_BS)
+    return (at_BSC >= 0) & (at_BSC * d + l - 1 <= pos_BS[..., None])
+
+
+def _from_document_start(mass_BSGC: Tensor, first_BS: Tensor) -> Tensor:
+    """Shift each query's row so that column 0 is the first compressed block of its own document."""
+    n = mass_BSGC.shape[-1]
+    if n == 0:
+        return mass_BSGC
+    source_BSC = torch.arange(n, device=mass_BSGC.device) + first_BS[..., None]
+    inside_BSC = (source_BSC >= 0) & (source_BSC < n)
+    source_BSGC = source_BSC.clamp(0, n - 1)[:, :, None].expand_as(mass_BSGC)
+    return mass_BSGC.gather(-1, source_BSGC) * inside_BSC[:, :, None]
+
+
+def _force(score_BSGJ: Tensor, pos_BS: Tensor, l_sel: int) -> Tensor:
+    """+inf for block 0 and the two local blocks; −inf (never 0: a valid score may underflow to it) after the query."""
+    j_J = torch.arange(score_BSGJ.shape[-1], device=score_BSGJ.device)
+    own_BS1 = (pos_BS // l_sel)[..., None]
+    forced_BSJ = (j_J == 0) | (j_J == own_BS1) | (j_J == own_BS1 - 1)
+    score_BSGJ = score_BSGJ.masked_fill(forced_BSJ[:, :, None], torch.inf)
+    return score_BSGJ.masked_fill((j_J > own_BS1)[:, :, None], -torch.inf)
+
+
+def _best(score_BSGJ: Tensor, n_sel: int) -> Tensor:
+    n_blocks = score_BSGJ.shape[-1]
+    score, block = score_BSGJ.sort(dim=-1, descending=True, stable=True)
+    block = block.masked_fill(score == -torch.inf, n_blocks)[..., :n_sel].sort(-1).values
+    block = torch.nn.functional.pad(block, (0, max(0, n_sel - n_blocks)), value=n_blocks)
+    return block.masked_fill(block == n_blocks, -1).to(torch.int32)

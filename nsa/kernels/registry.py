@@ -1,0 +1,115 @@
+"""Which backend computes which branch: decided once, with a reason, never substituted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from nsa.errors import KernelUnavailable
+from nsa.kernels import ops, portable, reference
+from nsa.kernels.ops import Functions
+
+BRANCHES = Functions._fields
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for."""
+
+    n_kv_groups: int
+    heads_per_group: int
+    d_k: int
+    d_v: int
+    l: int
+    d: int
+    l_sel: int
+    n_sel: int
+    w: int
+
+
+class Wanted(NamedTuple):
+    """A backend name, or 'auto', for each branch."""
+
+    compressed: str = "auto"
+    select: str = "auto"
+    selected: str = "auto"
+    sliding: str = "auto"
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    functions: Functions
+    why_not: Callable[[str, torch.device, torch.dtype, Shape], str | None]
+    """The reason it cannot compute this branch for this device, dtype and shape; None if it can."""
+    by_default: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    branch: str
+    backend: str
+    reason: str
+
+
+class Plan(NamedTuple):
+    functions: Functions
+    choices: tuple[Choice, ...]
+
+
+def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
+    return None if dtype.is_floating_point else f"it computes floating point, not {dtype}"
+
+
+# In order of preference.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("portable", ops.bind("portable", portable), _always),
+        Backend(
+            "reference",
+            Functions(
+                reference.compressed_attention,
+                reference.select_blocks,
+                reference.selected_attention,
+                reference.sliding_attention,
+            ),
+            _always,
+            by_default=False,
+        ),
+    )
+}
+
+
+def plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape) -> Plan:
+    """One backend per branch; raises if a named one cannot run."""
+    choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in wanted._asdict().items())
+    functions = Functions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
+    return Plan(functions, choices)
+
+
+def check_names(wanted: Wanted) -> None:
+    """Refuse a name no backend has; whether the backend can run is known once device and dtype are."""
+    for branch, name in wanted._asdict().items():
+        if name != "auto" and name not in BACKENDS:
+            known = ", ".join(["auto", *BACKENDS])
+            raise KernelUnavailable(f"kernels.{branch} is {name!r}, which no backend is called. Use one of: {known}.")
+
+
+def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> Choice:
+    if name != "auto":
+        if reason := BACKENDS[name].why_not(branch, device, dtype, shape):
+            raise KernelUnavailable(f"kernels.{branch}={name!r} cannot run here: {reason}. Set it to 'auto'.")
+        return Choice(branch, name, "asked for by name")
+    refused = []
+    for backend in BACKENDS.values():
+        if not backend.by_default:
+            continue
+        if reason := backend.why_not(branch, device, dtype, shape):
+            refused.append(f"{backend.name}: {reason}")
+        else:
+            return Choice(branch, backend.name, "; ".join(refused) or "first choice")
+    raise KernelUnavailable(
+        f"kernels.{branch}='auto' finds no backend for {dtype} on {device} ({'; '.join(refused)}). "
+        f"Use a floating-point dtype."
+    )

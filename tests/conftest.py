@@ -1,0 +1,5 @@
+"""Two test processes share two cores: one thread each, or they spin against each other."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
