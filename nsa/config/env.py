@@ -36,10 +36,10 @@ VARIABLES: dict[str, Variable] = {
     "NSA_PREFILL_TILE": Variable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass."),
     "NSA_ROPE_SCALE": Variable(("model.rope_scale",), "Positions are divided by this before rotation."),
     "NSA_SDPA_NO_FLASH": Variable(
-        ("runtime.use_flash",), "A true value keeps PyTorch's flash kernels out of the sdpa backend.", negated=True
+        ("runtime.use_flash",), "A true value keeps kernels=auto to the portable backend.", negated=True
     ),
     "NSA_KERNEL": Variable(
-        tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. sdpa or reference."
+        tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. portable or reference."
     ),
     **{
         f"NSA_KERNEL_{branch.upper()}": Variable(
@@ -50,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
 }
 
 _SELECTION = "the selected branch has one exact path per backend, chosen by kernels.selected"
-_FLASH_ATTN = "flash-attn is not used; SDPA or our own kernels run instead, chosen by"
+_FLASH_ATTN = "flash-attn is not used; our own kernels run instead, chosen by"
 
 RETIRED: dict[str, str] = {
     "NSA_USE_FA2": f"{_FLASH_ATTN} kernels.sliding and kernels.compressed",
@@ -58,12 +58,12 @@ RETIRED: dict[str, str] = {
     "NSA_USE_FA2_CMP": f"{_FLASH_ATTN} kernels.compressed",
     "NSA_FA2_MIN_LEN_WIN": f"{_FLASH_ATTN} kernels.sliding, where auto weighs the length",
     "NSA_FA2_MIN_LEN_CMP": f"{_FLASH_ATTN} kernels.compressed, where auto weighs the length",
-    "NSA_USE_TRITON_SEL": "backends are chosen per branch; set kernels.selected=triton (or sdpa) to insist on one",
+    "NSA_USE_TRITON_SEL": "backends are chosen per branch; set kernels.selected to insist on one",
     "NSA_USE_SEL_PACK": _SELECTION,
     "NSA_USE_SEL_MASK": _SELECTION,
     "NSA_FORCE_SEL_MASK": _SELECTION,
     "NSA_USE_SEL_VARLEN": _SELECTION,
-    "NSA_FORCE_PARITY": "set NSA_KERNEL=sdpa, or kernels.* in the config, to run the portable path in every branch",
+    "NSA_FORCE_PARITY": "set NSA_KERNEL=portable, or kernels.* in the config, to run the portable path in every branch",
     "NSA_PREFILL_BATCHED": "there is one forward; NSA_PREFILL_TILE (runtime.prefill_chunk) sets how it is chunked",
     "NSA_STRICT_ASSERTS": "tests prove causality, no step checks it; scripts/run_gpu_causality_test.sh runs them",
     "NSA_DEBUG_COMPARE": "chosen backends and reasons are always logged; NSA_KERNEL=reference runs the plain formulas",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pydantic_core import PydanticCustomError
 
+from nsa.core import geometry
+
 if TYPE_CHECKING:
     from nsa.config.schema import DataConfig, ModelConfig, NSAConfig, TrainConfig
 
@@ -45,30 +47,8 @@ def of_model(model: ModelConfig) -> Iterator[Broken]:
 
 
 def of_nsa(nsa: NSAConfig) -> Iterator[Broken]:
-    if nsa.d > nsa.l:
-        yield Broken(
-            ("nsa.d", "nsa.l"),
-            f"nsa.d ({nsa.d}) must not exceed nsa.l ({nsa.l}): tokens between the blocks would never be compressed. "
-            f"Set e.g. nsa.d={nsa.l}.",
-        )
-    elif nsa.l % nsa.d:
-        yield Broken(
-            ("nsa.d", "nsa.l"),
-            f"nsa.d ({nsa.d}) must divide nsa.l ({nsa.l}): block scores map to selection blocks in whole strides. "
-            f"Set e.g. nsa.d={_divisor_up_to(nsa.d, nsa.l)}.",
-        )
-    if nsa.l_sel % nsa.d:
-        yield Broken(
-            ("nsa.d", "nsa.l_sel"),
-            f"nsa.d ({nsa.d}) must divide nsa.l_sel ({nsa.l_sel}): selection blocks begin where compression blocks do. "
-            f"Set e.g. nsa.l_sel={-(-nsa.l_sel // nsa.d) * nsa.d}.",
-        )
-    if nsa.n_sel < 3:
-        yield Broken(
-            ("nsa.n_sel",),
-            f"nsa.n_sel ({nsa.n_sel}) must be at least 3: the first block and two local blocks are always among the "
-            f"selected ones. Set e.g. nsa.n_sel=16.",
-        )
+    for keys, message in geometry.broken_rules(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w):
+        yield Broken(keys, message)
     if nsa.phi_pos_emb and nsa.phi == "avg":
         yield Broken(
             ("nsa.phi_pos_emb", "nsa.phi"),

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nsa.config import rules
 from nsa.config.describe import Looks, Unit
+from nsa.core.sizes import default_ffn_dim
 from nsa.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
@@ -56,7 +57,7 @@ class ModelConfig(Section):
     @property
     def ffn_size(self) -> int:
         """The SwiGLU's hidden width with null resolved."""
-        return self.ffn_dim if self.ffn_dim is not None else -(-8 * self.dim // (3 * 64)) * 64
+        return self.ffn_dim if self.ffn_dim is not None else default_ffn_dim(self.dim)
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
@@ -110,7 +111,9 @@ class RuntimeConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in backward: less memory, more time."
     )
-    use_flash: bool = Field(default=True, description="Let the sdpa backend use PyTorch's flash kernels.")
+    use_flash: bool = Field(
+        default=True, description="Let kernels=auto take fused kernels; false keeps it to the portable backend."
+    )
     prefill_chunk: Tokens = Field(
         default=2048, description="Prompt tokens per prefill pass; smaller needs less memory."
     )

@@ -80,13 +80,13 @@ def test_a_branch_variable_wins_over_the_one_for_all_branches(tmp_path):
     file.write_text("kernels:\n  sliding: triton\n")
     # Both orders, since a mapping's order must not decide.
     for environ in (
-        {"NSA_KERNEL": "sdpa", "NSA_KERNEL_SELECT": "reference"},
-        {"NSA_KERNEL_SELECT": "reference", "NSA_KERNEL": "sdpa"},
+        {"NSA_KERNEL": "portable", "NSA_KERNEL_SELECT": "reference"},
+        {"NSA_KERNEL_SELECT": "reference", "NSA_KERNEL": "portable"},
     ):
         config = load(file, environ=environ)
         assert config.kernels.select == "reference"
         assert config.origin("kernels.select") == "environment NSA_KERNEL_SELECT"
-        assert config.kernels.sliding == config.kernels.selected == config.kernels.compressed == "sdpa"
+        assert config.kernels.sliding == config.kernels.selected == config.kernels.compressed == "portable"
         assert config.origin("kernels.sliding") == "environment NSA_KERNEL"
 
 

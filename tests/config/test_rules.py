@@ -27,7 +27,7 @@ def resolve(tmp_path):
             "another. Set e.g. model.n_kv_groups=4.",
         ),
         (["model.d_k=63"], "model.d_k (63) must be even: RoPE rotates pairs. Set e.g. model.d_k=64."),
-        (["nsa.d=64"], "nsa.d (64) must not exceed nsa.l (32): tokens between the blocks would never be compressed."),
+        (["nsa.d=64"], "nsa.d (64) must divide nsa.l (32): block scores map to selection blocks in whole strides."),
         (["nsa.d=12", "nsa.l_sel=60"], "nsa.d (12) must divide nsa.l (32): "),
         (["nsa.d=12", "nsa.l=24"], "nsa.d (12) must divide nsa.l_sel (64): "),
         (["nsa.n_sel=2"], "nsa.n_sel (2) must be at least 3: the first block and two local blocks"),

@@ -1,0 +1,71 @@
+"""φ: turns every block of l tokens of one stream (the keys or the values) into one.
+
+B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width of the stream · H hidden width
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.errors import ConfigError
+
+PHIS = ("avg", "linear", "mlp")
+MLP_EXPANSION = 2
+
+
+class Compressor(nn.Module):
+    """`avg`: the mean. `linear`: one learned map of the whole block. `mlp`: two, with a GELU between.
+
+    Learned weights are separate per kv group. `pos_emb` adds a learned embedding of the place inside the block first.
+    """
+
+    def __init__(self, phi: str, l: int, n_groups: int, width: int, pos_emb: bool) -> None:
+        super().__init__()
+        if phi not in PHIS:
+            raise ConfigError(f"nsa.phi is {phi!r}: there is no such operator. Use one of: {', '.join(PHIS)}.")
+        if phi == "avg" and pos_emb:
+            raise ConfigError("nsa.phi_pos_emb needs a learned operator, and nsa.phi is 'avg', which would average the "
+                              "embedding to a constant. Set nsa.phi=linear or mlp.")  # fmt: skip
+        self.phi, self.l, self.width = phi, l, width
+        hidden = MLP_EXPANSION * width
+        self.pos_emb = nn.Parameter(torch.empty(l, n_groups, width)) if pos_emb else None
+        self.w_in = nn.Parameter(torch.empty(n_groups, l, width, hidden)) if phi == "mlp" else None
+        self.b_in = nn.Parameter(torch.empty(n_groups, hidden)) if phi == "mlp" else None
+        self.w_out = nn.Parameter(torch.empty(n_groups, hidden, width)) if phi == "mlp" else None
+        self.w_block = nn.Parameter(torch.empty(n_groups, l, width, width)) if phi == "linear" else None
+
+    def reset_parameters(self) -> None:
+        """`linear` begins as the mean, so that selection is sensible from the first step."""
+        if self.pos_emb is not None:
+            nn.init.normal_(self.pos_emb, std=0.02)
+        if self.w_block is not None:
+            with torch.no_grad():
+                self.w_block.copy_(torch.eye(self.width).expand_as(self.w_block) / self.l)
+        if self.w_in is not None and self.b_in is not None and self.w_out is not None:
+            nn.init.normal_(self.w_in, std=(self.l * self.width) ** -0.5)
+            nn.init.zeros_(self.b_in)
+            nn.init.normal_(self.w_out, std=self.w_out.shape[1] ** -0.5)
+
+    def forward(self, raw_BTGX: Tensor, begin_BC: Tensor) -> Tensor:
+        """Compress the l tokens from each `begin` on: [B, C, G, X]."""
+        block_BClGX = _blocks(raw_BTGX, begin_BC, self.l)
+        if self.pos_emb is not None:
+            block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)
+        if self.w_block is not None:
+            return torch.einsum("bclgx,glxy->bcgy", block_BClGX, self.w_block.to(block_BClGX.dtype))
+        if self.w_in is not None and self.b_in is not None and self.w_out is not None:
+            hidden_BCGH = torch.einsum("bclgx,glxh->bcgh", block_BClGX, self.w_in.to(block_BClGX.dtype))
+            hidden_BCGH = F.gelu(hidden_BCGH + self.b_in.to(block_BClGX.dtype))
+            return torch.einsum("bcgh,ghy->bcgy", hidden_BCGH, self.w_out.to(block_BClGX.dtype))
+        return block_BClGX.mean(2)
+
+    def flops_per_block(self) -> int:
+        """Multiply-adds count two; all groups."""
+        return sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
+
+
+def _blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int) -> Tensor:
+    B, T = raw_BTGX.shape[:2]
+    token_BCl = begin_BC[..., None] + torch.arange(l, device=begin_BC.device)
+    row_BCl = token_BCl + torch.arange(B, device=begin_BC.device)[:, None, None] * T
+    return raw_BTGX.flatten(0, 1).index_select(0, row_BCl.flatten()).view(*row_BCl.shape, *raw_BTGX.shape[2:])

@@ -1,0 +1,176 @@
+"""What decode must remember, per branch: everything preallocated, nothing ever copied to grow.
+
+Selected: all raw keys and values, in pages of l_sel, a page being a selection block. Window: a ring of the last w.
+Compressed: one entry per d tokens, emitted once its l tokens have come. Tail: the raw tokens that the next compressed
+blocks still need. Rows of a batch may have different lengths; what is padding goes to a spare slot at the end.
+
+B batch · S new tokens · G kv groups · X width · E compressed blocks that S tokens may complete
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.core.geometry import Geometry
+from nsa.errors import ConfigError
+
+Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Streams(NamedTuple):
+    """Keys and values of the three branches: [B, S, G, K or V]."""
+
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+
+
+class Keys(NamedTuple):
+    """What a branch attends over, and where its queries stand on that axis (see `nsa.kernels.reference`)."""
+
+    k: Tensor
+    v: Tensor
+    pos_BS: Tensor
+    start_BS: Tensor
+
+
+class LayerCache:
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        batch: int,
+        max_len: int,
+        n_groups: int,
+        d_k: int,
+        d_v: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.geometry, self.max_len = geometry, max_len
+
+        def slots(n: int, width: int) -> "_Slots":
+            return _Slots(torch.zeros(batch, n + 1, n_groups, width, device=device, dtype=dtype))
+
+        n_raw = geometry.n_blocks(max_len) * geometry.l_sel
+        n_compressed = geometry.n_compressed(max_len)
+        self.selected = slots(n_raw, d_k), slots(n_raw, d_v)
+        self.window = slots(geometry.w, d_k), slots(geometry.w, d_v)
+        self.compressed = slots(n_compressed, d_k), slots(n_compressed, d_v)
+        self.tail = slots(geometry.l, d_k), slots(geometry.l, d_v)
+        self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.n_compressed_B = torch.zeros_like(self.length_B)
+        self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
+
+    def positions(self, n_new: int) -> Tensor:
+        """Positions of the next n_new tokens: [B, S]."""
+        return self.length_B[:, None] + torch.arange(n_new, device=self.length_B.device)
+
+    def append(self, new: Streams, new_lens_B: Tensor | None, compress: Compress) -> tuple[Keys, Keys, Keys]:
+        """Take in the new tokens; return what the compressed, selected and window branches attend over.
+
+        `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding.
+        """
+        n_new = new.k_sel.shape[1]
+        self._check_room(n_new)
+        pos_BS = self.positions(n_new)
+        end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
+        real_BS = pos_BS < end_B1
+        zero_BS = torch.zeros_like(pos_BS)
+
+        self._append_compressed(new.k_cmp, new.v_cmp, pos_BS, end_B1, compress)
+        k_cmp, v_cmp = (slots.content() for slots in self.compressed)
+
+        for slots, x in zip(self.selected, (new.k_sel, new.v_sel), strict=True):
+            slots.write(pos_BS, real_BS, x)
+        k_sel, v_sel = (slots.content() for slots in self.selected)
+
+        window = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
+        self.length_B += end_B1[:, 0] - self.length_B
+        return Keys(k_cmp, v_cmp, pos_BS, zero_BS), Keys(k_sel, v_sel, pos_BS, zero_BS), window
+
+    def n_bytes(self) -> int:
+        streams = (*self.selected, *self.window, *self.compressed, *self.tail)
+        return sum(slots.data.nbytes for slots in streams)
+
+    def _append_compressed(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor, compress: Compress) -> None:
+        g, n_new, before_B1 = self.geometry, pos_BS.shape[1], self.length_B[:, None]
+        raw_k, raw_v = (
+            torch.cat((tail.last(g.l, self.length_B), x), 1) for tail, x in zip(self.tail, (k, v), strict=True)
+        )
+        block_BE = self.n_compressed_B[:, None] + torch.arange(n_new // g.d + 1, device=pos_BS.device)
+        block_pos_BE = block_BE * g.d
+        begin_BE = (block_pos_BE - (before_B1 - g.l)).clamp(max=n_new)  # raw_k begins l tokens before the new ones
+        complete_BE = block_pos_BE + g.l <= end_B1
+        for slots, x in zip(self.compressed, compress(raw_k, raw_v, begin_BE, block_pos_BE), strict=True):
+            slots.write(block_BE, complete_BE, x)
+        self.n_compressed_B += complete_BE.sum(1)
+        for tail, x in zip(self.tail, (k, v), strict=True):
+            tail.write_ring(pos_BS, end_B1, x)
+
+    def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> Keys:
+        w = self.geometry.w
+        if pos_BS.shape[1] == 1:  # the ring is the window: read it in place, in whatever order it lies
+            for ring, x in zip(self.window, (k, v), strict=True):
+                ring.write_ring(pos_BS, end_B1, x)
+            k, v = (ring.content() for ring in self.window)
+            return Keys(k, v, pos_BS.clamp(max=w - 1), torch.zeros_like(pos_BS))
+        seen = [torch.cat((ring.last(w - 1, self.length_B), x), 1) for ring, x in zip(self.window, (k, v), strict=True)]
+        for ring, x in zip(self.window, (k, v), strict=True):
+            ring.write_ring(pos_BS, end_B1, x)
+        return Keys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
+
+    def _check_room(self, n_new: int) -> None:
+        self._longest += n_new
+        if self._longest > self.max_len:
+            self._longest = int(self.length_B.max()) + n_new  # padding may have made the count too high
+        if self._longest > self.max_len:
+            raise ConfigError(
+                f"the cache holds {self.max_len} tokens and {self._longest} are needed: it never grows. "
+                f"Make it with max_len={self._longest} or more."
+            )
+
+
+class NSACache:
+    """One `LayerCache` per layer."""
+
+    def __init__(self, layers: list[LayerCache]) -> None:
+        self.layers = layers
+
+    @property
+    def length_B(self) -> Tensor:
+        return self.layers[0].length_B
+
+    def n_bytes(self) -> int:
+        return sum(layer.n_bytes() for layer in self.layers)
+
+
+class _Slots:
+    """[B, n + 1, G, X]: n addressable slots and a spare one where writes that must not happen go."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.n = data.shape[1] - 1
+
+    def content(self) -> Tensor:
+        return self.data[:, : self.n]
+
+    def write(self, slot_BS: Tensor, keep_BS: Tensor, x_BSGX: Tensor) -> None:
+        row_BS = torch.arange(self.data.shape[0], device=slot_BS.device)[:, None] * (self.n + 1)
+        row_BS = row_BS + torch.where(keep_BS, slot_BS, self.n)
+        self.data.flatten(0, 1).index_copy_(0, row_BS.flatten(), x_BSGX.flatten(0, 1).to(self.data.dtype))
+
+    def write_ring(self, pos_BS: Tensor, end_B1: Tensor, x_BSGX: Tensor) -> None:
+        """Keep the last n tokens before `end`: two tokens never land in one slot, so order does not matter."""
+        self.write(pos_BS % self.n, (pos_BS < end_B1) & (pos_BS >= end_B1 - self.n), x_BSGX)
+
+    def last(self, count: int, length_B: Tensor) -> Tensor:
+        """The `count` tokens before position `length` of a ring, oldest first; zeros or leftovers before position 0."""
+        slot_BN = (length_B[:, None] - count + torch.arange(count, device=length_B.device)) % self.n
+        batch_B1 = torch.arange(self.data.shape[0], device=length_B.device)[:, None]
+        return self.data[batch_B1, slot_BN]

@@ -1,0 +1,226 @@
+"""Native Sparse Attention as one module: project, rotate, remember, compress, select, attend three times, mix.
+
+B batch · S tokens · D model dim · G kv groups · R heads per group · K key dim · V value dim
+C compressed blocks · N chosen blocks
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa.core.compression import Compressor
+from nsa.core.gating import BRANCH_ORDER, Gates
+from nsa.core.geometry import Geometry
+from nsa.core.init import init_weights
+from nsa.core.kv_cache import Keys, LayerCache, Streams
+from nsa.core.layout import Layout, packed_layout, plain_layout
+from nsa.core.probe import Probe
+from nsa.core.reads import compressed_reads, selected_reads, sliding_reads
+from nsa.core.rope import Rotary, rotate
+from nsa.errors import ConfigError
+from nsa.kernels.registry import Plan, Shape, Wanted, check_names, plan
+
+ROPE_COMPRESSED = ("before", "after")
+
+
+class Where(NamedTuple):
+    """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
+
+    layout: Layout | None
+    """None with a cache: the cache knows."""
+    tables: tuple[Tensor, Tensor]
+
+
+class NSAAttention(nn.Module):
+    """Causal self-attention through three branches mixed by learned gates (arXiv 2502.11089).
+
+    One forward serves training, prefill and decode: a cache only says how many tokens came before. Each branch has its
+    own keys and values; `w_k` and `w_v` hold all three, ordered (group, branch, width) so that they shard by group.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_groups: int,
+        d_k: int,
+        d_v: int,
+        l: int = 32,
+        d: int = 16,
+        l_sel: int = 64,
+        n_sel: int = 16,
+        w: int = 512,
+        *,
+        phi: str = "avg",
+        phi_pos_emb: bool = False,
+        gate: str = "softmax",
+        gate_per: str = "head",
+        gate_temperature: float = 1.0,
+        rope_base: float = 500_000.0,
+        rope_scale: float = 1.0,
+        rope_compressed: str = "before",
+        kernels: Wanted = Wanted(),  # noqa: B008 - an immutable tuple of names
+    ) -> None:
+        super().__init__()
+        _check_heads(n_heads, n_kv_groups, d_k, rope_compressed)
+        check_names(kernels)
+        self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
+        self.geometry = Geometry(l, d, l_sel, n_sel, w)
+        self.shape = Shape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w)
+        self.rotary, self.rope_compressed = Rotary(d_k, rope_base, rope_scale), rope_compressed
+        self.kernels = kernels
+        self.scale = d_k**-0.5
+        self.probe: Probe | None = None
+
+        n_branches = len(BRANCH_ORDER)
+        self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
+        self.w_k = nn.Linear(dim, n_kv_groups * n_branches * d_k, bias=False)
+        self.w_v = nn.Linear(dim, n_kv_groups * n_branches * d_v, bias=False)
+        self.phi_k = Compressor(phi, l, n_kv_groups, d_k, phi_pos_emb)
+        self.phi_v = Compressor(phi, l, n_kv_groups, d_v, phi_pos_emb)
+        self.gates = Gates(dim, n_kv_groups, self.shape.heads_per_group, gate, gate_per, gate_temperature)
+        self.w_out = nn.Linear(n_heads * d_v, dim, bias=False)
+        init_weights(self)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        cache: LayerCache | None = None,
+        new_lens_B: Tensor | None = None,
+        cu_doc_lens: Tensor | None = None,
+        where: Where | None = None,
+    ) -> Tensor:
+        """Attend; the result has the input's shape.
+
+        `cache`: the tokens before these; it takes in the new ones, without gradients. `new_lens_B`: with a cache, how
+        many tokens of each row are real. `cu_doc_lens`: cumulative lengths of the documents packed into the batch, rows
+        end to end; they do not see each other. `where`: positions from `locate`, if the caller already has them.
+        """
+        where = where or self.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens)
+        if cache is not None:
+            with torch.no_grad():
+                return self._forward(x_BSD, where, cache, new_lens_B)
+        if cu_doc_lens is not None:
+            return self._forward(x_BSD.flatten(0, 1)[None], where, None, None).view(x_BSD.shape)
+        return self._forward(x_BSD, where, None, None)
+
+    def locate(self, x_BSD: Tensor, *, cache: LayerCache | None = None, cu_doc_lens: Tensor | None = None) -> Where:
+        """The positions of these tokens."""
+        batch, length = x_BSD.shape[:2]
+        if cache is not None:
+            if cu_doc_lens is not None:
+                raise ConfigError("a cache holds one document per row: pass either cache or cu_doc_lens, not both.")
+            return Where(None, self.rotary.tables(cache.positions(length)))
+        if cu_doc_lens is not None:
+            layout = packed_layout(cu_doc_lens, batch * length, self.geometry)
+        else:
+            layout = plain_layout(batch, length, self.geometry, x_BSD.device)
+        return Where(layout, self.rotary.tables(layout.pos_BS))
+
+    def new_cache(self, batch: int, max_len: int) -> LayerCache:
+        """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype."""
+        weight = self.w_k.weight
+        return LayerCache(
+            self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
+            device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+
+    def plan(self, device: torch.device, dtype: torch.dtype) -> Plan:
+        """The backend that computes each branch there, and why."""
+        return plan(self.kernels, device, dtype, self.shape)
+
+    def flops(self, seq_len: int) -> dict[str, float]:
+        """Forward FLOPs per token by part, averaged over a sequence of seq_len tokens; multiply-adds count two."""
+        g = self.geometry
+        reads = {branch: total / seq_len for branch, total in g.total_reads(seq_len).items()}
+        linear = (self.w_q, self.w_k, self.w_v, self.gates.proj, self.w_out)
+        phi = self.phi_k.flops_per_block() + self.phi_v.flops_per_block()
+        per_read = 2 * self.n_heads * (self.d_k + self.d_v)
+        return {
+            "projections": 2.0 * sum(m.weight.numel() for m in linear),
+            "compression": phi * g.n_compressed(seq_len) / seq_len,
+            "select": 2 * self.n_heads * self.d_k * reads["compressed"],
+            **{branch: per_read * n for branch, n in reads.items()},
+        }
+
+    def _forward(self, x_BSD: Tensor, where: Where, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
+        q_BSGRK, streams = self._project(x_BSD, where.tables)
+        if cache is None:
+            assert where.layout is not None
+            compressed, selected, window = self._lay_out(streams, where.layout)
+        else:
+            compressed, selected, window = cache.append(streams, new_lens_B, self._compress)
+        branches, idx_BSGN = self._attend(q_BSGRK, compressed, selected, window)
+        gates = self.gates(x_BSD)
+        if self.probe is not None:
+            reads_BSG = self._count_reads(idx_BSGN, compressed, selected, window)
+            self.probe.record(gates, idx_BSGN, selected.pos_BS, reads_BSG, self.geometry)
+        mixed = sum(gate[..., None] * out for gate, out in zip(gates.unbind(-1), branches, strict=True))
+        assert isinstance(mixed, Tensor)
+        return self.w_out(mixed.flatten(2).to(q_BSGRK.dtype))
+
+    def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
+        heads = (self.n_kv_groups, -1)
+        q_BSGRK = rotate(self.w_q(x_BSD).unflatten(-1, (*heads, self.d_k)), tables)
+        k_cmp, k_sel, k_win = self.w_k(x_BSD).unflatten(-1, (*heads, self.d_k)).unbind(-2)
+        v_cmp, v_sel, v_win = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v)).unbind(-2)
+        if self.rope_compressed == "before":
+            k_cmp = rotate(k_cmp, tables)
+        return q_BSGRK, Streams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
+
+    def _lay_out(self, new: Streams, layout: Layout) -> tuple[Keys, Keys, Keys]:
+        pos, start, first, begin, block_pos = layout
+        k_cmp, v_cmp = self._compress(new.k_cmp, new.v_cmp, begin, block_pos)
+        return (
+            Keys(k_cmp, v_cmp, pos, first),
+            Keys(new.k_sel, new.v_sel, pos, start),
+            Keys(new.k_win, new.v_win, pos, start),
+        )
+
+    def _compress(self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor) -> tuple[Tensor, Tensor]:
+        k_BCGK, v_BCGV = self.phi_k(k, begin_BC), self.phi_v(v, begin_BC)
+        if self.rope_compressed == "after":
+            last_token_BC = block_pos_BC + self.geometry.l - 1
+            k_BCGK = rotate(k_BCGK, self.rotary.tables(last_token_BC))
+        return k_BCGK, v_BCGV
+
+    def _attend(
+        self, q_BSGRK: Tensor, compressed: Keys, selected: Keys, window: Keys
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """The branches' outputs in BRANCH_ORDER, and the chosen blocks."""
+        g, scale = self.geometry, self.scale
+        run = self.plan(q_BSGRK.device, q_BSGRK.dtype).functions
+        idx_BSGN = run.select(
+            q_BSGRK, compressed.k, compressed.pos_BS, compressed.start_BS,
+            l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale,
+        )  # fmt: skip
+        outputs = (
+            run.compressed(q_BSGRK, *compressed, l=g.l, d=g.d, scale=scale),
+            run.selected(q_BSGRK, selected.k, selected.v, idx_BSGN, selected.pos_BS, selected.start_BS,
+                         l_sel=g.l_sel, scale=scale),
+            run.sliding(q_BSGRK, *window, w=g.w, scale=scale),
+        )  # fmt: skip
+        return outputs, idx_BSGN  # type: ignore[return-value]
+
+    def _count_reads(self, idx_BSGN: Tensor, compressed: Keys, selected: Keys, window: Keys) -> Tensor:
+        g = self.geometry
+        shared_BS = sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
+        shared_BS = shared_BS + compressed_reads(
+            compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d
+        )
+        return shared_BS[..., None] + selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
+
+
+def _check_heads(n_heads: int, n_kv_groups: int, d_k: int, rope_compressed: str) -> None:
+    if n_heads % n_kv_groups:
+        raise ConfigError(
+            f"model.n_heads is {n_heads} and model.n_kv_groups is {n_kv_groups}: every group has the same number of "
+            f"heads. Set n_heads to a multiple of {n_kv_groups}."
+        )
+    if d_k % 2:
+        raise ConfigError(f"model.d_k is {d_k}: rotary embedding turns pairs of it. Set an even number.")
+    if rope_compressed not in ROPE_COMPRESSED:
+        known = ", ".join(ROPE_COMPRESSED)
+        raise ConfigError(f"nsa.rope_compressed is {rope_compressed!r}: there is no such choice. Use one of: {known}.")

@@ -1,0 +1,89 @@
+"""Health figures of one attention layer, as device tensors. Computed only while a probe is attached.
+
+B batch · S tokens · G kv groups · N chosen blocks
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nsa.core.gating import BRANCH_ORDER
+from nsa.core.geometry import Geometry
+from nsa.core.reads import selected_reads
+
+UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
+COLLAPSED_SHARE = 0.9  # a token's gates are collapsed when one branch takes this much of them
+
+
+@dataclass
+class Probe:
+    """Attach with `probing`; after a forward pass `figures` holds 0-d or small tensors, not synchronised."""
+
+    figures: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def record(self, gates: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, reads_BSG: Tensor, geometry: Geometry) -> None:
+        self.figures = {
+            **_gate_figures(gates),
+            **_selection_figures(idx_BSGN, pos_BS, geometry),
+            "reads_pred": _predicted_reads(pos_BS, geometry).sum(),
+            "reads_act_total": reads_BSG.double().mean(-1).sum().long(),
+        }
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[dict[str, Probe]]:
+    """Attach a probe to every NSA layer of a model for the duration of the block: {module name: probe}."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "probe")}
+    probes = {name: Probe() for name in layers}
+    for name, module in layers.items():
+        module.probe = probes[name]
+    try:
+        yield probes
+    finally:
+        for module in layers.values():
+            module.probe = None
+
+
+def _gate_figures(gates: Tensor) -> dict[str, Tensor]:
+    """Entropy in nats (ln 3 is uniform), largest share, share per branch, fraction of collapsed gates."""
+    share = gates / gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
+    largest = share.amax(-1)
+    return {
+        "gate_entropy_mean": -torch.special.xlogy(share, share).sum(-1).mean(),
+        "gate_max_mean": largest.mean(),
+        "gate_collapse_frac": (largest > COLLAPSED_SHARE).to(share.dtype).mean(),
+        "gate_branch_shares": share.flatten(0, -2).mean(0).view(len(BRANCH_ORDER)),
+    }
+
+
+def _selection_figures(idx_BSGN: Tensor, pos_BS: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    keys_BSG = selected_reads(idx_BSGN, pos_BS, geometry.l_sel)
+    union = _union_sizes(idx_BSGN)
+    return {
+        "sel_k_mean": keys_BSG.double().mean(),
+        "sel_k_max": keys_BSG.max(),
+        "sel_pct_at_max": (keys_BSG == geometry.n_sel * geometry.l_sel).double().mean(),
+        "sel_union_mean": union.double().mean(),
+        "sel_union_max": union.max(),
+    }
+
+
+def _union_sizes(idx_BSGN: Tensor) -> Tensor:
+    """Distinct blocks that UNION_TILE consecutive queries choose together: [B, tiles, G]."""
+    B, S, G, N = idx_BSGN.shape
+    padded = torch.nn.functional.pad(idx_BSGN, (0, 0, 0, 0, 0, -S % UNION_TILE), value=-1)
+    tiled = padded.view(B, -1, UNION_TILE, G, N).transpose(2, 3).flatten(-2).sort(-1).values
+    new = torch.ones_like(tiled, dtype=torch.bool)
+    new[..., 1:] = tiled[..., 1:] != tiled[..., :-1]
+    return (new & (tiled >= 0)).sum(-1)
+
+
+def _predicted_reads(pos_BS: Tensor, g: Geometry) -> Tensor:
+    """`Geometry.reads` for a tensor of positions."""
+    n = pos_BS + 1
+    whole_blocks = (pos_BS // g.l_sel).clamp(max=g.n_sel - 1)
+    return n.clamp(max=g.w) + ((n - g.l) // g.d + 1).clamp(min=0) + whole_blocks * g.l_sel + pos_BS % g.l_sel + 1

@@ -1,0 +1,84 @@
+import math
+
+import pytest
+import torch
+
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import Probe, probing
+from nsa.model.transformer import NSATransformer
+from tests.shapes import attention_args
+
+
+def figures(module, x):
+    with probing(module) as probes:
+        module(x)
+    return probes[""].figures
+
+
+def test_uniform_gates_have_entropy_ln_3_and_even_shares():
+    module = NSAAttention(**attention_args("tiny"))
+    torch.nn.init.zeros_(module.gates.proj.weight)
+    f = figures(module, torch.randn(1, 50, 24))
+    assert f["gate_entropy_mean"].item() == pytest.approx(math.log(3), abs=1e-6)
+    assert f["gate_branch_shares"].tolist() == pytest.approx([1 / 3] * 3, abs=1e-6)
+    assert f["gate_collapse_frac"] == 0
+
+
+def test_collapsed_gates_are_seen_with_the_branch_that_took_all():
+    module = NSAAttention(**attention_args("tiny", gate="softmax"))
+    with torch.no_grad():
+        module.gates.proj.bias.view(-1, 3)[:, 2] = 20.0
+    f = figures(module, torch.randn(1, 50, 24))
+    assert f["gate_collapse_frac"] == 1
+    assert f["gate_entropy_mean"] < 0.01
+    assert f["gate_max_mean"] > 0.99
+    assert f["gate_branch_shares"].argmax() == 2
+
+
+def test_sigmoid_gates_are_judged_by_their_shares():
+    module = NSAAttention(**attention_args("tiny", gate="sigmoid"))
+    with torch.no_grad():
+        module.gates.proj.weight.zero_()
+        module.gates.proj.bias.fill_(-30.0)  # all shut, evenly
+    assert figures(module, torch.randn(1, 20, 24))["gate_entropy_mean"].item() == pytest.approx(math.log(3), abs=1e-5)
+
+
+def test_selection_figures_count_keys_and_unions():
+    geometry = NSAAttention(**attention_args("tiny")).geometry  # l_sel 8, n_sel 4
+    pos = torch.arange(32)[None]
+    idx = torch.full((1, 32, 1, 4), -1, dtype=torch.int32)
+    idx[0, :, 0, 0] = 0
+    idx[0, 8:, 0, 1] = 1
+    idx[0, 31, 0] = torch.tensor([0, 1, 2, 3])
+    probe = Probe()
+    probe.record(torch.full((1, 32, 1, 1, 3), 1 / 3), idx, pos, torch.ones(1, 32, 1), geometry)
+    f = probe.figures
+    expected = [min(t + 1, 8) + (min(t - 7, 8) if t >= 8 else 0) for t in range(31)] + [32]
+    assert f["sel_k_mean"].item() == pytest.approx(sum(expected) / 32)
+    assert f["sel_k_max"] == 32
+    assert f["sel_pct_at_max"].item() == pytest.approx(1 / 32)
+    assert f["sel_union_max"] == 4  # blocks 0..3 in the second tile of 16
+    assert f["sel_union_mean"] == 3  # and blocks 0, 1 in the first
+
+
+def test_figures_cost_nothing_unless_asked_for():
+    module = NSAAttention(**attention_args("tiny"))
+    x = torch.randn(1, 30, 24)
+    assert module.probe is None
+    with torch.profiler.profile() as without:
+        module(x)
+    with probing(module), torch.profiler.profile() as with_probe:
+        module(x)
+    assert module.probe is None
+    count = {len(p.events()) for p in (without,)}.pop()
+    module(x)
+    assert len(with_probe.events()) > count
+
+
+def test_every_layer_of_a_model_is_probed_and_figures_stay_on_the_device():
+    model = NSATransformer(50, n_layers=3, **attention_args("tiny"))
+    with probing(model) as probes:
+        model(torch.randint(50, (1, 40)))
+    assert list(probes) == [f"blocks.{i}.attention" for i in range(3)]
+    for probe in probes.values():
+        assert all(isinstance(value, torch.Tensor) and not value.requires_grad for value in probe.figures.values())
