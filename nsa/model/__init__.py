@@ -1,0 +1,1 @@
+"""A language model around the attention: block, transformer, loss. Torch only."""

@@ -1,0 +1,34 @@
+"""From the description of a run to its model: the one place where settings become arguments."""
+
+from nsa.config.schema import RunConfig
+from nsa.kernels.registry import Wanted
+from nsa.model.transformer import NSATransformer
+
+
+def wanted_kernels(config: RunConfig) -> Wanted:
+    """The backends a run asks for; without fused kernels, `auto` means the portable one."""
+    named = Wanted(**config.kernels.model_dump())
+    if config.runtime.use_flash:
+        return named
+    return Wanted(*("portable" if name == "auto" else name for name in named))
+
+
+def build_model(config: RunConfig, vocab_size: int) -> NSATransformer:
+    """The run's model on the current default device, in fp32. `model.vocab_size`, if set, wins over the tokenizer's."""
+    model = config.model
+    return NSATransformer(
+        model.vocab_size or vocab_size,
+        model.dim,
+        model.n_layers,
+        ffn_dim=model.ffn_size,
+        tie_embeddings=model.tie_embeddings,
+        norm_eps=model.norm_eps,
+        n_heads=model.n_heads,
+        n_kv_groups=model.n_kv_groups,
+        d_k=model.d_k,
+        d_v=model.d_v,
+        rope_base=model.rope_base,
+        rope_scale=model.rope_scale,
+        kernels=wanted_kernels(config),
+        **config.nsa.model_dump(),
+    )

@@ -1,0 +1,54 @@
+"""A pre-norm Llama block with NSA in place of dense attention. Parameters are named as in OLMo-core.
+
+B batch · S tokens · D model dim · F feed-forward dim
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.core.init import init_weights
+from nsa.core.kv_cache import LayerCache
+from nsa.core.nsa_attention import NSAAttention, Where
+from nsa.core.sizes import default_ffn_dim
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+
+
+class LlamaBlockNSA(nn.Module):
+    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …"""
+
+    def __init__(self, dim: int, *, ffn_dim: int | None = None, norm_eps: float = 1e-5, **attention: Any) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = NSAAttention(dim, **attention)
+        self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim))
+        init_weights(self)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        cache: LayerCache | None = None,
+        new_lens_B: Tensor | None = None,
+        cu_doc_lens: Tensor | None = None,
+        where: Where | None = None,
+    ) -> Tensor:
+        """See `NSAAttention.forward`."""
+        x_BSD = x_BSD + self.attention(
+            self.attention_norm(x_BSD), cache=cache, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where
+        )
+        return x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))

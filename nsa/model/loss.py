@@ -1,0 +1,75 @@
+"""Cross-entropy of a linear head, in fp32, a few rows of logits at a time.
+
+N tokens · n tokens of one chunk · D model dim · V vocabulary
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+_CHUNK_ELEMENTS = 1 << 22  # logits that exist at once
+
+
+def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of x·Wᵀ against labels (−100: no label), without ever holding all logits.
+
+    Gradients are made in the forward pass, where each chunk's logits exist anyway, if anything will ask for them.
+    """
+    assert reduction in ("mean", "sum")
+    need_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss: Tensor = _linear_cross_entropy(x_ND, weight_VD, labels_N, reduction == "mean", need_grad)[0]
+    return loss
+
+
+@torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, mean: bool, need_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=x_ND.device)
+    dx_ND, dweight_VD = _gradient_buffers(x_ND, weight_VD, need_grad)
+    real_N = labels_N != IGNORE
+    share = 1.0 / real_N.sum().clamp(min=1).to(wide) if mean else torch.ones((), dtype=wide, device=x_ND.device)
+    rows = max(1, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    for begin in range(0, x_ND.shape[0], rows):
+        at = slice(begin, begin + rows)
+        logits_nV = (x_ND[at] @ weight_VD.T).to(wide)
+        label_n1 = labels_N[at].clamp(min=0)[:, None]
+        lse_n1 = logits_nV.logsumexp(-1, keepdim=True)
+        nll_n = (lse_n1 - logits_nV.gather(1, label_n1)).squeeze(1)
+        loss += nll_n.masked_fill(~real_N[at], 0).sum() * share
+        if need_grad:
+            dlogits_nV = logits_nV.sub_(lse_n1).exp_()
+            dlogits_nV.scatter_add_(1, label_n1, dlogits_nV.new_full((1, 1), -1).expand_as(label_n1))
+            dlogits_nV = dlogits_nV.mul_(real_N[at][:, None] * share).to(x_ND.dtype)
+            dx_ND[at] = dlogits_nV @ weight_VD
+            dweight_VD += dlogits_nV.T @ x_ND[at]
+    return loss, dx_ND, dweight_VD
+
+
+@_linear_cross_entropy.register_fake
+def _(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, mean: bool, need_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    return (x_ND.new_empty((), dtype=wide), *_gradient_buffers(x_ND, weight_VD, need_grad))
+
+
+def _gradient_buffers(x_ND: Tensor, weight_VD: Tensor, need_grad: bool) -> tuple[Tensor, Tensor]:
+    if not need_grad:
+        return x_ND.new_empty(0), x_ND.new_empty(0)
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    return torch.empty_like(x_ND), torch.zeros(weight_VD.shape, dtype=wide, device=x_ND.device)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], output[2])
+    ctx.weight_dtype = inputs[1].dtype
+
+
+def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx_ND, dweight_VD = ctx.saved_tensors
+    return (dx_ND * dloss).to(dx_ND.dtype), (dweight_VD * dloss).to(ctx.weight_dtype), None, None, None
+
+
+_linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,96 @@
+"""A causal language model of NSA blocks. Parameter names are OLMo-core's: one state dict loads in both.
+
+B batch · S tokens · D model dim · V vocabulary
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from nsa.core.init import init_weights
+from nsa.core.kv_cache import NSACache
+from nsa.model.llama_block_nsa import LlamaBlockNSA
+from nsa.model.loss import linear_cross_entropy
+
+
+class LMHead(nn.Module):
+    def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.w_out = nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w_out(self.norm(x_BSD))
+
+
+class NSATransformer(nn.Module):
+    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …"""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        n_layers: int,
+        *,
+        ffn_dim: int | None = None,
+        tie_embeddings: bool = False,
+        norm_eps: float = 1e-5,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        self.tie_embeddings = tie_embeddings
+        self.embeddings = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(
+            LlamaBlockNSA(dim, ffn_dim=ffn_dim, norm_eps=norm_eps, **attention) for _ in range(n_layers)
+        )
+        self.lm_head = LMHead(dim, vocab_size, norm_eps)
+        if tie_embeddings:
+            self.lm_head.w_out.weight = self.embeddings.weight
+        init_weights(self, n_layers)
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        cache: NSACache | None = None,
+        new_lens_B: Tensor | None = None,
+        cu_doc_lens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, S, V]. The other arguments are those of `NSAAttention.forward`."""
+        return self.lm_head(self._hidden(tokens_BS, cache, new_lens_B, cu_doc_lens))
+
+    def loss(self, tokens_BS: Tensor, labels_BS: Tensor, *, cu_doc_lens: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in fp32 over the labels that are not −100; the full logits never exist."""
+        x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, None, cu_doc_lens))
+        return linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
+
+    def new_cache(self, batch: int, max_len: int) -> NSACache:
+        """An empty cache for `batch` rows of at most `max_len` tokens."""
+        return NSACache([block.attention.new_cache(batch, max_len) for block in self._blocks()])
+
+    def num_params(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs to train on one token, averaged over a sequence: backward costs twice forward; selection has none."""
+        total = 6.0 * self.lm_head.w_out.weight.numel()
+        for block in self._blocks():
+            feed_forward = 2.0 * sum(p.numel() for p in block.feed_forward.parameters())
+            attention = block.attention.flops(seq_len)
+            total += 3 * (feed_forward + sum(attention.values())) - 2 * attention["select"]
+        return total
+
+    def _hidden(
+        self, tokens_BS: Tensor, cache: NSACache | None, new_lens_B: Tensor | None, cu_doc_lens: Tensor | None
+    ) -> Tensor:
+        x_BSD = self.embeddings(tokens_BS)
+        blocks = self._blocks()
+        layers = cache.layers if cache is not None else [None] * len(blocks)
+        where = blocks[0].attention.locate(x_BSD, cache=layers[0], cu_doc_lens=cu_doc_lens) if blocks else None
+        for block, layer in zip(blocks, layers, strict=True):
+            x_BSD = block(x_BSD, cache=layer, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)
+        return x_BSD
+
+    def _blocks(self) -> list[LlamaBlockNSA]:
+        return list(self.blocks)  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nsa.model import loss as loss_module
+from nsa.model.loss import linear_cross_entropy
+
+
+def case(dtype=torch.float32, n=37, v=23):
+    torch.manual_seed(0)
+    x = torch.randn(n, 8).to(dtype).requires_grad_()
+    weight = torch.randn(v, 8).to(dtype).requires_grad_()
+    labels = torch.randint(v, (n,))
+    labels[::5] = -100
+    return x, weight, labels
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("elements", [1, 23 * 7, 1 << 22])
+def test_equals_plain_cross_entropy_in_any_chunks(monkeypatch, reduction, elements):
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
+    x, weight, labels = case(torch.float64)
+    ours = linear_cross_entropy(x, weight, labels, reduction) * 3
+    plain = F.cross_entropy(x @ weight.T, labels, reduction=reduction) * 3
+    torch.testing.assert_close(ours, plain)
+    for a, b in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(plain, (x, weight)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_loss_is_fp32_for_a_bf16_model():
+    x, weight, labels = case(torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, labels)
+    assert loss.dtype == torch.float32
+    dx, dweight = torch.autograd.grad(loss, (x, weight))
+    assert dx.dtype == dweight.dtype == torch.bfloat16
+    exact = F.cross_entropy((x @ weight.T).float(), labels)
+    torch.testing.assert_close(loss, exact)
+
+
+def test_no_label_at_all_is_a_loss_of_zero():
+    x, weight, labels = case()
+    loss = linear_cross_entropy(x, weight, labels.fill_(-100))
+    assert loss == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
+
+
+def test_full_logits_never_exist(monkeypatch):
+    """Peak of what is allocated stays near one chunk, far below all logits."""
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1 << 16)
+    x, weight, labels = torch.randn(4096, 8), torch.randn(4096, 8), torch.randint(4096, (4096,))
+    with torch.profiler.profile(profile_memory=True) as prof:
+        linear_cross_entropy(x.requires_grad_(), weight, labels)
+    largest = max(event.cpu_memory_usage for event in prof.events() if event.name in ("aten::mm", "aten::matmul"))
+    assert largest <= 4 * (1 << 16)
+
+
+def test_operator_is_well_formed():
+    x, weight, labels = case()
+    torch.library.opcheck(torch.ops.nsa.linear_cross_entropy.default, (x, weight, labels, True, True))
