@@ -5,7 +5,7 @@ import sys
 import typer
 
 from nsa import __version__
-from nsa.cli import config
+from nsa.cli import config, doctor
 from nsa.errors import NSAError
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(config.app, name="config")
+app.command()(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

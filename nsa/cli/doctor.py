@@ -1,0 +1,54 @@
+"""`nsa doctor`: what this machine has, and which kernel each branch would run on it."""
+
+import platform
+
+import typer
+
+
+def doctor(
+    device: str = typer.Option(None, help="Device to ask about (default: cuda if there is one, else cpu)."),
+    dtype: str = typer.Option("bf16", help="bf16, fp16 or fp32."),
+    n_heads: int = typer.Option(12, help="Query heads."),
+    n_kv_groups: int = typer.Option(2, help="Key/value groups."),
+    d_k: int = typer.Option(64, help="Key width per head."),
+    d_v: int = typer.Option(64, help="Value width per head."),
+) -> None:
+    """Print, for each branch, the kernel that would run here and why every other one would not.
+
+    **Example:** `nsa doctor --dtype fp32 --n-heads 16 --n-kv-groups 1`
+    """
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from nsa import __version__
+    from nsa.core.nsa_attention import NSAAttention
+    from nsa.kernels.registry import BACKENDS, BRANCHES
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if dtype not in dtypes:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}.", param_hint="--dtype")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with torch.device("meta"):  # only its shape is asked for
+        attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
+    chosen = {choice.branch: choice for choice in attention.plan(where, dtypes[dtype]).choices}
+
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
+    console.print(f"nsa {__version__} · torch {torch.__version__} · Python {platform.python_version()}")
+    console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}\n")
+    table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
+    for branch in BRANCHES:
+        for backend in BACKENDS.values():
+            if backend.name == chosen[branch].backend:
+                verdict, why = "chosen", chosen[branch].reason
+            elif reason := backend.why_not(branch, where, dtypes[dtype], attention.shape):
+                verdict, why = "cannot", reason
+            elif not backend.by_default:
+                verdict, why = "can", "only by name: it is for checking, and slow"
+            else:
+                verdict, why = "can", f"after {chosen[branch].backend} in preference"
+            style = "bold" if verdict == "chosen" else "dim"
+            table.add_row(branch, backend.name, verdict, why, style=style)
+    console.print(table)
+    console.print(f"\nInsist on one with kernels.{BRANCHES[0]}=NAME in a config; it then runs or the run is refused.")
