@@ -1,0 +1,13 @@
+"""Bugs that the tests must catch, planted by scripts/mutation_drill.py."""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    old: str
+    """Text that occurs exactly once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """Test files that should go red, the likeliest first."""

@@ -1,0 +1,112 @@
+"""Bugs in the kernels, the core and the model: the ones that NSA implementations really have."""
+
+from tests.mutations import Mutation
+
+KERNELS = ("tests/kernels/test_reference.py", "tests/kernels/test_backends.py")
+BACKENDS = ("tests/kernels/test_backends.py",)
+ORACLE = ("tests/core/test_against_oracle.py",)
+CACHE = ("tests/core/test_cache.py",)
+ATTENTION = ("tests/core/test_attention.py", *ORACLE)
+READS = ("tests/core/test_reads.py", "tests/core/test_probe.py")
+MODEL = ("tests/model/test_transformer.py", "tests/model/test_loss.py", "tests/model/test_block.py")
+
+REFERENCE, PORTABLE = "nsa/kernels/reference.py", "nsa/kernels/portable.py"
+LAYOUT, CACHE_PY, NSA = "nsa/core/layout.py", "nsa/core/kv_cache.py", "nsa/core/nsa_attention.py"
+
+MUTATIONS = [
+    # kernels/reference.py
+    Mutation("reference: window of w + 1 tokens", REFERENCE, "(age_BST < w)", "(age_BST <= w)", KERNELS),
+    Mutation("reference: query does not see itself", REFERENCE, "(age_BST >= 0) &", "(age_BST > 0) &", KERNELS),
+    Mutation("reference: compressed block visible one token early", REFERENCE, "at_BSC * d + l - 1 <=",
+             "at_BSC * d + l - 2 <=", KERNELS),
+    Mutation("reference: compressed block visible by its first token", REFERENCE, "at_BSC * d + l - 1 <=",
+             "at_BSC * d <=", KERNELS),
+    Mutation("reference: overlap one stride off", REFERENCE, "torch.arange(n_compressed)[:, None] * d",
+             "(torch.arange(n_compressed)[:, None] + 1) * d", KERNELS),
+    Mutation("reference: overlap not weighted", REFERENCE, "shared_CJ.clamp(min=0) // d", "(shared_CJ > 0).long()",
+             KERNELS),
+    Mutation("reference: first block not forced", REFERENCE, "(j_J == 0) | (j_J == own_BS1) | (j_J == own_BS1 - 1)",
+             "(j_J == own_BS1) | (j_J == own_BS1 - 1)", KERNELS),
+    Mutation("reference: one local block instead of two", REFERENCE, "(j_J == own_BS1) | (j_J == own_BS1 - 1)",
+             "(j_J == own_BS1)", KERNELS),
+    Mutation("reference: block after the query may be chosen", REFERENCE, "(j_J > own_BS1)", "(j_J > own_BS1 + 1)",
+             KERNELS),
+    Mutation("reference: invalid block scores 0", REFERENCE, "(j_J > own_BS1)[:, :, None], -torch.inf)",
+             "(j_J > own_BS1)[:, :, None], 0.0)", KERNELS),
+    Mutation("reference: ties to the higher index", REFERENCE, "score_BSGJ.sort(dim=-1, descending=True, stable=True)",
+             "score_BSGJ.flip(-1).sort(dim=-1, descending=True, stable=True)", KERNELS),
+    Mutation("reference: importance of one head only", REFERENCE, "p_BSGRC.sum(3)", "p_BSGRC[:, :, :, 0]", KERNELS),
+    Mutation("reference: selected block read past the query", REFERENCE, "(at_BST >= 0) & (at_BST <= pos_BS[..., None])",
+             "(at_BST >= 0)", KERNELS),
+    Mutation("reference: empty row is an average", REFERENCE, ".exp() * visible\n", ".exp()\n", KERNELS),
+    # kernels/portable.py
+    Mutation("portable: window of w − 1 tokens", PORTABLE, "(pos_BS - w + 1).clamp(min=0)",
+             "(pos_BS - w + 2).clamp(min=0)", BACKENDS),
+    Mutation("portable: mask from the wrong end", PORTABLE, "(at_U >= hi_Bc[..., None])", "(at_U > hi_Bc[..., None])",
+             BACKENDS),
+    Mutation("portable: future leaks by one compressed block", PORTABLE,
+             "(first_BS + n_complete_BS).clamp(0, n_keys)", "(first_BS + n_complete_BS + 1).clamp(0, n_keys)", BACKENDS),
+    Mutation("portable: overlap one stride off", PORTABLE, "torch.arange(1 - l // d, l_sel // d) * d",
+             "torch.arange(2 - l // d, l_sel // d + 1) * d", BACKENDS),
+    Mutation("portable: ties to the higher index", PORTABLE, "<< 32 | (n_blocks - j_J)", "<< 32 | j_J", BACKENDS),
+    Mutation("portable: documents share compressed blocks in selection", PORTABLE,
+             "mass_BcGU = _rebase(mass_BcGU, first - lo)", "mass_BcGU = mass_BcGU + 0", BACKENDS),
+    Mutation("portable: selected tokens after the query", PORTABLE, "(at_BcGU < 0) | (at_BcGU > pos_Bc[..., None, None])",
+             "(at_BcGU < 0)", BACKENDS),
+    Mutation("portable: padding index −1 is read", PORTABLE, "(at_BcGU < 0) | (at_BcGU >", "(at_BcGU >", BACKENDS),
+    Mutation("portable: gradient without its row correction", PORTABLE, ".sub_(delta).mul_(p)", ".mul_(p)", BACKENDS),
+    Mutation("portable: gradient without scale", PORTABLE, ".mul_(p).mul_(scale)", ".mul_(p)", BACKENDS),
+    Mutation("portable: dK of the last chunk only", PORTABLE, "dk_BTGK[:, lo:hi] += dk.transpose(1, 2)",
+             "dk_BTGK[:, lo:hi] = dk.transpose(1, 2)", (*BACKENDS, "tests/kernels/test_chunking.py")),
+    Mutation("portable: dV of a chosen block lost when shared", PORTABLE,
+             "dv_XV.index_add_(0, row_BcGU.flatten(), dv.flatten(0, -2))",
+             "dv_XV.index_copy_(0, row_BcGU.flatten(), dv.flatten(0, -2))", BACKENDS),
+    Mutation("portable: half-precision scores", PORTABLE, "return (q * scale) @ k.transpose(-1, -2)",
+             "return ((q * scale).bfloat16() @ k.bfloat16().transpose(-1, -2)).to(q.dtype)", BACKENDS),
+    # core
+    Mutation("layout: documents share one block grid", LAYOUT, "block_pos_C = (block_C - cu_blocks[doc_C]) * geometry.d",
+             "block_pos_C = block_C * geometry.d - cu[doc_C]", ATTENTION),
+    Mutation("layout: next document is visible", LAYOUT, "torch.searchsorted(cu[1:], token_S, right=True)",
+             "torch.searchsorted(cu[1:], token_S)", ATTENTION),
+    Mutation("cache: stale ring slot", CACHE_PY, "self.write(pos_BS % self.n,", "self.write((pos_BS + 1) % self.n,", CACHE),
+    Mutation("cache: ring keeps padding", CACHE_PY, "(pos_BS < end_B1) & (pos_BS >= end_B1 - self.n)",
+             "(pos_BS >= end_B1 - self.n)", CACHE),
+    Mutation("cache: long chunk overwrites itself", CACHE_PY, "(pos_BS < end_B1) & (pos_BS >= end_B1 - self.n)",
+             "(pos_BS < end_B1)", CACHE),
+    Mutation("cache: compressed block emitted one token early", CACHE_PY, "block_pos_BE + g.l <= end_B1",
+             "block_pos_BE + g.l <= end_B1 + 1", CACHE),
+    Mutation("cache: compression tail one token short", CACHE_PY, "(before_B1 - g.l)).clamp(max=n_new)",
+             "(before_B1 - g.l + 1)).clamp(max=n_new)", CACHE),
+    Mutation("cache: window starts one token late", CACHE_PY, "(w - 1 - self.length_B[:, None])",
+             "(w - self.length_B[:, None])", CACHE),
+    Mutation("cache: positions do not move on", CACHE_PY, "self.length_B[:, None] + torch.arange(n_new,",
+             "0 * self.length_B[:, None] + torch.arange(n_new,", CACHE),
+    Mutation("attention: gates in another order", NSA, "zip(gates.unbind(-1), branches, strict=True)",
+             "zip(gates.flip(-1).unbind(-1), branches, strict=True)", ATTENTION),
+    Mutation("attention: a branch is dropped", NSA, "zip(gates.unbind(-1), branches, strict=True)",
+             "zip(gates.unbind(-1)[1:], branches[1:], strict=True)", ATTENTION),
+    Mutation("attention: selected keys not rotated", NSA, "rotate(k_sel, tables)", "k_sel", ATTENTION),
+    Mutation("attention: compressed key rotated at its first token", NSA, "block_pos_BC + self.geometry.l - 1",
+             "block_pos_BC", ATTENTION),
+    Mutation("attention: values of two branches exchanged", NSA, "v_cmp, v_sel, v_win =", "v_cmp, v_win, v_sel =",
+             ATTENTION),
+    Mutation("compression: value position embedding dropped", "nsa/core/compression.py",
+             "block_BClGX + self.pos_emb.to(block_BClGX.dtype)", "block_BClGX", ORACLE),
+    Mutation("rope: angles in fp32", "nsa/core/rope.py", "pos_BS.double()", "pos_BS.float()", ("tests/core/test_rope.py",)),
+    Mutation("rope: interleaved pairs", "nsa/core/rope.py", "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
+             "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)", ORACLE),
+    Mutation("gates: temperature multiplies", "nsa/core/gating.py", ") / self.temperature", ") * self.temperature", ORACLE),
+    Mutation("reads: counted reads copy the prediction's window", "nsa/core/reads.py",
+             "(start_BS + pos_BS + 1 - w).maximum(start_BS)", "(start_BS + pos_BS - w).maximum(start_BS)", READS),
+    Mutation("probe: union counts every choice", "nsa/core/probe.py", "tiled[..., 1:] != tiled[..., :-1]",
+             "tiled[..., 1:] == tiled[..., 1:]", READS),
+    Mutation("geometry: partial block counted whole", "nsa/core/geometry.py", "+ (n_tokens - 1) % self.l_sel + 1",
+             "+ self.l_sel", READS),
+    # model
+    Mutation("loss: labels of −100 are learned", "nsa/model/loss.py", "nll_n.masked_fill(~real_N[at], 0)", "nll_n",
+             MODEL),
+    Mutation("loss: mean over all rows", "nsa/model/loss.py", "real_N.sum().clamp(min=1)",
+             "torch.ones_like(real_N).sum().clamp(min=1)", MODEL),
+    Mutation("transformer: cache of one layer for all", "nsa/model/transformer.py",
+             "layers = cache.layers if", "layers = [cache.layers[0]] * len(blocks) if", MODEL),
+]  # fmt: skip
