@@ -1,8 +1,13 @@
 """`nsa doctor`: what this machine has, and which kernel each branch would run on it."""
 
 import platform
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
 
 
 def doctor(
@@ -12,10 +17,14 @@ def doctor(
     n_kv_groups: int = typer.Option(2, help="Key/value groups."),
     d_k: int = typer.Option(64, help="Key width per head."),
     d_v: int = typer.Option(64, help="Value width per head."),
+    prove: bool = typer.Option(False, "--prove", help="Also prove on this device that the attention is right."),
 ) -> None:
     """Print, for each branch, the kernel that would run here and why every other one would not.
 
-    **Example:** `nsa doctor --dtype fp32 --n-heads 16 --n-kv-groups 1`
+    With `--prove`, also run them: against dense attention, decode against prefill, packed against separate, causality
+    by poisoning the future, reads counted against predicted, repeatable gradients. Exit code 1 if any claim fails.
+
+    **Example:** `nsa doctor --prove --dtype fp32 --n-heads 16 --n-kv-groups 1`
     """
     import torch
     from rich.console import Console
@@ -51,4 +60,20 @@ def doctor(
             style = "bold" if verdict == "chosen" else "dim"
             table.add_row(branch, backend.name, verdict, why, style=style)
     console.print(table)
+    if prove and not _print_proofs(console, where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v):
+        raise typer.Exit(1)
     console.print(f"\nInsist on one with kernels.{BRANCHES[0]}=NAME in a config; it then runs or the run is refused.")
+
+
+def _print_proofs(
+    console: "Console", device: "torch.device", dtype: "torch.dtype", n_heads: int, n_kv_groups: int, d_k: int, d_v: int
+) -> bool:
+    from nsa.guard.prove import prove
+
+    console.print()
+    all_hold = True
+    for proof in prove(device, dtype, n_heads, n_kv_groups, d_k, d_v):
+        all_hold &= proof.holds
+        verdict = "[green]holds[/]" if proof.holds else "[bold red]FAILS[/]"
+        console.print(f"{verdict}  {proof.claim:44} {proof.measured:9.2g}  (at most {proof.limit:g})")
+    return all_hold

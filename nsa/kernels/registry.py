@@ -9,6 +9,9 @@ import torch
 from nsa.errors import KernelUnavailable
 from nsa.kernels import ops, portable, reference
 from nsa.kernels.ops import Functions
+from nsa.kernels.settle import settle_vector_math
+
+settle_vector_math()
 
 BRANCHES = Functions._fields
 

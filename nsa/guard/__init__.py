@@ -1,0 +1,1 @@
+"""Judgements before money is spent: does this machine compute attention rightly, may this run start."""
