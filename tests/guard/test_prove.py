@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.guard.prove import prove
-from nsa.kernels import portable
+from nsa.kernels.portable import shared
 
 CPU = torch.device("cpu")
 
@@ -21,8 +21,8 @@ def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
         lo, hi = honest(pos_BS, start_BS, sizes, n_keys)
         return lo, (hi + 1).clamp(max=n_keys)
 
-    honest = portable._window_bounds
-    monkeypatch.setattr(portable, "_window_bounds", leaky)
+    honest = shared.window_bounds
+    monkeypatch.setattr(shared, "window_bounds", leaky)
     result = CliRunner().invoke(app, ["doctor", "--prove", "--dtype", "fp32", "--n-heads", "2", "--d-k", "16"])
     assert result.exit_code == 1
     assert "FAILS  values that differ when the future changes" in result.output

@@ -4,13 +4,17 @@ from tests.mutations import Mutation
 
 KERNELS = ("tests/kernels/test_reference.py", "tests/kernels/test_backends.py")
 BACKENDS = ("tests/kernels/test_backends.py",)
+CHUNKING = ("tests/kernels/test_chunking.py",)
 ORACLE = ("tests/core/test_against_oracle.py",)
 CACHE = ("tests/core/test_cache.py",)
 ATTENTION = ("tests/core/test_attention.py", *ORACLE)
 READS = ("tests/core/test_reads.py", "tests/core/test_probe.py")
 MODEL = ("tests/model/test_transformer.py", "tests/model/test_loss.py", "tests/model/test_block.py")
 
-REFERENCE, PORTABLE = "nsa/kernels/reference.py", "nsa/kernels/portable.py"
+REFERENCE = "nsa/kernels/reference.py"
+SHARED, SELECTED, SELECTION, CHUNK = (
+    f"nsa/kernels/portable/{name}.py" for name in ("shared", "selected", "selection", "chunk")
+)
 LAYOUT, CACHE_PY, NSA = "nsa/core/layout.py", "nsa/core/kv_cache.py", "nsa/core/nsa_attention.py"
 
 MUTATIONS = [
@@ -39,29 +43,35 @@ MUTATIONS = [
     Mutation("reference: selected block read past the query", REFERENCE, "(at_BST >= 0) & (at_BST <= pos_BS[..., None])",
              "(at_BST >= 0)", KERNELS),
     Mutation("reference: empty row is an average", REFERENCE, ".exp() * visible\n", ".exp()\n", KERNELS),
-    # kernels/portable.py
-    Mutation("portable: window of w − 1 tokens", PORTABLE, "(pos_BS - w + 1).clamp(min=0)",
+    # kernels/portable
+    Mutation("portable: window of w − 1 tokens", SHARED, "(pos_BS - w + 1).clamp(min=0)",
              "(pos_BS - w + 2).clamp(min=0)", BACKENDS),
-    Mutation("portable: mask from the wrong end", PORTABLE, "(at_U >= hi_Bc[..., None])", "(at_U > hi_Bc[..., None])",
+    Mutation("portable: mask from the wrong end", SHARED, "(at_U >= hi_Bc[..., None])", "(at_U > hi_Bc[..., None])",
              BACKENDS),
-    Mutation("portable: future leaks by one compressed block", PORTABLE,
+    Mutation("portable: future leaks by one compressed block", SHARED,
              "(first_BS + n_complete_BS).clamp(0, n_keys)", "(first_BS + n_complete_BS + 1).clamp(0, n_keys)", BACKENDS),
-    Mutation("portable: overlap one stride off", PORTABLE, "torch.arange(1 - l // d, l_sel // d) * d",
+    Mutation("portable: dK of the last chunk only", SHARED, "dk_BTGK[:, lo:hi] += dk.transpose(1, 2)",
+             "dk_BTGK[:, lo:hi] = dk.transpose(1, 2)", (*BACKENDS, *CHUNKING)),
+    Mutation("portable: overlap one stride off", SELECTION, "torch.arange(1 - l // d, l_sel // d) * d",
              "torch.arange(2 - l // d, l_sel // d + 1) * d", BACKENDS),
-    Mutation("portable: ties to the higher index", PORTABLE, "<< 32 | (n_blocks - j_J)", "<< 32 | j_J", BACKENDS),
-    Mutation("portable: documents share compressed blocks in selection", PORTABLE,
+    Mutation("portable: ties to the higher index", SELECTION, "<< 32 | (n_blocks - j_J)", "<< 32 | j_J", BACKENDS),
+    Mutation("portable: documents share compressed blocks in selection", SELECTION,
              "mass_BcGU = _rebase(mass_BcGU, first - lo)", "mass_BcGU = mass_BcGU + 0", BACKENDS),
-    Mutation("portable: selected tokens after the query", PORTABLE, "(at_BcGU < 0) | (at_BcGU > pos_Bc[..., None, None])",
-             "(at_BcGU < 0)", BACKENDS),
-    Mutation("portable: padding index −1 is read", PORTABLE, "(at_BcGU < 0) | (at_BcGU >", "(at_BcGU >", BACKENDS),
-    Mutation("portable: gradient without its row correction", PORTABLE, ".sub_(delta).mul_(p)", ".mul_(p)", BACKENDS),
-    Mutation("portable: gradient without scale", PORTABLE, ".mul_(p).mul_(scale)", ".mul_(p)", BACKENDS),
-    Mutation("portable: dK of the last chunk only", PORTABLE, "dk_BTGK[:, lo:hi] += dk.transpose(1, 2)",
-             "dk_BTGK[:, lo:hi] = dk.transpose(1, 2)", (*BACKENDS, "tests/kernels/test_chunking.py")),
-    Mutation("portable: dV of a chosen block lost when shared", PORTABLE,
-             "dv_XV.index_add_(0, row_BcGU.flatten(), dv.flatten(0, -2))",
-             "dv_XV.index_copy_(0, row_BcGU.flatten(), dv.flatten(0, -2))", BACKENDS),
-    Mutation("portable: half-precision scores", PORTABLE, "return (q * scale) @ k.transpose(-1, -2)",
+    Mutation("portable: shared load shows tokens after the query", SELECTED,
+             "hidden_BGcU |= token_BGU[:, :, None] > pos_Bc[:, None, :, None]", "pass", BACKENDS),
+    Mutation("portable: shared load shows blocks others chose", SELECTED, "~chose_BGcJ.repeat_interleave(l_sel, -1)",
+             "torch.zeros_like(chose_BGcJ).repeat_interleave(l_sel, -1)", BACKENDS),
+    Mutation("portable: shared load across documents", SELECTED, "if bool((start_Bc != start_Bc[:, :1]).any()):",
+             "if False:", (*BACKENDS, *CHUNKING)),
+    Mutation("portable: copied tokens after the query", SELECTED,
+             "(token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None])", "(token_BcGU < 0)", CHUNKING),
+    Mutation("portable: padding index −1 is read", SELECTED, "(token_BcGU < 0) | (token_BcGU >", "(token_BcGU >", CHUNKING),
+    Mutation("portable: dV of a chosen block lost when shared", SELECTED,
+             "dv_XV.index_add_(0, chunk.row.flatten(), dv.flatten(0, -2))",
+             "dv_XV.index_copy_(0, chunk.row.flatten(), dv.flatten(0, -2))", (*CHUNKING, *BACKENDS)),
+    Mutation("portable: gradient without its row correction", CHUNK, ".sub_(delta).mul_(p)", ".mul_(p)", BACKENDS),
+    Mutation("portable: gradient without scale", CHUNK, ".mul_(p).mul_(scale)", ".mul_(p)", BACKENDS),
+    Mutation("portable: half-precision scores", CHUNK, "return (q * scale) @ k.transpose(-1, -2)",
              "return ((q * scale).bfloat16() @ k.bfloat16().transpose(-1, -2)).to(q.dtype)", BACKENDS),
     # core
     Mutation("layout: documents share one block grid", LAYOUT, "block_pos_C = (block_C - cu_blocks[doc_C]) * geometry.d",

@@ -1,0 +1,20 @@
+"""Any device, no compiled code: exact attention in chunks of queries, never an S×S or S×S/d tensor.
+
+Plain matrix products instead of `scaled_dot_product_attention`: that one returns no log-sum-exp, has no kernel for
+d_k ≠ d_v, and its causal flag is aligned to the wrong corner for unequal lengths. Scores are kept in fp32 whatever the
+inputs are; only inputs and outputs are rounded. Backward recomputes each chunk from the saved log-sum-exp.
+"""
+
+from nsa.kernels.portable.selection import select
+from nsa.kernels.portable.selected import selected_backward, selected_forward
+from nsa.kernels.portable.shared import compressed_backward, compressed_forward, sliding_backward, sliding_forward
+
+__all__ = [
+    "compressed_backward",
+    "compressed_forward",
+    "select",
+    "selected_backward",
+    "selected_forward",
+    "sliding_backward",
+    "sliding_forward",
+]

@@ -1,0 +1,80 @@
+"""One chunk of query rows against its keys: scores, softmax, output, gradients. Everything else is bookkeeping.
+
+Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that it sees · M = c·R rows.
+`hidden` broadcasts to the scores with their rows unflattened to (c, R).
+"""
+
+import torch
+from torch import Tensor
+
+# Elements of the largest temporary. On a CPU it should stay in the second-level cache; elsewhere launches dominate.
+CPU_ELEMENTS = 1 << 19
+OTHER_ELEMENTS = 1 << 24
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    e, total, top = softmax(scores(q, k, scale), hidden)
+    return (e @ v) / total, (top + _log_of_sum(e, total)).squeeze(-1)
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> Gradients:
+    s = _hide(scores(q, k, scale), hidden)
+    p = s.sub_(lse.masked_fill(lse == -torch.inf, 0)).exp_()
+    dv = p.transpose(-1, -2) @ dout
+    ds = (dout @ v.transpose(-1, -2)).sub_(delta).mul_(p).mul_(scale)
+    return ds @ k, ds.transpose(-1, -2) @ q, dv
+
+
+def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return (q * scale) @ k.transpose(-1, -2)
+
+
+def _hide(s: Tensor, hidden: Tensor) -> Tensor:
+    per_query = s.unflatten(-2, (hidden.shape[-3], -1))
+    per_query.masked_fill_(hidden, -torch.inf)
+    return s
+
+
+def softmax(s: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(s − top), its row sums (1 where a row sees nothing: its exponentials are all 0), and top."""
+    s = _hide(s, hidden)
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
+    top = top.masked_fill(top == -torch.inf, 0)
+    e = s.sub_(top).exp_()
+    total = e.sum(-1, keepdim=True)
+    return e, total.masked_fill(total == 0, 1), top
+
+
+def _log_of_sum(e: Tensor, total: Tensor) -> Tensor:
+    # A visible row holds its own maximum, exp(0) = 1; only a row that sees nothing is all zeros.
+    sees_nothing = e.amax(-1, keepdim=True) == 0 if e.shape[-1] else torch.ones_like(total, dtype=torch.bool)
+    return total.log().masked_fill(sees_nothing, -torch.inf)
+
+
+def group_rows(x_BcGRX: Tensor) -> Tensor:
+    return wide(x_BcGRX).transpose(1, 2).flatten(2, 3)
+
+
+def query_rows(x_BGMX: Tensor, heads_per_group: int) -> Tensor:
+    return x_BGMX.unflatten(2, (-1, heads_per_group)).transpose(1, 2)
+
+
+def new_outputs(q_BSGRK: Tensor, v_BTGV: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q_BSGRK.dtype, torch.float32)
+    return q_BSGRK.new_empty((*q_BSGRK.shape[:-1], v_BTGV.shape[-1])), q_BSGRK.new_empty(q_BSGRK.shape[:-1], dtype=wide)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def wide_zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def budget(x: Tensor) -> int:
+    return CPU_ELEMENTS if x.device.type == "cpu" else OTHER_ELEMENTS
