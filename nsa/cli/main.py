@@ -5,6 +5,7 @@ import sys
 import typer
 
 from nsa import __version__
+from nsa.cli.data import data_app
 from nsa.errors import NSAError
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(data_app, name="data")
 
 
 def _print_version(wanted: bool) -> None:
