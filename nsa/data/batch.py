@@ -4,7 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, DataError
+
+
+class EndOfData(DataError):
+    """Every allowed epoch has been read; what an evaluation pass waits for, and an error in training."""
 
 
 @dataclass(frozen=True, slots=True)

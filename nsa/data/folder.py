@@ -42,18 +42,11 @@ class Folder:
         assert self.is_local, f"{self.url} is not a local folder"
         return Path(self._root) / name
 
-    def as_datatrove(self) -> str | tuple[str, Any]:
-        """What datatrove's readers take as a folder."""
-        if urlsplit(self.url).scheme != "s3":
-            return self._root if self.is_local else self.url
-        from fsspec.implementations.arrow import ArrowFSWrapper
-
-        return self._root, ArrowFSWrapper(self._fs)
-
-    def files(self, suffixes: Iterable[str]) -> list[tuple[str, int]]:
-        """(name, bytes) of every file below the folder with one of these endings, sorted by name."""
+    def files(self, suffixes: Iterable[str], below: str = "") -> list[tuple[str, int]]:
+        """(name, bytes) of every file in the folder, or in `below` inside it, with one of these endings, sorted."""
         endings = tuple(suffixes)
-        selector = arrow_fs.FileSelector(self._root, recursive=True)
+        start = f"{self._root}/{below}" if below else self._root
+        selector = arrow_fs.FileSelector(start, recursive=True, allow_not_found=bool(below))
         try:
             infos = self._fs.get_file_info(selector)
         except OSError as error:
@@ -81,6 +74,23 @@ class Folder:
                 f"{name} in {self.url} cannot be opened ({error}). Check access, then try again."
             ) from error
         return stream
+
+    def open_random(self, name: str) -> Any:
+        """A file with `size()` and `read_at(length, offset)`."""
+        try:
+            return self._fs.open_input_file(self._path(name))
+        except OSError as error:
+            raise DataError(f"{name} in {self.url} cannot be opened ({error}). Check the file and access.") from error
+
+    def copy_to(self, name: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self.open_input(name) as source, target.open("wb") as copy:
+            try:
+                shutil.copyfileobj(source, copy, _COPY_CHUNK_BYTES)
+            except OSError as error:
+                raise DataError(
+                    f"{name} in {self.url} cannot be copied here ({error}). Check store and disk."
+                ) from error
 
     def read_bytes(self, name: str) -> bytes:
         with self.open_input(name) as stream:

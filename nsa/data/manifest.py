@@ -26,9 +26,8 @@ class Manifest:
     tokenizer_fingerprint: str
     eos_id: int
     dtype: str
-    held_out_fraction: float
-    source: str
-    source_files: list[tuple[str, int]]
+    made_from: dict[str, Any]  # source, files and settings, as JSON; the same ones give the same bytes
+    quarantined: list[str]  # units of the source that could not be read
     splits: dict[str, list[ShardInfo]]
 
     @property
@@ -60,8 +59,8 @@ class Manifest:
             },
             "dtype": self.dtype,
             "block_bytes": BLOCK_BYTES,
-            "held_out_fraction": self.held_out_fraction,
-            "source": {"url": self.source, "files": [list(f) for f in self.source_files]},
+            "made_from": self.made_from,
+            "quarantined": self.quarantined,
             "totals": {split: self.totals(split) for split in self.splits},
             "splits": {split: [s.as_json() for s in shards] for split, shards in self.splits.items()},
         }
@@ -93,9 +92,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
             tokenizer_fingerprint=content["tokenizer"]["fingerprint"],
             eos_id=content["tokenizer"]["eos_id"],
             dtype=content["dtype"],
-            held_out_fraction=content["held_out_fraction"],
-            source=content["source"]["url"],
-            source_files=[(str(p), int(b)) for p, b in content["source"]["files"]],
+            made_from=content["made_from"],
+            quarantined=content["quarantined"],
             splits={split: [ShardInfo(**s) for s in shards] for split, shards in content["splits"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from nsa.data.batch import Segment
-from nsa.data.document import Position, TokenDoc
+from nsa.data.document import TokenDoc
 from nsa.errors import ConfigError
 
 Packing = Literal["concat", "best_fit"]
@@ -24,9 +24,9 @@ Packing = Literal["concat", "best_fit"]
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Read again from the document at `position`, then skip: tokens of it (concat), or finished rows (best fit)."""
+    """Read again from `document`, then skip: tokens of it (concat), or finished rows (best fit)."""
 
-    position: Position
+    document: TokenDoc
     skip: int
 
 
@@ -113,7 +113,7 @@ class ConcatPacker:
                 pieces.append(_Piece(tokens[start:stop], segment, ends, document.position.epoch, order))
                 room -= stop - start
                 start = stop
-                last = Resume(document.position, stop)
+                last = Resume(document, stop)
                 if not room:
                     yield _lay_out(pieces, self.seq_len, self.eos_id, self.dtype, last)
                     pieces, room = [], self.seq_len
@@ -132,11 +132,10 @@ class BestFitPacker:
     def rows(self, documents: Iterator[TokenDoc], skip: int = 0) -> Iterator[PackedRow]:
         """`skip` rows of the first group were given out before."""
         while group := self._group(documents):
-            position = group[0].position
             bins = self._assign(self._cut(group))
             for number, pieces in enumerate(bins):
                 if number >= skip:
-                    resume = Resume(position, number + 1)
+                    resume = Resume(group[0], number + 1)
                     yield _lay_out(pieces, self.seq_len, self.eos_id, self.dtype, resume)
             skip = 0
 

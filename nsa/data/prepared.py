@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nsa.data.batch import Batch, Segment, rows_of_rank
+from nsa.data.batch import Batch, EndOfData, Segment, rows_of_rank
 from nsa.data.row_order import Permutation, WindowedOrder, derive_key
 from nsa.data.shard_reader import ShardReader
 from nsa.errors import ConfigError, DataError
@@ -92,7 +92,7 @@ class PreparedRows:
     def check_rows(self, first: int, stop: int) -> None:
         """Refuse rows beyond the last epoch, for the whole global batch, so that every rank stops at the same step."""
         if self.max_epochs is not None and stop > (end := self.max_epochs * self.rows_per_epoch):
-            raise DataError(
+            raise EndOfData(
                 f"rows {first} to {stop} were asked for, but {self.max_epochs} epoch(s) of {self.rows_per_epoch} rows "
                 f"end at {end} ({max(end - first, 0)} rows do not fill a batch). Train fewer steps, prepare more data, "
                 "or allow more epochs."

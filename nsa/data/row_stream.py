@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nsa.data.batch import Batch, rows_of_rank
-from nsa.data.document import Position, TokenDoc
+from nsa.data.batch import Batch, EndOfData, rows_of_rank
+from nsa.data.document import TokenDoc
 from nsa.data.packing import PackedRow, Packer, Resume
-from nsa.errors import ConfigError, DataError
+from nsa.errors import ConfigError
 
 _VERSION = 1
 State = dict[str, Any]
@@ -52,13 +52,13 @@ class IndexedRows(Protocol):
 
 
 class DocumentStream(Protocol):
-    """Tokenised documents in one seeded global order; iterating goes on from the loaded state."""
+    """Tokenised documents in one seeded global order; iterating goes on from the loaded state, which the stream itself
+    compares with its own source, tokenizer and seed."""
 
-    @property
-    def identity(self) -> dict[str, object]: ...
+    def __next__(self) -> TokenDoc: ...
     def __iter__(self) -> Iterator[TokenDoc]: ...
-    def state_at(self, position: Position) -> State:
-        """The state from which the next document is the one at `position`."""
+    def state_before(self, doc: TokenDoc) -> State:
+        """A stream that loads this hands out `doc` next."""
         ...
 
     def state_dict(self) -> State: ...
@@ -106,7 +106,7 @@ class DirectRowStream:
         self._documents = documents
         self._packer = packer
         self._seq_len = seq_len
-        self._identity = {"kind": self.kind, "seq_len": seq_len, "packing": packing, **documents.identity}
+        self._identity = {"kind": self.kind, "seq_len": seq_len, "packing": packing}
         self._next_row = 0
         self._padding_tokens = 0
         self._resume: Resume | None = None
@@ -133,7 +133,7 @@ class DirectRowStream:
         for number in range(global_rows):
             row = next(self._iterator, None)
             if row is None:
-                raise DataError(
+                raise EndOfData(
                     f"the documents ended after {self._next_row + number} rows, {number} of a batch of {global_rows}. "
                     "Train fewer steps, add data, or allow more epochs."
                 )
@@ -171,7 +171,7 @@ class DirectRowStream:
             "identity": self._identity,
             "next_row": self._next_row,
             "padding_tokens": self._padding_tokens,
-            "documents": self._documents.state_at(resume.position) if resume else self._start,
+            "documents": self._documents.state_before(resume.document) if resume else self._start,
             "skip": resume.skip if resume else self._start_skip,
         }
 

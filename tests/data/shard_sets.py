@@ -37,9 +37,8 @@ def write_set(
         tokenizer_fingerprint="test",
         eos_id=EOS,
         dtype=dtype,
-        held_out_fraction=0.0,
-        source="memory",
-        source_files=[],
+        made_from={"source": "memory"},
+        quarantined=[],
         splits={TRAIN: shards, VALIDATION: []},
     )
     folder.write_bytes(MANIFEST_NAME, manifest.to_bytes())
@@ -54,12 +53,17 @@ class MemoryStream:
         self._seed = seed
         self._epochs = epochs
         self._at = (0, 0)
+        self._flow: Iterator[TokenDoc] | None = None
 
-    @property
-    def identity(self) -> dict[str, object]:
-        return {"data": "memory", "seed": self._seed}
+    def __iter__(self) -> "MemoryStream":
+        return self
 
-    def __iter__(self) -> Iterator[TokenDoc]:
+    def __next__(self) -> TokenDoc:
+        if self._flow is None:
+            self._flow = self._documents()
+        return next(self._flow)
+
+    def _documents(self) -> Iterator[TokenDoc]:
         epoch, row = self._at
         while epoch < self._epochs:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._docs))
@@ -68,11 +72,12 @@ class MemoryStream:
                 yield TokenDoc(doc_id, tokens, Position(epoch, 0, place, 0, 0))
             epoch, row = epoch + 1, 0
 
-    def state_at(self, position: Position) -> dict[str, Any]:
-        return {"epoch": position.epoch, "row": position.row}
+    def state_before(self, doc: TokenDoc) -> dict[str, Any]:
+        return {"epoch": doc.position.epoch, "row": doc.position.row}
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._at[0], "row": self._at[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._at = (state["epoch"], state["row"])
+        self._flow = None

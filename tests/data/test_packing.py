@@ -67,7 +67,7 @@ def test_continuing_after_any_row_gives_the_same_rest(packing: str, lengths: lis
     rows = _pack(packing, docs, seq_len)
     cut = data.draw(st.integers(0, len(rows) - 1))
     stream = MemoryStream(docs)
-    stream.load_state_dict(stream.state_at(rows[cut].resume.position))
+    stream.load_state_dict(stream.state_before(rows[cut].resume.document))
     packer = make_packer(packing, seq_len=seq_len, eos_id=EOS, dtype=DTYPE, buffer_rows=3)
     rest = list(packer.rows(iter(stream), rows[cut].resume.skip))
     assert [r.tokens.tolist() for r in rest] == [r.tokens.tolist() for r in rows[cut + 1 :]]
