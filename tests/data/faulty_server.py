@@ -70,7 +70,7 @@ class FaultyServer:
         self.stop()
 
     def stop(self) -> None:
-        """Gone for good: nothing listens on the port any more."""
+        """Gone for good: nothing listens on the port any more, and connections that are open are reset."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._server.shutdown()
@@ -89,7 +89,7 @@ class FaultyServer:
             self._stopping.wait(faults.hang_s)
             request.close_connection = True
             return
-        if dice["reset"] < faults.reset:
+        if dice["reset"] < faults.reset or self._stopping.is_set():
             _reset(request)
             return
         if faults.status or dice["500"] < faults.error_500:

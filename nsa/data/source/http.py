@@ -14,6 +14,7 @@ from typing import Any
 from nsa.data.source.patience import Deadline, Patience
 from nsa.errors import DataError
 
+MAX_PARALLEL = 8
 _CHUNK = 256 * 1024
 _LISTING_MAX_BYTES = 64 * 2**20
 _RETRIED_STATUS = frozenset({408, 425, 429})
@@ -181,7 +182,10 @@ class HttpClient:
         if self._pool_owner != os.getpid():
             import urllib3
 
-            self._pool = urllib3.ProxyManager(self._proxy_url) if self._proxy_url else urllib3.PoolManager()
+            kept = {"maxsize": MAX_PARALLEL}
+            self._pool = (
+                urllib3.ProxyManager(self._proxy_url, **kept) if self._proxy_url else urllib3.PoolManager(**kept)
+            )
             self._pool_owner = os.getpid()
         return self._pool
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from nsa.data.document import Document
 from nsa.data.source.file import SourceFile
-from nsa.data.source.http import HttpClient, Unreachable
+from nsa.data.source.http import MAX_PARALLEL, HttpClient, Unreachable
 from nsa.data.source.patience import Deadline, Patience
 from nsa.data.source.row_group import (
     Columns,
@@ -26,7 +26,6 @@ from nsa.errors import DataError
 
 _TAIL_BYTES = 256 * 1024
 _FOOTER_CACHE_BYTES = 256 * 2**20
-_LISTING_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class ParquetSource:
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
         self._listed: list[_Listed] = []
-        with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+        with ThreadPoolExecutor(MAX_PARALLEL) as pool:
             for index, (listed, metadata) in enumerate(pool.map(self._list_file, self._files)):
                 self._listed.append(listed)
                 self._remember(index, metadata, listed.footer_bytes)
