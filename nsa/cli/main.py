@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
 from nsa.cli.data import data_app
 from nsa.errors import NSAError

@@ -70,7 +70,9 @@ def make_plan(
     units_per_task: int | None = None,
     shard_tokens: int = 2**28,
     max_bad_units: int = 0,
+    limit_units: int | None = None,
 ) -> Plan:
+    """List the source and fix every setting. `limit_units` takes only that many units from the start."""
     if not 0.0 <= held_out_fraction < 1.0:
         raise ConfigError(f"the held-out fraction is {held_out_fraction}: it must be in [0, 1). Set e.g. 0.0005.")
     if shard_tokens < 1 or (units_per_task is not None and units_per_task < 1):
@@ -78,6 +80,8 @@ def make_plan(
     columns = columns or Columns()
     loaded = load_tokenizer(tokenizer, eos_token=eos_token)
     files, source_fingerprint = list_files(source, columns)
+    if limit_units is not None:
+        files = _first_units(files, limit_units)
     # 64 row groups of 1,000 documents are about 64 M tokens: a minute or two of work, which is what a kill can cost.
     default_units = 1 if units_are_whole_files(files) else 64
     return Plan(
@@ -97,6 +101,15 @@ def make_plan(
         shard_tokens=shard_tokens,
         max_bad_units=max_bad_units,
     )
+
+
+def _first_units(files: list[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
+    kept: list[tuple[str, int]] = []
+    for file, units in files:
+        if (taken := min(units, limit)) > 0:
+            kept.append((file, taken))
+        limit -= taken
+    return kept
 
 
 def is_finished(plan: Plan, out: Folder) -> bool:
