@@ -207,3 +207,14 @@ def _after(doc: TokenDoc) -> Position:
 def _read_only(ids: np.ndarray) -> np.ndarray:
     ids.setflags(write=False)
     return ids
+
+
+def sample_texts(source: Source, *, seed: int, max_bytes: int) -> Iterator[str]:
+    """Text of whole units, in the order of the first epoch, up to `max_bytes`; what a tokenizer is trained on."""
+    used = 0
+    for index in permutation(len(source), seed, _UNIT_ORDER, 0):
+        for document in source.read(int(index)):
+            if used >= max_bytes:
+                return
+            used += len(document.text.encode())
+            yield document.text

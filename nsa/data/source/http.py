@@ -182,9 +182,10 @@ class HttpClient:
         if self._pool_owner != os.getpid():
             import urllib3
 
-            kept = {"maxsize": MAX_PARALLEL}
             self._pool = (
-                urllib3.ProxyManager(self._proxy_url, **kept) if self._proxy_url else urllib3.PoolManager(**kept)
+                urllib3.ProxyManager(self._proxy_url, maxsize=MAX_PARALLEL)
+                if self._proxy_url
+                else urllib3.PoolManager(maxsize=MAX_PARALLEL)
             )
             self._pool_owner = os.getpid()
         return self._pool
