@@ -16,7 +16,7 @@ from nsa.data.document import Document, Position, TokenDoc, is_held_out
 from nsa.data.order import permutation
 from nsa.data.source.unit import CorruptUnit, Source
 from nsa.data.tokenizer import Tokenizer
-from nsa.errors import DataError
+from nsa.errors import ConfigError, DataError
 
 Split = Literal["train", "validation"]
 AtEnd = Literal["repeat", "error", "stop"]
@@ -41,6 +41,11 @@ class DocumentStream:
         max_bad_units: int = 8,
         tokenize_batch: int = 64,
     ) -> None:
+        if not 0.0 <= held_out_fraction < 1.0:
+            raise ConfigError(
+                f"held_out_fraction is {held_out_fraction}: it is the share of documents kept from training. Set it to "
+                "at least 0 and below 1, e.g. 0.001."
+            )
         if len(source) == 0:
             raise DataError("the data source holds no unit: every file is empty. Check the path.")
         self._source = source

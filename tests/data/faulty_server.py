@@ -38,6 +38,7 @@ class FaultyServer:
     faults: Faults = field(default_factory=Faults)
     page_links: dict[str, str] = field(default_factory=dict)
     requests: int = 0
+    flips: int = 0
     ranges: list[tuple[str, str]] = field(default_factory=list)
 
     def __enter__(self) -> "FaultyServer":
@@ -121,6 +122,7 @@ class FaultyServer:
         body = bytearray(content[first : last + 1])
         if dice["flip"] < faults.flip_byte:
             body[int(dice["where"] * len(body))] ^= 0x20
+            self.flips += 1
         if dice["wrong"] < faults.wrong_range:
             first, last = first + 1, last + 1
         headers = {"Content-Range": f"bytes {first}-{last}/{len(content)}", "ETag": f'"{hash(content)}"'}

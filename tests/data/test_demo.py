@@ -67,11 +67,7 @@ ENGLISH = "The reader of this page should know that it is only a test of the rul
     [
         (ENGLISH, True),
         ("The reader of this page should know.", False),
-        (
-            "Der Leser dieser Seite sollte wissen, dass es nur eine Probe der Regeln ist, nach denen wir Texte behalten. "
-            * 5,
-            False,
-        ),
+        ("Der Leser dieser Seite sollte wissen, dass es nur eine Probe ist, nach der wir Texte behalten. " * 5, False),
         (ENGLISH + "0x1f; {} == [] && 12 | 55 " * 20, False),
         ("word " * 200, False),
         ("", False),

@@ -292,3 +292,23 @@ def test_a_dataset_id_reads_the_files_its_card_names(tmp_path):
             open_source("owner/set:huge", hub_endpoint=endpoint)
         with pytest.raises(DataError, match="status 404"):
             open_source("owner/other", hub_endpoint=endpoint)
+
+
+def test_the_listing_of_a_dataset_is_kept_between_starts(tmp_path):
+    for i in range(3):
+        write_parquet(tmp_path / f"{i}.parquet", make_records(20, seed=i))
+    content = [(tmp_path / f"{i}.parquet").read_bytes() for i in range(3)]
+    with FaultyServer(hub_files(content)) as server:
+        options = {"hub_endpoint": server.url(""), "cache_dir": tmp_path / "cache"}
+        first = open_source("owner/set", **options)
+        server.ranges.clear()
+        second = open_source("owner/set", **options)
+        assert not [asked for _, asked in server.ranges if asked], "no footer was fetched"
+        assert second.fingerprint == first.fingerprint
+        assert read_all(second) == read_all(first)
+
+        (kept,) = (tmp_path / "cache").iterdir()
+        kept.write_text(kept.read_text().replace('"row_groups": 1', '"row_groups": 2'))
+        assert open_source("owner/set", **options).fingerprint == first.fingerprint, "a changed cache is not believed"
+        kept.write_text("{")
+        assert len(open_source("owner/set", **options)) == len(first)

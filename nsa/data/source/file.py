@@ -73,15 +73,19 @@ class LocalFile:
 
 
 class HttpFile:
-    def __init__(self, name: str, url: str, client: HttpClient) -> None:
+    """`immutable`: the address itself names the content, so that no tag has to be compared."""
+
+    def __init__(self, name: str, url: str, client: HttpClient, *, immutable: bool = False) -> None:
         self.name = name
         self.where = url
+        self.immutable = immutable
         self._client = client
         self._etag = ""
 
     def tail(self, length: int, deadline: Deadline) -> Tail:
         body = self._client.tail(self.where, length, deadline)
-        if not body.etag.startswith("W/"):  # a weak tag may differ between two servers of the same file
+        # A weak tag, or one from a hub's storage behind it, may differ between two servers of the same file.
+        if not (self.immutable or body.etag.startswith("W/")):
             self._etag = body.etag
         return Tail(body.data, body.file_size)
 

@@ -28,11 +28,13 @@ def open_source(
     hub_endpoint: str | None = None,
     headers: dict[str, str] | None = None,
     proxy_url: str | None = None,
+    cache_dir: Path | None = None,
 ) -> Source:
     """List the files of `spec` and open them, in the order that fixes the units.
 
     A folder is searched for parquet and JSONL(.gz/.zst), a pattern may use `**`, addresses are parquet files, and
-    `owner/name[:config][@revision]` is a dataset on the hub, unless a folder of that name exists here.
+    `owner/name[:config][@revision]` is a dataset on the hub, unless a folder of that name exists here. `cache_dir`
+    keeps the listing of a hub dataset between starts.
     """
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
@@ -44,14 +46,15 @@ def open_source(
         client = HttpClient(patience, headers=headers, proxy_url=proxy_url)
         if is_hub_id:
             listed = list_hub(specs[0], client, patience, endpoint=hub_endpoint)
-            files = [HttpFile(file.name, file.url, client) for file in listed]
+            files = [HttpFile(file.name, file.url, client, immutable=True) for file in listed]
         elif len(remote) == len(specs):
             # Named by the path alone: another port or mirror of the same files has the same fingerprint.
             files = [HttpFile(urlsplit(url).path, url, client) for url in sorted(specs)]
         else:
             raise ConfigError(f"addresses and local paths are mixed in {specs}: choose one kind.")
         _refuse_twice([file.name for file in files])
-        return ParquetSource(files, patience, client=client, columns=columns)
+        kept = cache_dir if is_hub_id else None
+        return ParquetSource(files, patience, client=client, columns=columns, cache_dir=kept)
     local = sorted((file for one in specs for file in _local(one)), key=lambda file: file.name)
     _refuse_twice([file.name for file in local])
     kinds = {file.name.endswith(".parquet") for file in local}

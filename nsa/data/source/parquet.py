@@ -4,7 +4,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from nsa.data.document import Document
 from nsa.data.source.file import SourceFile
 from nsa.data.source.http import MAX_PARALLEL, HttpClient, Unreachable
+from nsa.data.source.listing_cache import ListedFile, ListingCache
 from nsa.data.source.patience import Deadline, Patience
 from nsa.data.source.row_group import (
     Columns,
@@ -28,16 +29,6 @@ _TAIL_BYTES = 256 * 1024
 _FOOTER_CACHE_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """What the listing remembers of a file; the footer itself is fetched again when the cache has dropped it."""
-
-    size: int
-    footer_bytes: int
-    footer_sha256: str
-    row_groups: int
-
-
 class ParquetSource:
     """`files` in the order that defines the units; see `open_source` for how a specification becomes files."""
 
@@ -49,6 +40,7 @@ class ParquetSource:
         client: HttpClient | None = None,
         columns: Columns | None = None,
         max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
+        cache_dir: Path | None = None,
     ) -> None:
         self._files = list(files)
         self._patience = patience
@@ -57,11 +49,10 @@ class ParquetSource:
         self._max_unit_bytes = max_unit_bytes
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
-        self._listed: list[_Listed] = []
-        with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-            for index, (listed, metadata) in enumerate(pool.map(self._list_file, self._files)):
-                self._listed.append(listed)
-                self._remember(index, metadata, listed.footer_bytes)
+        cache = ListingCache(cache_dir, [f.name for f in self._files], repr(self._columns)) if cache_dir else None
+        self._listed = (cache.load() if cache else None) or self._list_files()
+        if cache:
+            cache.save(self._listed)
         self._first_unit = np.concatenate([[0], np.cumsum([listed.row_groups for listed in self._listed])]).astype(int)
         digest = hashlib.sha256(repr(self._columns).encode())
         for file, listed in zip(self._files, self._listed, strict=True):
@@ -115,7 +106,15 @@ class ParquetSource:
         file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
         return file, index - int(self._first_unit[file])
 
-    def _list_file(self, file: SourceFile) -> tuple[_Listed, Any]:
+    def _list_files(self) -> list[ListedFile]:
+        all_listed: list[ListedFile] = []
+        with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+            for index, (listed, metadata) in enumerate(pool.map(self._list_file, self._files)):
+                all_listed.append(listed)
+                self._remember(index, metadata, listed.footer_bytes)
+        return all_listed
+
+    def _list_file(self, file: SourceFile) -> tuple[ListedFile, Any]:
         deadline = Deadline(self._patience)
         try:
             tail = file.tail(_TAIL_BYTES, deadline)
@@ -134,7 +133,7 @@ class ParquetSource:
                 f"{file.where} is not a usable parquet file: {error}. Without its footer the number of units is "
                 "unknown, and so is the order of all others. Fetch the file again or leave it out."
             ) from error
-        return _Listed(tail.size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
+        return ListedFile(tail.size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
 
     def _metadata(self, file: int, deadline: Deadline) -> Any:
         if file in self._footers:
