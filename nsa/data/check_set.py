@@ -29,7 +29,7 @@ def verify_set(
             for name, size, sha256 in shard.files():
                 try:
                     read, digest = _hash_file(folder, name, on_bytes)
-                except DataError as error:
+                except (DataError, OSError) as error:
                     yield DamagedFile(name, str(error))
                     continue
                 if read != size:

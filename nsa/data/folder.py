@@ -9,7 +9,8 @@ S3 service. Every other scheme (`gs://`, `hf://`, `https://`) is opened by fsspe
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, urlsplit
@@ -47,10 +48,8 @@ class Folder:
         endings = tuple(suffixes)
         start = f"{self._root}/{below}" if below else self._root
         selector = arrow_fs.FileSelector(start, recursive=True, allow_not_found=bool(below))
-        try:
+        with self._explained("the files cannot be listed"):
             infos = self._fs.get_file_info(selector)
-        except OSError as error:
-            raise DataError(f"{self.url} cannot be listed ({error}). Check the address and the credentials.") from error
         found = [
             (info.path[len(self._root) :].lstrip("/"), int(info.size))
             for info in infos
@@ -59,70 +58,69 @@ class Folder:
         return sorted(found)
 
     def exists(self, name: str) -> bool:
-        info = self._fs.get_file_info([self._path(name)])[0]
+        with self._explained(f"{name} cannot be looked up"):
+            info = self._fs.get_file_info([self._path(name)])[0]
         return bool(info.type == arrow_fs.FileType.File)
 
     def open_input(self, name: str) -> BinaryIO:
-        try:
+        with self._explained(f"{name} cannot be opened"):
             stream: BinaryIO = self._fs.open_input_stream(self._path(name), compression=None)
-        except FileNotFoundError as error:
-            raise DataError(
-                f"{name} is not in {self.url}: it was never written, or deleted. Check the folder."
-            ) from error
-        except OSError as error:
-            raise DataError(
-                f"{name} in {self.url} cannot be opened ({error}). Check access, then try again."
-            ) from error
         return stream
 
     def open_random(self, name: str) -> Any:
         """A file with `size()` and `read_at(length, offset)`."""
-        try:
+        with self._explained(f"{name} cannot be opened"):
             return self._fs.open_input_file(self._path(name))
-        except OSError as error:
-            raise DataError(f"{name} in {self.url} cannot be opened ({error}). Check the file and access.") from error
+
+    def read_bytes(self, name: str) -> bytes:
+        with self.open_input(name) as stream, self._explained(f"{name} cannot be read"):
+            return stream.read()
 
     def copy_to(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with self.open_input(name) as source, target.open("wb") as copy:
-            try:
-                shutil.copyfileobj(source, copy, _COPY_CHUNK_BYTES)
-            except OSError as error:
-                raise DataError(
-                    f"{name} in {self.url} cannot be copied here ({error}). Check store and disk."
-                ) from error
-
-    def read_bytes(self, name: str) -> bytes:
-        with self.open_input(name) as stream:
-            try:
-                return stream.read()
-            except OSError as error:
-                raise DataError(f"{name} in {self.url} cannot be read ({error}). Check the store.") from error
+        with self.open_input(name) as source, target.open("wb") as copy, self._explained(f"{name} cannot be copied"):
+            shutil.copyfileobj(source, copy, _COPY_CHUNK_BYTES)
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        if self.is_local:
-            target = self.local_path(name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-            unfinished.write_bytes(content)
-            self._move_in(unfinished, target)
-            return
-        with self._fs.open_output_stream(self._path(name)) as stream:
-            stream.write(content)
+        with self._explained(f"{name} cannot be written"):
+            if self.is_local:
+                target = self.local_path(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+                unfinished.write_bytes(content)
+                self._move_in(unfinished, target)
+                return
+            with self._fs.open_output_stream(self._path(name)) as stream:
+                stream.write(content)
 
     def put_file(self, source: Path, name: str) -> None:
         """Move a finished local file here under `name`; `source` is gone afterwards."""
-        if self.is_local:
-            target = self.local_path(name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._move_in(source, target)
-            return
-        with source.open("rb") as content, self._fs.open_output_stream(self._path(name)) as stream:
-            shutil.copyfileobj(content, stream, _COPY_CHUNK_BYTES)
-        source.unlink()
+        with self._explained(f"{name} cannot be written"):
+            if self.is_local:
+                target = self.local_path(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._move_in(source, target)
+                return
+            with source.open("rb") as content, self._fs.open_output_stream(self._path(name)) as stream:
+                shutil.copyfileobj(content, stream, _COPY_CHUNK_BYTES)
+            source.unlink()
 
-    def delete(self, name: str) -> None:
-        self._fs.delete_file(self._path(name))
+    def delete_tree(self, below: str) -> None:
+        """Remove a folder inside this one, if it is there."""
+        try:
+            self._fs.delete_dir(self._path(below))
+        except FileNotFoundError:
+            return
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """What a disk or a store refuses, as an error with the place and a way on."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{what} in {self.url} ({error}). Check that it exists, the credentials, the space, and the network."
+            ) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -172,6 +170,9 @@ def _open_s3(url: str) -> Any:
         if at.scheme not in ("http", "https"):
             raise ConfigError(f"S3 endpoint {endpoint!r} has no scheme. Write http://host:port or https://host.")
         arguments |= {"scheme": at.scheme, "endpoint_override": at.netloc}
+        # The client otherwise sends trailing checksums, chunked, which other S3 services refuse (Ceph 16: status 411).
+        # We compare SHA-256 ourselves. There is no argument for it, only this variable of the client's own.
+        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     if region := options.get("region"):
         arguments["region"] = region
     return arrow_fs.S3FileSystem(

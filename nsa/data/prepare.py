@@ -6,7 +6,6 @@ both are written last. Killed at any moment and run again, the same command ends
 
 import fcntl
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -48,12 +47,11 @@ def prepare(
     """Run every task that has no record yet with `workers` processes on this machine, then write the manifest."""
     out = Folder(out_url)
     if is_finished(plan, out):
-        _clear_work(out)  # a kill may have come between the manifest and this
+        out.delete_tree(WORK)  # a kill may have come between the manifest and this
         return read_manifest(out)
     with _only_writer(out):
         record_plan(plan, out)
-        if out.is_local:
-            shutil.rmtree(out.local_path(f"{WORK}/tmp"), ignore_errors=True)
+        out.delete_tree(f"{WORK}/tmp")
         LocalExecutor(plan, out_url, workers, on_progress).run()
         return finish(plan, out)
 
@@ -84,16 +82,8 @@ def finish(plan: Plan, out: Folder) -> Manifest:
         splits={split: [ShardInfo(**s) for record in records for s in record["shards"][split]] for split in SPLITS},
     )
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
-    _clear_work(out)
+    out.delete_tree(WORK)
     return manifest
-
-
-def _clear_work(out: Folder) -> None:
-    if out.is_local:
-        shutil.rmtree(out.local_path(WORK), ignore_errors=True)
-        return
-    for name, _ in out.files((".json",), WORK):
-        out.delete(name)
 
 
 class LocalExecutor(PipelineExecutor):

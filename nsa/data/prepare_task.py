@@ -11,6 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from nsa.data.prepare_plan import WORK, Plan
 from nsa.data.prepare_source import open_file
 from nsa.data.shards import ShardInfo, ShardWriter
 from nsa.data.source.unit import CorruptUnit
-from nsa.data.tokenizer import check_same, load_tokenizer
+from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa.errors import DataError
 
 _BATCH_DOCUMENTS = 128
@@ -111,7 +112,7 @@ class WriteShards(PipelineStep):
         if is_done(out, rank):
             return
         plan = self.plan
-        tokenizer = load_tokenizer(plan.tokenizer, eos_token=plan.eos_token)
+        tokenizer = _load_once(plan.tokenizer, plan.eos_token)
         check_same(plan.vocab_size, plan.fingerprint, tokenizer)
         # A rename needs the same file system as its target; an upload can start anywhere.
         scratch = out.local_path(f"{WORK}/tmp") if out.is_local else Path(tempfile.mkdtemp(prefix="nsa-shards-"))
@@ -136,6 +137,12 @@ class WriteShards(PipelineStep):
         }
         out.write_bytes(record_name(rank), _sealed(record))
         yield from ()
+
+
+@lru_cache(maxsize=1)
+def _load_once(spec: str, eos_token: str | None) -> Tokenizer:
+    """A worker runs many tasks with one tokenizer, and reading a 32k vocabulary takes most of a second."""
+    return load_tokenizer(spec, eos_token=eos_token)
 
 
 class _SplitWriter:

@@ -16,6 +16,10 @@ from nsa.data.row_order import Permutation, WindowedOrder, derive_key
 from nsa.data.shard_reader import ShardReader
 from nsa.errors import ConfigError, DataError
 
+# The order is computed this many rows at a time and kept: for the few rows of one batch, numpy's overhead per call
+# would cost more than the tokens.
+_STRETCH_ROWS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
@@ -65,6 +69,8 @@ class PreparedRows:
                 "raise the cache limit, or copy the set to local disk."
             )
         self._order = lru_cache(maxsize=4)(self._build_order)
+        self._stretches_per_epoch = -(-self.rows_per_epoch // _STRETCH_ROWS)
+        self._stretch = lru_cache(maxsize=8)(self._compute_stretch)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -131,14 +137,18 @@ class PreparedRows:
         epochs, places = np.divmod(row_ids, self.rows_per_epoch)
         if self._shuffle is None:
             return places
-        first = int(epochs[0])
-        if (epochs == first).all():
-            return self._order(first)(places)
+        stretches = epochs * self._stretches_per_epoch + places // _STRETCH_ROWS
+        within = places % _STRETCH_ROWS
         stored = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            stored[chosen] = self._order(epoch)(places[chosen])
+        for stretch in set(stretches.tolist()):
+            chosen = stretches == stretch
+            stored[chosen] = self._stretch(stretch)[within[chosen]]
         return stored
+
+    def _compute_stretch(self, number: int) -> np.ndarray:
+        epoch, part = divmod(number, self._stretches_per_epoch)
+        first = part * _STRETCH_ROWS
+        return self._order(epoch)(np.arange(first, min(first + _STRETCH_ROWS, self.rows_per_epoch), dtype=np.int64))
 
     def _provenance(self, stored: Sequence[int]) -> tuple[tuple[Segment, ...], ...]:
         total = self.reader.total_tokens
