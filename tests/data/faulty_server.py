@@ -119,12 +119,12 @@ class FaultyServer:
             _send(request, 200, {}, content)
             return
         first, last = _span(asked, len(content))
+        if dice["wrong"] < faults.wrong_range and first:
+            first, last = first - 1, last - 1
         body = bytearray(content[first : last + 1])
         if dice["flip"] < faults.flip_byte:
             body[int(dice["where"] * len(body))] ^= 0x20
             self.flips += 1
-        if dice["wrong"] < faults.wrong_range:
-            first, last = first + 1, last + 1
         headers = {"Content-Range": f"bytes {first}-{last}/{len(content)}", "ETag": f'"{hash(content)}"'}
         cut_at = int(dice["where"] * len(body)) if dice["cut"] < faults.cut_body else len(body)
         _send(request, 206, headers, bytes(body), cut_at=cut_at, bytes_per_s=faults.bytes_per_s)

@@ -1,10 +1,12 @@
 """The same tokens come out of a server that misbehaves, and an error in time out of one that is gone."""
 
+import os
 import time
 
 import pytest
 
 from nsa.data.source import Patience, open_source
+from nsa.data.source.http import HttpClient
 from nsa.data.stream import DocumentStream
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import DataError
@@ -161,6 +163,21 @@ def test_a_file_changed_on_the_server_is_noticed(files):
         server.files["/set/0.parquet"] = server.files["/set/1.parquet"]
         with pytest.raises(DataError, match="changed while it was being read"):
             source.read(0)
+
+
+def test_the_order_of_addresses_does_not_matter(files, calm):
+    with FaultyServer(files) as server:
+        source = open_source(addresses(server)[::-1], patience=QUICK)
+        assert source.fingerprint == calm[1]
+        assert tokens(source)[0] == calm[0]
+
+
+def test_a_forked_worker_opens_its_own_connections(monkeypatch):
+    client = HttpClient(QUICK)
+    ours = client._connections()
+    assert client._connections() is ours
+    monkeypatch.setattr(os, "getpid", lambda: -5)
+    assert client._connections() is not ours
 
 
 def test_patience_stays_below_the_loaders_timeout():

@@ -55,6 +55,9 @@ def test_epochs_differ_and_are_counted(folder):
     assert orders[0] != orders[1] != orders[2]
     assert set(orders[1]) == ALL_IDS
     assert stream.counters()["documents"] == 900
+    first_unit = set(orders[0][:20])
+    inside = [[id for id in order if id in first_unit] for order in orders]
+    assert inside[0] != inside[1] != inside[2], "rows inside a unit are permuted anew too"
 
 
 def test_documents_of_a_unit_stay_together_but_not_in_file_order(folder):

@@ -94,13 +94,8 @@ class ParquetSource:
                 "Write the file with smaller row groups (FineWeb-Edu has 1000 rows), or raise the limit."
             )
         source_file = self._files[file]
-        bytes_of = RangeFile(lambda start, length: source_file.range(start, length, deadline), self._listed[file].size)
-        try:
-            return parse_row_group(bytes_of, metadata, row_group, self._columns)
-        except CorruptUnit:
-            if bytes_of.failure is not None:
-                raise bytes_of.failure from None
-            raise
+        reading = RangeFile(lambda start, length: source_file.range(start, length, deadline), self._listed[file].size)
+        return parse_row_group(reading, metadata, row_group, self._columns)
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first_unit, index, side="right")) - 1

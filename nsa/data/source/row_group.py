@@ -1,6 +1,6 @@
 """Parquet bytes to documents.
 
-pyarrow reports a failed checksum and a failed read alike, as OSError. `RangeFile` keeps a failed fetch apart, so that
+pyarrow reports a failed checksum and a failed read alike, as OSError. `RangeFile` lets a failed fetch through, so that
 the stream can quarantine a corrupt row group and stop at a lost server. pyarrow's per-column metadata is not asked for
 anything: with a damaged footer it ends the process (C++ `terminate`; 6 of 1,500 bit flips), while reading raises.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 from nsa.data.document import Document
 from nsa.data.source.unit import CorruptUnit
-from nsa.errors import DataError
 
 FOOTER_TRAILER_BYTES = 8  # footer length, "PAR1"
 
@@ -99,13 +98,12 @@ class _corruption:
 
 
 class RangeFile(io.RawIOBase):
-    """What pyarrow reads from. A failed fetch is kept in `failure`, apart from what pyarrow makes of it."""
+    """What pyarrow reads from. A `DataError` raised by `fetch` comes out of pyarrow unchanged."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
         self._fetch = fetch
         self._size = size
         self._position = 0
-        self.failure: DataError | None = None
 
     def readable(self) -> bool:
         return True
@@ -123,10 +121,6 @@ class RangeFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._size - self._position)
         length = left if size < 0 else min(size, left)
-        try:
-            data = self._fetch(self._position, length)
-        except DataError as error:
-            self.failure = error
-            raise
+        data = self._fetch(self._position, length)
         self._position += len(data)
         return data
