@@ -125,7 +125,10 @@ def bench_serving(work: Path, tokens: int, seq_len: int) -> None:
     for epoch in ("first epoch, every byte verified", "second epoch"):
         steps = rows.rows_per_epoch // batch
         start = time.process_time(), time.perf_counter()
-        served = sum(stream.next_batch(batch).tokens.size for _ in range(steps))
+        served = 0
+        for _ in range(steps):
+            served += stream.next_batch(batch).tokens.size
+            stream.state_dict()  # the feeding process sends it along with every batch
         cpu, wall = time.process_time() - start[0], time.perf_counter() - start[1]
         report(
             f"serving rows of {seq_len}, {epoch} (wall {served / wall / 1e6:.0f})",
