@@ -13,6 +13,8 @@ would cost a start-up hours on a large set. `manifest.py` holds the hash of each
 import hashlib
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +91,8 @@ class ShardWriter:
         self._ids.append(doc_id.encode("utf-8", "surrogatepass"))
 
     def _write(self, content: bytes) -> None:
-        self._file.write(content)
+        with self._explained():
+            self._file.write(content)
         self._sha256.update(content)
         self._open_block += content
         full = len(self._open_block) // BLOCK_BYTES * BLOCK_BYTES
@@ -101,8 +104,9 @@ class ShardWriter:
             del self._open_block[:full]
 
     def finish(self, folder: Folder) -> ShardInfo:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._explained():
+            self._file.flush()
+            os.fsync(self._file.fileno())
         tok_bytes = self._file.tell()
         self._file.close()
         if self._open_block:
@@ -125,8 +129,19 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # closing a file on a full disk flushes, and fails, again
+            self._file.close()
         self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"shard {self.name} cannot be written to {self._path.parent} ({error.strerror}). Make room on the disk "
+                "and run the same command again; finished tasks are kept."
+            ) from error
 
 
 def encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:

@@ -26,6 +26,7 @@ from nsa.data.source.opening import open_source
 from nsa.data.stream import DocumentStream
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import ConfigError, DataError
+from tests.data.faulty_server import Faults, FaultyServer
 from tests.data.prepare_child import SETTINGS
 
 WORDS = ["the", "of", "a", "in", "attention", "sparse", "window", "block", "key", "value", "query", "gate", "token"]
@@ -178,6 +179,14 @@ def test_a_corrupt_unit_stops_or_is_left_out_by_name(tmp_path: Path) -> None:
     assert len(manifest.quarantined) == 1
     assert "row group" in manifest.quarantined[0]
     assert manifest.totals("train")["documents"] in (240, 239)
+
+
+def test_addresses_behind_a_bad_network_give_the_same_shards(corpus: Path, tmp_path: Path) -> None:
+    files = {f"/{path.name}": path.read_bytes() for path in sorted(corpus.glob("00[0-1].parquet"))}
+    with FaultyServer(files, Faults(error_500=0.2, cut_body=0.2)) as server:
+        manifest = prepare(make_plan(server.url("/000.parquet"), "byte", **SETTINGS), str(tmp_path / "out"), workers=1)
+    local = prepare(make_plan(str(corpus / "000.parquet"), "byte", **SETTINGS), str(tmp_path / "local"), workers=1)
+    assert manifest.splits == local.splits
 
 
 def test_compressed_json_lines_are_prepared_too(tmp_path: Path) -> None:

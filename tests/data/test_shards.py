@@ -16,7 +16,7 @@ from nsa.data.manifest import MANIFEST_NAME, read_manifest
 from nsa.data.prepared import PreparedRows, Shuffle
 from nsa.data.shard_cache import ShardCache
 from nsa.data.shard_reader import ShardReader
-from nsa.data.shards import BLOCK_BYTES
+from nsa.data.shards import BLOCK_BYTES, ShardWriter
 from nsa.errors import ConfigError, DataError
 from tests.data.shard_sets import documents, write_set
 
@@ -86,6 +86,16 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(content | {"version": 99}))
     with pytest.raises(DataError, match="version 99"):
         read_manifest(Folder(str(tmp_path)))
+
+
+def test_a_full_disk_is_named_with_a_way_on(tmp_path: Path) -> None:
+    writer = ShardWriter("train/000000-000", np.dtype(np.uint16), tmp_path)
+    writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    writer.add("a", np.zeros(10, dtype=np.uint16), 0)
+    with pytest.raises(DataError, match="No space left on device"):
+        writer.finish(Folder(str(tmp_path)))
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_addresses_never_carry_secrets() -> None:
