@@ -84,6 +84,9 @@ def finish(plan: Plan, out: Folder) -> Manifest:
         quarantined=quarantined,
         splits={split: [ShardInfo(**s) for record in records for s in record["shards"][split]] for split in SPLITS},
     )
+    if out.is_local:
+        for unfinished in out.local_path("").glob(f".{MANIFEST_NAME}.*.tmp"):  # of a run killed right here
+            unfinished.unlink()
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
     out.delete_tree(WORK)
     return manifest
