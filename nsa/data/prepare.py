@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -52,7 +52,10 @@ def prepare(
     with _only_writer(out):
         record_plan(plan, out)
         out.delete_tree(f"{WORK}/tmp")
-        LocalExecutor(plan, out_url, workers, on_progress).run()
+        # datatrove's logs and marks; whether a task is done is decided by our own record, which lies with the shards.
+        place = str(out.local_path(f"{WORK}/log")) if out.is_local else ""
+        with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
+            LocalExecutor(plan, out_url, workers, logs, on_progress).run()
         return finish(plan, out)
 
 
@@ -81,6 +84,9 @@ def finish(plan: Plan, out: Folder) -> Manifest:
         quarantined=quarantined,
         splits={split: [ShardInfo(**s) for record in records for s in record["shards"][split]] for split in SPLITS},
     )
+    if out.is_local:
+        for unfinished in out.local_path("").glob(f".{MANIFEST_NAME}.*.tmp"):  # of a run killed right here
+            unfinished.unlink()
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
     out.delete_tree(WORK)
     return manifest
@@ -98,19 +104,19 @@ class LocalExecutor(PipelineExecutor):
         plan: Plan,
         out_url: str,
         workers: int,
+        logs: str,
         on_progress: Callable[[Progress], None],
         report: Report | None = None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers is {workers}: at least one process must do the work. Set it to 1 or more.")
         out = Folder(out_url)
-        # datatrove's logs and marks; whether a task is done is decided by our own record, which lies with the shards.
-        logs = str(out.local_path(f"{WORK}/log")) if out.is_local else tempfile.mkdtemp(prefix="nsa-prepare-log-")
         reader = ReadUnits(plan, out_url)
         super().__init__([reader, WriteShards(plan, out_url, reader, report)], logging_dir=logs, skip_completed=False)
         self.plan = plan
         self.out = out
         self.workers = workers
+        self._logs = logs
         self._on_progress = on_progress
         self._tasks = len(plan.tasks())
 
@@ -132,7 +138,7 @@ class LocalExecutor(PipelineExecutor):
         context = get_context("spawn")
         counters = context.Array("q", 2)
         started = time.monotonic()
-        job = (os.getpid(), counters, self.plan, self.out.url)
+        job = (os.getpid(), counters, self.plan, self.out.url, self._logs)
         with ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=job) as pool:
             futures = {pool.submit(_run_task, rank) for rank in left}
             while futures:
@@ -153,13 +159,13 @@ class LocalExecutor(PipelineExecutor):
                 self._on_progress(Progress(finished, self._tasks, documents, tokens, time.monotonic() - started))
 
 
-_job: tuple[Any, Plan, str]  # of a worker process: counters, plan, output
+_job: tuple[Any, Plan, str, str]  # of a worker process: counters, plan, output, logs
 
 
-def _start_worker(parent_pid: int, counters: Any, plan: Plan, out_url: str) -> None:
+def _start_worker(parent_pid: int, counters: Any, plan: Plan, out_url: str, logs: str) -> None:
     global _job
     exit_with_parent(parent_pid)
-    _job = counters, plan, out_url
+    _job = counters, plan, out_url, logs
     # One thread per worker: the workers are the parallelism, and more threads would only fight over the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove repeats its log there; errors come back to the parent
@@ -173,8 +179,8 @@ def _count(documents: int, tokens: int) -> None:
 
 
 def _run_task(rank: int) -> None:
-    _, plan, out_url = _job
-    LocalExecutor(plan, out_url, 1, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
+    _, plan, out_url, logs = _job
+    LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
 
 
 class Finish(PipelineStep):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -63,7 +64,7 @@ class ReadUnits(PipelineStep):
         if is_done(Folder(self.out_url), rank):
             return
         plan, task = self.plan, self.plan.tasks()[rank]
-        scratch = Path(tempfile.mkdtemp(prefix="nsa-prepare-"))
+        scratch = Path(tempfile.gettempdir()) / f"nsa-prepare-{uuid.uuid4().hex}"  # made only if something is fetched
         try:
             source = open_file(plan.source, task.file, plan.columns, scratch)
             if len(source) < task.stop_unit:

@@ -114,8 +114,12 @@ class ShardWriter:
         index = encode_index(np.asarray(self._ends, dtype="<u8"), self.tokens, b"".join(self._block_hashes))
         ids = encode_ids(self._ids)
         folder.put_file(self._path, f"{self.name}.tok")
-        folder.write_bytes(f"{self.name}.idx", index)
-        folder.write_bytes(f"{self.name}.ids", ids)
+        for suffix, content in ((".idx", index), (".ids", ids)):
+            # By way of the scratch folder too: an unfinished file beside the shards would outlive a kill.
+            unfinished = self._path.with_suffix(suffix)
+            with self._explained():
+                unfinished.write_bytes(content)
+            folder.put_file(unfinished, f"{self.name}{suffix}")
         return ShardInfo(
             name=self.name,
             tokens=self.tokens,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,7 +76,13 @@ def _fill(endpoint: str, folder: Path) -> None:
     """Upload a corpus and prepare it, from the store to the store."""
     (folder / "src").mkdir()
     _upload_corpus(endpoint, folder / "src")
-    prepare(make_plan(_url(endpoint, "src"), "byte", **SETTINGS), _url(endpoint, "out"), workers=2)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        patch.setattr(tempfile, "tempdir", None)
+        prepare(make_plan(_url(endpoint, "src"), "byte", **SETTINGS), _url(endpoint, "out"), workers=2)
+    assert not list(scratch.glob("nsa-*"))  # nothing is left behind
 
 
 def _check(endpoint: str, folder: Path, tmp_path: Path) -> None:

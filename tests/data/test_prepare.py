@@ -20,7 +20,8 @@ from nsa.data.document import is_held_out
 from nsa.data.folder import Folder
 from nsa.data.manifest import read_manifest
 from nsa.data.prepare import prepare, slurm_executor
-from nsa.data.prepare_plan import make_plan
+from nsa.data.prepare_plan import make_plan, record_plan
+from nsa.data.prepare_task import ReadUnits, WriteShards
 from nsa.data.shard_reader import ShardReader
 from nsa.data.source.opening import open_source
 from nsa.data.stream import DocumentStream
@@ -121,6 +122,37 @@ def test_five_random_kills_leave_the_same_bytes(corpus: Path, calm: Path, tmp_pa
     assert 0 < seen < 30
     assert not (out / "manifest.json").exists()
     subprocess.run(command, check=True, timeout=120)
+    assert _digests(out) == _digests(calm)
+
+
+def test_unfinished_files_never_lie_beside_the_shards(
+    corpus: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before every single rename in turn, as a kill would: what is outside `_work` is whole, and the end is the
+    same. The manifest's own unfinished file is removed by the next run."""
+    out = tmp_path / "out"
+    plan = make_plan(str(corpus), "byte", **SETTINGS)
+    record_plan(plan, Folder(str(out)))
+    real = os.replace
+    for stop_at in range(1, 8):
+        calls = 0
+
+        def replace(source: object, target: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:  # noqa: B023
+                raise KeyboardInterrupt
+            real(source, target)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "replace", replace)
+        reader = ReadUnits(plan, str(out))
+        with pytest.raises(KeyboardInterrupt):
+            list(WriteShards(plan, str(out), reader)(reader(None, 0, 1), 0, 1))
+        monkeypatch.setattr(os, "replace", real)
+        loose = [p for p in out.rglob("*.tmp") if "_work" not in p.parts]
+        assert loose == []
+    (out / ".manifest.json.0.tmp").write_text("{")
+    prepare(plan, str(out), workers=1)
     assert _digests(out) == _digests(calm)
 
 
