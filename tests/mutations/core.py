@@ -102,7 +102,7 @@ MUTATIONS = [
              ATTENTION),
     Mutation("compression: value position embedding dropped", "nsa/core/compression.py",
              "block_BClGX + self.pos_emb.to(block_BClGX.dtype)", "block_BClGX", ORACLE),
-    Mutation("rope: angles in fp32", "nsa/core/rope.py", "pos_BS.double()", "pos_BS.float()", ("tests/core/test_rope.py",)),
+    Mutation("rope: angles in fp32", "nsa/core/rope.py", "dtype=torch.float64", "dtype=torch.float32", ("tests/core/test_rope.py",)),
     Mutation("rope: interleaved pairs", "nsa/core/rope.py", "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
              "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)", ORACLE),
     Mutation("gates: temperature multiplies", "nsa/core/gating.py", ") / self.temperature", ") * self.temperature", ORACLE),
