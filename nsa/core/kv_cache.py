@@ -77,7 +77,7 @@ class LayerCache:
         `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding.
         """
         n_new = new.k_sel.shape[1]
-        self._check_room(n_new)
+        self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
         real_BS = pos_BS < end_B1
@@ -92,7 +92,8 @@ class LayerCache:
 
         window = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
         self.length_B += end_B1[:, 0] - self.length_B
-        return Keys(k_cmp, v_cmp, pos_BS, zero_BS), Keys(k_sel, v_sel, pos_BS, zero_BS), window
+        inside_BS = pos_BS.clamp(max=self.max_len - 1)  # padding may stand past the end, where there are no keys
+        return Keys(k_cmp, v_cmp, inside_BS, zero_BS), Keys(k_sel, v_sel, inside_BS, zero_BS), window
 
     def n_bytes(self) -> int:
         streams = (*self.selected, *self.window, *self.compressed, *self.tail)
@@ -125,10 +126,10 @@ class LayerCache:
             ring.write_ring(pos_BS, end_B1, x)
         return Keys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
 
-    def _check_room(self, n_new: int) -> None:
+    def _check_room(self, n_new: int, new_lens_B: Tensor | None) -> None:
         self._longest += n_new
-        if self._longest > self.max_len:
-            self._longest = int(self.length_B.max()) + n_new  # padding may have made the count too high
+        if self._longest > self.max_len:  # padding may have made the count too high
+            self._longest = int((self.length_B + (n_new if new_lens_B is None else new_lens_B)).max())
         if self._longest > self.max_len:
             raise ConfigError(
                 f"the cache holds {self.max_len} tokens and {self._longest} are needed: it never grows. "

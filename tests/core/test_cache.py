@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nsa.core.kv_cache import _Slots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from tests.shapes import GEOMETRIES, attention_args
@@ -54,26 +55,47 @@ def test_chunks_equal_the_whole_at_the_seed_sizes(length, sizes):
 
 @pytest.mark.parametrize("geometry", ["tiny", "odd", "long_blocks"])
 def test_rows_of_different_lengths_equal_each_row_alone(geometry):
-    """Ragged prompts in chunks, then ragged decode: a row that has ended is fed padding and must not notice."""
+    """Every row takes what it has of each chunk, the rest is padding; rows end early, and rows pause and go on."""
     module = make(**attention_args(geometry, phi="mlp"))
-    lengths = torch.tensor([7, 150, 64, 1])
-    x = torch.randn(4, 150, 24)
+    lengths = torch.tensor([7, 150, 64, 1, 120])
+    x = torch.randn(5, 150, 24)
     with torch.no_grad():
-        cache = module.new_cache(4, 150)
+        cache = module.new_cache(5, 150)
         got = [[] for _ in lengths]
-        at = torch.zeros(4, dtype=torch.int64)
-        for size in (40, 1, 30, 1, 1, 50, 27):
+        at = torch.zeros(5, dtype=torch.int64)
+        for step, size in enumerate((40, 1, 30, 1, 1, 50, 27, 20, 9, 1, 60, 60)):
             new = (lengths - at).clamp(0, size)
-            chunk = torch.full((4, size, 24), 1e3)  # padding that would be seen if it were read
-            for b in range(4):
+            new[4] = new[4] * (step + 1) // 4 % (size + 1) if step < 6 else new[4]  # padding, then more of the row
+            chunk = torch.full((5, size, 24), 1e3)  # padding that would be seen if it were read
+            for b in range(5):
                 chunk[b, : new[b]] = x[b, at[b] : at[b] + new[b]]
             out = module(chunk, cache=cache, new_lens_B=new)
-            for b in range(4):
+            for b in range(5):
                 got[b].append(out[b, : new[b]])
             at += new
         assert torch.equal(cache.length_B, lengths)
         for b, n in enumerate(lengths.tolist()):
             torch.testing.assert_close(torch.cat(got[b]), module(x[b : b + 1, :n])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_no_slot_is_written_twice_by_one_chunk(monkeypatch):
+    """A device may write in any order; only a slot that is addressed once is defined."""
+    written = []
+    write = _Slots.write
+
+    def spy(self, slot_BS, keep_BS, x_BSGX):
+        written.extend((slot_BS[b][keep_BS[b]], self.n) for b in range(len(slot_BS)))
+        write(self, slot_BS, keep_BS, x_BSGX)
+
+    monkeypatch.setattr(_Slots, "write", spy)
+    module = make(**attention_args("tiny"))
+    cache = module.new_cache(2, 100)
+    for size in (60, 1, 20):
+        module(torch.randn(2, size, 24), cache=cache, new_lens_B=torch.tensor([size, size // 2]))
+    assert written
+    for slot, n in written:
+        assert len(slot) == len(slot.unique())
+        assert (slot < n).all()
 
 
 def test_a_full_cache_refuses_more_and_padding_does_not_count():
