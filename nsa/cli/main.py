@@ -4,8 +4,10 @@ import sys
 
 import typer
 
+import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
 from nsa.cli import config, doctor
+from nsa.cli.data import data_app
 from nsa.errors import NSAError
 
 app = typer.Typer(
@@ -17,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(config.app, name="config")
+app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
 
 

@@ -1,0 +1,136 @@
+"""From packages to parquet files with FineWeb-Edu's columns."""
+
+import json
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa.data.demo.clean import Deduplicator, is_good_english, stop_word_share
+from nsa.data.demo.extract import extract_texts
+from nsa.data.demo.packages import PACKAGES, DocPackage, Unpacked, download, resolve
+from nsa.data.order import permutation
+from nsa.errors import ConfigError
+
+ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
+ROWS_PER_FILE = 5 * ROWS_PER_GROUP
+SOURCES_FILE = "SOURCES.json"
+_SHUFFLE_SEED = 20
+_NAMESPACE = uuid.UUID("6d0f3f0e-52f1-5c3e-9a3f-0d6a3f1f7c55")
+
+Record = dict[str, str | float | int]
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, bytes of text so far, and bytes wanted (0: all there is)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    documents: int
+    text_bytes: int
+    files: int
+    packages: list[dict[str, str | int]]
+
+
+def build_demo(
+    folder: Path, *, megabytes: float = 0, packages: Sequence[DocPackage] = PACKAGES, progress: Progress | None = None
+) -> Built:
+    """Download, clean and write; the same package versions give the same bytes. `megabytes` of text, 0 for all."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: a corpus is written once and whole. Name a new folder.")
+    report = progress or (lambda what, done, wanted: None)
+    wanted = int(megabytes * 1e6)
+    records: list[Record] = []
+    sources: list[dict[str, str | int]] = []
+    deduplicator, done = Deduplicator(), 0
+    for name, package in resolve(packages):
+        if wanted and done >= wanted:
+            break
+        report(f"downloading {name}", done, wanted)
+        with tempfile.TemporaryDirectory(prefix="nsa-demo-") as scratch:
+            unpacked = download(name, package, Path(scratch))
+            report(f"reading {name}", done, wanted)
+            before, first = done, len(records)
+            for record in clean_records(unpacked, deduplicator):
+                records.append(record)
+                done += len(str(record["text"]).encode())
+                report(f"reading {name}", done, wanted)
+                if wanted and done >= wanted:
+                    break
+        sources.append(
+            {
+                "package": name,
+                "version": unpacked.version,
+                "licence": unpacked.licence,
+                "documents": len(records) - first,
+                "text_bytes": done - before,
+            }
+        )
+    report("writing parquet", done, wanted)
+    files = write_files(folder, records)
+    (folder / SOURCES_FILE).write_text(json.dumps({"packages": sources, "columns": _COLUMN_NOTES}, indent=1) + "\n")
+    return Built(len(records), done, files, sources)
+
+
+_COLUMN_NOTES = {
+    "language_score": "share of English stop words, not a classifier's score",
+    "token_count": "words, not tokens of any tokenizer",
+    "score, int_score": "0: the educational score of FineWeb-Edu was not computed",
+}
+
+
+def clean_records(unpacked: Unpacked, deduplicator: Deduplicator) -> Iterator[Record]:
+    for path, text in extract_texts(unpacked.root, unpacked.below):
+        if not is_good_english(text):
+            continue
+        text = deduplicator.fresh(text)
+        if not is_good_english(text):
+            continue
+        words = re.findall(r"[a-z']+", text.lower())
+        yield {
+            "text": text,
+            # Of the path without the version: a document keeps its split when the package is updated.
+            "id": f"<urn:uuid:{uuid.uuid5(_NAMESPACE, f'{unpacked.name}/{path}')}>",
+            "dump": f"{unpacked.name}_{unpacked.version}",
+            "url": f"deb:{unpacked.name}/{path}",
+            "file_path": path,
+            "language": "en",
+            "language_score": round(stop_word_share(words), 4),
+            "token_count": len(words),
+            "score": 0.0,
+            "int_score": 0,
+        }
+
+
+def write_files(folder: Path, records: Sequence[Record]) -> int:
+    """Mixed, so that a row group holds documents of many packages; each file appears whole or not at all."""
+    order = permutation(len(records), _SHUFFLE_SEED)
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(records), ROWS_PER_FILE)
+    for number, start in enumerate(starts):
+        chosen = [records[i] for i in order[start : start + ROWS_PER_FILE]]
+        write_parquet(folder / f"{number:03d}_{len(starts):05d}.parquet", chosen)
+    return len(starts)
+
+
+def write_parquet(path: Path, records: Iterable[Record], *, rows_per_group: int = ROWS_PER_GROUP) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text, number, real = pa.string(), pa.int64(), pa.float64()
+    schema = pa.schema(
+        [(name, text) for name in ("text", "id", "dump", "url", "file_path", "language")]
+        + [("language_score", real), ("token_count", number), ("score", real), ("int_score", number)]
+    )
+    unfinished = path.with_name(f".{path.name}.tmp")
+    pq.write_table(
+        pa.Table.from_pylist(list(records), schema=schema),
+        unfinished,
+        row_group_size=rows_per_group,
+        compression="zstd",
+        compression_level=9,
+        write_page_checksum=True,
+    )
+    os.replace(unfinished, path)

@@ -1,0 +1,186 @@
+"""Plain text out of the forms in which Debian ships documentation: HTML, man pages, POD, dictd dictionaries."""
+
+import gzip
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+_DROPPED = frozenset({"script", "style", "nav", "head", "footer", "header", "select", "button", "svg", "noscript"})
+_DROPPED_CLASSES = frozenset(
+    {"sphinxsidebar", "related", "navheader", "navfooter", "headerlink", "toc", "toctree-wrapper", "footer", "header"}
+)
+_BLOCK_NAMES = "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 pre table tr section article blockquote body title hr"
+_BLOCKS = frozenset(_BLOCK_NAMES.split())
+_VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
+_VOID = frozenset(_VOID_NAMES.split())
+_DICTD_DIGITS = {c: i for i, c in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
+
+
+def extract_texts(root: Path, below: str) -> Iterator[tuple[str, str]]:
+    """(path inside the package, text) of everything readable below a folder, in the order of paths."""
+    for path in sorted(p for p in (root / below).rglob("*") if p.is_file() and not p.is_symlink()):
+        name = path.relative_to(root).as_posix()
+        if "/_modules/" in name:  # source code dressed as HTML by Sphinx
+            continue
+        if name.endswith((".html", ".htm", ".html.gz")):
+            yield name, html_text(_read(path))
+        elif re.search(r"/man\d/[^/]+\.gz$", name):
+            yield name, man_text(_read(path))
+        elif name.endswith(".pod"):
+            yield name, pod_text(_read(path))
+        elif name.endswith(".index") and "/dictd/" in name:
+            yield from _dictionary(path, name)
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+class _Blocks(HTMLParser):
+    """Collects text by paragraph; whatever lies inside a dropped element is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+        self._open: list[str] = []
+        self._dropped_at: int | None = None
+        self._pre = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _BLOCKS:
+            self.parts.append("\n" if tag in ("br", "tr") else "\n\n")
+        if tag in _VOID:
+            return
+        self._open.append(tag)
+        self._pre += tag == "pre"
+        classes = next((set((value or "").split()) for key, value in attrs if key == "class"), set())
+        if self._dropped_at is None and (tag in _DROPPED or classes & _DROPPED_CLASSES):
+            self._dropped_at = len(self._open)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self._open:
+            return
+        while self._open:
+            closed = self._open.pop()
+            self._pre -= closed == "pre"
+            if self._dropped_at is not None and len(self._open) < self._dropped_at:
+                self._dropped_at = None
+            if closed == tag:
+                break
+        if tag in _BLOCKS:
+            self.parts.append("\n\n")
+
+    def handle_data(self, data: str) -> None:
+        if self._dropped_at is None:
+            self.parts.append(data if self._pre else re.sub(r"\s+", " ", data))
+
+
+def html_text(html: str) -> str:
+    blocks = _Blocks()
+    blocks.feed(html)
+    blocks.close()
+    return tidy("".join(blocks.parts))
+
+
+def man_text(roff: str) -> str:
+    """Enough of roff for the man macros: words stay, requests and font changes go."""
+    lines: list[str] = []
+    literal = False
+    for line in roff.replace("\\\n", "").splitlines():
+        if line.startswith((".", "'")):
+            request, _, rest = line[1:].strip().partition(" ")
+            if request in ("nf", "EX", "fi", "EE"):
+                literal = request in ("nf", "EX")
+                lines.append("")
+            elif request in ("SH", "SS", "TH", "Sh", "Ss"):
+                lines += ["", _roff_words(rest), ""]
+            elif request in ("PP", "P", "LP", "TP", "IP", "HP", "sp", "Pp", "It", "RS", "RE"):
+                lines += ["", _roff_words(rest.split('" ')[0])] if request in ("IP", "It") else [""]
+            elif request in ("B", "I", "BR", "IR", "BI", "IB", "RB", "RI", "SM", "SB"):
+                lines.append(_roff_words(rest, join=len(request) == 2 and request not in ("SM", "SB")))
+        elif line.strip() or literal:
+            lines.append(_roff_characters(line))
+        else:
+            lines.append("")
+    # Lines of running text are one paragraph; a blank line ends it.
+    paragraphs = re.split(r"\n\s*\n", "\n".join(lines))
+    return tidy("\n\n".join(re.sub(r"\s*\n\s*", " ", p) for p in paragraphs))
+
+
+def _roff_words(rest: str, *, join: bool = False) -> str:
+    words = [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', rest)]
+    return _roff_characters(("" if join else " ").join(words))
+
+
+def _roff_characters(text: str) -> str:
+    text = re.sub(r'\\".*', "", text)
+    text = re.sub(r"\\f(\[\w*\]|\(\w\w|\w)|\\s[+-]?\d|\\[&/,|^%:]|\\c$", "", text)
+    named = {"aq": "'", "dq": '"', "lq": '"', "rq": '"', "em": "—", "en": "–", "bu": "•", "ha": "^", "ti": "~"}
+    text = re.sub(r"\\\*?\((\w\w)|\\\*?\[(\w+)\]", lambda m: named.get((m[1] or m[2]).lower(), ""), text)
+    return text.replace("\\-", "-").replace("\\e", "\\").replace("\\(", "(").replace("\\ ", " ").replace("\\~", " ")
+
+
+def pod_text(pod: str) -> str:
+    paragraphs: list[str] = []
+    inside, block = False, False
+    for paragraph in re.split(r"\n\s*\n", pod):
+        command = re.match(r"=(\w+)\s*(.*)", paragraph, re.DOTALL)
+        if command:
+            name, rest = command.groups()
+            inside = name != "cut"
+            block = name in ("begin", "for") or (block and name != "end")
+            if inside and not block and (name.startswith("head") or name == "item"):
+                paragraphs.append(_pod_codes(rest))
+        elif inside and not block:
+            verbatim = paragraph[:1].isspace()
+            paragraphs.append(paragraph if verbatim else re.sub(r"\s+", " ", _pod_codes(paragraph)))
+    return tidy("\n\n".join(paragraphs))
+
+
+def _pod_codes(text: str) -> str:
+    named = {"lt": "<", "gt": ">", "verbar": "|", "sol": "/"}
+    text = re.sub(r"\b[XZ]<[^<>]*>", "", text)
+    for _ in range(4):  # codes nest
+        text = re.sub(r"\bE<(\w+)>", lambda m: named.get(m[1], ""), text)
+        text = re.sub(r"\bL<(?:([^<>|]*)\|)?([^<>]*)>", lambda m: m[1] or m[2], text)
+        text = re.sub(r"\b[BICFS](?:<<+\s+(.*?)\s+>>+|<([^<>]*)>)", lambda m: m[1] or m[2] or "", text)
+    return text
+
+
+def _dictionary(index: Path, name: str) -> Iterator[tuple[str, str]]:
+    data = gzip.decompress(index.with_suffix(".dict.dz").read_bytes())
+    seen: set[tuple[int, int]] = set()
+    for line in index.read_text(encoding="utf-8", errors="replace").splitlines():
+        word, offset, length = line.split("\t")[:3]
+        start, size = _dictd_number(offset), _dictd_number(length)
+        if word.startswith("00-database") or (start, size) in seen:
+            continue
+        seen.add((start, size))
+        entry = data[start : start + size].decode("utf-8", "replace")
+        paragraphs = re.split(r"\n\s*\n", entry)
+        yield (
+            f"{name}#{start}",
+            tidy("\n\n".join(re.sub(r"\s+", " ", p).replace("{", "").replace("}", "") for p in paragraphs)),
+        )
+
+
+def _dictd_number(digits: str) -> int:
+    value = 0
+    for digit in digits:
+        value = value * 64 + _DICTD_DIGITS[digit]
+    return value
+
+
+def tidy(text: str) -> str:
+    """Unix lines, no trailing blanks, no pilcrow anchors, one empty line between paragraphs."""
+    text = text.replace("\r", "").replace("\u00a0", " ").replace("¶", "")
+    text = re.sub(r"[ \t]+\n", "\n", text)
+    text = re.sub(r"\n (?! )", "\n", text)  # left over between two elements; code is indented further
+    return re.sub(r"\n{3,}", "\n\n", text).strip()

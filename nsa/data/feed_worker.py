@@ -1,0 +1,53 @@
+"""The process behind `feeding.Feeder`. Imports no torch: it starts with the trainer and must be quick and small."""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from nsa import errors
+from nsa.data.batch import EndOfData
+from nsa.data.child_process import exit_with_parent
+from nsa.data.open_rows import RowData
+from nsa.data.row_stream import State
+from nsa.errors import DataError, NSAError
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of the worker, by name: the trainer raises the same class with the same message."""
+
+    kind: str
+    message: str
+
+    def as_error(self) -> NSAError:
+        if self.kind == EndOfData.__name__:
+            return EndOfData(self.message)
+        error: NSAError = getattr(errors, self.kind, DataError)(self.message)
+        return error
+
+
+def produce(
+    out: Any, parent_pid: int, data: RowData, global_rows: int, rank: int, world: int, state: State | None
+) -> None:
+    """Put (batch, cursor after it) into the queue until the parent is gone, or a Failure and end."""
+    exit_with_parent(parent_pid)
+    # A signal to the whole group asks the trainer to save and leave, for which it may need another batch. The trainer
+    # ends this process with SIGKILL, which is safe because nothing here is state.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # The cores belong to the model; one thread tokenises while it computes.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        stream = data.open()
+        if state is not None:
+            stream.load_state_dict(state)
+        while True:
+            batch = stream.next_batch(global_rows, rank, world)
+            out.put((batch, stream.state_dict()))
+    except NSAError as error:
+        out.put(Failure(type(error).__name__, str(error)))
+        out.close()
+        out.join_thread()
+        sys.exit(error.exit_code)

@@ -1,0 +1,109 @@
+"""The manifest of a prepared set: what it holds, which tokenizer made it, the hash of every file, and its own.
+
+It is written last and once: a folder without one is unfinished, a folder with one is complete.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nsa.data.folder import Folder
+from nsa.data.shards import BLOCK_BYTES, ShardInfo
+from nsa.errors import DataError
+
+MANIFEST_NAME = "manifest.json"
+TRAIN, VALIDATION = "train", "validation"
+SPLITS = (TRAIN, VALIDATION)
+_FORMAT, _VERSION = "nsa-token-shards", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    vocab_size: int
+    tokenizer_fingerprint: str
+    eos_id: int
+    dtype: str
+    made_from: dict[str, Any]  # source, files and settings, as JSON; the same ones give the same bytes
+    quarantined: list[str]  # units of the source that could not be read
+    splits: dict[str, list[ShardInfo]]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content; two sets with the same one hold the same tokens in the same order."""
+        return hashlib.sha256(_canonical(self._content())).hexdigest()
+
+    def totals(self, split: str) -> dict[str, int]:
+        shards = self.splits[split]
+        return {
+            "shards": len(shards),
+            "documents": sum(s.documents for s in shards),
+            "tokens": sum(s.tokens for s in shards),
+            "bytes": sum(s.tok_bytes + s.idx_bytes + s.ids_bytes for s in shards),
+        }
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "tokenizer": {
+                "vocab_size": self.vocab_size,
+                "fingerprint": self.tokenizer_fingerprint,
+                "eos_id": self.eos_id,
+            },
+            "dtype": self.dtype,
+            "block_bytes": BLOCK_BYTES,
+            "made_from": self.made_from,
+            "quarantined": self.quarantined,
+            "totals": {split: self.totals(split) for split in self.splits},
+            "splits": {split: [s.as_json() for s in shards] for split, shards in self.splits.items()},
+        }
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self._content() | {"sha256": self.fingerprint}, indent=1).encode()
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def parse_manifest(raw: bytes, where: str) -> Manifest:
+    broken = f"{where} is not a manifest of prepared shards"
+    try:
+        content = json.loads(raw)
+        recorded = content.pop("sha256")
+        if (content["format"], content["version"], content["block_bytes"]) != (_FORMAT, _VERSION, BLOCK_BYTES):
+            raise DataError(
+                f"{where} has format {content['format']!r} version {content['version']}, this program reads "
+                f"{_FORMAT!r} version {_VERSION}. Prepare the data again."
+            )
+        if hashlib.sha256(_canonical(content)).hexdigest() != recorded:
+            raise DataError(
+                f"{where} does not match its own SHA-256: it was changed or damaged. Restore or prepare again."
+            )
+        return Manifest(
+            vocab_size=content["tokenizer"]["vocab_size"],
+            tokenizer_fingerprint=content["tokenizer"]["fingerprint"],
+            eos_id=content["tokenizer"]["eos_id"],
+            dtype=content["dtype"],
+            made_from=content["made_from"],
+            quarantined=content["quarantined"],
+            splits={split: [ShardInfo(**s) for s in shards] for split, shards in content["splits"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{broken} ({error!r}). Name the folder that `nsa data prepare` wrote.") from error
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    if not folder.exists(MANIFEST_NAME):
+        raise DataError(
+            f"{folder.url} has no {MANIFEST_NAME}: it is no prepared set, or `nsa data prepare` has not finished. "
+            "Run the same prepare command again; it continues where it stopped."
+        )
+    return parse_manifest(folder.read_bytes(MANIFEST_NAME), f"{folder.url}/{MANIFEST_NAME}")

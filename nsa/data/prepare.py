@@ -1,0 +1,256 @@
+"""Prepare a corpus once, train on it many times: documents to verified token shards, in parallel and restartable.
+
+The work is cut into tasks by the source alone. A task counts when its record exists, the set when its manifest does;
+both are written last. Killed at any moment and run again, the same command ends with the same bytes.
+"""
+
+import fcntl
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from datatrove.executor.base import DistributedEnvVars, PipelineExecutor
+from datatrove.executor.slurm import SlurmPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+
+from nsa.data.child_process import exit_with_parent
+from nsa.data.folder import Folder
+from nsa.data.manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest
+from nsa.data.prepare_plan import WORK, Plan, is_finished, record_plan
+from nsa.data.prepare_task import ReadUnits, Report, WriteShards, done_tasks, read_record
+from nsa.data.shards import ShardInfo
+from nsa.errors import ConfigError, DataError
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    tasks_done: int
+    tasks: int
+    documents: int  # by this process, since it started
+    tokens: int
+    elapsed_s: float
+
+
+def prepare(
+    plan: Plan, out_url: str, *, workers: int, on_progress: Callable[[Progress], None] = lambda progress: None
+) -> Manifest:
+    """Run every task that has no record yet with `workers` processes on this machine, then write the manifest."""
+    out = Folder(out_url)
+    if is_finished(plan, out):
+        out.delete_tree(WORK)  # a kill may have come between the manifest and this
+        return read_manifest(out)
+    with _only_writer(out):
+        record_plan(plan, out)
+        out.delete_tree(f"{WORK}/tmp")
+        LocalExecutor(plan, out_url, workers, on_progress).run()
+        return finish(plan, out)
+
+
+def finish(plan: Plan, out: Folder) -> Manifest:
+    """Collect the records of all tasks into the manifest. Needs every task done; may be called again."""
+    tasks = len(plan.tasks())
+    if missing := sorted(set(range(tasks)) - done_tasks(out)):
+        raise DataError(
+            f"{len(missing)} of {tasks} tasks of {out.url} are not done (first: {missing[0]}): the set would lack "
+            "their documents. Run the same command again."
+        )
+    records = [read_record(out, rank) for rank in range(tasks)]
+    quarantined = [unit for record in records for unit in record["bad_units"]]
+    if len(quarantined) > plan.max_bad_units:
+        raise DataError(
+            f"{len(quarantined)} units are corrupt, max_bad_units is {plan.max_bad_units}: "
+            f"{'; '.join(quarantined[:5])}. Fetch these files again and prepare into a new folder, or raise "
+            "max_bad_units there."
+        )
+    manifest = Manifest(
+        vocab_size=plan.vocab_size,
+        tokenizer_fingerprint=plan.fingerprint,
+        eos_id=plan.eos_id,
+        dtype=plan.dtype,
+        made_from=plan.made_from(),
+        quarantined=quarantined,
+        splits={split: [ShardInfo(**s) for record in records for s in record["shards"][split]] for split in SPLITS},
+    )
+    out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
+    out.delete_tree(WORK)
+    return manifest
+
+
+class LocalExecutor(PipelineExecutor):
+    """datatrove's executor contract on a pool of spawned processes.
+
+    datatrove's own local executor waits for ever when a worker is killed (by the out-of-memory killer, say), and its
+    helper process outlives a killed parent. Here a lost worker ends the run with an error, a lost parent its workers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        out_url: str,
+        workers: int,
+        on_progress: Callable[[Progress], None],
+        report: Report | None = None,
+    ) -> None:
+        if workers < 1:
+            raise ConfigError(f"workers is {workers}: at least one process must do the work. Set it to 1 or more.")
+        out = Folder(out_url)
+        # datatrove's logs and marks; whether a task is done is decided by our own record, which lies with the shards.
+        logs = str(out.local_path(f"{WORK}/log")) if out.is_local else tempfile.mkdtemp(prefix="nsa-prepare-log-")
+        reader = ReadUnits(plan, out_url)
+        super().__init__([reader, WriteShards(plan, out_url, reader, report)], logging_dir=logs, skip_completed=False)
+        self.plan = plan
+        self.out = out
+        self.workers = workers
+        self._on_progress = on_progress
+        self._tasks = len(plan.tasks())
+
+    @property
+    def world_size(self) -> int:
+        return self._tasks
+
+    def get_distributed_env(self, node_rank: int = -1) -> DistributedEnvVars:
+        return DistributedEnvVars(
+            datatrove_node_ips="localhost",
+            datatrove_cpus_per_task="1",
+            datatrove_mem_per_cpu="-1",
+            datatrove_gpus_on_node="0",
+            datatrove_executor="LOCAL",
+        )
+
+    def run(self) -> None:
+        left = sorted(set(range(self._tasks)) - done_tasks(self.out))
+        context = get_context("spawn")
+        counters = context.Array("q", 2)
+        started = time.monotonic()
+        job = (os.getpid(), counters, self.plan, self.out.url)
+        with ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=job) as pool:
+            futures = {pool.submit(_run_task, rank) for rank in left}
+            while futures:
+                done, futures = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+                try:
+                    for future in done:
+                        future.result()
+                except BrokenProcessPool as error:
+                    raise DataError(
+                        "a prepare worker was killed from outside (often by the out-of-memory killer). Use fewer "
+                        "workers or smaller tasks, and run the same command again; finished tasks are kept."
+                    ) from error
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+                finished = self._tasks - len(futures)
+                documents, tokens = counters[:]
+                self._on_progress(Progress(finished, self._tasks, documents, tokens, time.monotonic() - started))
+
+
+_job: tuple[Any, Plan, str]  # of a worker process: counters, plan, output
+
+
+def _start_worker(parent_pid: int, counters: Any, plan: Plan, out_url: str) -> None:
+    global _job
+    exit_with_parent(parent_pid)
+    _job = counters, plan, out_url
+    # One thread per worker: the workers are the parallelism, and more threads would only fight over the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove repeats its log there; errors come back to the parent
+
+
+def _count(documents: int, tokens: int) -> None:
+    counters = _job[0]
+    with counters.get_lock():
+        counters[0] += documents
+        counters[1] += tokens
+
+
+def _run_task(rank: int) -> None:
+    _, plan, out_url = _job
+    LocalExecutor(plan, out_url, 1, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
+
+
+class Finish(PipelineStep):
+    """The last job of a Slurm preparation."""
+
+    name = "manifest"
+    type = "writer"
+
+    def __init__(self, plan: Plan, out_url: str) -> None:
+        super().__init__()
+        self.plan = plan
+        self.out_url = out_url
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        finish(self.plan, Folder(self.out_url))
+        yield from ()
+
+
+def slurm_executor(
+    plan: Plan,
+    out_url: str,
+    *,
+    logging_dir: str,
+    partition: str,
+    time_limit: str,
+    workers: int = -1,
+    tasks_per_job: int = 1,
+    mem_per_cpu_gb: int = 4,
+    env_command: str | None = None,
+    sbatch_args: dict[str, str] | None = None,
+) -> SlurmPipelineExecutor:
+    """Two Slurm jobs, of which the returned one, when run, submits both: an array over the tasks, then the manifest.
+
+    `logging_dir` must be seen by every node. Running it again submits only what is not done.
+    """
+    out = Folder(out_url)
+    if not is_finished(plan, out):
+        record_plan(plan, out)
+    shared: dict[str, Any] = {
+        "partition": partition,
+        "time": time_limit,
+        "mem_per_cpu_gb": mem_per_cpu_gb,
+        "env_command": env_command,
+        "sbatch_args": sbatch_args,
+        "qos": "",
+    }
+    reader = ReadUnits(plan, out_url)
+    tasks = SlurmPipelineExecutor(
+        pipeline=[reader, WriteShards(plan, out_url, reader)],
+        tasks=len(plan.tasks()),
+        workers=workers,
+        tasks_per_job=tasks_per_job,
+        job_name="nsa-prepare",
+        logging_dir=f"{logging_dir}/tasks",
+        **shared,
+    )
+    return SlurmPipelineExecutor(
+        pipeline=[Finish(plan, out_url)],
+        tasks=1,
+        job_name="nsa-prepare-manifest",
+        logging_dir=f"{logging_dir}/manifest",
+        depends=tasks,
+        **shared,
+    )
+
+
+@contextmanager
+def _only_writer(out: Folder) -> Iterator[None]:
+    if not out.is_local:
+        yield  # tasks write deterministic bytes under fixed names, so two writers waste work but cannot harm
+        return
+    lock_path = out.local_path(f"{WORK}/lock")
+    lock_path.parent.mkdir(parents=True, exist_ok=True)
+    with lock_path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is preparing into {out.url}. Wait for it, or stop it first.") from error
+        yield

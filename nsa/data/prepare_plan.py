@@ -1,0 +1,149 @@
+"""What one `prepare` does, decided before it starts and written down, so that a rerun does exactly the same."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nsa.data.folder import Folder
+from nsa.data.manifest import MANIFEST_NAME, read_manifest
+from nsa.data.prepare_source import list_files, units_are_whole_files
+from nsa.data.source.row_group import Columns
+from nsa.data.tokenizer import load_tokenizer, token_dtype
+from nsa.errors import ConfigError, DataError
+
+WORK = "_work"  # inside the output folder until the manifest is written
+PLAN_NAME = f"{WORK}/plan.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Consecutive units of one file. Tasks depend on the source and the settings alone, never on the workers."""
+
+    file: str
+    first_unit: int
+    stop_unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    source: str
+    files: list[tuple[str, int]]  # (file, units)
+    source_fingerprint: str
+    text_column: str
+    id_column: str | None
+    tokenizer: str
+    eos_token: str | None
+    vocab_size: int
+    fingerprint: str
+    eos_id: int
+    dtype: str
+    held_out_fraction: float
+    units_per_task: int
+    shard_tokens: int
+    max_bad_units: int
+
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.text_column, self.id_column)
+
+    def tasks(self) -> list[Task]:
+        return [
+            Task(file, first, min(first + self.units_per_task, units))
+            for file, units in self.files
+            for first in range(0, units, self.units_per_task)
+        ]
+
+    def made_from(self) -> dict[str, Any]:
+        """What decides the output's bytes; where the tokenizer's file lies does not."""
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del content["tokenizer"], content["eos_token"]
+        return content
+
+
+def make_plan(
+    source: str,
+    tokenizer: str,
+    *,
+    columns: Columns | None = None,
+    eos_token: str | None = None,
+    held_out_fraction: float = 0.0,
+    units_per_task: int | None = None,
+    shard_tokens: int = 2**28,
+    max_bad_units: int = 0,
+    limit_units: int | None = None,
+) -> Plan:
+    """List the source and fix every setting. `limit_units` takes only that many units from the start."""
+    if not 0.0 <= held_out_fraction < 1.0:
+        raise ConfigError(f"the held-out fraction is {held_out_fraction}: it must be in [0, 1). Set e.g. 0.0005.")
+    if shard_tokens < 1 or (units_per_task is not None and units_per_task < 1):
+        raise ConfigError(f"shard_tokens={shard_tokens}, units_per_task={units_per_task}: both must be at least 1.")
+    columns = columns or Columns()
+    loaded = load_tokenizer(tokenizer, eos_token=eos_token)
+    files, source_fingerprint = list_files(source, columns)
+    if limit_units is not None:
+        files = _first_units(files, limit_units)
+    # 64 row groups of 1,000 documents are about 64 M tokens: a minute or two of work, which is what a kill can cost.
+    default_units = 1 if units_are_whole_files(files) else 64
+    return Plan(
+        source=source,
+        files=files,
+        source_fingerprint=source_fingerprint,
+        text_column=columns.text,
+        id_column=columns.id,
+        tokenizer=tokenizer,
+        eos_token=eos_token,
+        vocab_size=loaded.vocab_size,
+        fingerprint=loaded.fingerprint,
+        eos_id=loaded.eos_id,
+        dtype=token_dtype(loaded.vocab_size).name,
+        held_out_fraction=held_out_fraction,
+        units_per_task=units_per_task or default_units,
+        shard_tokens=shard_tokens,
+        max_bad_units=max_bad_units,
+    )
+
+
+def _first_units(files: list[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
+    kept: list[tuple[str, int]] = []
+    for file, units in files:
+        if (taken := min(units, limit)) > 0:
+            kept.append((file, taken))
+        limit -= taken
+    return kept
+
+
+def is_finished(plan: Plan, out: Folder) -> bool:
+    """True when `out` already holds this plan's result; refuses to touch the result of another one."""
+    if not out.exists(MANIFEST_NAME):
+        return False
+    _refuse_other(read_manifest(out).made_from, plan, out)
+    return True
+
+
+def record_plan(plan: Plan, out: Folder) -> None:
+    """Write the plan down, or find it there from a run that was stopped."""
+    if out.exists(PLAN_NAME):
+        try:
+            recorded = json.loads(out.read_bytes(PLAN_NAME))
+        except ValueError as error:
+            raise DataError(
+                f"{out.url}/{PLAN_NAME} is not JSON ({error}). Delete {out.url} and prepare again."
+            ) from error
+        _refuse_other(recorded, plan, out)
+        return
+    out.write_bytes(PLAN_NAME, json.dumps(plan.made_from(), indent=1).encode())
+
+
+def _refuse_other(recorded: dict[str, Any], plan: Plan, out: Folder) -> None:
+    mine = plan.made_from()
+    if differing := sorted(key for key in mine.keys() | recorded.keys() if mine.get(key) != recorded.get(key)):
+        shown = ", ".join(f"{k}: there {_short(recorded.get(k))}, now {_short(mine.get(k))}" for k in differing)
+        raise ConfigError(
+            f"{out.url} belongs to another preparation ({shown}): mixing them would give a set that is neither. Give "
+            "the same settings, or another output folder."
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

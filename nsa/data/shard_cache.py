@@ -1,0 +1,105 @@
+"""Remote shard files on local disk: bounded, shared by the ranks of a node, verified as they arrive."""
+
+import fcntl
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nsa.data.folder import Folder
+from nsa.errors import ConfigError, DataError
+
+_CHUNK_BYTES = 4 * 2**20
+_ATTEMPTS = 3
+
+
+class ShardCache:
+    """Least recently used files go first; a file in use by another process stays readable there after its removal."""
+
+    def __init__(self, path: str | Path, limit_bytes: int) -> None:
+        if limit_bytes < 1:
+            raise ConfigError(
+                f"the shard cache limit is {limit_bytes} bytes: it must hold at least one shard. Raise it."
+            )
+        self.path = Path(path)
+        self.limit_bytes = limit_bytes
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def fetch(self, folder: Folder, name: str, size: int, sha256: str) -> Path:
+        """The local copy of `name`; downloaded, compared with its hash and renamed into place if it is not there."""
+        # The hash is part of the name: two sets, or two versions of one, never meet in the same cache entry.
+        target = self.path / f"{sha256[:32]}-{Path(name).name}"
+        if self._touch(target, size):
+            return target
+        if size > self.limit_bytes:
+            raise ConfigError(
+                f"{name} has {size} bytes but the shard cache may hold {self.limit_bytes}. Raise the cache limit."
+            )
+        with self._lock(target.name):
+            if not self._touch(target, size):  # another rank may have fetched it while we waited
+                self._make_room(size)
+                self._download(folder, name, size, sha256, target)
+        return target
+
+    @staticmethod
+    def _touch(target: Path, size: int) -> bool:
+        try:
+            if target.stat().st_size != size:
+                return False
+            os.utime(target)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _download(self, folder: Folder, name: str, size: int, sha256: str, target: Path) -> None:
+        unfinished = self.path / f".{uuid.uuid4().hex}.tmp"
+        problem = ""
+        for _ in range(_ATTEMPTS):
+            digest = hashlib.sha256()
+            try:
+                with folder.open_input(name) as source, unfinished.open("wb") as copy:
+                    while chunk := source.read(_CHUNK_BYTES):
+                        digest.update(chunk)
+                        copy.write(chunk)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                if digest.hexdigest() == sha256:
+                    os.replace(unfinished, target)
+                    return
+                problem = (
+                    f"SHA-256 {digest.hexdigest()} of {unfinished.stat().st_size} bytes instead of {sha256} of {size}"
+                )
+            except OSError as error:
+                problem = str(error)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        raise DataError(
+            f"{name} from {folder.url} could not be fetched in {_ATTEMPTS} attempts ({problem}). Check the store; if "
+            "it holds damaged bytes, prepare this set again."
+        )
+
+    def _make_room(self, size: int) -> None:
+        entries = []
+        for path in self.path.iterdir():
+            if path.suffix in (".tok", ".idx", ".ids"):
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # another rank removed it just now
+                    continue
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        used = sum(entry[1] for entry in entries)
+        for _, entry_size, path in sorted(entries):
+            if used + size <= self.limit_bytes:
+                return
+            path.unlink(missing_ok=True)
+            used -= entry_size
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        # One lock for the whole cache would serialise downloads; 64 keep the number of lock files bounded.
+        slot = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 64
+        with (self.path / f".lock-{slot:02d}").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield

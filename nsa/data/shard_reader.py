@@ -1,0 +1,198 @@
+"""Random access to the tokens of a prepared set, as if its shards were one long array.
+
+Local shards are memory-mapped where they are, remote ones in the cache. Nothing is handed out unverified: the index of
+a shard is compared with the manifest when the shard is opened, each 64 KiB block of tokens with the index when it is
+first touched.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from nsa.data.batch import Segment
+from nsa.data.folder import Folder
+from nsa.data.manifest import TRAIN, Manifest, read_manifest
+from nsa.data.shard_cache import ShardCache
+from nsa.data.shards import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, decode_index
+from nsa.errors import ConfigError, DataError
+
+# Each open shard holds one memory map; Linux allows 65,530 of them per process by default.
+_MAX_OPEN_SHARDS = 4096
+_OPEN_ATTEMPTS = 5
+_T = TypeVar("_T")
+
+
+class OpenShard:
+    """One shard, mapped, with a mark per block that has been verified."""
+
+    def __init__(self, path: Path, index_raw: bytes, info: ShardInfo, dtype: np.dtype) -> None:
+        self.info = info
+        if hashlib.sha256(index_raw).hexdigest() != info.idx_sha256:
+            raise _damaged(f"{info.name}.idx")
+        index = decode_index(index_raw, f"{info.name}.idx")
+        self.ends = index.ends.astype(np.int64)
+        self._block_sha256 = index.block_sha256
+        actual = path.stat().st_size
+        if actual != info.tok_bytes:
+            raise DataError(
+                f"{info.name}.tok has {actual} bytes instead of {info.tok_bytes}: it was cut off or changed. "
+                "Restore it or prepare the data again."
+            )
+        self._raw: np.ndarray = (
+            np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if actual else np.empty(0, np.uint8)
+        )
+        self._tokens = self._raw.view(dtype)
+        self._itemsize = dtype.itemsize
+        self._verified = bytearray(len(self._block_sha256) // HASH_BYTES)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """A view of tokens [start, stop), verified."""
+        first = start * self._itemsize // BLOCK_BYTES
+        last = (stop * self._itemsize - 1) // BLOCK_BYTES
+        for block in range(first, last + 1):
+            if not self._verified[block]:
+                self._verify(block)
+        return self._tokens[start:stop]
+
+    def _verify(self, block: int) -> None:
+        content = self._raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        if hashlib.sha256(content.data).digest() != self._block_sha256[block * HASH_BYTES : (block + 1) * HASH_BYTES]:
+            raise _damaged(f"{self.info.name}.tok (bytes from {block * BLOCK_BYTES})")
+        self._verified[block] = 1
+
+
+class ShardReader:
+    """The tokens of one split, addressed from 0 to `total_tokens`."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        split: str = TRAIN,
+        *,
+        cache: ShardCache | None = None,
+        manifest: Manifest | None = None,
+        max_open_shards: int = _MAX_OPEN_SHARDS,
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest or read_manifest(folder)
+        if split not in self.manifest.splits:
+            raise ConfigError(f"{folder.url} has no split {split!r}. Choose one of {sorted(self.manifest.splits)}.")
+        self.split = split
+        if cache is None and not folder.is_local:
+            raise ConfigError(f"{folder.url} is remote: its shards need a local cache. Give a cache folder and limit.")
+        self._cache = cache
+        self._shards = self.manifest.splits[split]
+        self._dtype = self.manifest.numpy_dtype
+        self.starts = np.zeros(len(self._shards) + 1, dtype=np.int64)
+        np.cumsum([s.tokens for s in self._shards], out=self.starts[1:])
+        self.total_tokens = int(self.starts[-1])
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open_bytes = 0
+        self._ids: tuple[int, list[str]] = (-1, [])
+        self._max_open = max_open_shards
+
+    @property
+    def total_bytes(self) -> int:
+        return self.total_tokens * self._dtype.itemsize
+
+    @property
+    def cache_limit_bytes(self) -> int | None:
+        """None where shards are read in place."""
+        return None if self._cache is None or self.folder.is_local else self._cache.limit_bytes
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shard number, offset inside it) of global token positions."""
+        shard = np.searchsorted(self.starts, positions, side="right") - 1
+        return shard, positions - self.starts[shard]
+
+    def copy_window(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        """Copy tokens [start, stop) into `out`; returns the document ends e with start < e <= stop."""
+        assert 0 <= start < stop <= self.total_tokens, f"window [{start}, {stop}) outside {self.total_tokens} tokens"
+        number = int(self.starts.searchsorted(start, side="right")) - 1
+        ends = []
+        written = 0
+        while start < stop:
+            shard = self._shard(number)
+            base = int(self.starts[number])
+            low, high = start - base, min(stop - base, shard.info.tokens)
+            out[written : written + high - low] = shard.tokens(low, high)
+            first, last = shard.ends.searchsorted((low, high), side="right")
+            ends.append(shard.ends[first:last] + base)
+            written += high - low
+            start = base + high
+            number += 1
+        return ends[0] if len(ends) == 1 else np.concatenate(ends)
+
+    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """Which stretch of which document each token of [start, stop) is."""
+        found: list[Segment] = []
+        while start < stop:
+            number = int(np.searchsorted(self.starts, start, side="right")) - 1
+            shard = self._shard(number)
+            base = int(self.starts[number])
+            document = int(np.searchsorted(shard.ends, start - base, side="right"))
+            doc_start = base + (int(shard.ends[document - 1]) if document else 0)
+            end = min(base + int(shard.ends[document]), stop)
+            found.append(Segment(self._doc_ids(number)[document], start - doc_start, end - start))
+            start = end
+        return tuple(found)
+
+    def _doc_ids(self, number: int) -> list[str]:
+        if self._ids[0] != number:
+            info = self._shards[number]
+            name = f"{info.name}.ids"
+            raw = self._retry_if_evicted(lambda: self._local(name, info.ids_bytes, info.ids_sha256).read_bytes())
+            if hashlib.sha256(raw).hexdigest() != info.ids_sha256:
+                raise _damaged(name)
+            self._ids = (number, decode_ids(raw, info.documents))
+        return self._ids[1]
+
+    def _shard(self, number: int) -> OpenShard:
+        shard = self._open.get(number)
+        if shard is None:
+            shard = self._open[number] = self._open_shard(self._shards[number])
+            self._open_bytes += shard.info.tok_bytes
+            limit = self.cache_limit_bytes
+            # An evicted cache file keeps its disk space while it is mapped: close what the cache could not hold.
+            while len(self._open) > self._max_open or (limit and self._open_bytes > limit and len(self._open) > 1):
+                self._open_bytes -= self._open.popitem(last=False)[1].info.tok_bytes
+        else:
+            self._open.move_to_end(number)
+        return shard
+
+    def _open_shard(self, info: ShardInfo) -> OpenShard:
+        def attempt() -> OpenShard:
+            index_raw = self._local(f"{info.name}.idx", info.idx_bytes, info.idx_sha256).read_bytes()
+            token_path = self._local(f"{info.name}.tok", info.tok_bytes, info.tok_sha256)
+            return OpenShard(token_path, index_raw, info, self._dtype)
+
+        return self._retry_if_evicted(attempt)
+
+    def _retry_if_evicted(self, attempt: Callable[[], _T]) -> _T:
+        """Another rank may evict a cached file after its arrival and before we open it; a local file is just gone."""
+        for _ in range(1 if self.folder.is_local else _OPEN_ATTEMPTS):
+            try:
+                return attempt()
+            except FileNotFoundError as error:
+                missing = error
+        raise DataError(
+            f"{missing.filename} is missing: the manifest names it. Restore it or prepare again; if the set is remote, "
+            "raise the cache limit."
+        ) from missing
+
+    def _local(self, name: str, size: int, sha256: str) -> Path:
+        if self.folder.is_local:
+            return self.folder.local_path(name)
+        assert self._cache is not None
+        return self._cache.fetch(self.folder, name, size, sha256)
+
+
+def _damaged(name: str) -> DataError:
+    return DataError(
+        f"{name} does not match its SHA-256: the bytes changed after they were written. Restore the file or prepare "
+        "the data again; `nsa data verify` lists every damaged file."
+    )

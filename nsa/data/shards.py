@@ -1,0 +1,158 @@
+"""Prepared token shards on disk: the format and its writer.
+
+A shard is three files. No document crosses a shard, and every document ends with the end-of-document token.
+
+    NAME.tok  the tokens, uint16 or uint32, little endian, nothing else
+    NAME.idx  header, end of every document (uint64, in tokens), SHA-256 of every 64 KiB block of NAME.tok
+    NAME.ids  end of every document id (uint64, in bytes), then the ids in UTF-8; read only when provenance is asked for
+
+The block hashes let a reader verify what it touches when it touches it: hashing a whole shard before its first row
+would cost a start-up hours on a large set. `manifest.py` holds the hash of each whole file.
+"""
+
+import hashlib
+import os
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nsa.data.folder import Folder
+from nsa.errors import DataError
+
+BLOCK_BYTES = 64 * 2**10
+HASH_BYTES = 32
+INDEX_MAGIC = b"NSAIDX01"
+_HEADER_WORDS = 3  # documents, tokens, blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """One shard as the manifest describes it."""
+
+    name: str
+    tokens: int
+    documents: int
+    tok_bytes: int
+    idx_bytes: int
+    ids_bytes: int
+    tok_sha256: str
+    idx_sha256: str
+    ids_sha256: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def files(self) -> list[tuple[str, int, str]]:
+        """(file name, bytes, SHA-256) of the three files."""
+        return [
+            (f"{self.name}.tok", self.tok_bytes, self.tok_sha256),
+            (f"{self.name}.idx", self.idx_bytes, self.idx_sha256),
+            (f"{self.name}.ids", self.ids_bytes, self.ids_sha256),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    ends: np.ndarray  # uint64, end of each document in tokens
+    block_sha256: bytes  # HASH_BYTES per block of the token file
+
+
+class ShardWriter:
+    """Collects the documents of one shard in a scratch file and hands the finished files to a folder."""
+
+    def __init__(self, name: str, dtype: np.dtype, scratch: Path) -> None:
+        self.name = name
+        self._dtype = dtype.newbyteorder("<")
+        # A worker that outlives its killed parent for a moment may still write the same shard: never share its file.
+        self._path = scratch / f"{name.replace('/', '-')}.{uuid.uuid4().hex}.tok.tmp"
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("wb")
+        self._sha256 = hashlib.sha256()
+        self._block_hashes: list[bytes] = []
+        self._open_block = bytearray()
+        self._ends: list[int] = []
+        self._ids: list[bytes] = []
+        self.tokens = 0
+
+    @property
+    def documents(self) -> int:
+        return len(self._ends)
+
+    def add(self, doc_id: str, tokens: np.ndarray, eos_id: int) -> None:
+        self._write(tokens.astype(self._dtype, copy=False).tobytes())
+        self._write(np.asarray([eos_id], dtype=self._dtype).tobytes())
+        self.tokens += len(tokens) + 1
+        self._ends.append(self.tokens)
+        self._ids.append(doc_id.encode("utf-8", "surrogatepass"))
+
+    def _write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._sha256.update(content)
+        self._open_block += content
+        full = len(self._open_block) // BLOCK_BYTES * BLOCK_BYTES
+        if full:
+            view = memoryview(self._open_block)[:full]
+            for start in range(0, full, BLOCK_BYTES):
+                self._block_hashes.append(hashlib.sha256(view[start : start + BLOCK_BYTES]).digest())
+            view.release()
+            del self._open_block[:full]
+
+    def finish(self, folder: Folder) -> ShardInfo:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        tok_bytes = self._file.tell()
+        self._file.close()
+        if self._open_block:
+            self._block_hashes.append(hashlib.sha256(self._open_block).digest())
+        index = encode_index(np.asarray(self._ends, dtype="<u8"), self.tokens, b"".join(self._block_hashes))
+        ids = encode_ids(self._ids)
+        folder.put_file(self._path, f"{self.name}.tok")
+        folder.write_bytes(f"{self.name}.idx", index)
+        folder.write_bytes(f"{self.name}.ids", ids)
+        return ShardInfo(
+            name=self.name,
+            tokens=self.tokens,
+            documents=len(self._ends),
+            tok_bytes=tok_bytes,
+            idx_bytes=len(index),
+            ids_bytes=len(ids),
+            tok_sha256=self._sha256.hexdigest(),
+            idx_sha256=hashlib.sha256(index).hexdigest(),
+            ids_sha256=hashlib.sha256(ids).hexdigest(),
+        )
+
+    def discard(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
+    header = np.asarray([len(ends), tokens, len(block_sha256) // HASH_BYTES], dtype="<u8")
+    return INDEX_MAGIC + header.tobytes() + ends.astype("<u8", copy=False).tobytes() + block_sha256
+
+
+def decode_index(content: bytes, name: str) -> ShardIndex:
+    start = len(INDEX_MAGIC) + 8 * _HEADER_WORDS
+    if content[: len(INDEX_MAGIC)] != INDEX_MAGIC or len(content) < start:
+        raise DataError(f"{name} does not begin with {INDEX_MAGIC!r}: it is no shard index. Prepare the data again.")
+    documents, _, blocks = (int(v) for v in np.frombuffer(content, "<u8", _HEADER_WORDS, len(INDEX_MAGIC)))
+    expected = start + 8 * documents + HASH_BYTES * blocks
+    if len(content) != expected:
+        raise DataError(
+            f"{name} has {len(content)} bytes but its header describes {expected}: it was cut off. Prepare it again."
+        )
+    return ShardIndex(np.frombuffer(content, "<u8", documents, start), content[start + 8 * documents :])
+
+
+def encode_ids(ids: list[bytes]) -> bytes:
+    return np.cumsum([len(i) for i in ids], dtype="<u8").tobytes() + b"".join(ids)
+
+
+def decode_ids(content: bytes, documents: int) -> list[str]:
+    ends = np.frombuffer(content, "<u8", documents).tolist()
+    text = content[8 * documents :]
+    starts = [0, *ends[:-1]]
+    return [text[a:b].decode("utf-8", "surrogatepass") for a, b in zip(starts, ends, strict=True)]

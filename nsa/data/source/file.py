@@ -1,0 +1,93 @@
+"""A file as a source sees it: a name that fingerprints it, a place it is read from, byte ranges."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nsa.data.source.http import HttpClient
+from nsa.data.source.patience import Deadline
+from nsa.data.source.unit import CorruptUnit
+from nsa.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last bytes of a file and the file's whole size."""
+
+    data: bytes
+    size: int
+
+
+class SourceFile(Protocol):
+    @property
+    def name(self) -> str:
+        """The same wherever the files lie, so that a cursor survives a move of the folder or another port."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Where a person would look for it."""
+        ...
+
+    def tail(self, length: int, deadline: Deadline) -> Tail: ...
+
+    def range(self, start: int, length: int, deadline: Deadline) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    name: str
+    path: Path
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    def size(self) -> int:
+        try:
+            return os.stat(self.path).st_size
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read ({error.strerror}). Check the path and its permissions."
+            ) from error
+
+    def tail(self, length: int, deadline: Deadline) -> Tail:
+        size = self.size()
+        start = max(0, size - length)
+        return Tail(self.range(start, size - start, deadline), size)
+
+    def range(self, start: int, length: int, deadline: Deadline) -> bytes:
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(start)
+                pieces, missing = [], length
+                while missing and (piece := file.read(missing)):
+                    pieces.append(piece)
+                    missing -= len(piece)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read ({error.strerror}). Check the disk it lies on.") from error
+        if missing:
+            raise CorruptUnit(f"{self.path} ends {missing} bytes before byte {start + length}: it was cut short")
+        return b"".join(pieces)
+
+
+class HttpFile:
+    """`immutable`: the address itself names the content, so that no tag has to be compared."""
+
+    def __init__(self, name: str, url: str, client: HttpClient, *, immutable: bool = False) -> None:
+        self.name = name
+        self.where = url
+        self.immutable = immutable
+        self._client = client
+        self._etag = ""
+
+    def tail(self, length: int, deadline: Deadline) -> Tail:
+        body = self._client.tail(self.where, length, deadline)
+        # A weak tag, or one from a hub's storage behind it, may differ between two servers of the same file.
+        if not (self.immutable or body.etag.startswith("W/")):
+            self._etag = body.etag
+        return Tail(body.data, body.file_size)
+
+    def range(self, start: int, length: int, deadline: Deadline) -> bytes:
+        return self._client.range(self.where, start, length, deadline, etag=self._etag)

@@ -1,0 +1,232 @@
+"""Byte ranges over HTTP with bounded patience.
+
+Own code rather than fsspec because the bounds are the point: a 500 is retried and not reported as a missing file, a
+hung server costs one read timeout, a cut body continues where it was cut, and every answer is checked against what was
+asked.
+"""
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from nsa.data.source.patience import Deadline, Patience
+from nsa.errors import DataError
+
+MAX_PARALLEL = 8
+_CHUNK = 256 * 1024
+_LISTING_MAX_BYTES = 64 * 2**20
+_RETRIED_STATUS = frozenset({408, 425, 429})
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class Unreachable(DataError):
+    """A server that refused, or did not answer within the patience it was given."""
+
+
+class _Retry(Exception):
+    """This attempt failed in a way that another may not."""
+
+    def __init__(self, why: str, after_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Bytes, where they lie in the file, and what the server says about the whole file."""
+
+    data: bytes
+    start: int
+    file_size: int
+    etag: str
+
+
+class HttpClient:
+    def __init__(
+        self, patience: Patience, *, headers: dict[str, str] | None = None, proxy_url: str | None = None
+    ) -> None:
+        self._patience = patience
+        self._headers = {"Accept-Encoding": "identity", "User-Agent": "nsa-train", **(headers or {})}
+        self._proxy_url = proxy_url
+        self._pool: Any = None
+        self._pool_owner = -1
+        self.retries = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_pool_owner": -1}
+
+    def range(self, url: str, start: int, length: int, deadline: Deadline, *, etag: str = "") -> bytes:
+        """`length` bytes from `start`, however many requests they take."""
+        received = bytearray()
+
+        def attempt() -> None:
+            first, last = start + len(received), start + length - 1
+            response = self._open(url, deadline, {"Range": f"bytes={first}-{last}"})
+            try:
+                _check_range(response, url, first, last, etag)
+                self._receive(response, received, length, deadline)
+            finally:
+                _release(response, complete=len(received) == length)
+
+        if length:
+            self._persist(
+                attempt, f"{url} bytes {start}-{start + length - 1}", deadline, progress=lambda: len(received)
+            )
+        return bytes(received)
+
+    def tail(self, url: str, length: int, deadline: Deadline) -> Body:
+        """The last `length` bytes (or the whole of a shorter file) and the file's size, in one request."""
+
+        def attempt() -> Body:
+            response = self._open(url, deadline, {"Range": f"bytes=-{length}"})
+            received = bytearray()
+            try:
+                first, last, size = _content_range(response, url)
+                if last != size - 1 or first != max(0, size - length):
+                    raise _Retry(f"asked for the last {length} bytes, got bytes {first}-{last} of {size}")
+                self._receive(response, received, last - first + 1, deadline)
+            finally:
+                _release(response, complete=False)
+            return Body(bytes(received), first, size, response.headers.get("ETag", ""))
+
+        body: Body = self._persist(attempt, f"{url} (its end)", deadline)
+        return body
+
+    def listing(self, url: str, deadline: Deadline) -> tuple[bytes, str]:
+        """A small answer and its `Link` header, by which listings name their next page."""
+
+        def attempt() -> tuple[bytes, str]:
+            response = self._open(url, deadline, {})
+            received = bytearray()
+            try:
+                declared = response.headers.get("Content-Length", "")
+                self._receive(response, received, int(declared) if declared.isdigit() else None, deadline)
+            finally:
+                _release(response, complete=False)
+            return bytes(received), response.headers.get("Link", "")
+
+        body: tuple[bytes, str] = self._persist(attempt, url, deadline)
+        return body
+
+    def _persist(self, attempt: Any, what: str, deadline: Deadline, progress: Any = lambda: 0) -> Any:
+        from urllib3.exceptions import HTTPError
+
+        fruitless, before = 0, progress()
+        while True:
+            why, after_s = "", 0.0
+            try:
+                return attempt()
+            except _Retry as error:
+                why, after_s = str(error), error.after_s
+            except (HTTPError, OSError) as error:
+                why = f"{type(error).__name__}: {error}"
+            now = progress()
+            fruitless, before = (fruitless + 1, before) if now == before else (0, now)
+            pause_s = max(self._patience.pause_s(fruitless), min(after_s, self._patience.backoff_max_s))
+            if fruitless >= self._patience.attempts or deadline.left_s() <= pause_s:
+                raise Unreachable(
+                    f"{what} could not be read in {deadline.passed_s():.1f} s ({fruitless} attempts in a row brought "
+                    f"nothing, limits: {self._patience.attempts} attempts, {self._patience.deadline_s:g} s; last: "
+                    f"{why})"
+                )
+            self.retries += 1
+            time.sleep(pause_s)
+
+    def _open(self, url: str, deadline: Deadline, headers: dict[str, str]) -> Any:
+        from urllib3.util import Retry, Timeout
+
+        left_s = deadline.left_s()
+        if left_s <= 0:
+            raise _Retry("the deadline has passed")
+        timeout = Timeout(
+            connect=min(self._patience.connect_timeout_s, left_s), read=min(self._patience.read_timeout_s, left_s)
+        )
+        # Redirects are followed anew each time: a hub answers with signed addresses that expire.
+        redirects_only = Retry(total=None, redirect=5, connect=0, read=0, status=0, other=0)
+        response = self._connections().request(
+            "GET",
+            url,
+            headers={**self._headers, **headers},
+            timeout=timeout,
+            retries=redirects_only,
+            preload_content=False,
+        )
+        if response.status in _RETRIED_STATUS or response.status >= 500:
+            _release(response, complete=False)
+            raise _Retry(f"status {response.status}", after_s=_seconds(response.headers.get("Retry-After", "")))
+        if response.status >= 400:
+            _release(response, complete=False)
+            raise Unreachable(
+                f"{url}: the server refuses with status {response.status}, which another try cannot change"
+            )
+        return response
+
+    def _receive(self, response: Any, into: bytearray, total: int | None, deadline: Deadline) -> None:
+        """Append the body to `into` until it holds `total` bytes, or until it ends when no total is known."""
+        while total is None or len(into) < total:
+            if deadline.left_s() <= 0:
+                raise _Retry("the deadline passed while the body was still arriving")
+            chunk = response.read1(_CHUNK if total is None else min(_CHUNK, total - len(into)))
+            if not chunk and total is not None:
+                raise _Retry(f"the body ended after {len(into)} of {total} bytes")
+            if not chunk:
+                return
+            into += chunk
+            if total is None and len(into) > _LISTING_MAX_BYTES:
+                raise Unreachable(f"the answer is longer than {_LISTING_MAX_BYTES} bytes: not the listing asked for")
+
+    def _connections(self) -> Any:
+        # A forked worker must not speak on its parent's sockets.
+        if self._pool_owner != os.getpid():
+            import urllib3
+
+            self._pool = (
+                urllib3.ProxyManager(self._proxy_url, maxsize=MAX_PARALLEL)
+                if self._proxy_url
+                else urllib3.PoolManager(maxsize=MAX_PARALLEL)
+            )
+            self._pool_owner = os.getpid()
+        return self._pool
+
+
+def _release(response: Any, *, complete: bool) -> None:
+    """Keep the connection only if nothing unread is left on it."""
+    if complete:
+        response.release_conn()
+    else:
+        response.close()
+
+
+def _content_range(response: Any, url: str) -> tuple[int, int, int]:
+    if response.status != 206:
+        raise Unreachable(
+            f"{url}: asked for a byte range and got status {response.status}: the server does not support ranges. "
+            "Download the files and give their folder."
+        )
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise _Retry(f"unasked Content-Encoding {response.headers['Content-Encoding']!r}")
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    if match is None:
+        raise _Retry(f"unreadable Content-Range {response.headers.get('Content-Range')!r}")
+    first, last, size = map(int, match.groups())
+    return first, last, size
+
+
+def _check_range(response: Any, url: str, first: int, last: int, etag: str) -> None:
+    got = _content_range(response, url)
+    if got[:2] != (first, last):
+        raise _Retry(f"asked for bytes {first}-{last}, got {got[0]}-{got[1]}")
+    declared = response.headers.get("Content-Length", "")
+    if declared and declared != str(last - first + 1):
+        raise _Retry(f"asked for {last - first + 1} bytes, announced were {declared}")
+    now = response.headers.get("ETag", "")
+    if etag and now and now != etag:
+        raise Unreachable(
+            f"{url} changed while it was being read (ETag was {etag}, is {now}). Start again with the new files."
+        )
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.strip().isdigit() else 0.0

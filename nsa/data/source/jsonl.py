@@ -1,0 +1,150 @@
+"""Local JSON lines, plain or compressed.
+
+A plain file is cut into blocks of bytes; a line belongs to the block in which it starts. A compressed file can only be
+read from its beginning, so the whole file is one unit. Plain JSONL carries no checksum: damage that leaves valid JSON
+goes unseen (gzip and zstd detect it). For large corpora use parquet with page checksums, or `nsa data prepare`.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from nsa.data.document import Document
+from nsa.data.source.file import LocalFile
+from nsa.data.source.patience import Deadline, Patience
+from nsa.data.source.row_group import Columns, make_document
+from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Unit
+from nsa.errors import DataError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_BLOCK_BYTES = 4 * 2**20
+_SAMPLE_BYTES = 64 * 1024
+_READ_BYTES = 2**20
+
+
+class JsonlSource:
+    retries = 0  # local files only
+
+    def __init__(
+        self,
+        files: Sequence[LocalFile],
+        *,
+        columns: Columns | None = None,
+        block_bytes: int = _BLOCK_BYTES,
+        max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
+    ) -> None:
+        self._files = list(files)
+        self._columns = columns or Columns()
+        self._block_bytes = block_bytes
+        self._max_unit_bytes = max_unit_bytes
+        self._sizes = [file.size() for file in self._files]
+        blocks = [self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True)]
+        self._first_unit = np.concatenate([[0], np.cumsum(blocks)]).astype(int)
+        digest = hashlib.sha256(f"{self._columns!r} {block_bytes}".encode())
+        for file, size in zip(self._files, self._sizes, strict=True):
+            digest.update(f"\n{file.name}\t{size}\t{_sample(file, size)}".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._first_unit[-1])
+
+    def unit(self, index: int) -> Unit:
+        file, block = self._locate(index)
+        return Unit(index, self._files[file].where, self._part(file, block))
+
+    def read(self, index: int) -> list[Document]:
+        file, block = self._locate(index)
+        try:
+            with open(self._files[file].path, "rb") as raw:
+                return [self._parse(line) for line in self._lines(raw, file, block) if line.strip()]
+        except (zlib.error, EOFError, gzip.BadGzipFile, CorruptUnit) as error:
+            raise CorruptUnit(f"{self.unit(index)} is corrupt: {error}") from error
+        except OSError as error:
+            raise DataError(f"{self.unit(index)} could not be read: {error.strerror}. Check the disk.") from error
+
+    def _blocks(self, file: LocalFile, size: int) -> int:
+        if size == 0:
+            return 0
+        return -(-size // self._block_bytes) if file.name.endswith(".jsonl") else 1
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
+        return file, index - int(self._first_unit[file])
+
+    def _part(self, file: int, block: int) -> str:
+        if not self._files[file].name.endswith(".jsonl"):
+            return "whole file"
+        return f"bytes {block * self._block_bytes}-{min((block + 1) * self._block_bytes, self._sizes[file]) - 1}"
+
+    def _lines(self, raw: BinaryIO, file: int, block: int) -> Iterator[bytes]:
+        name = self._files[file].name
+        if name.endswith(".jsonl"):
+            start = block * self._block_bytes
+            # One byte back: if the block before ends in a newline, the line at `start` is this block's.
+            raw.seek(max(0, start - 1))
+            if start:
+                self._line(raw)
+            while raw.tell() < start + self._block_bytes and (line := self._line(raw)):
+                yield line
+            return
+        pieces = _gzip_pieces(raw) if name.endswith(".gz") else _zstd_pieces(raw)
+        held = bytearray()
+        for piece in pieces:
+            held += piece
+            if len(held) > self._max_unit_bytes:
+                raise DataError(
+                    f"{self._files[file].where} unpacks to more than max_unit_bytes={self._max_unit_bytes}: a "
+                    "compressed file is one unit and held in memory. Split it, or run `nsa data prepare`."
+                )
+        yield from bytes(held).splitlines()
+
+    def _line(self, raw: BinaryIO) -> bytes:
+        line = raw.readline(self._max_unit_bytes + 1)
+        if len(line) > self._max_unit_bytes:
+            raise CorruptUnit(f"a line is longer than max_unit_bytes={self._max_unit_bytes}")
+        return line
+
+    def _parse(self, line: bytes) -> Document:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise CorruptUnit(f"a line is not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
+            raise CorruptUnit(f"a line has no text under {self._columns.text!r}")
+        # JSON can spell half a surrogate pair, which is no character and has no UTF-8.
+        text = record[self._columns.text].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        return make_document(record.get(self._columns.id) if self._columns.id else None, text)
+
+
+def _sample(file: LocalFile, size: int) -> str:
+    deadline = Deadline(Patience())
+    head = file.range(0, min(size, _SAMPLE_BYTES), deadline)
+    return hashlib.sha256(head + file.tail(_SAMPLE_BYTES, deadline).data).hexdigest()
+
+
+def _gzip_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=raw) as unpacked:
+        while piece := unpacked.read(_READ_BYTES):
+            yield piece
+
+
+def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """Frame after frame; the library's own file object takes a file cut in the middle for a complete one."""
+    import zstandard
+
+    frame, rest = None, b""
+    try:
+        while data := rest or raw.read(_READ_BYTES):
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            rest = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise CorruptUnit(str(error)) from error
+    if frame is not None:
+        raise EOFError("the file ends inside a zstd frame")

@@ -1,0 +1,93 @@
+"""Made-up rows, for tests, smoke runs and experiments: never a stand-in for missing data, always chosen by name.
+
+Row i is a function of (task, vocabulary, length, seed, i) alone.
+
+- `uniform`: independent tokens; nothing to learn beyond the vocabulary's size.
+- `copy`:    random tokens, a separator, the same tokens again; only the repetition is predicted.
+- `needle`:  a marked key and value hidden in random tokens, then a query with the key; only the value is predicted.
+"""
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from nsa.data.batch import Batch
+from nsa.data.row_order import derive_key
+from nsa.errors import ConfigError
+
+Task = Literal["uniform", "copy", "needle"]
+_SMALLEST_VOCAB = 8
+_KEY_LEN = 2
+
+
+class SyntheticRows:
+    kind = "synthetic"
+
+    def __init__(self, task: Task, *, vocab_size: int, seq_len: int, seed: int, value_len: int = 4) -> None:
+        if task not in get_args(Task):
+            raise ConfigError(f"synthetic task {task!r} is unknown. Choose one of {list(get_args(Task))}.")
+        if vocab_size < _SMALLEST_VOCAB:
+            raise ConfigError(f"vocab_size is {vocab_size}: synthetic tasks need at least {_SMALLEST_VOCAB}. Raise it.")
+        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}[task]
+        if seq_len < shortest:
+            raise ConfigError(f"seq_len is {seq_len}: the {task} task needs at least {shortest}. Raise it.")
+        self.task = task
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self._seed = seed
+        self._value_len = value_len
+        self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+    @property
+    def identity(self) -> dict[str, object]:
+        return {
+            "kind": self.kind,
+            "task": self.task,
+            "vocab_size": self.vocab_size,
+            "seq_len": self.seq_len,
+            "seed": self._seed,
+            "value_len": self._value_len,
+        }
+
+    def check_rows(self, first: int, stop: int) -> None:
+        """There is always another row."""
+
+    def rows(self, row_ids: np.ndarray) -> Batch:
+        shape = (len(row_ids), self.seq_len)
+        tokens = np.empty(shape, dtype=self._dtype)
+        mask = np.zeros(shape, dtype=bool)
+        for r, row in enumerate(row_ids.tolist()):
+            rng = np.random.Generator(np.random.Philox(key=derive_key(self._seed, row)))
+            getattr(self, f"_fill_{self.task}")(rng, tokens[r], mask[r])
+        whole_row = np.asarray([0, self.seq_len], dtype=np.int32)
+        return Batch(
+            tokens=tokens,
+            cu_doc_lens=(whole_row,) * len(row_ids),
+            loss_mask=None if self.task == "uniform" else mask,
+            row_ids=row_ids,
+            epoch=0,
+            documents=len(row_ids),
+        )
+
+    def _fill_uniform(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        tokens[:] = rng.integers(0, self.vocab_size, self.seq_len)
+
+    def _fill_copy(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        separator = self.vocab_size - 1
+        length = (self.seq_len - 1) // 2
+        tokens[:] = separator  # an even row keeps one more at its end, not predicted
+        payload = rng.integers(0, separator, length)
+        tokens[:length] = payload
+        tokens[length + 1 : 2 * length + 1] = payload
+        mask[length + 1 : 2 * length + 1] = True
+
+    def _fill_needle(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        marker, query = self.vocab_size - 1, self.vocab_size - 2
+        tokens[:] = rng.integers(0, query, self.seq_len)
+        needle = 1 + _KEY_LEN + self._value_len
+        question = self.seq_len - needle
+        place = int(rng.integers(0, question - needle + 1))
+        tokens[place] = marker
+        tokens[question] = query
+        tokens[question + 1 :] = tokens[place + 1 : place + needle]
+        mask[question + 1 + _KEY_LEN :] = True

@@ -1,0 +1,192 @@
+"""Text to token ids: bytes, or any `tokenizers` JSON file.
+
+Every artefact made with a tokenizer carries its vocabulary size and fingerprint; `check_same` compares them before use,
+because ids of another vocabulary are valid numbers and would train silently.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from nsa.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+# Names under which published tokenizers keep their end-of-document token, tried in this order.
+_EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
+# The parts of a tokenizer JSON that decide which ids a text gets. The rest (padding, truncation, post-processor,
+# decoder) is switched off here or acts on ids that exist already.
+_ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+
+
+class Tokenizer(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, so that an embedding of this many rows is never indexed outside."""
+        ...
+
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of what decides the ids."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids without any special token, as `token_dtype(vocab_size)`; text that spells a special token stays text."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest fixed width that holds every id: 2 bytes up to 65,536 ids, else 4."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0–255 and the end-of-document id 256.
+
+    The vocabulary is 257 and not padded: padding an embedding for a kernel's sake is the model's business.
+    """
+
+    name = "byte"
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = hashlib.sha256(b"nsa byte tokenizer: utf-8 bytes 0-255, eos 256").hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        dtype = token_dtype(self.vocab_size)
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        array = np.asarray(ids)
+        return array[array < self.eos_id].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+class JsonTokenizer:
+    """Any tokenizer saved by the `tokenizers` library (`tokenizer.json`)."""
+
+    def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
+        self._path = Path(path)
+        self._eos_token = eos_token
+        self.name = self._path.parent.name if self._path.name == "tokenizer.json" else self._path.stem
+        self._tokenizer, described = _read_json(self._path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A document that spells "<|endoftext|>" must not be able to end itself.
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_id = _find_eos(self._path, self._tokenizer, eos_token)
+        parts = {part: described.get(part) for part in _ID_DEFINING_PARTS}
+        canonical = json.dumps([parts, self.eos_id], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Reading the file again keeps `encode_special_tokens`, which the library does not carry into a worker process.
+        return _reopen, (str(self._path), self._eos_token)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        dtype = token_dtype(self.vocab_size)
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def _reopen(path: str, eos_token: str | None) -> JsonTokenizer:
+    return JsonTokenizer(path, eos_token=eos_token)
+
+
+def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        described = json.loads(text)
+    except OSError as error:
+        raise ConfigError(
+            f"tokenizer file {path} cannot be read ({error.strerror}). Give 'byte' or the path of a tokenizers JSON."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"tokenizer file {path} is not JSON ({error}). Give a file saved by the tokenizers library."
+        ) from error
+    if not isinstance(described, dict) or "model" not in described:
+        raise ConfigError(
+            f"tokenizer file {path} has no 'model' entry: it was not saved by the tokenizers library. Give "
+            "tokenizer.json, not tokenizer_config.json or vocab.json."
+        )
+    return Engine.from_str(text), described
+
+
+def _find_eos(path: Path, engine: Any, wanted: str | None) -> int:
+    # Asked of the engine, not of the file: it renumbers added tokens whose ids leave a gap.
+    special = {t.content: int(i) for i, t in engine.get_added_tokens_decoder().items() if t.special}
+    if wanted is not None:
+        if (found := engine.token_to_id(wanted)) is not None:
+            return int(found)
+        raise ConfigError(
+            f"end-of-document token {wanted!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
+        )
+    for name in _EOS_NAMES:
+        if name in special:
+            return special[name]
+    if len(special) == 1:
+        return next(iter(special.values()))
+    raise ConfigError(
+        f"tokenizer {path} does not say which token ends a document (special tokens: {sorted(special)}): packed "
+        "documents would run into each other. Name it with eos_token."
+    )
+
+
+def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:
+    """`byte`, the path of a tokenizers JSON file, or a folder that holds `tokenizer.json`."""
+    if spec == "byte":
+        return ByteTokenizer()
+    path = Path(spec)
+    return JsonTokenizer(path / "tokenizer.json" if path.is_dir() else path, eos_token=eos_token)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTokenizer:
+    """Train a byte-level BPE (any text can be encoded and decoded exactly) and save it at `path`, all or nothing."""
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    smallest = 256 + 1  # every byte, and the end of a document
+    if vocab_size < smallest:
+        raise ConfigError(f"vocab_size is {vocab_size}: a byte-level BPE needs at least {smallest}. Set e.g. 32768.")
+    engine = Engine(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    engine.train_from_iterator(texts, trainer=trainer)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    engine.save(str(unfinished))
+    os.replace(unfinished, target)
+    return JsonTokenizer(target)
+
+
+def check_same(artifact_vocab: int, artifact_fingerprint: str, tokenizer: Tokenizer) -> None:
+    """Refuse to mix an artefact with a tokenizer that did not make it."""
+    if artifact_vocab == tokenizer.vocab_size and artifact_fingerprint == tokenizer.fingerprint:
+        return
+    raise DataError(
+        f"the artefact was made with vocabulary {artifact_vocab}, fingerprint {artifact_fingerprint}, but tokenizer "
+        f"{tokenizer.name!r} has vocabulary {tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}: its ids mean "
+        "other text. Use the tokenizer it was made with, or make it again."
+    )

@@ -1,0 +1,9 @@
+"""Does FineWeb-Edu (or --source) deliver a batch in time? The same as `nsa data smoke`."""
+
+import sys
+
+from nsa.cli.main import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["data", "smoke"]
+    main()

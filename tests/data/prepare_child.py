@@ -1,0 +1,12 @@
+"""`prepare` as a process of its own, to be killed: SOURCE OUT WORKERS."""
+
+import sys
+
+from nsa.data.prepare import prepare
+from nsa.data.prepare_plan import make_plan
+
+SETTINGS = {"held_out_fraction": 0.1, "units_per_task": 1, "shard_tokens": 60_000}
+
+if __name__ == "__main__":
+    source, out, workers = sys.argv[1:]
+    prepare(make_plan(source, "byte", **SETTINGS), out, workers=int(workers))  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""One rank of a run without a model: reads batches through a Feeder, writes down what it saw, saves its cursor.
+
+KIND SOURCE DIR RANK WORLD STEPS: appends one line per batch to DIR/rank{RANK}.jsonl. As a trainer does, it writes its
+output first and its cursor, with the step, afterwards and atomically; what was seen after the last cursor is redone.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from nsa.data.feeding import Feeder, FeedSettings
+from nsa.data.open_rows import DirectData, PreparedData, RowData
+
+GLOBAL_ROWS = 4
+
+
+def data_of(kind: str, source: str) -> RowData:
+    if kind == "prepared":
+        return PreparedData(source, seq_len=64, seed=5, with_provenance=True)
+    packing = "best_fit" if kind == "direct_best_fit" else "concat"
+    return DirectData(source, "byte", seq_len=64, seed=5, held_out_fraction=0.1, packing=packing, buffer_rows=8)
+
+
+def main() -> None:
+    kind, source, folder, rank_text, world_text, steps_text = sys.argv[1:]
+    rank, world, steps = int(rank_text), int(world_text), int(steps_text)
+    cursor = Path(folder, f"cursor{rank}.json")
+    saved = json.loads(cursor.read_text()) if cursor.exists() else {"step": 0, "data": None}
+    settings = FeedSettings(queue_depth=8)
+    with (
+        Feeder(
+            data_of(kind, source),
+            global_rows=GLOBAL_ROWS,
+            rank=rank,
+            world=world,
+            settings=settings,
+            state=saved["data"],
+        ) as feeder,
+        open(Path(folder, f"rank{rank}.jsonl"), "a") as seen,
+    ):
+        for step in range(saved["step"], steps):
+            batch = next(feeder)
+            segments = [[[s.doc_id, s.offset, s.length] for s in row] for row in batch.provenance or ()]
+            record = {
+                "step": step,
+                "rows": batch.row_ids.tolist(),
+                "segments": segments,
+                "tokens": batch.tokens.tolist(),
+            }
+            seen.write(json.dumps(record) + "\n")
+            seen.flush()
+            if step % 3 == 2 or step == steps - 1:
+                unfinished = cursor.with_suffix(".tmp")
+                unfinished.write_text(json.dumps({"step": step + 1, "data": feeder.state_dict()}))
+                os.replace(unfinished, cursor)
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Prepared shards: what is written is what is read, and nothing damaged is ever handed out."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nsa.data.folder import Folder
+from nsa.data.manifest import MANIFEST_NAME, read_manifest
+from nsa.data.prepared import PreparedRows, Shuffle
+from nsa.data.shard_cache import ShardCache
+from nsa.data.shard_reader import ShardReader
+from nsa.data.shards import BLOCK_BYTES
+from nsa.errors import ConfigError, DataError
+from tests.data.shard_sets import documents, write_set
+
+
+def _read_everything(path: Path) -> np.ndarray:
+    rows = PreparedRows(ShardReader(Folder(str(path))), 512, shuffle=Shuffle(1), with_provenance=True)
+    return rows.rows(np.arange(rows.rows_per_epoch)).tokens
+
+
+def test_a_flipped_byte_is_found_100_of_100(tmp_path: Path) -> None:
+    """Any bit of any file, the manifest included."""
+    write_set(tmp_path, documents(120, longest=4000), docs_per_shard=60)
+    _read_everything(tmp_path)
+    files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+    assert max(p.stat().st_size for p in files) > 2 * BLOCK_BYTES
+    rng = np.random.default_rng(0)
+    found = 0
+    for trial in range(100):
+        path = files[trial % len(files)]
+        raw = path.read_bytes()
+        at = int(rng.integers(len(raw)))
+        flipped = raw[at] ^ (1 << int(rng.integers(8)))
+        path.write_bytes(raw[:at] + bytes([flipped]) + raw[at + 1 :])
+        try:
+            _read_everything(tmp_path)
+        except DataError:
+            found += 1
+        path.write_bytes(raw)
+    assert found == 100
+    _read_everything(tmp_path)
+
+
+def test_only_touched_blocks_are_hashed(tmp_path: Path) -> None:
+    """Damage far from a row does not stop it: verification costs what is read, not the size of the set."""
+    write_set(tmp_path, documents(60, longest=8000), docs_per_shard=60)
+    tokens = next(tmp_path.rglob("*.tok"))
+    raw = bytearray(tokens.read_bytes())
+    raw[-1] ^= 1
+    tokens.write_bytes(raw)
+    rows = PreparedRows(ShardReader(Folder(str(tmp_path))), 512, shuffle=None)
+    rows.rows(np.arange(1))
+    with pytest.raises(DataError, match="does not match its SHA-256"):
+        rows.rows(np.asarray([rows.rows_per_epoch - 1]))
+
+
+@pytest.mark.parametrize("suffix", ["tok", "idx", "ids"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_cut_off_and_missing_files_are_named(tmp_path: Path, suffix: str, damage: str) -> None:
+    write_set(tmp_path, documents(40))
+    victim = next(tmp_path.rglob(f"*.{suffix}"))
+    raw = victim.read_bytes()
+    victim.write_bytes(raw[: len(raw) // 2])
+    if damage == "gone":
+        victim.unlink()
+    with pytest.raises(DataError, match=victim.name):
+        _read_everything(tmp_path)
+
+
+def test_a_folder_without_manifest_is_unfinished(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has not finished"):
+        read_manifest(Folder(str(tmp_path)))
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+    write_set(tmp_path, documents(4))
+    content = json.loads((tmp_path / MANIFEST_NAME).read_bytes())
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(content | {"version": 99}))
+    with pytest.raises(DataError, match="version 99"):
+        read_manifest(Folder(str(tmp_path)))
+
+
+def test_addresses_never_carry_secrets() -> None:
+    with pytest.raises(ConfigError, match="AWS_ACCESS_KEY_ID"):
+        Folder("s3://user:secret@bucket/x")
+
+
+class RemoteFolder(Folder):
+    """A local folder that a reader must treat as a remote one; counts what is fetched."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.is_local = False
+        self.fetched: list[str] = []
+
+    def open_input(self, name: str):
+        self.fetched.append(name)
+        return super().open_input(name)
+
+
+def test_a_cached_read_equals_a_local_read_within_the_limit(tmp_path: Path) -> None:
+    source, cache_path = tmp_path / "set", tmp_path / "cache"
+    write_set(source, documents(200, longest=300), docs_per_shard=20)
+    expected = PreparedRows(ShardReader(Folder(str(source))), 128, shuffle=None)
+    sizes = [p.stat().st_size for p in source.rglob("*") if p.is_file()]
+    limit = sum(sizes) // 4
+    folder = RemoteFolder(str(source))
+    rows = PreparedRows(
+        ShardReader(folder, cache=ShardCache(cache_path, limit)), 128, shuffle=None, with_provenance=True
+    )
+    for i in range(0, rows.rows_per_epoch, 4):
+        ids = np.arange(i, min(i + 4, rows.rows_per_epoch))
+        assert np.array_equal(rows.rows(ids).tokens, expected.rows(ids).tokens)
+        assert sum(p.stat().st_size for p in cache_path.iterdir()) <= limit
+    assert len(folder.fetched) == len(set(folder.fetched))  # in order, each file is fetched once
+    assert not list(cache_path.glob("*.tmp"))
+
+
+def test_the_least_recently_used_file_leaves_first(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    manifest = write_set(source, documents(60), docs_per_shard=20)
+    folder, cache = RemoteFolder(str(source)), ShardCache(tmp_path / "cache", 10**9)
+    files = [shard.files()[0] for shard in manifest.splits["train"]]
+    paths = [cache.fetch(folder, *file) for file in files]
+    for age, path in ((30, paths[0]), (20, paths[1]), (10, paths[2])):
+        os.utime(path, (time.time() - age, time.time() - age))
+    cache.fetch(folder, *files[0])  # used again: now the youngest
+    cache.limit_bytes = sum(f[1] for f in files)
+    cache.fetch(folder, *manifest.splits["train"][0].files()[1])
+    assert [p.exists() for p in paths] == [True, False, True]
+
+
+def test_a_damaged_download_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    manifest = write_set(source, documents(10))
+    name, size, sha256 = manifest.splits["train"][0].files()[0]
+    raw = bytearray((source / name).read_bytes())
+    raw[3] ^= 4
+    (source / name).write_bytes(raw)
+    cache = ShardCache(tmp_path / "cache", 10**9)
+    with pytest.raises(DataError, match="could not be fetched"):
+        cache.fetch(RemoteFolder(str(source)), name, size, sha256)
+    assert [p for p in (tmp_path / "cache").iterdir() if not p.name.startswith(".lock")] == []
+
+
+def test_a_full_shuffle_of_more_than_the_cache_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    write_set(source, documents(60))
+    reader = ShardReader(RemoteFolder(str(source)), cache=ShardCache(tmp_path / "cache", 1000))
+    with pytest.raises(ConfigError, match="block_rows"):
+        PreparedRows(reader, 16, shuffle=Shuffle(seed=0))
+
+
+def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
+    """Four processes, one cache that holds a fraction: files vanish under each other, every row is still right."""
+    source = tmp_path / "set"
+    write_set(source, documents(120, longest=300), docs_per_shard=10)
+    program = textwrap.dedent(
+        """
+        import hashlib, sys
+        import numpy as np
+        from nsa.data.prepared import PreparedRows, Shuffle
+        from nsa.data.shard_cache import ShardCache
+        from nsa.data.shard_reader import ShardReader
+        from tests.data.test_shards import RemoteFolder
+
+        source, cache, seed = sys.argv[1:]
+        reader = ShardReader(RemoteFolder(source), cache=ShardCache(cache, 12_000), max_open_shards=1)
+        rows = PreparedRows(reader, 64, shuffle=Shuffle(int(seed), block_rows=8, window_blocks=2))
+        stored = rows.stored_rows(np.arange(rows.rows_per_epoch))
+        tokens = rows.rows(np.arange(rows.rows_per_epoch)).tokens[np.argsort(stored)]
+        print(hashlib.sha256(tokens.tobytes()).hexdigest())
+        """
+    )
+    command = [sys.executable, "-c", program, str(source), str(tmp_path / "cache")]
+    children = [subprocess.Popen([*command, str(s)], stdout=subprocess.PIPE, text=True) for s in range(4)]
+    digests = {child.communicate(timeout=120)[0] for child in children}
+    assert all(child.returncode == 0 for child in children)
+    assert len(digests) == 1

@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from nsa.data.row_stream import IndexedRowStream
+from nsa.data.synthetic import SyntheticRows
+from nsa.errors import ConfigError
+
+TASKS = ["uniform", "copy", "needle"]
+
+
+def _rows(task: str, seq_len: int = 40, vocab_size: int = 50, seed: int = 3) -> SyntheticRows:
+    return SyntheticRows(task, vocab_size=vocab_size, seq_len=seq_len, seed=seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_row_depends_on_seed_and_index_alone(task: str) -> None:
+    whole = _rows(task).rows(np.arange(20)).tokens
+    assert np.array_equal(_rows(task).rows(np.asarray([13, 2])).tokens, whole[[13, 2]])
+    assert not np.array_equal(_rows(task, seed=4).rows(np.arange(20)).tokens, whole)
+    assert len({row.tobytes() for row in whole}) == 20
+    assert whole.max() < 50
+
+
+@pytest.mark.parametrize("seq_len", [3, 40, 41])
+def test_copy_repeats_exactly_and_predicts_only_the_repetition(seq_len: int) -> None:
+    batch = _rows("copy", seq_len).rows(np.arange(10))
+    half = (seq_len - 1) // 2
+    assert batch.loss_mask is not None
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        assert tokens[:half].tolist() == tokens[half + 1 : 2 * half + 1].tolist()
+        assert tokens[half] == 49
+        assert np.flatnonzero(mask).tolist() == list(range(half + 1, 2 * half + 1))
+
+
+def test_needle_is_hidden_once_and_asked_for_at_the_end() -> None:
+    batch = _rows("needle", 100, 1000).rows(np.arange(200))
+    assert batch.loss_mask is not None
+    places = []
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        (place,) = np.flatnonzero(tokens == 999)
+        (question,) = np.flatnonzero(tokens == 998)
+        assert question == 93
+        assert tokens[place + 1 : place + 7].tolist() == tokens[question + 1 :].tolist()
+        assert np.flatnonzero(mask).tolist() == [96, 97, 98, 99]
+        assert place + 7 <= question
+        places.append(place)
+    assert min(places) < 10
+    assert max(places) > 76
+
+
+def test_there_is_always_another_row() -> None:
+    stream = IndexedRowStream(_rows("uniform"))
+    stream.load_state_dict(stream.state_dict() | {"next_row": 2**60})
+    assert stream.next_batch(2).row_ids.tolist() == [2**60, 2**60 + 1]
+
+
+@pytest.mark.parametrize(("task", "seq_len"), [("copy", 2), ("needle", 13), ("uniform", 0)])
+def test_rows_too_short_for_the_task_are_refused(task: str, seq_len: int) -> None:
+    with pytest.raises(ConfigError, match="needs at least"):
+        _rows(task, seq_len)
+
+
+def test_unknown_tasks_are_named() -> None:
+    with pytest.raises(ConfigError, match="'sorting'"):
+        _rows("sorting")
