@@ -69,7 +69,7 @@ def read_index(file: Path) -> "Metadata":
     # A damaged pickle fails in many ways; none of them gets further than this line.
     except (pickle.UnpicklingError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) as error:
         raise CheckpointError(f"{file} is not an index of tensors that can be trusted: {error}.") from error
-    except (ImportError, MemoryError, RecursionError, RuntimeError) as error:
+    except (ImportError, MemoryError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"{file} is not an index of tensors that can be trusted: {error}.") from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError(
