@@ -29,6 +29,7 @@ _INDEX_CLASSES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("collections", "OrderedDict"),
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
         *(("torch", f"{kind}{bits}") for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
         *(("torch", name) for name in ("bool", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")),
     }
@@ -89,7 +90,7 @@ def demand_harmless(checkpoint: Path) -> None:
         elif file.suffix == ".pt":
             _demand_harmless_torch_file(file, 0, None)
     for file in sorted(checkpoint.rglob("*.distcp")):
-        if file not in indexed:
+        if file not in indexed and file.stat().st_size:  # a replica that had nothing to add leaves empty files
             raise CheckpointError(f"{file} is in no index of tensors: nobody would know what is in it.")
 
 
