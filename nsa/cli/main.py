@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import config, doctor
+from nsa.cli import config, doctor, train
 from nsa.cli.data import data_app
 from nsa.errors import NSAError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.add_typer(config.app, name="config")
 app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
+app.command()(train.train)
 
 
 def _print_version(wanted: bool) -> None:

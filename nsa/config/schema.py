@@ -152,6 +152,9 @@ class TrainConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0), Unit("steps")] = Field(
         default=0, description="Steps of linear warm-up from zero."
     )
+    final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Share of lr that cosine and linear schedules end with."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.01, description="AdamW weight decay.")
     grad_clip: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Largest gradient norm; 0 does not clip.")
     log_every: Steps = Field(default=20, description="Steps between progress records.")

@@ -6,6 +6,7 @@ Writer and readers share `Beat`. A full disk or a kill may tear a line; readers 
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -97,10 +98,12 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
         if torn:
             self._file.write("\n")
+        self._turn = threading.Lock()  # saves end in a thread of their own
 
     def append(self, line: str) -> None:
-        self._file.write(line + "\n")
-        self._file.flush()
+        with self._turn:
+            self._file.write(line + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
