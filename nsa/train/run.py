@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from olmo_core.distributed.utils import broadcast_object
-from olmo_core.train import Duration, LoadStrategy, Trainer, prepare_training_environment, teardown_training_environment
+from olmo_core.train import Duration, LoadStrategy, prepare_training_environment, teardown_training_environment
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
 
 from nsa.config.schema import RunConfig
@@ -39,6 +39,7 @@ from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make
 from nsa.train.exits import DONE, HALTED
 from nsa.train.loader import RowLoader
 from nsa.train.ranks import Agreement, Ranks
+from nsa.train.trainer import QuietTrainer
 
 LONG_RUN_STEPS = 5000
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
@@ -177,7 +178,7 @@ class _Run:
         self._finish(trainer, wishes.exit_code)
         return wishes.exit_code
 
-    def _build(self) -> tuple[Trainer, Wishes]:
+    def _build(self) -> tuple[QuietTrainer, Wishes]:
         config = self.config
         module = build_train_module(config, self.vocab_size, self.ranks, self.device)
         saver = make_saver(config)
@@ -212,7 +213,7 @@ class _Run:
                 agreement=self.agreement,
                 say=self._hear_verdict,
             )
-        trainer = Trainer(
+        trainer = QuietTrainer(
             work_dir=self.folder.path,
             train_module=module,
             data_loader=self.loader,
@@ -285,7 +286,7 @@ class _Run:
             f"{config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"
         )
 
-    def _finish(self, trainer: Trainer, code: int) -> None:
+    def _finish(self, trainer: QuietTrainer, code: int) -> None:
         if not self.ranks.first:
             return
         last = self.folder.checkpoints / f"step{trainer.global_step}"

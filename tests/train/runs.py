@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -36,22 +37,20 @@ class Job:
     resume_from: str | None = None
 
 
-def run_all(*jobs: Job, timeout_s: float = 280) -> list[list[int]]:
+def run_all(*jobs: Job, timeout_s: float = 200) -> list[list[int]]:
     """Exit codes of the ranks of each run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.runs"],
-        input=json.dumps([asdict(job) for job in jobs]),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "tests.train.runs"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+    try:
+        out, err = process.communicate(json.dumps([asdict(job) for job in jobs]), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err[-3000:]
+    codes: list[list[int]] = json.loads(out.splitlines()[-1])
     if any(code not in (0, 10, 11, 20, 21, 22, 23) for ranks in codes for code in ranks):
-        raise AssertionError(f"{codes}\n{done.stderr[-5000:]}")
+        raise AssertionError(f"{codes}\n{err[-5000:]}")
     return codes
 
 
