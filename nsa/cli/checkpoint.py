@@ -107,6 +107,48 @@ def export(
         print(f"wrote {path} from {source.name}")
 
 
+@app.command()
+def push(
+    checkpoint: Path = typer.Argument(..., help="A checkpoint, e.g. RUN/checkpoints/latest."),
+    url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of this run are kept."),
+    key_file: Path = _KEY,
+) -> None:
+    """Copy a verified checkpoint into an object store; COMMIT.json goes last, so half a copy is no checkpoint.
+
+    **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
+    """
+    from nsa.train.checkpoint.manifest import read_key
+    from nsa.train.checkpoint.s3 import push as copy
+
+    print(f"wrote {copy(checkpoint.resolve(), url, key=read_key(key_file) if key_file else None)}")
+
+
+@app.command()
+def pull(
+    url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of a run are kept."),
+    run: Path = typer.Argument(..., metavar="RUN", help="The run folder to bring the newest good one into."),
+    key_file: Path = _KEY,
+) -> None:
+    """Copy the newest good checkpoint of an object store into a run folder, and verify it there.
+
+    **Example:** `nsa checkpoint pull s3://models/run artifacts/run`
+    """
+    from nsa.train.checkpoint.folder import CheckpointFolder
+    from nsa.train.checkpoint.layout import CHECKPOINTS
+    from nsa.train.checkpoint.lock import RunLock
+    from nsa.train.checkpoint.manifest import read_key
+    from nsa.train.checkpoint.s3 import pull as copy
+
+    key = read_key(key_file) if key_file else None
+    with RunLock(run):
+        found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key)
+    for finding in found.passed_over:
+        print(f"WARNING: passed over {finding}")
+    if found.path is None:
+        raise CheckpointError(f"{url} holds no good checkpoint.")
+    print(f"wrote {found.path}")
+
+
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
     from nsa.train.checkpoint.folder import CheckpointFolder
     from nsa.train.checkpoint.layout import CHECKPOINTS

@@ -134,9 +134,16 @@ class CheckpointFolder:
                 f"step {step} could not be saved ({error}): the checkpoints before it are untouched. "
                 f"Free disk space or set train.out_dir to another disk."
             ) from error
-        self._suspect.discard(step)
-        self._point_latest_at(step)
-        self._retire()
+        self._settle(step)
+        return target
+
+    def adopt(self, step: int) -> Path:
+        """Take in a checkpoint that was committed elsewhere and copied into staging, its COMMIT.json included."""
+        staging, target = self.staging(step), self.step_path(step)
+        examine(Folder(staging), key=self._key, step=step).demand_good()
+        Folder(staging).sync()
+        self._rename(staging, target)
+        self._settle(step)
         return target
 
     def commit_after(self, written: "Future[None]", step: int) -> "Future[Path]":
@@ -194,6 +201,11 @@ class CheckpointFolder:
         os.rename(staging, target)
         sync(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _settle(self, step: int) -> None:
+        self._suspect.discard(step)
+        self._point_latest_at(step)
+        self._retire()
 
     def _point_latest_at(self, step: int) -> None:
         link = self.path / layout.NEW_LINK

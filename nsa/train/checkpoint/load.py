@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def export(checkpoint: Path, to: Path, *, key: bytes | None = None, allow_foreig
                 torch.save(model, temporary)
             else:
                 save_file(model, temporary, metadata=about)
+                shutil.copymode(to / MODEL_PT, temporary)  # safetensors makes private files
             sync(temporary)
             os.replace(temporary, path)
         # torch.save reports a full disk by a RuntimeError, safetensors by an error of its own.

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nsa.errors import CheckpointError
@@ -116,9 +116,13 @@ def decode(raw: bytes, key: bytes | None = None) -> Manifest:
         raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads {FORMAT}")
     try:
         files = {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
-        return Manifest(int(body["step"]), str(body["saved_at"]), files)
+        manifest = Manifest(int(body["step"]), str(body["saved_at"]), files)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT} is not one of ours ({error!r})") from error
+    for name in manifest.files:
+        if name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise CheckpointError(f"{COMMIT} names {name!r}, which lies outside the checkpoint")
+    return manifest
 
 
 def examine(store: Store, *, key: bytes | None = None, step: int | None = None, deep: bool = True) -> Verdict:
