@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa.cli.config import resolve
+from nsa.cli.launch import launch
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def train(
     dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
     steps: int = typer.Option(None, help="train.steps."),
     precision: str = typer.Option(None, help="runtime.precision: bf16 or fp32."),
-    ddp: int = typer.Option(-1, help="1 expects several ranks, 0 one, -1 takes what torchrun gives."),
+    ddp: int = typer.Option(-1, help="1 starts a rank per GPU, 0 insists on one rank, -1 takes what torchrun gives."),
     fwe_report_docs: int = typer.Option(None, help="data.report_docs."),
     loader_timeout: float = typer.Option(None, help="data.loader_timeout_s."),
     synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", help="data.synthetic_on_fail=true."),
@@ -48,13 +49,16 @@ def train(
     from nsa.train.ranks import Ranks
     from nsa.train.run import train as run
 
-    world = Ranks.from_environment().world
-    if (ddp == 1 and world == 1) or (ddp == 0 and world > 1):
+    ranks, checkpoint = Ranks.from_environment(), _existing(resume_from or named)
+    if ddp == 0 and ranks.world > 1:
         raise ConfigError(
-            f"--ddp {ddp} and {world} rank(s): the number of ranks is torchrun's to choose. Start with "
-            f"`torchrun --nproc_per_node=N`, or leave --ddp out."
+            f"--ddp 0 insists on one rank and torchrun started {ranks.world}. Leave --ddp out, or start without "
+            f"torchrun."
         )
-    code = run(config, resume=resume, resume_from=_existing(resume_from or named), reporter=_reporter())
+    if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
+        again = resume and checkpoint is None
+        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0)  # type: ignore[arg-type]
+    code = run(config, resume=resume, resume_from=checkpoint, reporter=_reporter())
     raise typer.Exit(code)
 
 
@@ -71,6 +75,12 @@ def _existing(path: Path | None) -> Path | None:
     if path is not None and path.suffix == ".pt" and not path.exists() and path.with_suffix("").is_dir():
         return path.with_suffix("")
     return path
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _reporter() -> Any:
