@@ -25,3 +25,9 @@ class DataError(NSAError):
     """Data that is missing, corrupt beyond the allowed limit, or too late."""
 
     exit_code = 21
+
+
+class CheckpointError(NSAError):
+    """A checkpoint that cannot be trusted, written or found, or a run folder that another process holds."""
+
+    exit_code = 22

@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import config, doctor
+from nsa.cli import checkpoint, config, doctor, launch, train
 from nsa.cli.data import data_app
 from nsa.errors import NSAError
 
@@ -19,8 +19,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
+app.command()(train.train)
+app.command()(launch.launch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -152,13 +152,19 @@ class TrainConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0), Unit("steps")] = Field(
         default=0, description="Steps of linear warm-up from zero."
     )
+    final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Share of lr that cosine and linear schedules end with."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.01, description="AdamW weight decay.")
     grad_clip: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Largest gradient norm; 0 does not clip.")
     log_every: Steps = Field(default=20, description="Steps between progress records.")
     eval_every: StepsOrNever = Field(default=1000, description="Steps between evaluations on the held-out split.")
+    eval_batches: Count = Field(default=16, description="Batches of the held-out split that an evaluation reads.")
     save_every: StepsOrNever = Field(
         default=1000, description="Steps between checkpoints; the end of a run is always saved."
     )
+    save_async: bool = Field(default=True, description="Write checkpoints in the background while training goes on.")
+    keep_checkpoints: Count = Field(default=3, description="Newest checkpoints to keep; older ones are removed.")
     seed: Annotated[int, Field(ge=0)] = Field(
         default=1337, description="Seeds weights, data order and the held-out split."
     )
@@ -167,6 +173,19 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
         return rules.enforce(self, rules.of_train(self))
+
+
+class ParallelConfig(Section):
+    """How several ranks share a run; with one rank nothing of it matters."""
+
+    data: Literal["ddp", "fsdp", "hsdp"] = Field(
+        default="ddp",
+        description="ddp: whole weights on every rank; fsdp: sharded over all; hsdp: sharded in groups of shard_ranks.",
+    )
+    shard_ranks: Annotated[int, Field(ge=1), Unit("ranks")] | None = Field(
+        default=None, description="Ranks that hold one copy of the weights together (hsdp); null means one node's."
+    )
+    timeout_s: Seconds = Field(default=600.0, description="Longest wait for other ranks before a run fails.")
 
 
 class DataConfig(Section):
@@ -240,6 +259,7 @@ class RunConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

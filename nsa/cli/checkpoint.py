@@ -1,0 +1,161 @@
+"""`nsa checkpoint`: list, verify and export the checkpoints of a run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nsa.train.checkpoint.folder import CheckpointFolder
+
+app = typer.Typer(help="List, verify and export the checkpoints of a run.", no_args_is_help=True)
+
+_RUN = typer.Argument(..., metavar="RUN", help="A run folder, or its checkpoints folder.")
+_KEY = typer.Option(None, "--key-file", help="File with the key that signed the checkpoints.")
+
+
+@app.command("ls")
+def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
+    """List checkpoints, newest last, with what a quick look (names and sizes, no hashes) finds wrong.
+
+    **Example:** `nsa checkpoint ls artifacts/run`
+    """
+    from nsa.train.checkpoint.layout import step_name
+    from nsa.train.checkpoint.lock import holder
+
+    folder = _open(run, key_file)
+    for step in folder.steps():
+        verdict = folder.examine(step, deep=False)
+        mark = " ← latest" if step == folder.latest() else ""
+        if verdict.manifest is not None and verdict.good:
+            size = f"{verdict.manifest.bytes / 2**20:10.1f} MiB  {len(verdict.manifest.files):5d} files"
+            print(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}{mark}")
+        else:
+            print(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
+    if not folder.steps():
+        print(f"{folder.path} holds no checkpoint")
+    if owner := holder(folder.path.parent):
+        print(f"in use by {owner}")
+
+
+@app.command()
+def verify(
+    path: Path = typer.Argument(..., metavar="RUN|CHECKPOINT", help="A run folder, or one checkpoint in it."),
+    key_file: Path = _KEY,
+) -> None:
+    """Compare every file with its SHA-256 and look into every pickle, executing none; exit 0 if all are good, else 22.
+
+    **Example:** `nsa checkpoint verify artifacts/run/checkpoints/latest`
+    """
+    from nsa.train.checkpoint.layout import step_of
+    from nsa.train.checkpoint.load import demand_trustworthy
+    from nsa.train.checkpoint.manifest import read_key
+
+    one = path.resolve()
+    if step_of(one.name) is not None:
+        wanted = [one]
+    else:
+        folder = _open(path, key_file)
+        wanted = [folder.step_path(step) for step in folder.steps()]
+    if not wanted:
+        raise CheckpointError(f"{path} holds no checkpoint, so there is nothing to verify.")
+    key = read_key(key_file) if key_file else None
+    bad = 0
+    for checkpoint in wanted:
+        try:
+            manifest = demand_trustworthy(checkpoint, key=key)
+        except CheckpointError as error:
+            bad += 1
+            print(f"BAD   {error}")
+        else:
+            assert manifest is not None
+            signature = ", signed" if key else ""
+            print(f"good  {checkpoint} ({len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB{signature})")
+    if bad:
+        raise typer.Exit(CheckpointError.exit_code)
+
+
+@app.command()
+def export(
+    checkpoint: Path = typer.Argument(..., help="A checkpoint, or a run folder: its newest good one."),
+    out: Path = typer.Option(Path(), "--out", help="Folder for model.pt and model.safetensors."),
+    key_file: Path = _KEY,
+    allow_foreign: bool = typer.Option(
+        False, "--allow-foreign", help="Take a DCP folder without COMMIT.json: damage cannot be detected then."
+    ),
+) -> None:
+    """Write model.pt and model.safetensors from a verified checkpoint, executing nothing that is in it.
+
+    **Example:** `nsa checkpoint export artifacts/run --out exported`
+    """
+    from nsa.train.checkpoint.layout import COMMIT, step_of
+    from nsa.train.checkpoint.load import export as write
+    from nsa.train.checkpoint.manifest import read_key
+
+    source = checkpoint.resolve()
+    if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
+        found = _open(checkpoint, key_file).find_resumable()
+        for finding in found.passed_over:
+            print(f"WARNING: passed over {finding}")
+        if found.path is None:
+            raise CheckpointError(f"{checkpoint} holds no good checkpoint to export.")
+        source = found.path
+    key = read_key(key_file) if key_file else None
+    for path in write(source, out, key=key, allow_foreign=allow_foreign):
+        print(f"wrote {path} from {source.name}")
+
+
+@app.command()
+def push(
+    checkpoint: Path = typer.Argument(..., help="A checkpoint, e.g. RUN/checkpoints/latest."),
+    url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of this run are kept."),
+    key_file: Path = _KEY,
+) -> None:
+    """Copy a verified checkpoint into an object store; COMMIT.json goes last, so half a copy is no checkpoint.
+
+    **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
+    """
+    from nsa.train.checkpoint.manifest import read_key
+    from nsa.train.checkpoint.s3 import push as copy
+
+    print(f"wrote {copy(checkpoint.resolve(), url, key=read_key(key_file) if key_file else None)}")
+
+
+@app.command()
+def pull(
+    url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of a run are kept."),
+    run: Path = typer.Argument(..., metavar="RUN", help="The run folder to bring the newest good one into."),
+    key_file: Path = _KEY,
+) -> None:
+    """Copy the newest good checkpoint of an object store into a run folder, and verify it there.
+
+    **Example:** `nsa checkpoint pull s3://models/run artifacts/run`
+    """
+    from nsa.train.checkpoint.folder import CheckpointFolder
+    from nsa.train.checkpoint.layout import CHECKPOINTS
+    from nsa.train.checkpoint.lock import RunLock
+    from nsa.train.checkpoint.manifest import read_key
+    from nsa.train.checkpoint.s3 import pull as copy
+
+    key = read_key(key_file) if key_file else None
+    with RunLock(run):
+        found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key)
+    for finding in found.passed_over:
+        print(f"WARNING: passed over {finding}")
+    if found.path is None:
+        raise CheckpointError(f"{url} holds no good checkpoint.")
+    print(f"wrote {found.path}")
+
+
+def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
+    from nsa.train.checkpoint.folder import CheckpointFolder
+    from nsa.train.checkpoint.layout import CHECKPOINTS
+    from nsa.train.checkpoint.manifest import read_key
+
+    inside = run / CHECKPOINTS
+    folder = inside if inside.is_dir() else run
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} does not exist. Name a run folder (train.out_dir).")
+    return CheckpointFolder(folder, key=read_key(key_file) if key_file else None)

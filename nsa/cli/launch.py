@@ -1,0 +1,56 @@
+"""`nsa launch`: several ranks that are watched and started again from the last checkpoint."""
+
+import sys
+from pathlib import Path
+
+import typer
+
+from nsa.cli.config import resolve
+
+
+def launch(
+    arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help="As for `nsa train`."),
+    nproc: int = typer.Option(1, "--nproc", help="Ranks on this node, one per GPU."),
+    nnodes: str = typer.Option("1", "--nnodes", help="Nodes, or least:most. Run the same command on each."),
+    rdzv_endpoint: str = typer.Option("localhost:0", "--rdzv-endpoint", help="HOST:PORT where the nodes meet."),
+    rdzv_id: str = typer.Option("nsa", "--rdzv-id", help="Name of the meeting, the same on all nodes."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
+    resume_from: Path = typer.Option(None, "--resume-from", help="Start from this checkpoint or run folder."),
+    grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and leave when asked to."),
+) -> None:
+    """Train on several ranks; restart from the last checkpoint what can get better, stop after 3 cycles without one.
+
+    Ends with the code of `nsa train`: 0 done, 10 asked to leave, 11 halted, 20 config, … Logs of every rank are in
+    the run folder, under logs/.
+
+    **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
+    """
+    from nsa.train.launch import Launch
+    from nsa.train.launch import launch as run
+
+    words = list(arguments or [])
+    config = resolve(words)  # a wrong config is told here, before any rank starts
+
+    def program(again: bool) -> list[str]:
+        command = [sys.executable, "-m", "nsa.cli", "train", *words]
+        if again:
+            return [*command, "--resume"]
+        return [*command, "--resume-from", str(resume_from)] if resume_from is not None else command
+
+    plan = Launch(
+        program=program,
+        run_folder=Path(config.train.out_dir),
+        nproc=nproc,
+        nnodes=nnodes,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        resume=resume,
+        grace_s=grace,
+    )
+    code = run(plan, lambda text: print(f"launch: {text}", flush=True), _show)
+    raise typer.Exit(code)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

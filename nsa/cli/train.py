@@ -1,0 +1,141 @@
+"""`nsa train`: train a model, or go on training it."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.cli.config import resolve
+from nsa.cli.launch import launch
+from nsa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nsa.observe.heartbeat import Beat
+    from nsa.train.callbacks.evaluation import Verdict
+
+_ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
+
+
+def train(
+    arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=_ARGUMENTS_HELP),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
+    resume_from: Path = typer.Option(None, "--resume-from", help="Go on from this checkpoint or run folder."),
+    dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
+    steps: int = typer.Option(None, help="train.steps."),
+    precision: str = typer.Option(None, help="runtime.precision: bf16 or fp32."),
+    ddp: int = typer.Option(-1, help="1 starts a rank per GPU, 0 insists on one rank, -1 takes what torchrun gives."),
+    fwe_report_docs: int = typer.Option(None, help="data.report_docs."),
+    loader_timeout: float = typer.Option(None, help="data.loader_timeout_s."),
+    synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", help="data.synthetic_on_fail=true."),
+) -> None:
+    """Train until done or asked to stop. Exit 0 done, 10 asked to leave, 11 halted, 20 config, 21 data, 22 checkpoint.
+
+    **Examples:** `nsa train configs/cpu_quickstart.yaml`, and on several GPUs
+    `torchrun --nproc_per_node=8 -m nsa.cli train configs/train_50k.yaml parallel.data=fsdp --resume`
+    """
+    given = {
+        "data.dataset": dataset,
+        "train.steps": steps,
+        "runtime.precision": precision,
+        "data.report_docs": fwe_report_docs,
+        "data.loader_timeout_s": loader_timeout,
+        "data.synthetic_on_fail": synthetic_on_fail or None,
+    }
+    words = [*(arguments or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    words, named = _split_off_checkpoint(words) if resume else (words, None)
+    config = resolve(words)
+
+    from nsa.train.ranks import Ranks
+    from nsa.train.run import train as run
+
+    ranks, checkpoint = Ranks.from_environment(), _existing(resume_from or named)
+    if ddp == 0 and ranks.world > 1:
+        raise ConfigError(
+            f"--ddp 0 insists on one rank and torchrun started {ranks.world}. Leave --ddp out, or start without "
+            f"torchrun."
+        )
+    if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
+        again = resume and checkpoint is None
+        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0)  # type: ignore[arg-type]
+    code = run(config, resume=resume, resume_from=checkpoint, reporter=_reporter())
+    raise typer.Exit(code)
+
+
+def _split_off_checkpoint(words: list[str]) -> tuple[list[str], Path | None]:
+    """`--resume PATH` is an older spelling of `--resume-from PATH`: a folder among the words is that path."""
+    folders = [word for word in words if Path(word).is_dir() or word.endswith(".pt")]
+    if len(folders) > 1:
+        raise ConfigError(f"--resume was given {len(folders)} checkpoints ({', '.join(folders)}). Give one.")
+    return [word for word in words if word not in folders], Path(folders[0]) if folders else None
+
+
+def _existing(path: Path | None) -> Path | None:
+    """Checkpoints were files called NAME.pt once and are folders called NAME now."""
+    if path is not None and path.suffix == ".pt" and not path.exists() and path.with_suffix("").is_dir():
+        return path.with_suffix("")
+    return path
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _reporter() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    return _Live(console) if console.is_terminal else _Plain()
+
+
+class _Plain:
+    """A line per record, for logs."""
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def beat(self, beat: "Beat", steps: int) -> None:
+        if beat.loss is not None:
+            print(_progress(beat, steps), flush=True)
+        elif beat.detail:
+            print(f"{beat.msg} at step {beat.step}: {beat.detail}", flush=True)
+
+    def verdict(self, verdict: "Verdict") -> None:
+        print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f} over {verdict.tokens} tokens", flush=True)
+
+
+class _Live(_Plain):
+    """On a terminal, progress is one line that changes; what stays is printed above it."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.live import Live
+
+        self._console, self._live = console, Live("", console=console, auto_refresh=False)
+
+    def line(self, text: str) -> None:
+        self._console.print(text)
+
+    def beat(self, beat: "Beat", steps: int) -> None:
+        if beat.loss is None:
+            self._live.stop()
+            if beat.detail:
+                self._console.print(f"{beat.msg} at step {beat.step}: {beat.detail}")
+            return
+        self._live.start()
+        self._live.update(_progress(beat, steps), refresh=True)
+        if beat.step >= steps:
+            self._live.stop()
+
+    def verdict(self, verdict: "Verdict") -> None:
+        self._console.print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f}")
+
+
+def _progress(beat: "Beat", steps: int) -> str:
+    left_s = (steps - beat.step) * (beat.step_s or 0.0)
+    eta = time.strftime("%H:%M:%S", time.gmtime(left_s)) if left_s < 86400 else f"{left_s / 86400:.1f} days"
+    return (
+        f"step {beat.step}/{steps} · loss {beat.loss:.4f} · {beat.toks_per_s or 0:,.0f} tokens/s · lr {beat.lr:.2e} · "
+        f"grad {beat.grad_norm or 0:.3f} · left {eta}"
+    )

@@ -1,0 +1,59 @@
+"""`events.jsonl`: what happened to a run, once per run and not per rank, across all its restarts."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from nsa.observe import names
+from nsa.observe.heartbeat import JsonLines, read_records, to_line
+
+
+class Kind(StrEnum):
+    START = "start"
+    RESTART = "restart"
+    LOST_STEPS = "lost_steps"
+    FIRST_STEP = "first_step"
+    SAVE = "save"
+    CHECKPOINT_REJECTED = "checkpoint_rejected"
+    EVALUATION = "evaluation"
+    STALL = "stall"
+    SKIPPED_STEP = "skipped_step"
+    ROLLBACK = "rollback"
+    HALT = "halt"
+    STOP = "stop"
+    DONE = "done"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Event:
+    ts: float
+    kind: Kind
+    step: int
+    details: dict[str, Any]
+
+
+class EventLog:
+    """Written by rank 0, or by the watchdog."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._lines = JsonLines(run_folder / names.EVENTS)
+
+    def add(self, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
+        iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
+        self._lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_events(run_folder: Path) -> list[Event]:
+    """Oldest first; torn lines and kinds of a later version are passed over."""
+    found = []
+    for record in read_records(run_folder / names.EVENTS):
+        details = {name: value for name, value in record.items() if name not in ("ts", "iso", "event", "step")}
+        if record.get("event") in list(Kind) and {"ts", "step"} <= record.keys():
+            found.append(Event(record["ts"], Kind(record["event"]), record["step"], details))
+    return found

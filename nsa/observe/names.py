@@ -1,0 +1,57 @@
+"""Every artefact of a run folder and every field of its records, spelled once, with units."""
+
+ENV = "env.json"
+EVENTS = "events.jsonl"
+TRAINING_CSV = "training.csv"
+VAL_CSV = "val.csv"
+METRICS = "metrics.json"
+TENSORBOARD = "tb"
+CHECKPOINTS = "checkpoints"
+MODEL = "model.pt"
+MODEL_SAFETENSORS = "model.safetensors"
+HALT = ".HALT"
+ANOMALY = ".anomaly_type"
+GATE_COLLAPSE = "gate_collapse_details.json"
+HEALTH_LOG = "health_check.log"
+HEARTBEATS = "heartbeat_rank*.jsonl"
+STACKDUMPS = "stackdump_*.txt"
+
+
+def heartbeat(rank: int) -> str:
+    return f"heartbeat_rank{rank}.jsonl"
+
+
+def stackdump(rank: int, pid: int) -> str:
+    return f"stackdump_rank{rank}_{pid}.txt"
+
+
+# What a heartbeat's `msg` says.
+START = "start"
+PROGRESS = "progress"
+HALTED = "halt"
+STOPPED = "stop"
+DONE = "done"
+FAILED = "error"
+
+UNITS = {
+    "ts": "seconds since 1970",
+    "loss": "nats per token",
+    "toks_per_s": "tokens per second, all ranks together",
+    "step_s": "seconds per optimizer step since the last record",
+    "dt_fetch_s": "seconds the last batch was waited for",
+    "gpu_mem_alloc": "MiB",
+    "gpu_mem_reserved": "MiB",
+    "gpu_mem_alloc_gib": "GiB",
+    "gpu_mem_reserved_gib": "GiB",
+    "gate_entropy_mean": "nats; ln 3 = 1.0986 is uniform",
+    "gate_max_mean": "share of the largest gate",
+    "gate_collapse_frac": "share of the gates",
+    "gate_branch_shares": "shares, in the order compressed, selected, sliding",
+    "sel_k_mean": "tokens per query",
+    "sel_k_max": "tokens per query",
+    "sel_pct_at_max": "share of the queries",
+    "reads_pred": "keys, all layers of the last forward pass of this rank",
+    "reads_act_total": "keys, all layers of the last forward pass of this rank",
+    "tokens_seen": "tokens since step 0, all ranks together",
+}
+"""Fields that are not listed count something or name something."""

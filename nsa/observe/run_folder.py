@@ -1,0 +1,70 @@
+"""The folder of one run: what is in it, and what a new start finds there."""
+
+import json
+import os
+import platform
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nsa import __version__
+from nsa.config.schema import RunConfig
+from nsa.observe import names
+from nsa.observe.heartbeat import last_beat
+
+_REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / names.CHECKPOINTS
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.path / names.heartbeat(rank)
+
+    def halt_reason(self) -> str | None:
+        """What `.HALT` says, or None without one; an empty file is a reason too."""
+        try:
+            text = (self.path / names.HALT).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        return text.removeprefix("halt:").strip() or "no reason given"
+
+    def last_step(self) -> int:
+        """The last step any earlier process of this run reported; 0 if none did."""
+        beats = (last_beat(path, names.PROGRESS) for path in self.path.glob(names.HEARTBEATS))
+        return max((beat.step for beat in beats if beat is not None), default=0)
+
+    def write_env(self, config: RunConfig, **facts: Any) -> None:
+        """Versions, hardware, the resolved config and where each value came from."""
+        content = {
+            "nsa": __version__,
+            "python": sys.version.split()[0],
+            "packages": {name: found for name in _REPORTED_PACKAGES if (found := _version(name))},
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            **facts,
+            "config": config.model_dump(mode="json"),
+            "origins": config.origins(),
+            "notices": list(config.notices),
+        }
+        new = self.path / f"{names.ENV}.new"
+        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(new, self.path / names.ENV)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

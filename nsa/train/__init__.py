@@ -1,0 +1,1 @@
+"""Training on the engine (OLMo-core): the only package that imports it."""

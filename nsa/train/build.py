@@ -1,0 +1,109 @@
+"""From the description of a run to the engine's parts: model, parallelism, optimizer, schedule."""
+
+from typing import Any
+
+import torch
+from olmo_core.config import DType
+from olmo_core.distributed.parallel import DataParallelType
+from olmo_core.nn.transformer import Transformer
+from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
+from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train.train_module import TransformerTrainModule
+from olmo_core.train.train_module.transformer.config import (
+    TransformerActivationCheckpointingConfig,
+    TransformerDataParallelConfig,
+)
+
+from nsa.config.schema import RunConfig
+from nsa.errors import ConfigError
+from nsa.train.mixer import transformer_config
+from nsa.train.ranks import Ranks
+
+BETAS = (0.9, 0.95)
+NOT_DECAYED = ["*norm.weight", "*.bias", "embeddings.weight"]
+
+
+def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
+    """Where this rank computes."""
+    wanted = config.runtime.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"runtime.device is {wanted} and torch sees no GPU here. Set runtime.device=cpu or auto.")
+    if ranks.distributed:
+        return torch.device("cuda", ranks.local_rank)
+    return torch.device("cuda" if wanted == "auto" else wanted)
+
+
+def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device) -> Any:
+    """The engine's train module around an NSA model; weights are the same for every number of ranks."""
+    check(config, ranks)
+    train, bf16 = config.train, config.runtime.precision == "bf16"
+    sharded = ranks.distributed and config.parallel.data != "ddp"
+    module = TransformerTrainModule(
+        model=transformer_config(config, vocab_size).build(init_device="meta"),
+        optim=AdamWConfig(
+            lr=train.lr,
+            betas=BETAS,
+            weight_decay=train.weight_decay,
+            group_overrides=[OptimGroupOverride(params=NOT_DECAYED, opts={"weight_decay": 0.0})],
+        ),
+        rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,
+        max_sequence_length=train.seq_len,
+        dp_config=_data_parallel(config, bf16) if ranks.distributed else None,
+        ac_config=TransformerActivationCheckpointingConfig() if config.runtime.gradient_checkpointing else None,
+        # Sharded weights are cast as they are gathered; whole ones, kept in fp32, at each use.
+        autocast_precision=torch.bfloat16 if bf16 and not sharded else None,
+        max_grad_norm=train.grad_clip or float("inf"),  # the norm is wanted even where nothing is clipped
+        scheduler=_schedule(config),
+        device=device,
+    )
+    _scale_feed_forward(module.model)
+    return module
+
+
+def check(config: RunConfig, ranks: Ranks) -> None:
+    """What only shows once the number of ranks is known."""
+    train, parallel = config.train, config.parallel
+    if config.runtime.precision == "fp16":
+        raise ConfigError(
+            "runtime.precision is fp16: training in it needs loss scaling, which the engine does not have. Set "
+            "runtime.precision=bf16."
+        )
+    if train.batch_size % ranks.world:
+        fitting = -(-train.batch_size // ranks.world) * ranks.world
+        raise ConfigError(
+            f"train.batch_size ({train.batch_size}) must be a multiple of the number of ranks ({ranks.world}): every "
+            f"rank takes the same number of rows. Set e.g. train.batch_size={fitting}."
+        )
+    if parallel.data == "hsdp" and ranks.world % (parallel.shard_ranks or ranks.local_world):
+        raise ConfigError(
+            f"parallel.shard_ranks ({parallel.shard_ranks}) must divide the number of ranks ({ranks.world}): hsdp "
+            f"makes groups of that size. Set e.g. parallel.shard_ranks={ranks.local_world}."
+        )
+
+
+def _data_parallel(config: RunConfig, bf16: bool) -> TransformerDataParallelConfig:
+    name = DataParallelType(config.parallel.data)
+    if name == DataParallelType.ddp:
+        return TransformerDataParallelConfig(name=name)
+    return TransformerDataParallelConfig(
+        name=name,
+        param_dtype=DType.bfloat16 if bf16 else None,
+        shard_degree=config.parallel.shard_ranks if name == DataParallelType.hsdp else None,
+    )
+
+
+def _schedule(config: RunConfig) -> Scheduler:
+    train = config.train
+    if train.lr_schedule == "constant":
+        return ConstantWithWarmup(warmup=train.warmup_steps)
+    shape = CosWithWarmup if train.lr_schedule == "cosine" else LinearWithWarmup
+    return shape(warmup=train.warmup_steps, alpha_f=train.final_lr_ratio)
+
+
+@torch.no_grad()
+def _scale_feed_forward(model: Transformer) -> None:
+    """As `nsa.core.init`: what writes to the residual stream begins smaller in a deeper model."""
+    for block in model.blocks.values():
+        block.feed_forward.w2.weight.mul_((2 * model.n_layers) ** -0.5)

@@ -1,0 +1,146 @@
+"""On log steps, turn what the step left on the device into numbers, once, and write them down."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from olmo_core.train.callbacks import Callback
+from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
+from torch import Tensor
+
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import Probe, probing
+from nsa.kernels.registry import BRANCHES
+from nsa.observe import names
+from nsa.observe.heartbeat import Beat, JsonLines, gib, mib
+from nsa.train.ranks import Agreement, Ranks
+
+GRAD_NORM_METRIC = "optim/total grad norm"
+_WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
+
+
+@dataclass
+class Heartbeat(Callback):
+    """`say` takes every beat of this rank; the copies and the progress line listen there."""
+
+    priority: ClassVar[int] = 10
+
+    lines: JsonLines
+    ranks: Ranks
+    agreement: Agreement
+    log_every: int
+    data: str
+    synthetic: bool
+    say: Callable[[Beat], None]
+    _probes: dict[str, Probe] = field(default_factory=dict)
+    _probing: ExitStack = field(default_factory=ExitStack)
+    _fetch_began: float = 0.0
+    _fetch_s: float = 0.0
+    _since: float = 0.0
+    _since_step: int = 0
+    _first: bool = True
+
+    def beat(self, msg: str, **more: Any) -> None:
+        beat = Beat.now(ts=time.time(), rank=self.ranks.rank, step=self.step, msg=msg, **more)
+        self.lines.append(beat.to_line())
+        self.say(beat)
+
+    def pre_train(self) -> None:
+        self.beat(names.START, data=self.data, synthetic=self.synthetic)
+        self._since, self._since_step = time.perf_counter(), self.step
+
+    def pre_load_batch(self) -> None:
+        self._fetch_began = time.perf_counter()
+
+    def pre_step(self, batch: dict[str, Any]) -> None:
+        self._fetch_s = time.perf_counter() - self._fetch_began
+        if self._due():
+            self._probes = self._probing.enter_context(probing(self.trainer.train_module.model))
+
+    def post_train_batch(self) -> None:
+        self._probing.close()
+        if not self._due():
+            return
+        now = time.perf_counter()
+        figures = self._figures()
+        elapsed, steps = now - self._since, self.step - self._since_step
+        self.beat(
+            names.PROGRESS,
+            **figures,
+            toks_per_s=steps * self.trainer.tokens_per_batch / elapsed,
+            step_s=elapsed / max(1, steps),
+            dt_fetch_s=self._fetch_s,
+            lr=float(self.trainer.train_module.optim.param_groups[0]["lr"]),
+            tokens_seen=self.trainer.global_train_tokens_seen,
+            data=self.data,
+            synthetic=self.synthetic,
+            **self._memory(),
+            **self._kernels(),
+        )
+        self._first = False
+        self._since, self._since_step = time.perf_counter(), self.step
+
+    def on_error(self, exc: BaseException) -> None:
+        self._probing.close()
+        self.beat(names.FAILED, detail=f"{type(exc).__name__}: {exc}")
+
+    def close(self) -> None:
+        self.lines.close()
+
+    def _due(self) -> bool:
+        """The first step of a process is always told: it says that data, kernels and ranks work."""
+        return self._first or self.step % self.log_every == 0 or self.step == self.trainer.max_steps
+
+    def _figures(self) -> dict[str, Any]:
+        """Everything the device knows, in one transfer; the loss is the mean over all ranks."""
+        tensors = {
+            "loss": self.trainer.get_metric(TRAIN_CE_LOSS_METRIC),
+            "grad_norm": self.trainer.get_metric(GRAD_NORM_METRIC),
+            **_over_layers(list(self._probes.values())),
+        }
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        device = self.trainer.device
+        flat = torch.cat([tensor.detach().to(device, torch.float64).flatten() for tensor in present.values()]).tolist()
+        figures: dict[str, Any] = {}
+        for name, tensor in present.items():
+            numbers, flat = flat[: tensor.numel()], flat[tensor.numel() :]
+            figures[name] = tuple(numbers) if tensor.dim() else int(numbers[0]) if name in _WHOLE else numbers[0]
+        if "loss" in figures:
+            figures["loss"] = self.agreement.mean(figures["loss"])
+        return figures
+
+    def _memory(self) -> dict[str, float]:
+        on_gpu = self.trainer.device.type == "cuda"
+        alloc = torch.cuda.memory_allocated(self.trainer.device) if on_gpu else 0
+        reserved = torch.cuda.memory_reserved(self.trainer.device) if on_gpu else 0
+        return {
+            "gpu_mem_alloc": mib(alloc),
+            "gpu_mem_reserved": mib(reserved),
+            "gpu_mem_alloc_gib": gib(alloc),
+            "gpu_mem_reserved_gib": gib(reserved),
+        }
+
+    def _kernels(self) -> dict[str, Any]:
+        """The backend of each branch; nothing is ever substituted, so nothing ever falls back."""
+        module = self.trainer.train_module
+        layer = next(m for m in module.model.modules() if isinstance(m, NSAAttention))
+        halved = module.autocast_precision or (module.dp_config and module.dp_config.param_dtype)
+        choices = layer.plan(self.trainer.device, torch.bfloat16 if halved else torch.float32).choices
+        chosen: dict[str, Any] = {f"kernel_{choice.branch}": choice.backend for choice in choices}
+        return chosen | {f"fallbacks_{branch}": 0 for branch in BRANCHES}
+
+
+def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:
+    """Sums of reads, largest of maxima, means of the rest, over the layers that were asked."""
+    combined = {}
+    known = Beat.__dataclass_fields__
+    for name in [name for name in probes[0].figures if name in known] if probes else []:
+        stacked = torch.stack([probe.figures[name].double() for probe in probes])
+        if name.startswith("reads_"):
+            combined[name] = stacked.sum(0)
+        else:
+            combined[name] = stacked.amax(0) if name.endswith("_max") else stacked.mean(0)
+    return combined

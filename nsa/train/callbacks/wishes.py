@@ -1,0 +1,59 @@
+"""At the end of every step all ranks agree on what is wished from outside: halt, leave, save now.
+
+One small all-reduce; a file that one rank sees, or a signal that one rank gets, then counts for all at the same step.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from olmo_core.train.callbacks import Callback
+
+from nsa.observe import names
+from nsa.observe.events import Kind
+from nsa.observe.run_folder import RunFolder
+from nsa.train.callbacks.heartbeat import Heartbeat
+from nsa.train.callbacks.signals import Signals
+from nsa.train.callbacks.story import Story
+from nsa.train.checkpointing import Saver
+from nsa.train.exits import DONE, HALTED, PREEMPTED
+from nsa.train.ranks import Agreement, Ranks
+
+
+@dataclass
+class Wishes(Callback):
+    priority: ClassVar[int] = -10
+
+    folder: RunFolder
+    ranks: Ranks
+    agreement: Agreement
+    signals: Signals
+    saver: Saver
+    heartbeat: Heartbeat
+    story: Story | None
+    exit_code: int = DONE
+
+    def pre_train(self) -> None:
+        self.signals.install()
+
+    def post_step(self) -> None:
+        reason = self.folder.halt_reason() if self.ranks.first_here else None
+        halt, leave, save, failed = self.agreement.any(
+            [reason is not None, self.signals.leave is not None, self.signals.save, self.saver.failed]
+        )
+        if failed:
+            self.saver.settle()
+        if save:
+            self.signals.save = False
+            self.saver.save_now()
+        if halt:
+            self._end(HALTED, names.HALTED, Kind.HALT, f"{names.HALT}: {reason or 'seen by another rank'}")
+        elif leave:
+            self._end(PREEMPTED, names.STOPPED, Kind.STOP, f"{self.signals.leave or 'a signal'} received")
+
+    def _end(self, code: int, msg: str, kind: Kind, detail: str) -> None:
+        self.exit_code = code
+        self.heartbeat.beat(msg, detail=detail)
+        if self.story is not None:
+            self.story.log.add(kind, ts=time.time(), step=self.step, reason=detail)
+        self.trainer.cancel_run(detail, no_sync=True)

@@ -1,0 +1,144 @@
+"""state.json: what a run must know again besides its tensors, in text that anyone can read and nothing can execute.
+
+Random states are kept per rank, in files of their own, so that a thousand ranks write a thousand small files and none
+of them collects the others'. Everything in `RunRecord` itself is the same on every rank and free of the world size.
+"""
+
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from nsa.errors import CheckpointError
+from nsa.train.checkpoint.layout import STATE, rank_state
+from nsa.train.checkpoint.store import write_durably
+
+FORMAT = 1
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """The same for equal settings, whatever their order."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    step: int
+    world_size: int
+    config: Mapping[str, Any]
+    """`RunConfig.model_dump(mode="json")`."""
+    data_cursor: Mapping[str, Any]
+    skipped_batches: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of batches never to train on, first and one past last."""
+    spike_window: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the trainer wants back, as JSON values."""
+
+    def write(self, checkpoint: Path) -> None:
+        """Into a staging folder, on rank 0."""
+        values = {"format": FORMAT, "config_fingerprint": fingerprint(self.config), **asdict(self)}
+        _write_json(checkpoint / STATE, values)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """From a verified checkpoint, on any rank."""
+        values = _read_json(checkpoint / STATE)
+        try:
+            version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")
+            values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
+            record = cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{checkpoint / STATE} is not a record of this version: {error!r}.") from error
+        if version != FORMAT:
+            raise CheckpointError(f"{checkpoint / STATE} has format {version!r}, this version reads {FORMAT}.")
+        if fingerprint(record.config) != config_fingerprint:
+            raise CheckpointError(f"{checkpoint / STATE} holds a config that does not match its own fingerprint.")
+        return record
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        """Settings that a run about to resume has changed: `train.lr was 0.1, is 0.2`."""
+        then, now = _flat(self.config), _flat(config)
+        changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+        return [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in changed]
+
+
+def write_rng(checkpoint: Path, rank: int) -> None:
+    """This rank's random states (Python, numpy, torch, every GPU it uses), into a staging folder."""
+    import numpy
+    import torch
+
+    version, internal, gauss = random.getstate()
+    twister = numpy.random.get_state(legacy=False)
+    state = {
+        "python": [version, list(internal), gauss],
+        "numpy": twister
+        | {"state": {**twister["state"], "key": _pack(twister["state"]["key"].astype("<u4").tobytes())}},
+        "torch": _pack(torch.get_rng_state().numpy().tobytes()),
+        "cuda": _pack(torch.cuda.get_rng_state().numpy().tobytes()) if torch.cuda.is_available() else None,
+    }
+    path = checkpoint / rank_state(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_json(path, state)
+
+
+def restore_rng(checkpoint: Path, rank: int) -> bool:
+    """Bring a rank's random states back; False if the checkpoint was written by fewer ranks."""
+    import numpy
+    import torch
+
+    path = checkpoint / rank_state(rank)
+    if not path.is_file():
+        return False
+    state = _read_json(path)
+    try:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        twister = state["numpy"]
+        twister["state"]["key"] = numpy.frombuffer(_unpack(twister["state"]["key"]), dtype="<u4")
+        numpy.random.set_state(twister)
+        torch.set_rng_state(torch.frombuffer(bytearray(_unpack(state["torch"])), dtype=torch.uint8))
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(_unpack(state["cuda"])), dtype=torch.uint8))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} does not hold random states: {error!r}.") from error
+    return True
+
+
+def _pack(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _unpack(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    try:
+        content = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path.name} can hold finite JSON values only: {error}.") from error
+    write_durably(path, content.encode() + b"\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a record.")
+    return values
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

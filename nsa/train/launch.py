@@ -1,0 +1,303 @@
+"""Keep a run going: start its ranks, look at why they ended, start them again from the last checkpoint, or stop.
+
+Restart only what can get better: a rank that was killed, crashed, hung, or met a disk or a data server that may
+recover. A wrong config or a loss that does not stay finite ends the same way the next time. Each restart waits longer,
+and three cycles without a new checkpoint are the end: whatever it is, it needs a person.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.observe.events import EventLog, Kind
+from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.checkpoint.layout import CHECKPOINTS
+from nsa.train.exits import DONE, HALTED, PREEMPTED
+from nsa.train.launch_agent import Spec, rank_log
+
+SUSPECT_HARDWARE = 16
+NON_FINITE = 23
+HANG = 24
+LOGS = "logs"
+
+# Ordered: if ranks end for several reasons, the first of these is the cause and the others are its wake.
+_FINAL = {
+    ConfigError.exit_code: "the config or the preflight was refused",
+    2: "the command line or the preflight was refused",
+    HALTED: "it was halted",
+    NON_FINITE: "the budget of non-finite steps is used up",
+    SUSPECT_HARDWARE: "the hardware is suspect: start it on another node",
+    PREEMPTED: "it was asked to leave, and can be resumed",
+}
+_HOPEFUL = {
+    DataError.exit_code: "data could not be had",
+    CheckpointError.exit_code: "a checkpoint could not be written or read",
+    HANG: "it hung and was killed",
+}
+_POLL_S = 0.1
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_LEAVE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Launch:
+    program: Callable[[bool], Sequence[str]]
+    """The command of every rank; True asks it to resume from the newest checkpoint of the run folder."""
+    run_folder: Path
+    nproc: int
+    nnodes: str = "1"
+    """Nodes, or least:most."""
+    rdzv_endpoint: str = "localhost:0"
+    rdzv_id: str = "nsa"
+    resume: bool = False
+    grace_s: float = 300.0
+    """How long ranks may take to save and leave when asked to."""
+    patience: int = 3
+    """Cycles without a new checkpoint before giving up."""
+    backoff_s: float = 2.0
+    backoff_most_s: float = 120.0
+    shutdown_s: int = 15
+    """How long the other ranks may take to end after one has failed."""
+
+    def nodes(self) -> tuple[int, int]:
+        least, _, most = self.nnodes.partition(":")
+        try:
+            found = int(least), int(most or least)
+        except ValueError:
+            found = (0, 0)
+        if not 1 <= found[0] <= found[1] or self.nproc < 1:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} --nproc {self.nproc} cannot be launched: write the number of nodes as 4 or "
+                f"2:4, and at least one process each."
+            )
+        if found[1] > 1 and self.rdzv_endpoint == "localhost:0":
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT: the nodes must meet somewhere. Give the name "
+                f"of one of them, the same on all."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    """0, an exit code, or a negative signal number."""
+    why: str
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+def judge(codes: Mapping[int, int], agent_code: int) -> Outcome:
+    """Why a cycle ended, from the codes of the ranks that failed first, or of the agent if it told none."""
+    if not codes:
+        if agent_code == 0:
+            return Outcome(DONE, "done")
+        how = _killed_by(agent_code) if agent_code < 0 else f"ended with {agent_code}"
+        return Outcome(agent_code, f"the agent {how}")
+    for known in (_FINAL, _HOPEFUL):
+        for code, why in known.items():
+            for rank, found in codes.items():
+                if found == code:
+                    return Outcome(code, f"rank {rank} ended with {code}: {why}")
+    # The agent ends the others by SIGTERM; and a killed rank makes others crash, rather than the other way round.
+    rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1]))
+    return Outcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}")
+
+
+def can_get_better(outcome: Outcome) -> bool:
+    return outcome.code != DONE and outcome.code not in _FINAL
+
+
+def launch(plan: Launch, say: Callable[[str], None], show: Callable[[str], None] | None = None) -> int:
+    """Run until done, final or hopeless; returns the exit code. `say` gets our own words, `show` those of rank 0."""
+    plan.nodes()
+    checkpoints = CheckpointFolder(plan.run_folder / CHECKPOINTS)
+    wishes = _Wishes()
+    resume, fruitless, newest = plan.resume, 0, _newest(checkpoints)
+    try:
+        while True:
+            logs = _new_logs(plan)
+            say(f"starting {plan.nproc} ranks, logs in {logs}")
+            outcome = _Cycle(plan, logs, resume, wishes, show).run()
+            before, newest = newest, _newest(checkpoints)
+            fruitless = 0 if newest > before else fruitless + 1
+            if outcome.code == DONE:
+                say("done")
+                return DONE
+            at = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
+            if wishes.leave and outcome.code != HALTED:
+                _record(plan, outcome, newest, logs, "stopped as asked")
+                say(f"stopped as asked ({outcome.why}); {at}")
+                return outcome.code if outcome.code in _FINAL else PREEMPTED
+            if not can_get_better(outcome):
+                _record(plan, outcome, newest, logs, "not restarted")
+                say(f"not restarted, {outcome.why}; {at}. Logs: {logs}")
+                return outcome.exit_code
+            if fruitless >= plan.patience:
+                _record(plan, outcome, newest, logs, "given up")
+                say(f"given up after {fruitless} cycles without a new checkpoint, {outcome.why}; {at}. Logs: {logs}")
+                return outcome.exit_code
+            pause_s = min(plan.backoff_s * 2.0 ** max(fruitless - 1, 0), plan.backoff_most_s)
+            _record(plan, outcome, newest, logs, "restarted")
+            say(f"restarting in {pause_s:.0f} s, {outcome.why}; {at}")
+            # Without a checkpoint the run begins as it did the first time, --resume-from included.
+            resume = plan.resume or newest >= 0
+            if wishes.pause(pause_s):
+                say(f"stopped as asked, before the restart; {at}")
+                return PREEMPTED
+    finally:
+        wishes.close()
+
+
+class _Wishes:
+    """Signals to the launcher, kept until the loop gets to them."""
+
+    def __init__(self) -> None:
+        self.leave = 0
+        """How often it was asked to leave."""
+        self.forward: list[int] = []
+        self._before = {number: signal.signal(number, self._note) for number in (*_LEAVE, *_FORWARDED)}
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        if number in _FORWARDED:
+            self.forward.append(number)
+        else:
+            self.leave += 1
+
+    def pause(self, seconds: float) -> bool:
+        """Wait; True if asked to leave meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.leave:
+            time.sleep(min(_POLL_S, seconds))
+        return bool(self.leave)
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class _Cycle:
+    """One life of the ranks of this node."""
+
+    def __init__(
+        self, plan: Launch, logs: Path, resume: bool, wishes: _Wishes, show: Callable[[str], None] | None
+    ) -> None:
+        least, most = plan.nodes()
+        self._spec = Spec(
+            program=list(plan.program(resume)),
+            logs=str(logs.absolute()),
+            nproc=plan.nproc,
+            min_nodes=least,
+            max_nodes=most,
+            rdzv_endpoint=plan.rdzv_endpoint,
+            rdzv_id=plan.rdzv_id,
+            launcher_pid=os.getpid(),
+            shutdown_s=plan.shutdown_s,
+        )
+        self._plan, self._logs, self._wishes, self._show = plan, logs, wishes, show
+        self._shown = 0
+
+    def run(self) -> Outcome:
+        with (self._logs / "agent.log").open("wb") as log:
+            # A session of its own: Ctrl-C in a terminal reaches the launcher alone, which then asks the ranks.
+            agent = subprocess.Popen(
+                self._spec.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        asked, deadline = 0, float("inf")
+        try:
+            while agent.poll() is None:
+                while self._wishes.forward:
+                    _signal_children(agent.pid, self._wishes.forward.pop(0))
+                if self._wishes.leave > asked:
+                    asked = self._wishes.leave
+                    deadline = min(deadline, time.monotonic() + self._plan.grace_s)
+                    _signal_children(agent.pid, signal.SIGTERM)
+                if time.monotonic() > deadline:
+                    agent.kill()
+                self._show_more()
+                time.sleep(_POLL_S)
+        finally:
+            agent.kill()  # the ranks die with it
+            agent.wait()
+        self._show_more()
+        try:
+            codes = {int(rank): int(code) for rank, code in json.loads(self._spec.outcome.read_text()).items()}
+        except FileNotFoundError:
+            codes = {}
+        return judge(codes, agent.returncode)
+
+    def _show_more(self) -> None:
+        """Pass on what rank 0 wrote, if it is on this node."""
+        if self._show is None:
+            return
+        try:
+            with rank_log(self._logs, 0).open("rb") as log:
+                log.seek(self._shown)
+                text = log.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._shown += len(whole)
+        if whole:
+            self._show(whole.decode("utf-8", "replace"))
+
+
+def _signal_children(pid: int, number: int) -> None:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in children.read_text().split():
+                os.kill(int(child), number)
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
+
+
+def _newest(checkpoints: CheckpointFolder) -> int:
+    """The newest whole checkpoint, −1 if there is none. The ranks verify its hashes before they read it."""
+    return max(checkpoints.committed_steps(), default=-1)
+
+
+def _new_logs(plan: Launch) -> Path:
+    """A new folder for each cycle; nodes that share the run folder get one each."""
+    here = f"-{socket.gethostname()}" if plan.nodes()[1] > 1 else ""
+    number = 0
+    while True:
+        logs = plan.run_folder / LOGS / f"cycle{number}{here}"
+        try:
+            logs.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return logs
+
+
+def _record(plan: Launch, outcome: Outcome, newest: int, logs: Path, then: str) -> None:
+    log = EventLog(plan.run_folder)
+    try:
+        log.add(
+            Kind.ERROR if outcome.code not in (PREEMPTED, HALTED) else Kind.STOP,
+            ts=time.time(),
+            step=max(newest, 0),
+            launcher=then,
+            why=outcome.why,
+            code=outcome.code,
+            logs=str(logs),
+        )
+    finally:
+        log.close()
+
+
+def _killed_by(code: int) -> str:
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

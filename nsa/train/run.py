@@ -1,0 +1,338 @@
+"""One run from its description to an exit code. The order of things is here; what each does is in its own module."""
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from olmo_core.distributed.utils import broadcast_object
+from olmo_core.train import Duration, LoadStrategy, prepare_training_environment, teardown_training_environment
+from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
+
+from nsa.config.schema import RunConfig
+from nsa.data.feeding import FeedSettings
+from nsa.data.open_rows import RowData, SyntheticData
+from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
+from nsa.observe import names
+from nsa.observe.copies import Copies
+from nsa.observe.events import EventLog, Kind
+from nsa.observe.heartbeat import Beat, JsonLines
+from nsa.observe.run_folder import RunFolder
+from nsa.train import rows
+from nsa.train.build import build_train_module, check, choose_device
+from nsa.train.callbacks.evaluation import Evaluation, Verdict
+from nsa.train.callbacks.heartbeat import Heartbeat
+from nsa.train.callbacks.signals import Signals
+from nsa.train.callbacks.story import Story
+from nsa.train.callbacks.wishes import Wishes
+from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.checkpoint.load import export
+from nsa.train.checkpoint.lock import RunLock
+from nsa.train.checkpoint.record import RunRecord
+from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver
+from nsa.train.exits import DONE, HALTED
+from nsa.train.loader import RowLoader
+from nsa.train.ranks import Agreement, Ranks
+from nsa.train.trainer import QuietTrainer
+
+LONG_RUN_STEPS = 5000
+_LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
+
+
+class Reporter(Protocol):
+    """Where a run speaks to whoever started it; only rank 0 does."""
+
+    def line(self, text: str) -> None: ...
+    def beat(self, beat: Beat, steps: int) -> None: ...
+    def verdict(self, verdict: Verdict) -> None: ...
+
+
+def train(
+    config: RunConfig, *, resume: bool = False, resume_from: Path | None = None, reporter: Reporter | None = None
+) -> int:
+    """Train, or go on training, until done or asked to stop; returns the exit code.
+
+    `resume` goes on from the newest good checkpoint of the run folder, or begins if there is none; `resume_from` from
+    this checkpoint, or from the newest good one of this folder. Errors that carry an exit code are raised.
+    """
+    ranks = Ranks.from_environment()
+    check(config, ranks)
+    device = choose_device(config, ranks)
+    if config.runtime.threads is not None:
+        torch.set_num_threads(config.runtime.threads)
+    with ExitStack() as open_things:
+        folder = RunFolder(config.train.out_dir)
+        folder.make()
+        signals = Signals(folder.path / names.stackdump(ranks.rank, os.getpid()))
+        open_things.callback(signals.close)
+        signals.install()
+        open_things.enter_context(_environment(config, ranks, device))
+        if (
+            halt := _on_first(ranks, lambda: _claim(config, folder, resume or bool(resume_from), open_things))
+        ) is not None:
+            if ranks.first and reporter is not None:
+                reporter.line(f"not started: {names.HALT} is in {folder.path} ({halt}). Remove it to go on.")
+            return HALTED
+        run = _Run(config, ranks, device, folder, signals, reporter if ranks.first else None, open_things)
+        return run.go(resume, resume_from)
+
+
+@contextmanager
+def _environment(config: RunConfig, ranks: Ranks, device: torch.device) -> Iterator[None]:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+    # Before the engine configures logging: it would put its handler on everything.
+    logging.getLogger("olmo_core").setLevel(logging.WARNING)
+    prepare_training_environment(
+        seed=config.train.seed,
+        backend=backend if ranks.distributed else None,
+        timeout=timedelta(seconds=config.parallel.timeout_s),
+        shared_filesystem=True,
+    )
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+    # The engine sets a default device, which puts a Python hook into every torch call.
+    torch.set_default_device(None)
+    try:
+        yield
+    finally:
+        teardown_training_environment()
+
+
+def _on_first(ranks: Ranks, act: Callable[[], Any]) -> Any:
+    """Act on rank 0 and give its answer, or its refusal, to all."""
+    answer: tuple[Any, NSAError | None] = (None, None)
+    if ranks.first:
+        try:
+            answer = (act(), None)
+        except NSAError as error:
+            answer = (None, error)
+    value, refusal = broadcast_object(answer)
+    if refusal is not None:
+        raise refusal
+    return value
+
+
+def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: ExitStack) -> str | None:
+    """Take the run folder for this run; returns what a `.HALT` in it says."""
+    lock = RunLock(folder.path).acquire(wait_s=_LOCK_WAIT_S if resuming else 0.0)
+    open_things.callback(lock.release)
+    checkpoints = CheckpointFolder(folder.checkpoints)
+    checkpoints.tidy()
+    if not resuming and (steps := checkpoints.steps()):
+        raise CheckpointError(
+            f"{folder.path} already holds a run, up to step {steps[-1]}: a new one would mix with it. Add --resume to "
+            f"go on with it, or set train.out_dir to another folder."
+        )
+    return folder.halt_reason()
+
+
+class _Run:
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        device: torch.device,
+        folder: RunFolder,
+        signals: Signals,
+        reporter: Reporter | None,
+        open_things: ExitStack,
+    ) -> None:
+        self.config, self.ranks, self.device, self.folder = config, ranks, device, folder
+        self.signals, self.reporter = signals, reporter
+        self.agreement = Agreement(config.parallel.timeout_s)
+        self.vocab_size = config.model.vocab_size or rows.vocabulary(config)
+        self.data = self._choose_rows()
+        self.loader = RowLoader(
+            self.data,
+            global_rows=rows.global_rows(config),
+            ranks=ranks,
+            work_dir=folder.path,
+            prefetch=_feed_settings(config),
+            on_documents=self._report_documents,
+        )
+        open_things.callback(self.loader.close)
+        self.copies = Copies(folder.path) if ranks.first else None
+        self.story = Story(EventLog(folder.path)) if ranks.first else None
+        if self.copies is not None:
+            open_things.callback(self.copies.close)
+        self._documents_told = 0
+
+    def go(self, resume: bool, resume_from: Path | None) -> int:
+        trainer, wishes = self._build()
+        origin = find_origin(trainer.checkpointer, self.folder.checkpoints, resume, resume_from)
+        self._tell_start(origin)
+        if origin.path is not None:
+            trainer.load_checkpoint(origin.path, load_trainer_state=True, load_optim_state=True)
+        try:
+            trainer.fit()
+        except RuntimeError as error:
+            # The engine wraps what went wrong in a thread of its own.
+            if isinstance(error.__cause__, NSAError):
+                raise error.__cause__ from error
+            raise
+        self._finish(trainer, wishes.exit_code)
+        return wishes.exit_code
+
+    def _build(self) -> tuple[QuietTrainer, Wishes]:
+        config = self.config
+        module = build_train_module(config, self.vocab_size, self.ranks, self.device)
+        saver = make_saver(config)
+        heartbeat = Heartbeat(
+            lines=JsonLines(self.folder.heartbeat(self.ranks.rank)),
+            ranks=self.ranks,
+            agreement=self.agreement,
+            log_every=config.train.log_every,
+            data=str(self.data),
+            synthetic=isinstance(self.data, SyntheticData),
+            say=self._hear,
+        )
+        wishes = Wishes(
+            self.folder, self.ranks, self.agreement, self.signals, saver=saver, heartbeat=heartbeat, story=self.story
+        )
+        callbacks = {
+            "heartbeat": heartbeat,
+            "checkpointer": saver,
+            "wishes": wishes,
+            "console_logger": ConsoleLoggerCallback(log_interval=2**62, metrics_log_interval=2**62),
+            "garbage_collector": GarbageCollectorCallback(),
+        }
+        if self.story is not None:
+            callbacks["story"] = self.story
+        if config.train.eval_every:
+            callbacks["evaluation"] = Evaluation(
+                data=rows.held_out_rows(config, self.vocab_size) if not self._stands_in else self.data,
+                rows=config.train.batch_size,
+                batches=config.train.eval_batches,
+                every=config.train.eval_every,
+                ranks=self.ranks,
+                agreement=self.agreement,
+                say=self._hear_verdict,
+            )
+        trainer = QuietTrainer(
+            work_dir=self.folder.path,
+            train_module=module,
+            data_loader=self.loader,
+            device=self.device,
+            save_folder=str(self.folder.checkpoints),
+            checkpointer=make_checkpointer(config, self.folder.path, self._record),
+            callbacks=callbacks,
+            max_duration=Duration.steps(config.train.steps),
+            load_strategy=LoadStrategy.never,
+            metrics_collect_interval=config.train.log_every,
+            cancel_check_interval=2**62,  # the engine's own check may stop ranks at different steps; `Wishes` does not
+        )
+        self._trainer = trainer
+        return trainer, wishes
+
+    def _record(self) -> RunRecord:
+        return RunRecord(
+            step=self._trainer.global_step,
+            world_size=self.ranks.world,
+            config=self.config.model_dump(mode="json"),
+            data_cursor=self.loader.state_dict(),
+        )
+
+    def _choose_rows(self) -> RowData:
+        """The rows asked for; made-up ones only where that was allowed, and said."""
+        config, wanted = self.config, rows.training_rows(self.config, self.vocab_size)
+        self._stands_in = False
+        if not config.data.synthetic_on_fail or config.data.dataset == "synthetic":
+            return wanted
+        if config.train.steps >= LONG_RUN_STEPS:
+            raise ConfigError(
+                f"data.synthetic_on_fail is set and train.steps is {config.train.steps}: a long run on made-up data is "
+                f"lost. Set data.synthetic_on_fail=false, or train fewer than {LONG_RUN_STEPS} steps."
+            )
+        problem = _on_first(self.ranks, lambda: _why_no_data(wanted))
+        if problem is None:
+            return wanted
+        self._stands_in = True
+        self._line(f"WARNING: TRAINING ON SYNTHETIC DATA (data.synthetic_on_fail), because {problem}")
+        return SyntheticData(config.data.synthetic_task, self.vocab_size, config.train.seq_len, config.train.seed)
+
+    def _tell_start(self, origin: Origin) -> None:
+        if self.story is None:
+            return
+        config = self.config
+        self.folder.write_env(
+            config,
+            device=str(self.device),
+            threads=torch.get_num_threads(),
+            world_size=self.ranks.world,
+            data=str(self.data),
+            vocab_size=self.vocab_size,
+        )
+        log, now, lost = self.story.log, time.time(), self.folder.last_step() - origin.step
+        kind = Kind.RESTART if origin.path is not None or self.ranks.restarts else Kind.START
+        log.add(
+            kind, ts=now, step=origin.step, world=self.ranks.world, origin=str(origin.path or ""), data=str(self.data)
+        )
+        for finding in origin.passed_over:
+            log.add(Kind.CHECKPOINT_REJECTED, ts=now, step=origin.step, problem=str(finding))
+            self._line(f"WARNING: a checkpoint was passed over: {finding}")
+        if kind == Kind.RESTART and lost > 0:
+            log.add(Kind.LOST_STEPS, ts=now, step=origin.step, steps=lost)
+        if origin.path is not None:
+            self._line(f"going on from {origin.path}")
+            for difference in RunRecord.read(origin.path).differences(config.model_dump(mode="json")):
+                self._line(f"changed since that checkpoint: {difference}")
+        self._line(
+            f"{self.data} · {self.vocab_size} ids · {config.train.steps} steps of {rows.global_rows(config)} rows of "
+            f"{config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"
+        )
+
+    def _finish(self, trainer: QuietTrainer, code: int) -> None:
+        if not self.ranks.first:
+            return
+        last = self.folder.checkpoints / f"step{trainer.global_step}"
+        if code == DONE:
+            written = export(last, self.folder.path)
+            with_ts = EventLog(self.folder.path)  # the engine has closed the other one
+            with_ts.add(Kind.DONE, ts=time.time(), step=trainer.global_step)
+            with_ts.close()
+            self._line(f"done: step {trainer.global_step}, {', '.join(str(path) for path in written)}")
+        else:
+            self._line(f"stopped at step {trainer.global_step}, saved in {last}; --resume goes on from there")
+
+    def _hear(self, beat: Beat) -> None:
+        if self.copies is not None and beat.msg == names.PROGRESS:
+            self.copies.take(beat)
+        if self.reporter is not None:
+            self.reporter.beat(beat, self.config.train.steps)
+
+    def _hear_verdict(self, verdict: Verdict) -> None:
+        if self.copies is not None and self.story is not None:
+            self.copies.take_evaluation(**verdict._asdict(), ts=time.time())
+            self.story.add(Kind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
+        if self.reporter is not None:
+            self.reporter.verdict(verdict)
+
+    def _report_documents(self, count: int) -> None:
+        every = self.config.data.report_docs
+        if every and count // every > self._documents_told:
+            self._documents_told = count // every
+            self._line(f"{count} documents read")
+
+    def _line(self, text: str) -> None:
+        if self.reporter is not None:
+            self.reporter.line(text)
+
+
+def _feed_settings(config: RunConfig) -> FeedSettings | None:
+    data = config.data
+    if not data.prefetch:
+        return None
+    return FeedSettings(data.queue_depth, data.warmup_batches, data.warmup_timeout_s, data.loader_timeout_s)
+
+
+def _why_no_data(data: RowData) -> str | None:
+    try:
+        data.open().next_batch(1)
+    except DataError as problem:
+        return str(problem)
+    return None

@@ -1,0 +1,104 @@
+"""`nsa checkpoint`, as a user types it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+from nsa.cli.checkpoint import app
+from nsa.errors import CheckpointError
+from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.checkpoint.lock import RunLock
+
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    folder = CheckpointFolder(run / "checkpoints")
+    for step in (10, 20):
+        staging = folder.begin(step)
+        dcp.save({"model": {name: tensor + step for name, tensor in WEIGHTS.items()}}, checkpoint_id=staging)
+        folder.commit(step)
+    return run
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+
+
+def nsa(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if isinstance(result.exception, CheckpointError):  # nsa.cli.main turns it into a message and a code
+        return result.exception.exit_code, f"{result.stdout}{result.exception}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def damage(run: Path) -> None:
+    os.truncate(run / "checkpoints/step20/__0_0.distcp", 100)
+
+
+def test_ls_shows_good_and_bad(run):
+    code, text = nsa("ls", run)
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == ["step10", "step20"]
+    assert text.endswith("← latest\n")
+    damage(run)
+    assert "step20        BAD: __0_0.distcp has 100 bytes" in nsa("ls", run / "checkpoints")[1]
+    with RunLock(run):
+        assert f"in use by process {os.getpid()}" in nsa("ls", run)[1]
+
+
+def test_ls_of_nothing(tmp_path):
+    assert nsa("ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint\n")
+    assert nsa("ls", tmp_path / "x")[0] == 22
+
+
+def test_verify_ends_with_22_if_one_is_bad(run):
+    assert nsa("verify", run)[0] == 0
+    assert nsa("verify", run / "checkpoints/latest")[1].startswith("good  ")
+    damage(run)
+    code, text = nsa("verify", run)
+    assert code == 22
+    assert [line[:4] for line in text.splitlines()] == ["good", "BAD "]
+    assert nsa("verify", run / "checkpoints/step10")[0] == 0
+
+
+def test_verify_with_a_key_refuses_unsigned(run, tmp_path):
+    (tmp_path / "key").write_text("k" * 40)
+    code, text = nsa("verify", run, "--key-file", tmp_path / "key")
+    assert code == 22
+    assert "is not signed" in text
+    assert "kkkk" not in text
+
+
+def test_export_takes_the_newest_good_one_and_says_so(run, tmp_path):
+    damage(run)
+    code, text = nsa("export", run, "--out", tmp_path / "out")
+    assert code == 0, text
+    assert "WARNING: passed over step20" in text
+    assert "from step10" in text
+    state = torch.load(tmp_path / "out/model.pt", weights_only=True)
+    assert {name: tensor.dtype for name, tensor in state.items()} == {"a.weight": torch.float32, "b": torch.bfloat16}
+    assert torch.equal(state["a.weight"], WEIGHTS["a.weight"] + 10)
+    assert nsa("export", run / "checkpoints/step20", "--out", tmp_path / "out")[0] == 22
+
+
+def test_export_of_a_plain_dcp_folder_needs_an_override(tmp_path):
+    dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path / "foreign")
+    assert nsa("export", tmp_path / "foreign", "--out", tmp_path / "out")[0] == 22
+    assert not (tmp_path / "out").exists()
+    assert nsa("export", tmp_path / "foreign", "--out", tmp_path / "out", "--allow-foreign")[0] == 0
+
+
+def test_help_teaches_by_example():
+    for command in ("ls", "verify", "export"):
+        assert f"nsa checkpoint {command}" in " ".join(nsa(command, "--help")[1].split())

@@ -1,0 +1,324 @@
+"""A run goes on after what can get better, stops at what cannot, and leaves no rank behind: real processes, real kills.
+
+This file is also the stand-in for the trainer: no torch, a checkpoint every few hundredths of a second.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from nsa.errors import ConfigError  # noqa: E402
+from nsa.observe.events import read_events  # noqa: E402
+from nsa.train import launch as launching  # noqa: E402
+from nsa.train.checkpoint.folder import CheckpointFolder, Retention  # noqa: E402
+from nsa.train.launch import Launch, Outcome, can_get_better, judge, launch  # noqa: E402
+
+STEPS = 12
+
+
+@pytest.mark.parametrize(
+    ("codes", "agent", "code", "again"),
+    [
+        ({}, 0, 0, False),
+        ({0: 20, 1: 1}, 1, 20, False),
+        ({1: 1, 0: 20}, 1, 20, False),
+        ({0: 11, 1: 11}, 1, 11, False),
+        ({0: 10, 1: -15}, 1, 10, False),
+        ({0: 23, 1: 1}, 1, 23, False),
+        ({3: 16, 0: 1}, 1, 16, False),
+        ({0: 2}, 1, 2, False),
+        ({0: 21, 1: 1}, 1, 21, True),
+        ({0: 22}, 1, 22, True),
+        ({0: 24, 1: -9}, 1, 24, True),
+        ({0: 1, 1: -9}, 1, -9, True),
+        ({0: -15, 1: -9}, 1, -9, True),
+        ({0: -15, 1: 7}, 1, 7, True),
+        ({0: 1}, 1, 1, True),
+        ({0: -11}, 1, -11, True),
+        ({}, -9, -9, True),
+        ({}, 1, 1, True),
+    ],
+)
+def test_only_what_can_get_better_is_restarted(codes, agent, code, again):
+    outcome = judge(codes, agent)
+    assert (outcome.code, can_get_better(outcome)) == (code, again)
+
+
+def test_a_reason_names_the_rank_and_the_signal():
+    assert judge({0: 1, 1: -9}, 1).why == "rank 1 was killed by SIGKILL"
+    assert judge({}, -9).why == "the agent was killed by SIGKILL"
+    assert Outcome(-9, "").exit_code == 137
+    assert judge({0: 20}, 1).why.startswith("rank 0 ended with 20: the config")
+
+
+def commit(run: Path, step: int) -> None:
+    folder = CheckpointFolder(run / "checkpoints", retention=Retention(keep_last=3))
+    staging = folder.begin(step)
+    staging.mkdir(parents=True)
+    (staging / "state.json").write_text(json.dumps({"step": step}))
+    folder.commit(step)
+
+
+class Lives:
+    """In place of real cycles: each ends as told, after saving the step it is told, if any."""
+
+    def __init__(self, monkeypatch, run: Path, *told: tuple[int, int | None]) -> None:
+        self.resumed: list[bool] = []
+        self.pauses: list[float] = []
+        left = list(told)
+
+        class Cycle:
+            def __init__(cycle, plan, logs, resume, wishes, show) -> None:
+                self.resumed.append(resume)
+
+            def run(cycle) -> Outcome:
+                code, step = left.pop(0)
+                if step is not None:
+                    commit(run, step)
+                return Outcome(code, "told so")
+
+        monkeypatch.setattr(launching, "_Cycle", Cycle)
+        monkeypatch.setattr(launching._Wishes, "pause", lambda wishes, seconds: self.pauses.append(seconds))
+
+
+def plan(run: Path, **settings) -> Launch:
+    return Launch(program=lambda again: ["true"], run_folder=run, nproc=1, **settings)
+
+
+def test_three_cycles_without_a_checkpoint_are_the_end(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, *[(1, None)] * 9)
+    said = []
+    assert launch(plan(tmp_path), said.append) == 1
+    assert lives.resumed == [False] * 3
+    assert lives.pauses == [2.0, 4.0]
+    assert said[-1].startswith("given up after 3 cycles without a new checkpoint")
+
+
+def test_a_new_checkpoint_starts_the_count_and_the_waiting_again(monkeypatch, tmp_path):
+    told = [(1, None), (1, None), (-9, 5), (1, None), (1, None), (1, None)]
+    lives = Lives(monkeypatch, tmp_path, *told)
+    assert launch(plan(tmp_path), lambda text: None) == 1
+    assert lives.resumed == [False, False, False, True, True, True]
+    assert lives.pauses == [2.0, 4.0, 2.0, 2.0, 4.0]
+
+
+def test_a_checkpoint_saved_again_is_no_progress(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, (1, 5), (1, 5), (1, 4), (1, 5))
+    assert launch(plan(tmp_path), lambda text: None) == 1
+    assert len(lives.resumed) == 4
+
+
+def test_waiting_has_a_limit(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, *[(1, None)] * 20)
+    launch(plan(tmp_path, patience=20, backoff_most_s=10.0), lambda text: None)
+    assert max(lives.pauses) == 10.0
+
+
+@pytest.mark.parametrize("code", [2, 10, 11, 16, 20, 23])
+def test_what_cannot_get_better_is_not_restarted(monkeypatch, tmp_path, code):
+    lives = Lives(monkeypatch, tmp_path, (code, 3))
+    assert launch(plan(tmp_path), lambda text: None) == code
+    assert len(lives.resumed) == 1
+    assert read_events(tmp_path)[-1].details["code"] == code
+
+
+def test_numbers_that_cannot_be_launched_are_refused(tmp_path):
+    for settings, text in (({"nnodes": "x"}, "cannot be launched"), ({"nnodes": "2"}, "needs --rdzv-endpoint")):
+        with pytest.raises(ConfigError, match=text):
+            launch(plan(tmp_path, **settings), print)
+    assert plan(tmp_path, nnodes="2:4", rdzv_endpoint="a:1").nodes() == (2, 4)
+
+
+class Running:
+    """A launcher of its own process, with two ranks of the stand-in below."""
+
+    def __init__(self, run: Path, mode: str, **settings) -> None:
+        self.run = run
+        self.said = run / "said"
+        with self.said.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, "launch", str(run), mode, json.dumps(settings)],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def pids(self, life: int) -> dict[int, int]:
+        """Rank → pid of one life of the ranks, once both are up."""
+        wait_for(lambda: len(list(self.run.glob(f"life{life}-rank*"))) == 2, f"life {life}", self.said)
+        return {int(file.name[-1]): int(file.read_text()) for file in self.run.glob(f"life{life}-rank*")}
+
+    def agent(self, life: int) -> int:
+        return int(Path(f"/proc/{self.pids(life)[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+    def end(self) -> int:
+        return self.process.wait(timeout=120)
+
+
+def wait_for(what, name: str, said: Path | None = None) -> None:
+    deadline = time.monotonic() + 90
+    while not what():
+        assert time.monotonic() < deadline, f"{name} never came: {said.read_text() if said else ''}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def start(tmp_path):
+    running = []
+
+    def begin(mode: str, **settings) -> Running:
+        running.append(Running(tmp_path, mode, backoff_s=0.1, shutdown_s=2, **settings))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+
+
+def newest(run: Path) -> int:
+    return max(CheckpointFolder(run / "checkpoints").committed_steps(), default=0)
+
+
+def test_a_killed_rank_a_killed_agent_and_then_done(start, tmp_path):
+    running = start("train")
+    first = running.pids(0)
+    wait_for(lambda: newest(tmp_path) >= 2, "a checkpoint", running.said)
+    os.kill(first[1], signal.SIGKILL)
+
+    second = running.pids(1)
+    assert not any(alive(pid) for pid in first.values())
+    agent, before = running.agent(1), newest(tmp_path)
+    wait_for(lambda: newest(tmp_path) > before, "the next checkpoint", running.said)
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in second.values()), "the end of the orphans", running.said)
+
+    assert running.end() == 0, running.said.read_text()
+    assert newest(tmp_path) == STEPS
+    said = running.said.read_text()
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "the agent was killed by SIGKILL" in said
+    assert f"step {STEPS}" in said, "what rank 0 writes is shown"
+    assert [event.details["why"] for event in read_events(tmp_path)] == [
+        "rank 1 was killed by SIGKILL",
+        "the agent was killed by SIGKILL",
+    ]
+    # Every life went on from a checkpoint of the one before it.
+    starts = [int(line.split()[1]) for line in (tmp_path / "starts").read_text().splitlines()]
+    assert starts[0] == 0
+    assert 2 <= starts[1] < starts[2] < STEPS
+    assert "step" in (tmp_path / "logs/cycle0/rank0.log").read_text()
+    assert "rank 1" in (tmp_path / "logs/cycle2/rank1.log").read_text()
+    assert (tmp_path / "store-variable").read_text() == "1"
+
+
+def test_ranks_do_not_outlive_the_launcher(start, tmp_path):
+    running = start("forever")
+    pids, agent = running.pids(0), running.agent(0)
+    running.process.kill()
+    wait_for(lambda: not any(alive(pid) for pid in (*pids.values(), agent)), "the end of the orphans")
+
+
+def test_a_crash_loop_is_stopped_after_three(start, tmp_path):
+    running = start("crash")
+    assert running.end() == 7, running.said.read_text()
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["cycle0", "cycle1", "cycle2"]
+    assert "given up after 3 cycles" in running.said.read_text()
+    assert "Traceback: told to" in (tmp_path / "logs/cycle2/rank1.log").read_text()
+
+
+def test_a_config_error_is_not_restarted(start, tmp_path):
+    running = start("config")
+    assert running.end() == 20, running.said.read_text()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["cycle0"]
+
+
+def test_asked_to_leave_the_ranks_save_first(start, tmp_path):
+    running = start("polite")
+    running.pids(0)
+    running.process.send_signal(signal.SIGUSR2)
+    wait_for(lambda: (tmp_path / "usr2").exists(), "the forwarded signal", running.said)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == 10, running.said.read_text()
+    assert newest(tmp_path) == 99
+    assert "stopped as asked" in running.said.read_text()
+    assert not (tmp_path / "logs/cycle1").exists()
+
+
+def test_ranks_that_do_not_leave_are_killed_after_the_grace(start, tmp_path):
+    running = start("stubborn", grace_s=0.5)
+    pids = running.pids(0)
+    running.process.send_signal(signal.SIGINT)
+    assert running.end() == 10, running.said.read_text()
+    assert not any(alive(pid) for pid in pids.values())
+
+
+def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"train: {{stepz: 3, out_dir: {tmp_path}/run}}\n")
+    command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 20
+    assert "Did you mean train.steps?" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def _stand_in(run: Path, mode: str, again: bool) -> None:
+    rank = int(os.environ["RANK"])
+    stubborn = {"stubborn": signal.SIG_IGN, "polite": lambda *_: _leave(run, rank)}
+    signal.signal(signal.SIGTERM, stubborn.get(mode, signal.SIG_DFL))
+    signal.signal(signal.SIGUSR2, lambda *_: (run / "usr2").touch())
+    life = len(list(run.glob(f"life*-rank{rank}")))
+    print(f"rank {rank} is up", flush=True)
+    (run / f"rank{rank}.new").write_text(str(os.getpid()))
+    os.rename(run / f"rank{rank}.new", run / f"life{life}-rank{rank}")
+    (run / "store-variable").write_text(os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"])
+    if mode in ("crash", "config"):
+        print("Traceback: told to", flush=True)
+        sys.exit({"crash": 7, "config": 20}[mode])
+    step = (CheckpointFolder(run / "checkpoints").find_resumable().step or 0) if again else 0
+    if rank == 0:
+        with (run / "starts").open("a") as starts:
+            starts.write(f"from {step}\n")
+    while mode != "train" or newest(run) < STEPS:
+        time.sleep(0.05)
+        if rank == 0 and mode == "train" and (life == 2 or step < 3 * (life + 1)):  # leaves the test time to kill
+            step += 1
+            commit(run, step)
+            print(f"step {step}", flush=True)
+
+
+def _leave(run: Path, rank: int) -> None:
+    if rank == 0:
+        commit(run, 99)
+    time.sleep(0.3)
+    sys.exit(10)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        _stand_in(Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "again")
+    else:
+        folder, mode = Path(sys.argv[2]), sys.argv[3]
+
+        def program(again: bool) -> list[str]:
+            return [sys.executable, __file__, "rank", str(folder), mode, "again" if again else "anew"]
+
+        made = Launch(program=program, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
+        sys.exit(launch(made, lambda text: print(f"launch: {text}", flush=True), lambda text: print(text, end="")))

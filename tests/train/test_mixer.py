@@ -1,0 +1,146 @@
+"""NSA inside the engine's architectures, and one state dict for the engine's model and ours."""
+
+import copy
+
+import pytest
+import torch
+from olmo_core.nn.attention import SequenceMixerConfig
+from olmo_core.nn.transformer import TransformerConfig
+
+from nsa.config.schema import ModelConfig, NSAConfig, RunConfig, TrainConfig
+from nsa.core.nsa_attention import NSAAttention
+from nsa.errors import ConfigError
+from nsa.model.build import build_model
+from nsa.train.mixer import NSAMixerConfig, transformer_config
+
+VOCAB, SEQ = 61, 48
+SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
+BLOCKS = dict(l=8, d=4, l_sel=8, n_sel=4, w=16)
+
+
+def run(nsa=None, **model) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(**{"dim": 32, "n_layers": 2, **SIZES, **model}),
+        nsa=NSAConfig(**{**BLOCKS, **(nsa or {})}),
+        train=TrainConfig(seq_len=SEQ, seed=5),
+    )
+
+
+def with_nsa(config: TransformerConfig, layers: set[int] | None = None) -> TransformerConfig:
+    """An engine architecture with NSA in all layers, or in these."""
+    nsa = copy.deepcopy(config.block)
+    nsa.sequence_mixer = NSAMixerConfig(**SIZES, **BLOCKS)
+    if layers is None:
+        config.block = nsa
+    else:
+        config.block_overrides = dict.fromkeys(layers, nsa)
+    return config
+
+
+def architectures() -> dict[str, TransformerConfig]:
+    common = dict(d_model=32, vocab_size=VOCAB, n_layers=3, n_heads=4)
+    return {
+        "dense": with_nsa(TransformerConfig.llama_like(**common)),
+        "hybrid": with_nsa(TransformerConfig.llama_like(**common), {0, 2}),
+        "moe": with_nsa(
+            TransformerConfig.llama_like_moe(**common, num_experts=4, top_k=2, expert_hidden_size=32, dropless=True)
+        ),
+    }
+
+
+class PermutationOnCpu:
+    """The engine moves tokens to their experts with Triton; these plain stand-ins do the same without a GPU."""
+
+    @staticmethod
+    def gather(x, indices, bin_ids, weights, bins, top_k):
+        rows = x[indices // top_k]
+        return rows if weights is None else rows * weights[indices, None]
+
+    @staticmethod
+    def scatter(x, indices, bin_ids, weights, bins, top_k):
+        rows = x if weights is None else x * weights[indices, None]
+        return x.new_zeros(len(indices) // top_k, x.shape[1]).index_add_(0, indices // top_k, rows)
+
+    @staticmethod
+    def scatter_wgrad(x, grad, indices, bin_ids, bins, top_k):
+        return x.new_zeros(len(indices)).index_add_(0, indices, (x * grad[indices // top_k]).sum(-1))
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid", "moe"])
+def test_an_engine_architecture_trains(name, monkeypatch):
+    monkeypatch.setattr("olmo_core.ops.moe.kernels", PermutationOnCpu)
+    config = architectures()[name]
+    model = config.build()
+    assert sum(p.numel() for p in model.parameters()) == config.num_params
+    model.init_weights(max_seq_len=SEQ, max_local_microbatch_size=4 * SEQ)
+    mixers = [block.attention for block in model.blocks.values()]
+    assert sum(isinstance(mixer, NSAAttention) for mixer in mixers) == (2 if name == "hybrid" else 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(VOCAB, (4, SEQ), generator=torch.Generator().manual_seed(0))
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    losses = []
+    for _ in range(8):
+        loss = model(tokens, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"ffn_dim": 40}, {"norm_eps": 1e-2}, {"dim": 48}])
+@pytest.mark.parametrize("nsa", [{}, {"phi": "mlp", "gate": "sigmoid"}, {"phi": "linear", "rope_compressed": "after"}])
+def test_one_state_dict_fits_both_models(change, nsa):
+    config = run(nsa, **change)
+    torch.manual_seed(0)
+    ours, engines = build_model(config, VOCAB), transformer_config(config, VOCAB).build()
+    engines.load_state_dict(ours.state_dict(), strict=True)
+    tokens = torch.randint(VOCAB, (2, SEQ))
+    cu = torch.tensor([0, 20, 48, 60, 96], dtype=torch.int32)
+    doc_lens = torch.tensor([[20, 28], [12, 36]])
+    with torch.no_grad():
+        torch.testing.assert_close(engines(tokens), ours(tokens), atol=1e-5, rtol=1e-5)
+        packed = engines(tokens, doc_lens=doc_lens, max_doc_lens=[28, 36])
+        torch.testing.assert_close(packed, ours(tokens, cu_doc_lens=cu), atol=1e-5, rtol=1e-5)
+        assert not torch.equal(packed, engines(tokens))
+    ours.load_state_dict(engines.state_dict(), strict=True)
+
+
+def test_flops_are_those_of_our_model():
+    config = run()
+    ours, engines = build_model(config, VOCAB), transformer_config(config, VOCAB).build()
+    norms = 6 * config.model.dim  # the engine counts the final norm's weights as a matrix
+    assert engines.num_flops_per_token(SEQ) == pytest.approx(ours.flops_per_token(SEQ) + norms, abs=2)
+
+
+@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+def test_weights_begin_as_in_nsa_core_whatever_the_global_seed(phi):
+    config = transformer_config(run({"phi": phi}), VOCAB)
+    first, second = config.build(init_device="meta"), config.build()
+    torch.manual_seed(1)
+    first.init_weights(device=torch.device("cpu"))
+    torch.manual_seed(2)
+    second.init_weights(device=torch.device("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    one, two = (block.attention for block in first.blocks.values())
+    assert not torch.equal(one.w_q.weight, two.w_q.weight)
+    assert one.w_q.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert one.w_out.weight.std().item() == pytest.approx(0.02 / 4**0.5, rel=0.1)  # 2 layers
+    assert one.gates.proj.weight.std().item() == pytest.approx(1e-3, rel=0.3)
+    if phi == "linear":
+        assert torch.equal(one.phi_k.w_block[0, 0], torch.eye(8) / 8)
+
+
+def test_it_is_registered_and_survives_a_dictionary():
+    config = NSAMixerConfig.of_run(run({"phi": "mlp"}))
+    assert SequenceMixerConfig.from_dict(config.as_config_dict()) == config
+
+
+def test_what_it_cannot_do_it_refuses():
+    mixer = NSAMixerConfig(**SIZES, **BLOCKS).build(32, layer_idx=0, n_layers=1)
+    with pytest.raises(ConfigError, match=r"tensor parallelism.*parallel\.data"):
+        mixer.apply_tp(None)
+    with pytest.raises(ConfigError, match=r"context parallelism.*parallel\.data"):
+        mixer.apply_cp(None)
+    with pytest.raises(ConfigError, match="cache_leftpad"):
+        mixer(torch.zeros(1, 8, 32), cache_leftpad=torch.zeros(1))

@@ -1,0 +1,66 @@
+"""The same run, however it is spread: one rank, DDP, FSDP, HSDP, accumulation; fp32, same rows, same seed."""
+
+import math
+
+import pytest
+import torch
+
+from nsa.observe.heartbeat import read_beats
+from nsa.observe.names import PROGRESS, heartbeat
+from tests.train.runs import Job, run_all
+
+STEPS = 20
+
+
+def losses_and_norms(folder):
+    beats = [beat for beat in read_beats(folder / heartbeat(0)) if beat.msg == PROGRESS]
+    assert [beat.step for beat in beats] == list(range(1, STEPS + 1))
+    return torch.tensor([[beat.loss, beat.grad_norm] for beat in beats], dtype=torch.float64)
+
+
+WAYS = {
+    "one": Job("", 1),
+    "accumulation": Job("", 1, ["train.batch_size=1", "train.accumulate_grad_batches=4"]),
+    "ddp": Job("", 2),
+    "ddp_accumulation": Job("", 2, ["train.batch_size=2", "train.accumulate_grad_batches=2"]),
+    "fsdp": Job("", 2, ["parallel.data=fsdp"]),
+    "fsdp_accumulation": Job(
+        "", 2, ["parallel.data=fsdp", "train.batch_size=2", "train.accumulate_grad_batches=2", "nsa.phi=avg"]
+    ),
+    "fsdp_checkpointed": Job("", 2, ["parallel.data=fsdp", "runtime.gradient_checkpointing=true"]),
+    "hsdp": Job("", 4, ["parallel.data=hsdp", "parallel.shard_ranks=2"]),
+    # One shard per group: a mesh of (N, 1), where gradients must not be divided twice.
+    "hsdp_of_one": Job("", 2, ["parallel.data=hsdp", "parallel.shard_ranks=1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ways")
+    for name, job in WAYS.items():
+        job.out_dir = str(folder / name)
+    codes = run_all(*WAYS.values())
+    assert codes == [[0] * job.world for job in WAYS.values()]
+    return folder
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "one"])
+def test_losses_norms_and_weights_are_those_of_one_rank(runs, way):
+    one, other = losses_and_norms(runs / "one"), losses_and_norms(runs / way)
+    assert (one - other).abs().max() < 1e-4
+    mine, theirs = (torch.load(runs / name / "model.pt", weights_only=True) for name in ("one", way))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(theirs[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_it_learns(runs):
+    losses = losses_and_norms(runs / "one")[:, 0]
+    assert losses[0] == pytest.approx(math.log(257), abs=0.05)
+    assert losses[-1] < losses[0]
+
+
+def test_every_rank_has_a_heartbeat_with_the_same_loss(runs):
+    first, second = (list(read_beats(runs / "fsdp" / heartbeat(rank))) for rank in (0, 1))
+    assert [beat.loss for beat in first] == [beat.loss for beat in second]
+    assert {beat.rank for beat in second} == {1}

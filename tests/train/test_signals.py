@@ -1,0 +1,121 @@
+"""Real processes, real signals, a real halt file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nsa.observe import names
+from nsa.observe.events import Kind, read_events
+from nsa.observe.heartbeat import last_beat, read_beats
+from nsa.observe.run_folder import RunFolder
+from nsa.train.checkpoint.folder import CheckpointFolder
+from tests.train.runs import ROOT, environment, free_port, write_config
+
+WAIT_S = 90
+
+
+class Process:
+    def __init__(self, tmp_path, *words, ranks: int = 1) -> None:
+        self.folder = tmp_path / "run"
+        torchrun = ["torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port()), "-m"]
+        self.log = (tmp_path / "log").open("a")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *(torchrun if ranks > 1 else []), "nsa.cli", "train", str(write_config(tmp_path)),
+             "train.steps=100000", f"train.out_dir={self.folder}", *words],
+            cwd=ROOT, env=environment(), stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for(self, what, happened) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not happened():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}"
+            assert time.monotonic() < deadline, f"{what} did not happen"
+            time.sleep(0.05)
+
+    def step(self, rank: int = 0) -> int:
+        beat = last_beat(self.folder / names.heartbeat(rank), names.PROGRESS)
+        return beat.step if beat else 0
+
+    def wait_for_steps(self, more: int = 3) -> None:
+        goal = self.step() + more
+        self.wait_for(f"step {goal}", lambda: self.step() >= goal)
+
+    def end(self) -> int:
+        code = self.process.wait(WAIT_S)
+        self.log.close()
+        return code
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def begin(*words, ranks: int = 1) -> Process:
+        started.append(Process(tmp_path, *words, ranks=ranks))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+
+
+def test_usr1_dumps_stacks_usr2_saves_and_term_leaves_with_a_checkpoint(start):
+    run = start()
+    run.wait_for_steps()
+    run.process.send_signal(signal.SIGUSR1)
+    dump = run.folder / names.stackdump(0, run.process.pid)
+    run.wait_for("a stack dump", lambda: "most recent call first" in dump.read_text())
+    run.wait_for_steps()
+
+    checkpoints = CheckpointFolder(run.folder / names.CHECKPOINTS)
+    assert checkpoints.steps() == []
+    run.process.send_signal(signal.SIGUSR2)
+    run.wait_for("a checkpoint", checkpoints.committed_steps)
+    run.wait_for_steps()
+    assert len(checkpoints.steps()) == 1
+
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        run.process.send_signal(number)
+    assert run.end() == 10
+    found = checkpoints.find_resumable()
+    assert found.step == run.step() == checkpoints.latest()
+    last = last_beat(run.folder / names.heartbeat(0))
+    assert last is not None
+    assert (last.msg, last.step) == (names.STOPPED, found.step)
+    kinds = [event.kind for event in read_events(run.folder)]
+    assert kinds == [Kind.START, Kind.FIRST_STEP, Kind.SAVE, Kind.STOP, Kind.SAVE]
+    assert not (run.folder / names.MODEL).exists()
+
+
+def test_a_halt_file_stops_all_ranks_at_the_same_step(start):
+    run = start(ranks=2)
+    run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)
+    (run.folder / names.HALT).write_text("halt: manual_stop\n")
+    run.end()
+    beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
+    assert [beat.msg for beat in beats if beat] == [names.HALTED] * 2
+    assert len({beat.step for beat in beats if beat}) == 1
+    halts = [event for event in read_events(run.folder) if event.kind == Kind.HALT]
+    assert [event.details for event in halts] == [{"reason": ".HALT: manual_stop"}]
+    assert CheckpointFolder(run.folder / names.CHECKPOINTS).find_resumable().step == RunFolder(run.folder).last_step()
+
+    stale = start("--resume")
+    assert stale.end() == 11
+    assert "Remove it to go on" in (run.folder.parent / "log").read_text()
+    assert len(list(read_beats(run.folder / names.heartbeat(0)))) == beats[0].step + 2  # start, steps, halt
+
+
+def test_a_term_to_one_rank_takes_all_along(start):
+    run = start(ranks=2)
+    run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)
+    pids = [last_beat(run.folder / names.heartbeat(rank)).pid for rank in (0, 1)]
+    os.kill(pids[1], signal.SIGTERM)
+    run.end()
+    beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
+    assert [beat.msg for beat in beats] == [names.STOPPED] * 2
+    assert beats[0].step == beats[1].step == CheckpointFolder(run.folder / names.CHECKPOINTS).latest()
