@@ -31,3 +31,15 @@ class CheckpointError(NSAError):
     """A checkpoint that cannot be trusted, written or found, or a run folder that another process holds."""
 
     exit_code = 22
+
+
+class NonFiniteError(NSAError):
+    """Steps that were not finite, or spiked, more often than the run may skip or go back for."""
+
+    exit_code = 23
+
+
+class ReplicaError(NSAError):
+    """Replicas of the weights that are no longer the same: suspect hardware."""
+
+    exit_code = 16

@@ -157,6 +157,22 @@ class TrainConfig(Section):
     )
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.01, description="AdamW weight decay.")
     grad_clip: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Largest gradient norm; 0 does not clip.")
+    max_skipped: Annotated[int, Field(ge=0), Unit("steps")] = Field(
+        default=3,
+        description="Non-finite or spiking steps of any skip_window that are skipped; one more and the run goes back.",
+    )
+    max_rollbacks: Annotated[int, Field(ge=0)] = Field(
+        default=3,
+        description="Times a run may go back to its last checkpoint, leaving out the batches since; then it stops.",
+    )
+    skip_window: Steps = Field(default=128, description="Steps back that max_skipped and spike_sigma look.")
+    spike_sigma: Annotated[float, Field(ge=0)] = Field(
+        default=0.0,
+        description="Skip steps whose loss or gradient norm is this many sigma above its window; 0 skips none.",
+    )
+    replica_check_every: StepsOrNever = Field(
+        default=0, description="Steps between checks that replicas of the weights (ddp, hsdp) are equal bit for bit."
+    )
     log_every: Steps = Field(default=20, description="Steps between progress records.")
     eval_every: StepsOrNever = Field(default=1000, description="Steps between evaluations on the held-out split.")
     eval_batches: Count = Field(default=16, description="Batches of the held-out split that an evaluation reads.")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,8 @@ class Copies:
         for name in numbers.keys() - {"ts", "pid", "rank", "step", "synthetic"}:
             self._tensorboard.add_scalar(f"train/{name}", numbers[name], beat.step)
         self._tensorboard.flush()
-        best = min((loss for loss in (self._metrics.get("best_loss"), beat.loss) if loss is not None), default=None)
+        losses = (self._metrics.get("best_loss"), beat.loss)
+        best = min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
         self._write_metrics({**record, "best_loss": best})
 
     def take_evaluation(self, *, step: int, val_loss: float, tokens: int, seconds: float, ts: float) -> None:

@@ -35,6 +35,8 @@ class Beat:
     grad_norm: float | None = None
     lr: float | None = None
     tokens_seen: int | None = None
+    skipped_steps: int | None = None
+    nonfinite_steps: int | None = None
     gpu_mem_alloc: float | None = None
     gpu_mem_reserved: float | None = None
     gpu_mem_alloc_gib: float | None = None

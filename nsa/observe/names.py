@@ -32,6 +32,8 @@ HALTED = "halt"
 STOPPED = "stop"
 DONE = "done"
 FAILED = "error"
+SKIPPED = "skipped_step"
+ROLLED_BACK = "rollback"
 
 UNITS = {
     "ts": "seconds since 1970",
@@ -53,5 +55,7 @@ UNITS = {
     "reads_pred": "keys, all layers of the last forward pass of this rank",
     "reads_act_total": "keys, all layers of the last forward pass of this rank",
     "tokens_seen": "tokens since step 0, all ranks together",
+    "skipped_steps": "steps since step 0 whose optimizer did not run, the non-finite ones included",
+    "nonfinite_steps": "steps since step 0 with a loss or gradient norm that is not finite",
 }
 """Fields that are not listed count something or name something."""

@@ -1,14 +1,11 @@
 """From the description of a run to the engine's parts: model, parallelism, optimizer, schedule."""
 
-from typing import Any
-
 import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
 from olmo_core.optim.scheduler import Scheduler
-from olmo_core.train.train_module import TransformerTrainModule
 from olmo_core.train.train_module.transformer.config import (
     TransformerActivationCheckpointingConfig,
     TransformerDataParallelConfig,
@@ -16,6 +13,7 @@ from olmo_core.train.train_module.transformer.config import (
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
+from nsa.train.guard import GuardedTrainModule
 from nsa.train.mixer import transformer_config
 from nsa.train.ranks import Ranks
 
@@ -35,12 +33,12 @@ def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
     return torch.device("cuda" if wanted == "auto" else wanted)
 
 
-def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device) -> Any:
+def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device) -> GuardedTrainModule:
     """The engine's train module around an NSA model; weights are the same for every number of ranks."""
     check(config, ranks)
     train, bf16 = config.train, config.runtime.precision == "bf16"
     sharded = ranks.distributed and config.parallel.data != "ddp"
-    module = TransformerTrainModule(
+    module = GuardedTrainModule(
         model=transformer_config(config, vocab_size).build(init_device="meta"),
         optim=AdamWConfig(
             lr=train.lr,
@@ -80,6 +78,11 @@ def check(config: RunConfig, ranks: Ranks) -> None:
         raise ConfigError(
             f"parallel.shard_ranks ({parallel.shard_ranks}) must divide the number of ranks ({ranks.world}): hsdp "
             f"makes groups of that size. Set e.g. parallel.shard_ranks={ranks.local_world}."
+        )
+    if train.replica_check_every and parallel.data == "fsdp" and ranks.world > 1:
+        raise ConfigError(
+            f"train.replica_check_every is {train.replica_check_every} and parallel.data is fsdp: every rank holds "
+            f"another part of the weights there, so nothing can be compared. Set train.replica_check_every=0."
         )
 
 

@@ -86,6 +86,8 @@ class NSAMixer(NSAAttention, SequenceMixer):
     def __init__(self, dim: int, config: NSAMixerConfig) -> None:
         super().__init__(dim, **config.arguments())
         self.config = config
+        # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` follows.
+        self.phi_k.reset_parameters = self.phi_v.reset_parameters = _leave  # type: ignore[method-assign]
 
     def forward(
         self, x_BSD: Tensor, *, cu_doc_lens: Tensor | None = None, max_doc_len: int | None = None, **unknown: Any
@@ -150,6 +152,10 @@ def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
         tie_word_embeddings=model.tie_embeddings,
         init_seed=config.train.seed,
     )
+
+
+def _leave() -> None:
+    pass
 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:

@@ -69,6 +69,18 @@ class Agreement:
         return [float(value) for value in answer.tolist()]
 
     def mean(self, value: float) -> float:
+        return self.means([value])[0]
+
+    def means(self, values: Sequence[float]) -> list[float]:
+        """What is not finite on one rank is not finite in the mean."""
+        world = dist.get_world_size(self._group) if self._group is not None else 1
+        return [total / world for total in self.sum(values)]
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The same number of integers from every rank, in the order of the ranks."""
         if self._group is None:
-            return value
-        return self.sum([value])[0] / dist.get_world_size(self._group)
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(answers, mine, group=self._group)
+        return [answer.tolist() for answer in answers]

@@ -28,6 +28,7 @@ from nsa.train import rows
 from nsa.train.build import build_train_module, check, choose_device
 from nsa.train.callbacks.evaluation import Evaluation, Verdict
 from nsa.train.callbacks.heartbeat import Heartbeat
+from nsa.train.callbacks.replicas import Replicas
 from nsa.train.callbacks.signals import Signals
 from nsa.train.callbacks.story import Story
 from nsa.train.callbacks.wishes import Wishes
@@ -37,9 +38,9 @@ from nsa.train.checkpoint.lock import RunLock
 from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver
 from nsa.train.exits import DONE, HALTED
+from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
 from nsa.train.ranks import Agreement, Ranks
-from nsa.train.trainer import QuietTrainer
 
 LONG_RUN_STEPS = 5000
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
@@ -145,6 +146,7 @@ class _Run:
         self.config, self.ranks, self.device, self.folder = config, ranks, device, folder
         self.signals, self.reporter = signals, reporter
         self.agreement = Agreement(config.parallel.timeout_s)
+        self.judge = make_judge(config)
         self.vocab_size = config.model.vocab_size or rows.vocabulary(config)
         self.data = self._choose_rows()
         self.loader = RowLoader(
@@ -178,7 +180,7 @@ class _Run:
         self._finish(trainer, wishes.exit_code)
         return wishes.exit_code
 
-    def _build(self) -> tuple[QuietTrainer, Wishes]:
+    def _build(self) -> tuple[GuardedTrainer, Wishes]:
         config = self.config
         module = build_train_module(config, self.vocab_size, self.ranks, self.device)
         saver = make_saver(config)
@@ -190,12 +192,15 @@ class _Run:
             data=str(self.data),
             synthetic=isinstance(self.data, SyntheticData),
             say=self._hear,
+            counts=lambda: counts(self.judge.memory),
         )
+        module.guard = Guard(self.judge, self.agreement, saver, heartbeat, self.story)
         wishes = Wishes(
             self.folder, self.ranks, self.agreement, self.signals, saver=saver, heartbeat=heartbeat, story=self.story
         )
         callbacks = {
             "heartbeat": heartbeat,
+            "guard": module.guard,
             "checkpointer": saver,
             "wishes": wishes,
             "console_logger": ConsoleLoggerCallback(log_interval=2**62, metrics_log_interval=2**62),
@@ -203,6 +208,8 @@ class _Run:
         }
         if self.story is not None:
             callbacks["story"] = self.story
+        if config.train.replica_check_every:
+            callbacks["replicas"] = Replicas(config.train.replica_check_every, self.agreement)
         if config.train.eval_every:
             callbacks["evaluation"] = Evaluation(
                 data=rows.held_out_rows(config, self.vocab_size) if not self._stands_in else self.data,
@@ -213,7 +220,7 @@ class _Run:
                 agreement=self.agreement,
                 say=self._hear_verdict,
             )
-        trainer = QuietTrainer(
+        trainer = GuardedTrainer(
             work_dir=self.folder.path,
             train_module=module,
             data_loader=self.loader,
@@ -235,6 +242,8 @@ class _Run:
             world_size=self.ranks.world,
             config=self.config.model_dump(mode="json"),
             data_cursor=self.loader.state_dict(),
+            skipped_batches=self.judge.memory.left_out,
+            spike_window=self.judge.memory.window(),
         )
 
     def _choose_rows(self) -> RowData:
@@ -286,7 +295,7 @@ class _Run:
             f"{config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"
         )
 
-    def _finish(self, trainer: QuietTrainer, code: int) -> None:
+    def _finish(self, trainer: GuardedTrainer, code: int) -> None:
         if not self.ranks.first:
             return
         last = self.folder.checkpoints / f"step{trainer.global_step}"

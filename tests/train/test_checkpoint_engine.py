@@ -178,6 +178,26 @@ def test_a_flipped_tensor_is_refused_and_nothing_is_loaded(folder):
     checkpointer(folder).load(found.path, fresh)
 
 
+def test_what_was_just_hashed_is_not_hashed_again_but_only_once(folder, monkeypatch):
+    from nsa.train.checkpoint import manifest
+
+    read: list[str] = []
+    hash_file = manifest._hash
+    monkeypatch.setattr(manifest, "_hash", lambda store, name: read.append(name) or hash_file(store, name))
+    maker = checkpointer(folder)
+    found = maker.find_resumable(folder)
+    files = len(found.path and read)
+    assert files == len(set(read)) > 3
+    maker.load(found.path, Module(seed=1))
+    assert len(read) == files
+    maker.load(found.path, Module(seed=1))
+    assert len(read) == 2 * files
+    maker.find_resumable(folder)
+    flip(folder / "step1/model_and_optim/__0_0.distcp")
+    with pytest.raises(CheckpointError, match="does not match"):
+        maker.load(folder / "step1", Module(seed=1))
+
+
 def test_a_foreign_folder_is_refused_unless_asked_for(folder):
     (folder / "step2/COMMIT.json").unlink()
     with pytest.raises(CheckpointError, match=r"COMMIT\.json is missing"):

@@ -142,6 +142,19 @@ def test_every_single_bit_of_the_commit_document_counts(folder):
             decode(flipped(raw, bit))
 
 
+def test_the_same_document_spelled_otherwise_is_not_the_one_written(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    staging = folder.begin(1)
+    staging.mkdir()
+    (staging / "é.json").write_text("{}")
+    raw = (folder.commit(1) / "COMMIT.json").read_bytes()
+    assert b"\\u00e9" in raw
+    for other in (raw.replace(b"\\u00e9", b"\\u00E9"), json.dumps(json.loads(raw)).encode(), raw + b" "):
+        assert json.loads(other) == json.loads(raw)
+        with pytest.raises(CheckpointError, match="damaged"):
+            decode(other)
+
+
 def test_a_key_refuses_what_it_did_not_sign(tmp_path):
     signed = CheckpointFolder(tmp_path, key=KEY)
     save(signed, 1)

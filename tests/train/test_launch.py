@@ -6,6 +6,7 @@ This file is also the stand-in for the trainer: no torch, a checkpoint every few
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -191,6 +192,9 @@ def start(tmp_path):
     for one in running:
         one.process.kill()
         one.process.wait()
+    for pid in (int(file.read_text()) for file in tmp_path.glob("life*-rank*")):  # none, unless a test has failed
+        if alive(pid) and str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
 
 
 def newest(run: Path) -> int:
@@ -270,6 +274,22 @@ def test_ranks_that_do_not_leave_are_killed_after_the_grace(start, tmp_path):
     assert not any(alive(pid) for pid in pids.values())
 
 
+def test_two_nodes_meet(tmp_path):
+    """Two launchers on one machine stand for two nodes that share the run folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = [Running(tmp_path, "meet", nnodes="2", rdzv_endpoint=endpoint) for _ in range(2)]
+    try:
+        assert [node.end() for node in nodes] == [0, 0], nodes[0].said.read_text()
+    finally:
+        for node in nodes:
+            node.process.kill()
+            node.process.wait()
+    assert sorted(path.name for path in tmp_path.glob("met-*")) == [f"met-{rank}-of-4" for rank in range(4)]
+    assert len(list((tmp_path / "logs").glob(f"cycle*-{socket.gethostname()}/rank*.log"))) == 4
+
+
 def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
     (tmp_path / "run.yaml").write_text(f"train: {{stepz: 3, out_dir: {tmp_path}/run}}\n")
     command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
@@ -281,6 +301,9 @@ def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
 
 def _stand_in(run: Path, mode: str, again: bool) -> None:
     rank = int(os.environ["RANK"])
+    if mode == "meet":
+        (run / f"met-{rank}-of-{os.environ['WORLD_SIZE']}").touch()
+        sys.exit(0)
     stubborn = {"stubborn": signal.SIG_IGN, "polite": lambda *_: _leave(run, rank)}
     signal.signal(signal.SIGTERM, stubborn.get(mode, signal.SIG_DFL))
     signal.signal(signal.SIGUSR2, lambda *_: (run / "usr2").touch())

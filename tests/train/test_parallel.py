@@ -24,11 +24,13 @@ WAYS = {
     "ddp": Job("", 2),
     "ddp_accumulation": Job("", 2, ["train.batch_size=2", "train.accumulate_grad_batches=2"]),
     "fsdp": Job("", 2, ["parallel.data=fsdp"]),
-    "fsdp_accumulation": Job(
-        "", 2, ["parallel.data=fsdp", "train.batch_size=2", "train.accumulate_grad_batches=2", "nsa.phi=avg"]
-    ),
+    "fsdp_accumulation": Job("", 2, ["parallel.data=fsdp", "train.batch_size=2", "train.accumulate_grad_batches=2"]),
     "fsdp_checkpointed": Job("", 2, ["parallel.data=fsdp", "runtime.gradient_checkpointing=true"]),
     "hsdp": Job("", 4, ["parallel.data=hsdp", "parallel.shard_ranks=2"]),
+    "linear": Job("", 1, ["nsa.phi=linear"]),
+    "linear_fsdp": Job("", 2, ["nsa.phi=linear", "parallel.data=fsdp"]),
+    "mlp": Job("", 1, ["nsa.phi=mlp", "model.tie_embeddings=true"]),
+    "mlp_fsdp": Job("", 2, ["nsa.phi=mlp", "model.tie_embeddings=true", "parallel.data=fsdp"]),
     # One shard per group: a mesh of (N, 1), where gradients must not be divided twice.
     "hsdp_of_one": Job("", 2, ["parallel.data=hsdp", "parallel.shard_ranks=1"]),
 }
@@ -44,11 +46,15 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "one"])
+ALONE = {"one": "one", "linear_fsdp": "linear", "mlp_fsdp": "mlp"}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ALONE.values()])
 def test_losses_norms_and_weights_are_those_of_one_rank(runs, way):
-    one, other = losses_and_norms(runs / "one"), losses_and_norms(runs / way)
+    alone = ALONE.get(way, "one")
+    one, other = losses_and_norms(runs / alone), losses_and_norms(runs / way)
     assert (one - other).abs().max() < 1e-4
-    mine, theirs = (torch.load(runs / name / "model.pt", weights_only=True) for name in ("one", way))
+    mine, theirs = (torch.load(runs / name / "model.pt", weights_only=True) for name in (alone, way))
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         torch.testing.assert_close(theirs[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}")

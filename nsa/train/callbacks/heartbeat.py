@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from olmo_core.aliases import PathOrStr
 from olmo_core.train.callbacks import Callback
 from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 from torch import Tensor
@@ -35,6 +36,8 @@ class Heartbeat(Callback):
     data: str
     synthetic: bool
     say: Callable[[Beat], None]
+    counts: Callable[[], dict[str, int]]
+    """Skipped steps so far, by name."""
     _probes: dict[str, Probe] = field(default_factory=dict)
     _probing: ExitStack = field(default_factory=ExitStack)
     _fetch_began: float = 0.0
@@ -50,6 +53,11 @@ class Heartbeat(Callback):
 
     def pre_train(self) -> None:
         self.beat(names.START, data=self.data, synthetic=self.synthetic)
+        self._since, self._since_step = time.perf_counter(), self.step
+
+    def post_checkpoint_loaded(self, path: PathOrStr) -> None:
+        """Perhaps in the middle of a step that the run goes back from: count and measure from here."""
+        self._probing.close()
         self._since, self._since_step = time.perf_counter(), self.step
 
     def pre_load_batch(self) -> None:
@@ -75,6 +83,7 @@ class Heartbeat(Callback):
             dt_fetch_s=self._fetch_s,
             lr=float(self.trainer.train_module.optim.param_groups[0]["lr"]),
             tokens_seen=self.trainer.global_train_tokens_seen,
+            **self.counts(),
             data=self.data,
             synthetic=self.synthetic,
             **self._memory(),

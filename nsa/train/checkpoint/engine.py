@@ -60,6 +60,7 @@ class VerifiedCheckpointer(Checkpointer):
     record: Callable[[], RunRecord] | None = None
     """Set by the trainer; asked on rank 0 at every save."""
     _folders: dict[Path, CheckpointFolder] = field(default_factory=dict, repr=False)
+    _just_verified: Path | None = field(default=None, repr=False)
 
     def folder(self, checkpoints: Path) -> CheckpointFolder:
         """The folder of all checkpoints, the same object each time, so that it remembers suspects."""
@@ -72,6 +73,7 @@ class VerifiedCheckpointer(Checkpointer):
         found = self.folder(checkpoints).find_resumable() if get_rank() == 0 else None
         found = broadcast_object(found)
         assert found is not None
+        self._just_verified = found.path.resolve() if found.path is not None else None
         return found
 
     def save(
@@ -106,7 +108,8 @@ class VerifiedCheckpointer(Checkpointer):
         reset_optimizer_states_on_load: bool | None = None,
     ) -> dict[str, Any] | None:
         path = self._local(dir).resolve()  # `latest` may move while we read
-        self._agree(lambda: demand_trustworthy(path, key=self.key, allow_foreign=self.allow_foreign))
+        hashed, self._just_verified = path == self._just_verified, None  # good for one load: hashing terabytes is slow
+        self._agree(lambda: demand_trustworthy(path, key=self.key, allow_foreign=self.allow_foreign, hashed=hashed))
         return super().load(
             path,
             train_module,

@@ -27,10 +27,13 @@ MODEL_PT = "model.pt"
 MODEL_SAFETENSORS = "model.safetensors"
 
 
-def demand_trustworthy(checkpoint: Path, *, key: bytes | None = None, allow_foreign: bool = False) -> Manifest | None:
+def demand_trustworthy(
+    checkpoint: Path, *, key: bytes | None = None, allow_foreign: bool = False, hashed: bool = False
+) -> Manifest | None:
     """Raise CheckpointError unless a checkpoint is whole, ours, and free of pickles that run code.
 
-    `allow_foreign` takes a folder without COMMIT.json, never one whose COMMIT.json does not fit.
+    `allow_foreign` takes a folder without COMMIT.json, never one whose COMMIT.json does not fit. `hashed` spares
+    reading every byte again, for a caller that has just done so.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} does not exist. `nsa checkpoint ls RUN_FOLDER` shows what there is.")
@@ -38,7 +41,8 @@ def demand_trustworthy(checkpoint: Path, *, key: bytes | None = None, allow_fore
     if allow_foreign and not (checkpoint / layout.COMMIT).exists():
         log.warning("%s has no %s: damage to its tensors cannot be detected", checkpoint, layout.COMMIT)
     else:
-        manifest = examine(Folder(checkpoint), key=key, step=layout.step_of(checkpoint.name)).demand_good()
+        step = layout.step_of(checkpoint.name)
+        manifest = examine(Folder(checkpoint), key=key, step=step, deep=not hashed).demand_good()
     demand_harmless(checkpoint)
     return manifest
 

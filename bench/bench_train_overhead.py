@@ -1,0 +1,97 @@
+"""What `nsa train` costs above a bare loop (forward, backward, clip, AdamW) on the same model and rows.
+
+    python bench/bench_train_overhead.py
+
+Both run in this process, one after the other, several times over; the best of each counts. Processor time is compared,
+because a busy machine stretches wall time at random; waiting for data is wall time, from the heartbeat.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from nsa.config import load
+from nsa.config.schema import RunConfig
+from nsa.observe.heartbeat import Beat
+from nsa.train import rows
+from nsa.train.build import BETAS, build_train_module
+from nsa.train.loader import to_engine
+from nsa.train.ranks import Ranks
+from nsa.train.run import train
+
+ROOT = Path(__file__).parents[1]
+WARM, STEPS, ROUNDS = 6, 36, 3
+
+
+class Clock:
+    """Processor seconds from step WARM to step STEPS, and what the beats said in between."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, float] = {}
+        self.beats: list[Beat] = []
+
+    def line(self, text: str) -> None: ...
+
+    def verdict(self, verdict: object) -> None: ...
+
+    def beat(self, beat: Beat, steps: int) -> None:
+        if beat.loss is not None:
+            self.at[beat.step] = time.process_time()
+            self.beats.append(beat)
+
+    @property
+    def seconds_per_step(self) -> float:
+        return (self.at[STEPS] - self.at[WARM]) / (STEPS - WARM)
+
+
+def with_trainer(config: RunConfig) -> Clock:
+    clock = Clock()
+    assert train(config, reporter=clock) == 0
+    return clock
+
+
+def bare(config: RunConfig) -> float:
+    vocab_size = rows.vocabulary(config)
+    model = build_train_module(config, vocab_size, Ranks(), torch.device("cpu")).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.lr, betas=BETAS)
+    stream = rows.training_rows(config, vocab_size).open()
+    batches = [to_engine(stream.next_batch(rows.global_rows(config))) for _ in range(STEPS)]
+    began = 0.0
+    for step, batch in enumerate(batches):
+        if step == WARM:
+            began = time.process_time()
+        tokens, labels = batch.pop("input_ids"), batch.pop("labels")
+        loss = model(tokens, labels=labels, return_logits=False, **batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return (time.process_time() - began) / (STEPS - WARM)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    plain, trained, waits = [], [], []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as folder:
+            changes = [f"train.out_dir={folder}/run", f"train.steps={STEPS}", f"train.log_every={WARM}",
+                       "train.eval_every=0", "train.save_every=0", "runtime.threads=1", "data.warmup_batches=4",
+                       "train.warmup_steps=0"]  # fmt: skip
+            config = load(ROOT / "configs" / "cpu_quickstart.yaml", overrides=changes)
+            plain.append(bare(config))
+            clock = with_trainer(config)
+            trained.append(clock.seconds_per_step)
+            waits += [(beat.dt_fetch_s or 0.0) / (beat.step_s or 1.0) for beat in clock.beats[1:]]
+    tokens = rows.global_rows(config) * config.train.seq_len
+    waits.sort()
+    print(f"bare loop   {tokens / min(plain):8,.0f} tokens per processor second")
+    print(
+        f"nsa train   {tokens / min(trained):8,.0f} tokens per processor second, {min(plain) / min(trained):.3f} of it"
+    )
+    print(f"data wait   {100 * waits[len(waits) // 2]:8.2f} % of the step, median")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The loader hands every rank its share, and its state knows no ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.data.batch import Batch
+from nsa.data.feeding import FeedSettings
+from nsa.data.open_rows import SyntheticData
+from nsa.errors import ConfigError
+from nsa.model.loss import IGNORE
+from nsa.train.loader import RowLoader, to_engine
+from nsa.train.ranks import Ranks
+
+DATA = SyntheticData("uniform", vocab_size=50, seq_len=16, seed=3)
+
+
+def loader(tmp_path, rank=0, world=1, prefetch=None) -> RowLoader:
+    ranks = Ranks(rank=rank, world=world, distributed=world > 1)
+    return RowLoader(DATA, global_rows=4, ranks=ranks, work_dir=tmp_path, prefetch=prefetch)
+
+
+def take(of: RowLoader, count: int) -> list[torch.Tensor]:
+    of.reshuffle(1)
+    batches = iter(of)
+    taken = [next(batches)["input_ids"] for _ in range(count)]
+    of.close()
+    return taken
+
+
+def test_ranks_share_one_sequence(tmp_path):
+    whole = take(loader(tmp_path), 3)
+    shares = [take(loader(tmp_path, rank, 2), 3) for rank in (0, 1)]
+    assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+def test_a_cursor_of_one_world_goes_on_in_another(tmp_path, before, after):
+    whole = take(loader(tmp_path), 5)
+    first = loader(tmp_path, 0, before)
+    take(first, 2)
+    state = first.state_dict()
+    assert not {"rank", "world", "world_size"} & set(str(state).replace("'", " ").split())
+    parts = []
+    for rank in range(after):
+        second = loader(tmp_path, rank, after)
+        second.load_state_dict(state)
+        parts.append(take(second, 3))
+    assert all(torch.equal(torch.cat(rows), batch) for *rows, batch in zip(*parts, whole[2:], strict=True))
+
+
+def test_batches_made_ahead_do_not_move_the_cursor(tmp_path):
+    ahead, direct = loader(tmp_path, prefetch=FeedSettings(queue_depth=4)), loader(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(take(ahead, 3), take(direct, 3), strict=True))
+    assert ahead.state_dict() == direct.state_dict()
+
+
+def test_documents_padding_and_labels_reach_the_engine():
+    batch = Batch(
+        tokens=np.arange(12, dtype=np.uint16).reshape(2, 6),
+        cu_doc_lens=(np.array([0, 2, 6], np.int32), np.array([0, 6], np.int32)),
+        loss_mask=np.array([[True] * 6, [True] * 4 + [False] * 2]),
+        row_ids=np.arange(2),
+        epoch=0,
+        documents=2,
+    )
+    tensors = to_engine(batch)
+    assert tensors["doc_lens"].tolist() == [[2, 4], [6, 0]]
+    assert tensors["max_doc_lens"] == [4, 6]
+    assert tensors["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORE], [7, 8, 9, IGNORE, IGNORE, IGNORE]]
+
+
+def test_rows_that_are_whole_documents_need_no_boundaries():
+    assert set(to_engine(DATA.open().next_batch(2))) == {"input_ids", "labels"}
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        loader(tmp_path, 0, 3)
