@@ -22,7 +22,7 @@ from nsa.train.ranks import Ranks
 from nsa.train.run import train
 
 ROOT = Path(__file__).parents[1]
-WARM, STEPS, ROUNDS = 6, 36, 3
+WARM, STEPS, ROUNDS = 4, 20, 2
 
 
 class Clock:
@@ -78,7 +78,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             changes = [f"train.out_dir={folder}/run", f"train.steps={STEPS}", f"train.log_every={WARM}",
                        "train.eval_every=0", "train.save_every=0", "runtime.threads=1", "data.warmup_batches=4",
-                       "train.warmup_steps=0"]  # fmt: skip
+                       "train.warmup_steps=0", "train.batch_size=4"]  # fmt: skip
             config = load(ROOT / "configs" / "cpu_quickstart.yaml", overrides=changes)
             plain.append(bare(config))
             clock = with_trainer(config)

@@ -47,6 +47,7 @@ def test_table(limits, losses, expected):
         (4.0, 1.0, SKIP),
         (3.0, 2.0, SKIP),
         (0.0, 0.0, STEP),
+        (-9.0, 0.0, STEP),
     ],
 )
 def test_either_number_can_make_a_step_bad_and_only_upwards(loss, norm, act):
@@ -62,6 +63,11 @@ def test_either_number_can_make_a_step_bad_and_only_upwards(loss, norm, act):
 def test_spikes_need_half_a_window_to_be_told():
     judge = Judge(Limits(spike_sigma=6, window=16))
     assert acts(judge, [3.0, 3.1, 3.0, 3.1, 3.0, 3.1, 3.0, 1000.0]) == [STEP] * 8
+
+
+def test_a_window_without_spread_tells_no_spike():
+    judge = Judge(Limits(spike_sigma=6, window=16))
+    assert acts(judge, [3.0] * 16 + [3.0001]) == [STEP] * 17
 
 
 def test_a_spike_does_not_hide_the_next_one():
