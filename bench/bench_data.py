@@ -24,14 +24,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nsa.data.folder import Folder
-from nsa.data.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Manifest
-from nsa.data.prepare import prepare
-from nsa.data.prepare_plan import make_plan
-from nsa.data.prepared import PreparedRows, Shuffle
-from nsa.data.row_stream import IndexedRowStream
-from nsa.data.shard_reader import ShardReader
-from nsa.data.shards import ShardInfo, ShardWriter
+from nsa.data.prepare.plan import make_plan
+from nsa.data.prepare.run import prepare
+from nsa.data.rows.prepared import PreparedRows, Shuffle
+from nsa.data.rows.stream import IndexedRowStream
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Manifest
+from nsa.data.shards.reader import ShardReader
+from nsa.data.shards.writer import ShardInfo, ShardWriter
 from nsa.data.tokenizer import train_bpe
 
 VOCAB = 32_768

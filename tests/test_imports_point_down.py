@@ -31,7 +31,7 @@ NEIGHBOURS = {
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 ENGINE = "olmo_core"
-READS_ENVIRONMENT = ("nsa.config.env", "nsa.train")
+READS_ENVIRONMENT = ("nsa.config.env", "nsa.train", "nsa.data.library_env")  # the last one only sets
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

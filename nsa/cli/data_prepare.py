@@ -14,8 +14,8 @@ from nsa.cli.data import data_app
 from nsa.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
-    from nsa.data import prepare as preparing
-    from nsa.data.manifest import Manifest
+    from nsa.data.prepare import run as preparing
+    from nsa.data.shards.manifest import Manifest
 
 SetArgument = Annotated[str, typer.Argument(metavar="SET", help="A folder or s3:// prefix that `prepare` wrote.")]
 TokenizerOption = Annotated[str, typer.Option(help="`byte`, or the path of a tokenizers JSON file.")]
@@ -76,9 +76,9 @@ def prepare(
 
     Example: `nsa data prepare HuggingFaceFW/fineweb-edu:sample-10BT data/fwe10 --tokenizer bpe.json --workers 16`
     """
-    from nsa.data.prepare import prepare as run
-    from nsa.data.prepare import slurm_executor
-    from nsa.data.prepare_plan import make_plan
+    from nsa.data.prepare.plan import make_plan
+    from nsa.data.prepare.run import prepare as run
+    from nsa.data.prepare.run import slurm_executor
     from nsa.data.source.row_group import Columns
 
     plan = make_plan(
@@ -123,9 +123,9 @@ def inspect(
 
     Example: `nsa data inspect data/fwe10 --shards`
     """
-    from nsa.data.check_set import find_document
-    from nsa.data.folder import Folder
-    from nsa.data.manifest import read_manifest
+    from nsa.data.shards.check import find_document
+    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.manifest import read_manifest
 
     folder = Folder(prepared)
     manifest = read_manifest(folder)
@@ -156,9 +156,9 @@ def verify(prepared: SetArgument) -> None:
 
     Example: `nsa data verify s3://bucket/fwe10`
     """
-    from nsa.data.check_set import verify_set
-    from nsa.data.folder import Folder
-    from nsa.data.manifest import read_manifest
+    from nsa.data.shards.check import verify_set
+    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.manifest import read_manifest
 
     folder = Folder(prepared)
     manifest = read_manifest(folder)
@@ -178,9 +178,9 @@ def stats(prepared: SetArgument) -> None:
 
     Example: `nsa data stats data/fwe10`
     """
-    from nsa.data.check_set import length_stats
-    from nsa.data.folder import Folder
-    from nsa.data.manifest import read_manifest
+    from nsa.data.shards.check import length_stats
+    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.manifest import read_manifest
 
     folder = Folder(prepared)
     manifest = read_manifest(folder)
@@ -205,8 +205,8 @@ def smoke(
 
     Example: `nsa data smoke --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte`
     """
-    from nsa.data.first_look import FINEWEB_EDU
-    from nsa.data.first_look import smoke as run
+    from nsa.data.feed.first_look import FINEWEB_EDU
+    from nsa.data.feed.first_look import smoke as run
 
     report = run(source or FINEWEB_EDU, tokenizer=tokenizer, seq_len=seq_len, batch=batch, timeout_s=timeout)
     Console().print(
@@ -228,8 +228,8 @@ def bootstrap(
 
     Example: `nsa data bootstrap --gb 5 --out data/fineweb_edu --tokenizer bpe.json`
     """
-    from nsa.data.first_look import FINEWEB_EDU
-    from nsa.data.first_look import bootstrap as run
+    from nsa.data.feed.first_look import FINEWEB_EDU
+    from nsa.data.feed.first_look import bootstrap as run
 
     with _progress_bar() as update:
         manifest = run(

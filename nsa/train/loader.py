@@ -13,10 +13,10 @@ from olmo_core.data.collator import DataCollator
 from olmo_core.data.data_loader import TextDataLoaderBase
 from torch import Tensor
 
-from nsa.data.batch import Batch
-from nsa.data.feeding import Feeder, FeedSettings
-from nsa.data.open_rows import RowData, check_batch
-from nsa.data.row_stream import State
+from nsa.data.feed.feeder import Feeder, FeedSettings
+from nsa.data.rows.batch import Batch
+from nsa.data.rows.opening import RowData, check_batch
+from nsa.data.rows.stream import State
 from nsa.model.loss import IGNORE
 from nsa.train.ranks import Ranks
 

@@ -1,10 +1,10 @@
 """From the settings of a run to the rows it trains and is judged on."""
 
 from nsa.config.schema import RunConfig
-from nsa.data.first_look import FINEWEB_EDU
-from nsa.data.folder import Folder
-from nsa.data.manifest import TRAIN, VALIDATION, read_manifest
-from nsa.data.open_rows import GIB, DirectData, PreparedData, RowData, SyntheticData
+from nsa.data.feed.first_look import FINEWEB_EDU
+from nsa.data.rows.opening import GIB, DirectData, PreparedData, RowData, SyntheticData
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
 from nsa.data.tokenizer import load_tokenizer
 from nsa.errors import ConfigError
 

@@ -16,8 +16,8 @@ from olmo_core.train import Duration, LoadStrategy, prepare_training_environment
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
 
 from nsa.config.schema import RunConfig
-from nsa.data.feeding import FeedSettings
-from nsa.data.open_rows import RowData, SyntheticData
+from nsa.data.feed.feeder import FeedSettings
+from nsa.data.rows.opening import RowData, SyntheticData
 from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
 from nsa.observe import names
 from nsa.observe.copies import Copies

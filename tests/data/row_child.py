@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from nsa.data.feeding import Feeder, FeedSettings
-from nsa.data.open_rows import DirectData, PreparedData, RowData
+from nsa.data.feed.feeder import Feeder, FeedSettings
+from nsa.data.rows.opening import DirectData, PreparedData, RowData
 
 GLOBAL_ROWS = 4
 

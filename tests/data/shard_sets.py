@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from nsa.data.document import Position, TokenDoc
-from nsa.data.folder import Folder
-from nsa.data.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Manifest
-from nsa.data.shards import ShardWriter
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Manifest
+from nsa.data.shards.writer import ShardWriter
 
 EOS = 256
 

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.data.folder import Folder
-from nsa.data.manifest import read_manifest
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import read_manifest
 from nsa.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.data.batch import Batch, EndOfData
-from nsa.data.feeding import Feeder, FeedSettings
-from nsa.data.open_rows import DirectData, PreparedData, SyntheticData
-from nsa.data.tensors import to_tensors
+from nsa.data.feed.feeder import Feeder, FeedSettings
+from nsa.data.feed.tensors import to_tensors
+from nsa.data.rows.batch import Batch, EndOfData
+from nsa.data.rows.opening import DirectData, PreparedData, SyntheticData
 from nsa.errors import ConfigError, DataError
 from tests.data.shard_sets import documents, write_set
 
@@ -130,8 +130,8 @@ def test_the_worker_ends_with_its_parent(end: str) -> None:
     program = textwrap.dedent(
         """
         import sys, time
-        from nsa.data.feeding import Feeder
-        from nsa.data.open_rows import SyntheticData
+        from nsa.data.feed.feeder import Feeder
+        from nsa.data.rows.opening import SyntheticData
 
         if __name__ == "__main__":
             feeder = Feeder(SyntheticData("uniform", vocab_size=100, seq_len=16), global_rows=1)

@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa.data.check_set import verify_set
-from nsa.data.feeding import Feeder
-from nsa.data.folder import Folder
-from nsa.data.manifest import read_manifest
-from nsa.data.open_rows import PreparedData
-from nsa.data.prepare import prepare
-from nsa.data.prepare_plan import make_plan
+from nsa.data.feed.feeder import Feeder
+from nsa.data.prepare.plan import make_plan
+from nsa.data.prepare.run import prepare
+from nsa.data.rows.opening import PreparedData
+from nsa.data.shards.check import verify_set
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import read_manifest
 from nsa.errors import DataError
 
 BUCKET = "corpus"

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.packing import PackedRow, make_packer
+from nsa.data.rows.packing import PackedRow, make_packer
 from nsa.errors import ConfigError
 from tests.data.shard_sets import EOS, MemoryStream
 

@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nsa.data.document import is_held_out
-from nsa.data.folder import Folder
-from nsa.data.manifest import read_manifest
-from nsa.data.prepare import prepare, slurm_executor
-from nsa.data.prepare_plan import make_plan, record_plan
-from nsa.data.prepare_task import ReadUnits, WriteShards
-from nsa.data.shard_reader import ShardReader
+from nsa.data.prepare.plan import make_plan, record_plan
+from nsa.data.prepare.run import prepare, slurm_executor
+from nsa.data.prepare.task import ReadUnits, WriteShards
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import read_manifest
+from nsa.data.shards.reader import ShardReader
 from nsa.data.source.opening import open_source
 from nsa.data.stream import DocumentStream
 from nsa.data.tokenizer import ByteTokenizer

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.folder import Folder
-from nsa.data.prepared import PreparedRows, Shuffle
-from nsa.data.row_stream import IndexedRowStream
-from nsa.data.shard_reader import ShardReader
+from nsa.data.rows.prepared import PreparedRows, Shuffle
+from nsa.data.rows.stream import IndexedRowStream
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.reader import ShardReader
 from nsa.errors import ConfigError, DataError
 from tests.data.shard_sets import EOS, documents, write_set
 

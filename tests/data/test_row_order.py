@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.row_order import MAX_ROWS, Permutation, WindowedOrder, derive_key
+from nsa.data.rows.order import MAX_ROWS, Permutation, WindowedOrder, derive_key
 from nsa.errors import ConfigError
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsa.data.batch import Batch, EndOfData
 from nsa.data.document import is_held_out
-from nsa.data.open_rows import DirectData
-from nsa.data.packing import make_packer
-from nsa.data.row_stream import DirectRowStream, RowStream
+from nsa.data.rows.batch import Batch, EndOfData
+from nsa.data.rows.opening import DirectData
+from nsa.data.rows.packing import make_packer
+from nsa.data.rows.stream import DirectRowStream, RowStream
 from nsa.errors import ConfigError, DataError
 from tests.data.shard_sets import EOS, MemoryStream, documents
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsa.data.folder import Folder
-from nsa.data.manifest import MANIFEST_NAME, read_manifest
-from nsa.data.prepared import PreparedRows, Shuffle
-from nsa.data.shard_cache import ShardCache
-from nsa.data.shard_reader import ShardReader
-from nsa.data.shards import BLOCK_BYTES, ShardWriter
+from nsa.data.rows.prepared import PreparedRows, Shuffle
+from nsa.data.shards.cache import ShardCache
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
+from nsa.data.shards.reader import ShardReader
+from nsa.data.shards.writer import BLOCK_BYTES, ShardWriter
 from nsa.errors import ConfigError, DataError
 from tests.data.shard_sets import documents, write_set
 
@@ -177,9 +177,9 @@ def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
         """
         import hashlib, sys
         import numpy as np
-        from nsa.data.prepared import PreparedRows, Shuffle
-        from nsa.data.shard_cache import ShardCache
-        from nsa.data.shard_reader import ShardReader
+        from nsa.data.rows.prepared import PreparedRows, Shuffle
+        from nsa.data.shards.cache import ShardCache
+        from nsa.data.shards.reader import ShardReader
         from tests.data.test_shards import RemoteFolder
 
         source, cache, seed = sys.argv[1:]

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from nsa.data.row_stream import IndexedRowStream
-from nsa.data.synthetic import SyntheticRows
+from nsa.data.rows.stream import IndexedRowStream
+from nsa.data.rows.synthetic import SyntheticRows
 from nsa.errors import ConfigError
 
 TASKS = ["uniform", "copy", "needle"]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.data.batch import Batch
-from nsa.data.feeding import FeedSettings
-from nsa.data.open_rows import SyntheticData
+from nsa.data.feed.feeder import FeedSettings
+from nsa.data.rows.batch import Batch
+from nsa.data.rows.opening import SyntheticData
 from nsa.errors import ConfigError
 from nsa.model.loss import IGNORE
 from nsa.train.loader import RowLoader, to_engine

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from olmo_core.train.callbacks import Callback
 
-from nsa.data.batch import Batch, EndOfData
-from nsa.data.open_rows import RowData
+from nsa.data.rows.batch import Batch, EndOfData
+from nsa.data.rows.opening import RowData
 from nsa.errors import DataError
 from nsa.model.loss import IGNORE
 from nsa.train.loader import to_engine

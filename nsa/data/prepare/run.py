@@ -22,11 +22,12 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from nsa.data.child_process import exit_with_parent
-from nsa.data.folder import Folder
-from nsa.data.manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest
-from nsa.data.prepare_plan import WORK, Plan, is_finished, record_plan
-from nsa.data.prepare_task import ReadUnits, Report, WriteShards, done_tasks, read_record
-from nsa.data.shards import ShardInfo
+from nsa.data.library_env import one_tokenizer_thread
+from nsa.data.prepare.plan import WORK, Plan, is_finished, record_plan
+from nsa.data.prepare.task import ReadUnits, Report, WriteShards, done_tasks, read_record
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest
+from nsa.data.shards.writer import ShardInfo
 from nsa.errors import ConfigError, DataError
 
 _POLL_S = 0.2
@@ -166,8 +167,7 @@ def _start_worker(parent_pid: int, counters: Any, plan: Plan, out_url: str, logs
     global _job
     exit_with_parent(parent_pid)
     _job = counters, plan, out_url, logs
-    # One thread per worker: the workers are the parallelism, and more threads would only fight over the cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    one_tokenizer_thread()
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove repeats its log there; errors come back to the parent
 
 

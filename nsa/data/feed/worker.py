@@ -1,16 +1,16 @@
 """The process behind `feeding.Feeder`. Imports no torch: it starts with the trainer and must be quick and small."""
 
-import os
 import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from nsa import errors
-from nsa.data.batch import EndOfData
 from nsa.data.child_process import exit_with_parent
-from nsa.data.open_rows import RowData
-from nsa.data.row_stream import State
+from nsa.data.library_env import one_tokenizer_thread
+from nsa.data.rows.batch import EndOfData
+from nsa.data.rows.opening import RowData
+from nsa.data.rows.stream import State
 from nsa.errors import DataError, NSAError
 
 
@@ -37,8 +37,7 @@ def produce(
     # ends this process with SIGKILL, which is safe because nothing here is state.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The cores belong to the model; one thread tokenises while it computes.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    one_tokenizer_thread()
     try:
         stream = data.open()
         if state is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.data.folder import Folder
+from nsa.data.shards.folder import Folder
 from nsa.errors import ConfigError, DataError
 
 _CHUNK_BYTES = 4 * 2**20

@@ -21,11 +21,11 @@ from datatrove.data import Document as TroveDocument
 from datatrove.pipeline.base import PipelineStep
 
 from nsa.data.document import is_held_out
-from nsa.data.folder import Folder
-from nsa.data.manifest import SPLITS, TRAIN, VALIDATION
-from nsa.data.prepare_plan import WORK, Plan
-from nsa.data.prepare_source import open_file
-from nsa.data.shards import ShardInfo, ShardWriter
+from nsa.data.prepare.plan import WORK, Plan
+from nsa.data.prepare.units import open_file
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import SPLITS, TRAIN, VALIDATION
+from nsa.data.shards.writer import ShardInfo, ShardWriter
 from nsa.data.source.unit import CorruptUnit
 from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa.errors import DataError

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pyarrow import fs as arrow_fs
 
+from nsa.data.library_env import plain_s3_checksums
 from nsa.errors import ConfigError, DataError
 
 _CONNECT_TIMEOUT_S = 10
@@ -170,9 +171,7 @@ def _open_s3(url: str) -> Any:
         if at.scheme not in ("http", "https"):
             raise ConfigError(f"S3 endpoint {endpoint!r} has no scheme. Write http://host:port or https://host.")
         arguments |= {"scheme": at.scheme, "endpoint_override": at.netloc}
-        # The client otherwise sends trailing checksums, chunked, which other S3 services refuse (Ceph 16: status 411).
-        # We compare SHA-256 ourselves. There is no argument for it, only this variable of the client's own.
-        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+        plain_s3_checksums()  # our own SHA-256 does what they would
     if region := options.get("region"):
         arguments["region"] = region
     return arrow_fs.S3FileSystem(

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from nsa.data.batch import Segment
-from nsa.data.folder import Folder
-from nsa.data.manifest import TRAIN, Manifest, read_manifest
-from nsa.data.shard_cache import ShardCache
-from nsa.data.shards import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, decode_index
+from nsa.data.rows.batch import Segment
+from nsa.data.shards.cache import ShardCache
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import TRAIN, Manifest, read_manifest
+from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, decode_index
 from nsa.errors import ConfigError, DataError
 
 # Each open shard holds one memory map; Linux allows 65,530 of them per process by default.

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.folder import Folder
+from nsa.data.shards.folder import Folder
 from nsa.errors import DataError
 
 BLOCK_BYTES = 64 * 2**10

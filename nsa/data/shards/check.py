@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nsa.data.folder import Folder
-from nsa.data.manifest import Manifest
-from nsa.data.shards import decode_ids, decode_index
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import Manifest
+from nsa.data.shards.writer import decode_ids, decode_index
 from nsa.errors import DataError
 
 _CHUNK_BYTES = 4 * 2**20

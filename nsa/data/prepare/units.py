@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from nsa.data.folder import Folder
+from nsa.data.shards.folder import Folder
 from nsa.data.source.file import LocalFile, Tail
 from nsa.data.source.jsonl import SUFFIXES as JSONL_SUFFIXES
 from nsa.data.source.jsonl import JsonlSource

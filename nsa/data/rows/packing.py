@@ -15,8 +15,8 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from nsa.data.batch import Segment
 from nsa.data.document import TokenDoc
+from nsa.data.rows.batch import Segment
 from nsa.errors import ConfigError
 
 Packing = Literal["concat", "best_fit"]

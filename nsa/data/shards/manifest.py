@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.folder import Folder
-from nsa.data.shards import BLOCK_BYTES, ShardInfo
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.writer import BLOCK_BYTES, ShardInfo
 from nsa.errors import DataError
 
 MANIFEST_NAME = "manifest.json"

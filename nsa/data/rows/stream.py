@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nsa.data.batch import Batch, EndOfData, rows_of_rank
 from nsa.data.document import TokenDoc
-from nsa.data.packing import PackedRow, Packer, Resume
+from nsa.data.rows.batch import Batch, EndOfData, rows_of_rank
+from nsa.data.rows.packing import PackedRow, Packer, Resume
 from nsa.errors import ConfigError
 
 _VERSION = 1

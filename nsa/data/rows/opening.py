@@ -7,18 +7,18 @@ in for another.
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.data.folder import Folder
-from nsa.data.manifest import TRAIN
-from nsa.data.packing import Packing, make_packer
-from nsa.data.prepared import PreparedRows, Shuffle
-from nsa.data.row_stream import DirectRowStream, IndexedRowStream, RowStream
-from nsa.data.shard_cache import ShardCache
-from nsa.data.shard_reader import ShardReader
+from nsa.data.rows.packing import Packing, make_packer
+from nsa.data.rows.prepared import PreparedRows, Shuffle
+from nsa.data.rows.stream import DirectRowStream, IndexedRowStream, RowStream
+from nsa.data.rows.synthetic import SyntheticRows, Task
+from nsa.data.shards.cache import ShardCache
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import TRAIN
+from nsa.data.shards.reader import ShardReader
 from nsa.data.source.opening import open_source
 from nsa.data.source.patience import Patience
 from nsa.data.source.row_group import Columns
 from nsa.data.stream import AtEnd, DocumentStream, Split
-from nsa.data.synthetic import SyntheticRows, Task
 from nsa.data.tokenizer import check_same, load_tokenizer, token_dtype
 from nsa.errors import ConfigError
 

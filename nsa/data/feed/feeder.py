@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nsa.data.batch import Batch
-from nsa.data.feed_worker import Failure, produce
-from nsa.data.open_rows import RowData, check_batch
-from nsa.data.row_stream import State
+from nsa.data.feed.worker import Failure, produce
+from nsa.data.rows.batch import Batch
+from nsa.data.rows.opening import RowData, check_batch
+from nsa.data.rows.stream import State
 from nsa.errors import ConfigError, DataError, NSAError
 
 _POLL_S = 0.2

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.data.folder import Folder
-from nsa.data.manifest import MANIFEST_NAME, read_manifest
-from nsa.data.prepare_source import list_files, units_are_whole_files
+from nsa.data.prepare.units import list_files, units_are_whole_files
+from nsa.data.shards.folder import Folder
+from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
 from nsa.data.source.row_group import Columns
 from nsa.data.tokenizer import load_tokenizer, token_dtype
 from nsa.errors import ConfigError, DataError

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nsa.data.feeding import Feeder, FeedSettings
-from nsa.data.manifest import Manifest
-from nsa.data.open_rows import DirectData
-from nsa.data.prepare import Progress, prepare
-from nsa.data.prepare_plan import make_plan
+from nsa.data.feed.feeder import Feeder, FeedSettings
+from nsa.data.prepare.plan import make_plan
+from nsa.data.prepare.run import Progress, prepare
+from nsa.data.rows.opening import DirectData
+from nsa.data.shards.manifest import Manifest
 from nsa.data.source.opening import open_source
 from nsa.data.tokenizer import load_tokenizer, token_dtype
 from nsa.errors import ConfigError

@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from nsa.data.batch import Batch, EndOfData, Segment, rows_of_rank
-from nsa.data.row_order import Permutation, WindowedOrder, derive_key
-from nsa.data.shard_reader import ShardReader
+from nsa.data.rows.batch import Batch, EndOfData, Segment, rows_of_rank
+from nsa.data.rows.order import Permutation, WindowedOrder, derive_key
+from nsa.data.shards.reader import ShardReader
 from nsa.errors import ConfigError, DataError
 
 # The order is computed this many rows at a time and kept: for the few rows of one batch, numpy's overhead per call

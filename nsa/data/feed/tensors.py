@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from nsa.data.batch import Batch
+from nsa.data.rows.batch import Batch
 
 
 def to_tensors(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Offline: a corpus into verified token shards, restartable, on one machine or on Slurm."""
