@@ -181,6 +181,9 @@ class TrainConfig(Section):
     )
     save_async: bool = Field(default=True, description="Write checkpoints in the background while training goes on.")
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints to keep; older ones are removed.")
+    checkpoint_key_file: str | None = Field(
+        default=None, description="File with a key that signs checkpoints; only signed ones are then loaded."
+    )
     seed: Annotated[int, Field(ge=0)] = Field(
         default=1337, description="Seeds weights, data order and the held-out split."
     )
@@ -239,11 +242,8 @@ class DataConfig(Section):
     max_bad_units: Annotated[int, Field(ge=0), Unit("row groups")] = Field(
         default=8, description="Unreadable pieces of data to skip, each with a warning, before the run stops."
     )
-    connect_timeout_s: Seconds = Field(default=5.0, description="Longest wait to connect to a data server.")
-    read_timeout_s: Seconds = Field(default=5.0, description="Longest silence of a data server inside one request.")
-    retries: Annotated[int, Field(ge=0)] = Field(default=5, description="Further tries after a failed request.")
     cache_dir: Text | None = Field(
-        default=None, description="Folder for downloaded data; null uses the user's cache folder."
+        default=None, description="Folder for fetched shards and hub listings; null keeps none."
     )
     cache_gib: Annotated[float, Field(gt=0), Unit("GiB")] = Field(
         default=16.0, description="Disk the download cache may fill."

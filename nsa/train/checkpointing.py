@@ -14,6 +14,7 @@ from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.engine import VerifiedCheckpointer
 from nsa.train.checkpoint.folder import Finding, Retention
+from nsa.train.checkpoint.manifest import read_key
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,16 @@ def make_saver(config: RunConfig) -> Saver:
 
 def make_checkpointer(config: RunConfig, work_dir: Path, record: Callable[[], Any]) -> VerifiedCheckpointer:
     return VerifiedCheckpointer(
-        work_dir=work_dir, retention=Retention(keep_last=config.train.keep_checkpoints), record=record
+        work_dir=work_dir,
+        retention=Retention(keep_last=config.train.keep_checkpoints),
+        record=record,
+        key=signing_key(config),
     )
+
+
+def signing_key(config: RunConfig) -> bytes | None:
+    """What checkpoints are signed with, if anything."""
+    return read_key(Path(config.train.checkpoint_key_file)) if config.train.checkpoint_key_file else None
 
 
 def find_origin(

@@ -60,6 +60,7 @@ def _rows(config: RunConfig, vocab_size: int, *, held_out: bool) -> RowData:
         packing=_PACKING[data.packing],  # type: ignore[arg-type]
         max_bad_units=data.max_bad_units,
         loader_timeout_s=data.loader_timeout_s,
+        cache_path=data.cache_dir,
     )
 
 

@@ -36,7 +36,7 @@ from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.checkpoint.load import export
 from nsa.train.checkpoint.lock import RunLock
 from nsa.train.checkpoint.record import RunRecord
-from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver
+from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver, signing_key
 from nsa.train.exits import DONE, HALTED
 from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
@@ -122,7 +122,7 @@ def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: Ex
     """Take the run folder for this run; returns what a `.HALT` in it says."""
     lock = RunLock(folder.path).acquire(wait_s=_LOCK_WAIT_S if resuming else 0.0)
     open_things.callback(lock.release)
-    checkpoints = CheckpointFolder(folder.checkpoints)
+    checkpoints = CheckpointFolder(folder.checkpoints, key=signing_key(config))
     checkpoints.tidy()
     if not resuming and (steps := checkpoints.steps()):
         raise CheckpointError(
@@ -300,7 +300,7 @@ class _Run:
             return
         last = self.folder.checkpoints / f"step{trainer.global_step}"
         if code == DONE:
-            written = export(last, self.folder.path)
+            written = export(last, self.folder.path, key=signing_key(self.config))
             with_ts = EventLog(self.folder.path)  # the engine has closed the other one
             with_ts.add(Kind.DONE, ts=time.time(), step=trainer.global_step)
             with_ts.close()

@@ -16,7 +16,7 @@ def run(tmp_path, monkeypatch):
     """Resolve a run from layers that each give `data.queue_depth` another value."""
     monkeypatch.chdir(tmp_path)
     Path("profiles").mkdir()
-    Path("profiles/lab.yaml").write_text("data:\n  queue_depth: 2\n  retries: 7\n")
+    Path("profiles/lab.yaml").write_text("data:\n  queue_depth: 2\n  report_docs: 7\n")
 
     def resolve(*layers: str) -> RunConfig:
         lines = ["profile: lab"] if "profile" in layers else []
@@ -53,7 +53,7 @@ def test_the_last_layer_that_gives_a_value_wins(run, layers, value, origin):
 
 def test_a_layer_leaves_alone_what_it_does_not_mention(run):
     config = run("profile", "file", "environment", "command line")
-    assert (config.data.retries, config.origin("data.retries")) == (7, "profile lab")
+    assert (config.data.report_docs, config.origin("data.report_docs")) == (7, "profile lab")
     assert (config.train.steps, config.origin("train.steps")) == (1000, "default")
 
 

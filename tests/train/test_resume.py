@@ -101,3 +101,16 @@ def test_events_tell_starts_saves_and_the_end(runs):
     assert kinds.count(Kind.DONE) == 2
     saves = [event.step for event in read_events(runs[0] / "stopped") if event.kind == Kind.SAVE]
     assert saves == [4, 6, 8, 10]
+
+
+def test_only_checkpoints_signed_with_the_runs_key_are_loaded(tmp_path):
+    for name in ("ours", "another"):
+        (tmp_path / name).write_text(f"the signing key of {name}")
+    signed, forged = (f"train.checkpoint_key_file={tmp_path / name}" for name in ("ours", "another"))
+    run = str(tmp_path / "run")
+    codes = run_all(
+        Job(run, changes=["train.steps=2", signed]),
+        Job(run, changes=["train.steps=3", forged], resume=True),
+        Job(run, changes=["train.steps=3", signed], resume=True),
+    )
+    assert codes == [[0], [22], [0]]

@@ -61,7 +61,8 @@ class PreparedData:
 
 @dataclass(frozen=True, slots=True)
 class DirectData:
-    """Documents read, tokenised and packed while training. `loader_timeout_s` bounds every read of the source."""
+    """Documents read, tokenised and packed while training. `loader_timeout_s` bounds every read of the source;
+    `cache_path` keeps a hub dataset's listing between starts."""
 
     source: str
     tokenizer: str
@@ -76,6 +77,7 @@ class DirectData:
     text_column: str = "text"
     id_column: str | None = "id"
     loader_timeout_s: float = 120.0
+    cache_path: str | None = None
 
     def open(self) -> RowStream:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -88,7 +90,12 @@ class DirectData:
         )
         columns = Columns(self.text_column, self.id_column)
         documents = DocumentStream(
-            open_source(self.source, patience=Patience.below(self.loader_timeout_s), columns=columns),
+            open_source(
+                self.source,
+                patience=Patience.below(self.loader_timeout_s),
+                columns=columns,
+                cache_dir=Path(self.cache_path) if self.cache_path else None,
+            ),
             tokenizer,
             seed=self.seed,
             split=self.split,
