@@ -76,7 +76,8 @@ def main() -> None:
     plain, trained, waits = [], [], []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as folder:
-            changes = [f"train.out_dir={folder}/run", f"train.steps={STEPS}", f"train.log_every={WARM}",
+            changes = ["data.dataset=local", f"data.path={ROOT}/tests/data/fixtures/debian_docs.parquet",
+                       f"train.out_dir={folder}/run", f"train.steps={STEPS}", f"train.log_every={WARM}",
                        "train.eval_every=0", "train.save_every=0", "runtime.threads=1", "data.warmup_batches=4",
                        "train.warmup_steps=0", "train.batch_size=4"]  # fmt: skip
             config = load(ROOT / "configs" / "cpu_quickstart.yaml", overrides=changes)
