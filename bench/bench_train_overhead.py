@@ -2,10 +2,13 @@
 
     python bench/bench_train_overhead.py
 
-Both run in this process, one after the other, several times over; the best of each counts. Processor time is compared,
-because a busy machine stretches wall time at random; waiting for data is wall time, from the heartbeat.
+Both run in this process, one after the other, several times over, on one thread and with garbage collection off as the
+engine has it; the best of each counts. Processor time is compared, since a busy machine stretches wall time at random;
+waiting for data is wall time, from the heartbeat. Telemetry is what beats on every step cost above beats on some, as a
+share of a step at the config's own train.log_every.
 """
 
+import gc
 import tempfile
 import time
 from pathlib import Path
@@ -73,8 +76,11 @@ def bare(config: RunConfig) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
-    plain, trained, waits = [], [], []
+    gc.disable()
+    plain, trained, talkative, waits = [], [], [], []
+    log_every = load(ROOT / "configs" / "cpu_quickstart.yaml").train.log_every
     for _ in range(ROUNDS):
+        gc.collect()
         with tempfile.TemporaryDirectory() as folder:
             changes = ["data.dataset=local", f"data.path={ROOT}/tests/data/fixtures/debian_docs.parquet",
                        f"train.out_dir={folder}/run", f"train.steps={STEPS}", f"train.log_every={WARM}",
@@ -84,6 +90,9 @@ def main() -> None:
             plain.append(bare(config))
             clock = with_trainer(config)
             trained.append(clock.seconds_per_step)
+            config = load(ROOT / "configs" / "cpu_quickstart.yaml",
+                          overrides=[*changes, f"train.out_dir={folder}/talkative", "train.log_every=1"])  # fmt: skip
+            talkative.append(with_trainer(config).seconds_per_step)
             waits += [(beat.dt_fetch_s or 0.0) / (beat.step_s or 1.0) for beat in clock.beats[1:]]
     tokens = rows.global_rows(config) * config.train.seq_len
     waits.sort()
@@ -91,6 +100,8 @@ def main() -> None:
     print(
         f"nsa train   {tokens / min(trained):8,.0f} tokens per processor second, {min(plain) / min(trained):.3f} of it"
     )
+    per_beat = max(0.0, min(talkative) - min(trained)) * WARM / (WARM - 1)
+    print(f"telemetry   {100 * per_beat / log_every / min(trained):8.2f} % of the step at log_every={log_every}")
     print(f"data wait   {100 * waits[len(waits) // 2]:8.2f} % of the step, median")
 
 

@@ -4,6 +4,8 @@ gloo's scatter is wrong for tensors that are not contiguous, and silently: nothi
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from nsa.errors import ConfigError
 from nsa.train.mixer import NSAMixerConfig, _fill
+from tests.train.runs import environment
 
 NSA = Path(__file__).parents[2] / "nsa"
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=16)
@@ -61,3 +65,13 @@ def test_collectives_that_are_silently_wrong_on_gloo_are_not_used(name):
                 assert "torch.distributed.nn" not in text, file
             if isinstance(node, ast.Call) and name == "scatter":
                 assert ast.unparse(node.func) not in ("dist.scatter", "torch.distributed.scatter"), file
+
+
+def test_gathered_keys_and_mixed_clipping_behave_as_the_refusal_of_tp_and_cp_assumes(tmp_path):
+    """Gradients through gathered keys are right only one way, and clipping refuses Tensor beside DTensor."""
+    command = [sys.executable, "-m", "tests.train.gathered_keys", str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=NSA.parent, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for refuse in ("apply_tp", "apply_cp"):
+        with pytest.raises(ConfigError, match="parallelism is not available for NSA"):
+            getattr(NSAMixerConfig(**SIZES).build(32, layer_idx=0, n_layers=2), refuse)()
