@@ -1,5 +1,7 @@
 """From the description of a run to its model: the one place where settings become arguments."""
 
+from typing import Any
+
 from nsa.config.schema import RunConfig
 from nsa.kernels.registry import Wanted
 from nsa.model.transformer import NSATransformer
@@ -13,6 +15,20 @@ def wanted_kernels(config: RunConfig) -> Wanted:
     return Wanted(*("portable" if name == "auto" else name for name in named))
 
 
+def attention_arguments(config: RunConfig) -> dict[str, Any]:
+    """The run's arguments for `NSAAttention`, without the model's width and the kernels."""
+    model = config.model
+    return dict(
+        n_heads=model.n_heads,
+        n_kv_groups=model.n_kv_groups,
+        d_k=model.d_k,
+        d_v=model.d_v,
+        rope_base=model.rope_base,
+        rope_scale=model.rope_scale,
+        **config.nsa.model_dump(),
+    )
+
+
 def build_model(config: RunConfig, vocab_size: int) -> NSATransformer:
     """The run's model on the current default device, in fp32. `model.vocab_size`, if set, wins over the tokenizer's."""
     model = config.model
@@ -23,12 +39,6 @@ def build_model(config: RunConfig, vocab_size: int) -> NSATransformer:
         ffn_dim=model.ffn_size,
         tie_embeddings=model.tie_embeddings,
         norm_eps=model.norm_eps,
-        n_heads=model.n_heads,
-        n_kv_groups=model.n_kv_groups,
-        d_k=model.d_k,
-        d_v=model.d_v,
-        rope_base=model.rope_base,
-        rope_scale=model.rope_scale,
         kernels=wanted_kernels(config),
-        **config.nsa.model_dump(),
+        **attention_arguments(config),
     )

@@ -17,7 +17,7 @@ from nsa.core.init import init_weights
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.kernels.registry import Wanted
-from nsa.model.build import wanted_kernels
+from nsa.model.build import attention_arguments, wanted_kernels
 
 _SEEDS = 2**62
 
@@ -51,17 +51,8 @@ class NSAMixerConfig(SequenceMixerConfig):
 
     @classmethod
     def of_run(cls, config: RunConfig) -> "NSAMixerConfig":
-        model = config.model
-        return cls(
-            n_heads=model.n_heads,
-            n_kv_groups=model.n_kv_groups,
-            d_k=model.d_k,
-            d_v=model.d_v,
-            rope_base=model.rope_base,
-            rope_scale=model.rope_scale,
-            **config.nsa.model_dump(),
-            **{f"kernel_{branch}": name for branch, name in wanted_kernels(config)._asdict().items()},
-        )
+        kernels = {f"kernel_{branch}": name for branch, name in wanted_kernels(config)._asdict().items()}
+        return cls(**attention_arguments(config), **kernels)
 
     def arguments(self) -> dict[str, Any]:
         """For `NSAAttention`."""
