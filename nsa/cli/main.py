@@ -8,7 +8,14 @@ import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
 from nsa.cli import checkpoint, config, doctor, launch, train
 from nsa.cli.data import data_app
-from nsa.errors import NSAError
+from nsa.errors import ConfigError, NSAError
+
+# Packages that a plain install leaves out, and the extra that brings each.
+EXTRA_OF = {
+    **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
+    **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
+    "zstandard": "data",
+}
 
 app = typer.Typer(
     name="nsa",
@@ -45,6 +52,17 @@ def main() -> None:
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_OF:
+            raise
+        extra = EXTRA_OF[package]
+        print(
+            f"this command needs the package {package}, which is not installed: it comes with the extra {extra!r}. "
+            f"Run: pip install 'nsa-train[{extra}]' (in a checkout: pip install -e '.[{extra}]').",
+            file=sys.stderr,
+        )
+        sys.exit(ConfigError.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,18 @@
+"""A plain install meets a command that needs more: it is told what to install, without a traceback."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "extra"),
+    [("olmo_core", ["train", "configs/cpu_quickstart.yaml"], "train"), ("numpy", ["data", "stats", "nowhere"], "data")],
+)
+def test_a_missing_extra_is_named(missing, words, extra):
+    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['nsa', *{words!r}]; import nsa.cli.__main__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 20
+    assert f"pip install 'nsa-train[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
