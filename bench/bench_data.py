@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nsa.data.library_env import one_tokenizer_thread
 from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
 from nsa.data.rows.prepared import PreparedRows, Shuffle
@@ -55,7 +56,7 @@ def documents(corpus: Path, megabytes: float) -> list[str]:
 
 
 def bare_encode(path: str, texts: list[str], answer: Any) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    one_tokenizer_thread()
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(path)

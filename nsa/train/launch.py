@@ -16,15 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError
 from nsa.observe.events import EventLog, Kind
 from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.checkpoint.layout import CHECKPOINTS
 from nsa.train.exits import DONE, HALTED, PREEMPTED
 from nsa.train.launch_agent import Spec, rank_log
 
-SUSPECT_HARDWARE = 16
-NON_FINITE = 23
 HANG = 24
 LOGS = "logs"
 
@@ -33,8 +31,8 @@ _FINAL = {
     ConfigError.exit_code: "the config or the preflight was refused",
     2: "the command line or the preflight was refused",
     HALTED: "it was halted",
-    NON_FINITE: "the budget of non-finite steps is used up",
-    SUSPECT_HARDWARE: "the hardware is suspect: start it on another node",
+    NonFiniteError.exit_code: "the budget of non-finite steps is used up",
+    ReplicaError.exit_code: "the hardware is suspect: start it on another node",
     PREEMPTED: "it was asked to leave, and can be resumed",
 }
 _HOPEFUL = {
