@@ -15,7 +15,7 @@ from nsa.core.geometry import Geometry
 from nsa.core.reads import selected_reads
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
-COLLAPSED_SHARE = 0.9  # a token's gates are collapsed when one branch takes this much of them
+COLLAPSED_ENTROPY = 0.2  # nats; a gate whose tokens stay below this on average takes one branch whatever it sees
 
 
 @dataclass
@@ -49,13 +49,17 @@ def probing(model: nn.Module) -> Iterator[dict[str, Probe]]:
 
 
 def _gate_figures(gates: Tensor) -> dict[str, Tensor]:
-    """Entropy in nats (ln 3 is uniform), largest share, share per branch, fraction of collapsed gates."""
+    """Entropy in nats (ln 3 is uniform), largest share, share per branch, fraction of collapsed gates.
+
+    A gate belongs to a head (or group) of a layer. It has collapsed when it hardly mixes for any token; gates that are
+    decided for some tokens and open for others are what training is for.
+    """
     share = gates / gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
-    largest = share.amax(-1)
+    entropy = -torch.special.xlogy(share, share).sum(-1)
     return {
-        "gate_entropy_mean": -torch.special.xlogy(share, share).sum(-1).mean(),
-        "gate_max_mean": largest.mean(),
-        "gate_collapse_frac": (largest > COLLAPSED_SHARE).to(share.dtype).mean(),
+        "gate_entropy_mean": entropy.mean(),
+        "gate_max_mean": share.amax(-1).mean(),
+        "gate_collapse_frac": (entropy.mean((0, 1)) < COLLAPSED_ENTROPY).to(share.dtype).mean(),
         "gate_branch_shares": share.flatten(0, -2).mean(0).view(len(BRANCH_ORDER)),
     }
 

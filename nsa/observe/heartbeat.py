@@ -31,12 +31,14 @@ class Beat:
     loss: float | None = None
     toks_per_s: float | None = None
     step_s: float | None = None
+    forward_s: float | None = None
     dt_fetch_s: float | None = None
     grad_norm: float | None = None
     lr: float | None = None
     tokens_seen: int | None = None
     skipped_steps: int | None = None
     nonfinite_steps: int | None = None
+    host_mem_rss: float | None = None
     gpu_mem_alloc: float | None = None
     gpu_mem_reserved: float | None = None
     gpu_mem_alloc_gib: float | None = None
@@ -45,6 +47,7 @@ class Beat:
     gate_max_mean: float | None = None
     gate_collapse_frac: float | None = None
     gate_branch_shares: tuple[float, ...] | None = None
+    gate_shares_by_layer: tuple[tuple[float, ...], ...] | None = None
     sel_k_mean: float | None = None
     sel_k_max: float | None = None
     sel_pct_at_max: float | None = None
@@ -80,9 +83,7 @@ class Beat:
         """A record with fields this version does not know loses them; one without the fixed fields is no beat."""
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in record.items() if name in known}
-        if isinstance(shares := values.get("gate_branch_shares"), list):
-            values["gate_branch_shares"] = tuple(shares)
-        return cls(**values)
+        return cls(**{name: _frozen(value) for name, value in values.items()})
 
 
 PROGRESS_FIELDS = tuple(
@@ -157,6 +158,15 @@ def gib(n_bytes: int) -> float:
     return round(n_bytes / 2**30, 6)
 
 
+def resident_mib() -> float:
+    """Memory of this process that is in RAM; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return mib(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
 def _spell(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -169,6 +179,10 @@ def _read(value: Any) -> Any:
     if isinstance(value, str) and value in _NON_FINITE:
         return float(value)
     return [_read(item) for item in value] if isinstance(value, list) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def _ends_torn(path: Path) -> bool:

@@ -28,12 +28,17 @@ def stackdump(rank: int, pid: int) -> str:
 # What a heartbeat's `msg` says.
 START = "start"
 PROGRESS = "progress"
+ALIVE = "alive"
+"""Nothing new but that steps go on: written where progress records are far apart."""
 HALTED = "halt"
 STOPPED = "stop"
 DONE = "done"
 FAILED = "error"
 SKIPPED = "skipped_step"
 ROLLED_BACK = "rollback"
+
+ENDINGS = (HALTED, STOPPED, DONE, FAILED)
+"""The last words of a process; one that is silent without them hangs or was killed."""
 
 UNITS = {
     "ts": "seconds since 1970",
@@ -47,8 +52,11 @@ UNITS = {
     "gpu_mem_reserved_gib": "GiB",
     "gate_entropy_mean": "nats; ln 3 = 1.0986 is uniform",
     "gate_max_mean": "share of the largest gate",
-    "gate_collapse_frac": "share of the gates",
+    "forward_s": "seconds of this rank's own forward passes of the last step, no waiting for others (ddp)",
+    "host_mem_rss": "MiB",
+    "gate_collapse_frac": "share of the gates (one per layer and head or group)",
     "gate_branch_shares": "shares, in the order compressed, selected, sliding",
+    "gate_shares_by_layer": "the same, one triple per layer",
     "sel_k_mean": "tokens per query",
     "sel_k_max": "tokens per query",
     "sel_pct_at_max": "share of the queries",

@@ -22,7 +22,7 @@ from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
 from nsa.observe import names
 from nsa.observe.copies import Copies
 from nsa.observe.events import EventLog, Kind
-from nsa.observe.heartbeat import Beat, JsonLines
+from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
 from nsa.train.build import build_train_module, check, choose_device
@@ -177,7 +177,7 @@ class _Run:
             if isinstance(error.__cause__, NSAError):
                 raise error.__cause__ from error
             raise
-        self._finish(trainer, wishes.exit_code)
+        self._finish(trainer, wishes)
         return wishes.exit_code
 
     def _build(self) -> tuple[GuardedTrainer, Wishes]:
@@ -185,7 +185,7 @@ class _Run:
         module = build_train_module(config, self.vocab_size, self.ranks, self.device)
         saver = make_saver(config)
         heartbeat = Heartbeat(
-            lines=JsonLines(self.folder.heartbeat(self.ranks.rank)),
+            path=self.folder.heartbeat(self.ranks.rank),
             ranks=self.ranks,
             agreement=self.agreement,
             log_every=config.train.log_every,
@@ -219,6 +219,7 @@ class _Run:
                 ranks=self.ranks,
                 agreement=self.agreement,
                 say=self._hear_verdict,
+                stay_alive=heartbeat.stay_alive,
             )
         trainer = GuardedTrainer(
             work_dir=self.folder.path,
@@ -295,9 +296,13 @@ class _Run:
             f"{config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"
         )
 
-    def _finish(self, trainer: GuardedTrainer, code: int) -> None:
-        if not self.ranks.first:
-            return
+    def _finish(self, trainer: GuardedTrainer, wishes: Wishes) -> None:
+        if self.ranks.first:
+            self._tell_end(trainer, wishes.exit_code)
+        if wishes.exit_code == DONE:
+            wishes.heartbeat.tell_done()
+
+    def _tell_end(self, trainer: GuardedTrainer, code: int) -> None:
         last = self.folder.checkpoints / f"step{trainer.global_step}"
         if code == DONE:
             written = export(last, self.folder.path, key=signing_key(self.config))

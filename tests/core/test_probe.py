@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa.core.nsa_attention import NSAAttention
-from nsa.core.probe import Probe, probing
+from nsa.core.probe import Probe, _gate_figures, probing
 from nsa.model.transformer import NSATransformer
 from tests.shapes import attention_args
 
@@ -33,6 +33,13 @@ def test_collapsed_gates_are_seen_with_the_branch_that_took_all():
     assert f["gate_entropy_mean"] < 0.01
     assert f["gate_max_mean"] > 0.99
     assert f["gate_branch_shares"].argmax() == 2
+
+
+def test_a_gate_that_is_decided_for_half_of_the_tokens_has_not_collapsed():
+    gates = torch.full((1, 40, 2, 2, 3), 1 / 3)
+    gates[:, ::2, 0] = torch.tensor([1.0, 0.0, 0.0])  # both gates of group 0 decide for every other token
+    gates[:, :, 1, 1] = torch.tensor([0.0, 0.0, 1.0])  # one gate of group 1 takes the window always
+    assert _gate_figures(gates)["gate_collapse_frac"] == pytest.approx(1 / 4)
 
 
 def test_sigmoid_gates_are_judged_by_their_shares():

@@ -47,9 +47,9 @@ def test_the_run_folder_is_complete(runs):
 def test_progress_records_have_every_field_and_make_sense(runs, run):
     beats = list(read_beats(runs / run / names.heartbeat(0)))
     assert [(beat.msg, beat.step) for beat in beats] == [
-        (names.START, 0), *((names.PROGRESS, step) for step in (1, 3, 6, 7)),
+        (names.START, 0), *((names.PROGRESS, step) for step in (1, 3, 6, 7)), (names.DONE, 7),
     ]  # fmt: skip
-    for beat in beats[1:]:
+    for beat in beats[1:-1]:
         assert all(getattr(beat, name) is not None for name in PROGRESS_FIELDS)
         assert math.isfinite(beat.loss)
         assert beat.toks_per_s > 0
@@ -57,6 +57,10 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert beat.reads_pred == beat.reads_act_total > 0
         assert beat.gate_entropy_mean == pytest.approx(math.log(3), abs=0.05)
         assert sum(beat.gate_branch_shares) == pytest.approx(1)
+        assert len(beat.gate_shares_by_layer) == 2
+        assert all(sum(shares) == pytest.approx(1) for shares in beat.gate_shares_by_layer)
+        assert 0 < beat.forward_s < beat.step_s or beat.step == 1
+        assert 50 < beat.host_mem_rss < 50_000
         assert beat.kernel_sliding == "portable"
         assert beat.fallbacks_selected == 0
         assert beat.synthetic is True

@@ -32,6 +32,7 @@ class Evaluation(Callback):
     ranks: Ranks
     agreement: Agreement
     say: Callable[[Verdict], None]
+    stay_alive: Callable[[], None]
     _kept: list[Batch] = field(default_factory=list)
     _last_step: int = -1
 
@@ -50,6 +51,7 @@ class Evaluation(Callback):
         for batch in self._kept or self._read():
             loss, count = self._score(to_engine(batch))
             nats, tokens = nats + loss, tokens + count
+            self.stay_alive()
         nats, tokens = self.agreement.sum([nats, tokens])
         self.say(Verdict(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
 

@@ -1,9 +1,13 @@
-"""On log steps, turn what the step left on the device into numbers, once, and write them down."""
+"""On log steps, turn what the step left on the device into numbers, once, and write them down.
+
+Between log steps that are far apart, say that the run is alive: whoever watches takes silence for a stall.
+"""
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +20,12 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.kernels.registry import BRANCHES
 from nsa.observe import names
-from nsa.observe.heartbeat import Beat, JsonLines, gib, mib
+from nsa.observe.heartbeat import Beat, JsonLines, gib, mib, resident_mib
+from nsa.train.forward_clock import ForwardClock
 from nsa.train.ranks import Agreement, Ranks
 
 GRAD_NORM_METRIC = "optim/total grad norm"
+ALIVE_EVERY_S = 15.0
 _WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
 
 
@@ -29,7 +35,7 @@ class Heartbeat(Callback):
 
     priority: ClassVar[int] = 10
 
-    lines: JsonLines
+    path: Path
     ranks: Ranks
     agreement: Agreement
     log_every: int
@@ -45,14 +51,27 @@ class Heartbeat(Callback):
     _since: float = 0.0
     _since_step: int = 0
     _first: bool = True
+    _lines: JsonLines = field(init=False)
+    _last_beat: float = 0.0
+    _clock: ForwardClock = field(default_factory=ForwardClock)
+
+    def __post_init__(self) -> None:
+        self._lines = JsonLines(self.path)
 
     def beat(self, msg: str, **more: Any) -> None:
-        beat = Beat.now(ts=time.time(), rank=self.ranks.rank, step=self.step, msg=msg, **more)
-        self.lines.append(beat.to_line())
+        always: dict[str, Any] = dict(rank=self.ranks.rank, data=self.data, synthetic=self.synthetic)
+        beat = Beat.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
+        self._lines.append(beat.to_line())
+        self._last_beat = time.monotonic()
         self.say(beat)
 
+    def stay_alive(self) -> None:
+        """Called wherever the run gets on; costs nothing while records are frequent."""
+        if time.monotonic() - self._last_beat > ALIVE_EVERY_S:
+            self.beat(names.ALIVE)
+
     def pre_train(self) -> None:
-        self.beat(names.START, data=self.data, synthetic=self.synthetic)
+        self.beat(names.START)
         self._since, self._since_step = time.perf_counter(), self.step
 
     def post_checkpoint_loaded(self, path: PathOrStr) -> None:
@@ -66,11 +85,14 @@ class Heartbeat(Callback):
     def pre_step(self, batch: dict[str, Any]) -> None:
         self._fetch_s = time.perf_counter() - self._fetch_began
         if self._due():
-            self._probes = self._probing.enter_context(probing(self.trainer.train_module.model))
+            model = self.trainer.train_module.model
+            self._probes = self._probing.enter_context(probing(model))
+            self._probing.enter_context(self._clock.on(model, self.trainer.device))
 
     def post_train_batch(self) -> None:
         self._probing.close()
         if not self._due():
+            self.stay_alive()
             return
         now = time.perf_counter()
         figures = self._figures()
@@ -80,12 +102,11 @@ class Heartbeat(Callback):
             **figures,
             toks_per_s=steps * self.trainer.tokens_per_batch / elapsed,
             step_s=elapsed / max(1, steps),
+            forward_s=self._clock.seconds(),
             dt_fetch_s=self._fetch_s,
             lr=float(self.trainer.train_module.optim.param_groups[0]["lr"]),
             tokens_seen=self.trainer.global_train_tokens_seen,
             **self.counts(),
-            data=self.data,
-            synthetic=self.synthetic,
             **self._memory(),
             **self._kernels(),
         )
@@ -96,8 +117,14 @@ class Heartbeat(Callback):
         self._probing.close()
         self.beat(names.FAILED, detail=f"{type(exc).__name__}: {exc}")
 
+    def tell_done(self) -> None:
+        """The last word, when all is saved and the engine has closed its callbacks."""
+        self._lines = JsonLines(self.path)
+        self.beat(names.DONE)
+        self.close()
+
     def close(self) -> None:
-        self.lines.close()
+        self._lines.close()
 
     def _due(self) -> bool:
         """The first step of a process is always told: it says that data, kernels and ranks work."""
@@ -116,7 +143,11 @@ class Heartbeat(Callback):
         figures: dict[str, Any] = {}
         for name, tensor in present.items():
             numbers, flat = flat[: tensor.numel()], flat[tensor.numel() :]
-            figures[name] = tuple(numbers) if tensor.dim() else int(numbers[0]) if name in _WHOLE else numbers[0]
+            if tensor.dim() == 2:
+                width = tensor.shape[1]
+                figures[name] = tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width))
+            else:
+                figures[name] = tuple(numbers) if tensor.dim() else int(numbers[0]) if name in _WHOLE else numbers[0]
         if "loss" in figures:
             figures["loss"] = self.agreement.mean(figures["loss"])
         return figures
@@ -126,6 +157,7 @@ class Heartbeat(Callback):
         alloc = torch.cuda.memory_allocated(self.trainer.device) if on_gpu else 0
         reserved = torch.cuda.memory_reserved(self.trainer.device) if on_gpu else 0
         return {
+            "host_mem_rss": resident_mib(),
             "gpu_mem_alloc": mib(alloc),
             "gpu_mem_reserved": mib(reserved),
             "gpu_mem_alloc_gib": gib(alloc),
@@ -152,4 +184,6 @@ def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:
             combined[name] = stacked.sum(0)
         else:
             combined[name] = stacked.amax(0) if name.endswith("_max") else stacked.mean(0)
+        if name == "gate_branch_shares":
+            combined["gate_shares_by_layer"] = stacked
     return combined

@@ -1,0 +1,113 @@
+"""Everything that can be wrong with a run, once: name, level, rule, what to do. Watchdog, alerts, runbook share it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    WARNING = "warning"
+    CRITICAL = "critical"
+    """The run is losing money: a watchdog that may, halts it."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    name: str
+    level: Level
+    rule: str
+    """When it holds, in words, with the limit's name in braces where `Limits` has one."""
+    advice: str
+    """The first thing to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Spec section 6. Seconds, nats, shares and counts as the names say."""
+
+    stall_s: float = 180.0
+    stall_steps: float = 4.0
+    """A beat may also be this many of the run's own step times late, where that is longer."""
+    startup_s: float = 600.0
+    """Instead of stall_s until the first progress record of a process: compiling, filling buffers."""
+    gone_s: float = 300.0
+    plateau_steps: int = 1000
+    plateau_gain: float = 0.002
+    """Relative improvement of the mean loss, second half of the window against the first, that is no plateau."""
+    throughput_drop: float = 0.5
+    throughput_drop_s: float = 600.0
+    entropy_warning: float = 0.3
+    entropy_critical: float = 0.2
+    collapse_warning: float = 0.1
+    collapse_critical: float = 0.2
+    gate_max: float = 0.9
+    selection_at_max: float = 0.1
+    fetch_s: float = 2.0
+    fetch_records: int = 5
+    creep: float = 0.2
+    """Growth of memory over the window that is creeping."""
+    spike_sigma: float = 6.0
+    spike_records: int = 3
+    """Spikes within the window that are a finding; one is noise."""
+    window: int = 100
+    """Progress records that trends are judged over."""
+    straggler: float = 1.5
+    """Own forward time of a rank against the median of the ranks."""
+    straggler_records: int = 3
+    checkpoint_overdue: float = 2.0
+    """Save intervals without a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    condition: Condition
+    rank: int | None
+    """None where it concerns the run."""
+    step: int
+    message: str
+    """The values, against the limit."""
+
+    @property
+    def level(self) -> Level:
+        return self.condition.level
+
+
+def _table(*conditions: Condition) -> Mapping[str, Condition]:
+    return {condition.name: condition for condition in conditions}
+
+
+_C, _W = Level.CRITICAL, Level.WARNING
+
+CONDITIONS = _table(
+    Condition("heartbeat_stall", _C, "no beat for {stall_s} s", "look at the stack dumps; then halt, resume"),
+    Condition("process_gone", _C, "process gone for {gone_s} s without a last word", "system log; then resume"),
+    Condition(
+        "run_failed", _C, "the last word of a process is an error", "read the error; its exit code says whom to ask"
+    ),
+    Condition("loss_nonfinite", _C, "NaN or infinite loss in a step that was taken", "resume from before it, lower lr"),
+    Condition("grad_nonfinite", _C, "NaN or infinite gradient norm in a step that was taken", "resume, lower lr"),
+    Condition("throughput_zero", _C, "beats without a new step for {stall_s} s", "look at the stack dumps"),
+    Condition("gate_entropy_critical", _C, "gate entropy below {entropy_critical} nats", "gate_collapse_details.json"),
+    Condition("gate_collapse_critical", _C, "more than {collapse_critical} of the gates collapsed", "as for entropy"),
+    Condition("loader_timeout", _C, "data gave no batch within the loader's timeout", "nsa data verify; the server"),
+    Condition("out_of_memory", _C, "a process ran out of memory", "nsa estimate; smaller batch, checkpointing"),
+    Condition("steps_skipped", _W, "steps skipped by the run itself, non-finite or spiking", "look at events.jsonl"),
+    Condition("loss_plateau", _W, "loss flat over {plateau_steps} steps", "lr schedule, data order, held-out loss"),
+    Condition("loss_spike", _W, "loss {spike_sigma} sigma above its window, repeatedly", "lower lr, look at the data"),
+    Condition(
+        "throughput_drop", _W, "tokens/s down by more than {throughput_drop} for {throughput_drop_s} s", "nvidia-smi"
+    ),
+    Condition("gate_entropy_low", _W, "gate entropy below {entropy_warning} nats", "watch it; gate_temperature"),
+    Condition("gate_collapse_high", _W, "more than {collapse_warning} of the gates collapsed", "watch it"),
+    Condition("gate_max_high", _W, "largest gate {gate_max} or more on average", "watch it; gate_temperature"),
+    Condition("selection_at_max", _W, "more than {selection_at_max} of the queries at their most keys", "nsa.n_sel"),
+    Condition("reads_differ", _W, "keys read are not the keys predicted", "nsa doctor --prove"),
+    Condition("data_slow", _W, "more than {fetch_s} s wait for data, {fetch_records} records in a row", "queue_depth"),
+    Condition(
+        "memory_creep", _W, "memory grew by more than {creep} over the window", "restart at a checkpoint; report"
+    ),
+    Condition("grad_spikes", _W, "gradient norm {spike_sigma} sigma above its window, repeatedly", "grad_clip, lr"),
+    Condition("straggler", _W, "one rank's forward {straggler} times the others'", "that GPU's clocks and neighbours"),
+    Condition("checkpoint_overdue", _W, "no checkpoint for {checkpoint_overdue} save intervals", "disk, events.jsonl"),
+    Condition("synthetic_data", _W, "made-up data where a dataset was asked for", "fix the data source, restart"),
+)
