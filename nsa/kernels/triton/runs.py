@@ -1,0 +1,125 @@
+"""Launches sliding and compressed attention.
+
+Shapes as in `nsa.kernels.reference`. Each query sees the keys lo ≤ t < hi of the key axis, whatever the branch.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.portable.shared import compressed_bounds, window_bounds
+from nsa.kernels.triton.runs_backward import runs_dkv_kernel, runs_dq_kernel
+from nsa.kernels.triton.runs_forward import runs_forward_kernel
+from nsa.kernels.triton.tile import is_wide, split_width
+from nsa.kernels.triton.tuning import Tiles, choose
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def sliding_forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(q_BSGRK, k_BTGK, v_BTGV, window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1]), scale)
+
+
+def sliding_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
+    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, bounds, scale)
+
+
+def compressed_forward(
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(q_BSGRK, k_BCGK, v_BCGV, compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1]), scale)
+
+
+def compressed_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
+    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, bounds, scale)
+
+
+def _forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    B, S, G, R, K = q_BSGRK.shape
+    q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
+    out = q.new_empty((B, S, G, R, v.shape[-1]))
+    lse = q.new_empty((B, S, G, R), dtype=torch.float32)
+    lo, hi = (bound.to(torch.int32).contiguous() for bound in bounds)
+    tiles = choose("runs_forward", q, v)
+    runs_forward_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
+        q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
+        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, v.shape[-1]),
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
+    )  # fmt: skip
+    return out, lse
+
+
+def _backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
+    bounds: tuple[Tensor, Tensor], scale: float,
+) -> Gradients:  # fmt: skip
+    B, S, G, R, K = q_BSGRK.shape
+    T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
+    dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
+    out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
+    lo, hi = (bound.to(torch.int32).contiguous() for bound in bounds)
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
+    common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
+
+    tiles = choose("runs_dq", q, v)
+    runs_dq_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
+        dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T, *strides,
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+    )  # fmt: skip
+
+    tiles = choose("runs_dkv", q, v)
+    n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
+    seen = _seen_by(lo, hi, n_tiles, tiles.n)
+    wide = torch.float32 if parts > 1 else k.dtype
+    dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
+    dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
+    runs_dkv_kernel[(n_tiles, B * G, parts)](
+        dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, scale, S, T, n_tiles, dk.stride(0), dv.stride(0), *strides,
+        PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+    )  # fmt: skip
+    return dq, dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
+
+
+def _parts(q_BSGRK: Tensor, n_keys: int, tiles: Tiles) -> int:
+    """Keys that many queries share are worked on by several programs: enough for every unit of a large GPU."""
+    B, S, G, R, _ = q_BSGRK.shape
+    programs = triton.cdiv(n_keys, tiles.n) * B * G
+    return max(1, min(_PROGRAMS_WANTED // max(1, programs), triton.cdiv(S * R, 8 * tiles.m)))
+
+
+_PROGRAMS_WANTED = 1024
+
+
+def _seen_by(lo_BS: Tensor, hi_BS: Tensor, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
+    """The queries that may see each tile of keys, as [first, end): [B, tiles]. Exact where bounds only grow along S."""
+    begin = torch.arange(n_tiles, dtype=torch.int32, device=lo_BS.device)[None, :].expand(lo_BS.shape[0], -1) * n
+    reach = hi_BS.cummax(1).values.contiguous()  # nobody before the first query that reaches past `begin` sees it
+    ahead = lo_BS.flip(1).cummin(1).values.flip(1).contiguous()
+    first = torch.searchsorted(reach, begin.contiguous(), right=True)
+    end = torch.searchsorted(ahead, (begin + n).contiguous(), right=False)
+    return first.to(torch.int32), end.to(torch.int32)
+
+
+def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of fused projections pass as they are; only rows with gaps are copied."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def widths(k: int, v: int) -> dict[str, int]:
+    kw, vw = split_width(k), split_width(v)
+    return dict(K=k, K1=kw.main, K2=kw.rest, V=v, V1=vw.main, V2=vw.rest)

@@ -1,0 +1,140 @@
+"""Sliding and compressed attention, backward: dQ in the forward's loop, dK and dV with the keys outside.
+
+No atomics: every row of dQ, and every key's gradient, has one writer that adds in a fixed order. Where few keys are
+seen by many queries (compressed attention), the queries are cut into parts whose sums are added afterwards, in order.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.triton.tile import LOG2E, dot, load_rows, rounded, store_rows
+
+
+@triton.jit
+def probabilities(s, lse, visible, scale):
+    """From scores and the forward's log-sum-exp; exactly 0 where hidden, also in rows that see nothing (lse −inf)."""
+    level = tl.where(lse == float("-inf"), 0.0, lse)
+    return tl.where(visible, tl.exp2(s * (scale * LOG2E) - level * LOG2E), 0.0)
+
+
+@triton.jit
+def runs_dq_kernel(
+    dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T,
+    do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
+    G: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
+    bounds = b.to(tl.int64) * S + query
+    lo_M = tl.load(lo + bounds, mask=ok, other=T)
+    hi_M = tl.load(hi + bounds, mask=ok, other=0)
+    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
+    do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
+    flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
+    q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
+    delta_M = tl.sum(do1.to(tl.float32) * load_rows(out, flat * V, ok, V, 0, V1, WIDE).to(tl.float32), 1)
+    if K2 > 0:
+        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
+    if V2 > 0:
+        do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
+        delta_M += tl.sum(do2.to(tl.float32) * load_rows(out, flat * V, ok, V, V1, V2, WIDE).to(tl.float32), 1)
+    tl.store(delta + flat, delta_M, mask=ok)
+    lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
+    k += b.to(tl.int64) * k_b + g * k_g
+    v += b.to(tl.int64) * v_b + g * v_g
+
+    dq1 = tl.zeros([BLOCK_M, K1], tl.float32)
+    if K2 > 0:
+        dq2 = tl.zeros([BLOCK_M, K2], tl.float32)
+    begin = tl.min(lo_M) // BLOCK_N * BLOCK_N
+    for n in tl.range(begin, tl.max(hi_M), BLOCK_N):
+        at = n + tl.arange(0, BLOCK_N)
+        inside = at < T
+        k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
+        k1 = load_rows(k, k_at, inside, K, 0, K1, WIDE)
+        s = dot(q1, tl.trans(k1))
+        if K2 > 0:
+            k2 = load_rows(k, k_at, inside, K, K1, K2, WIDE)
+            s += dot(q2, tl.trans(k2))
+        visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
+        p = probabilities(s, lse_M[:, None], visible, scale)
+        dp = dot(do1, tl.trans(load_rows(v, v_at, inside, V, 0, V1, WIDE)))
+        if V2 > 0:
+            dp += dot(do2, tl.trans(load_rows(v, v_at, inside, V, V1, V2, WIDE)))
+        ds = rounded(p * (dp - delta_M[:, None]) * scale, WIDE, k.dtype.element_ty)
+        dq1 += dot(ds, k1)
+        if K2 > 0:
+            dq2 += dot(ds, k2)
+    store_rows(dq, flat * K, ok, dq1, K, 0, K1)
+    if K2 > 0:
+        store_rows(dq, flat * K, ok, dq2, K, K1, K2)
+
+
+@triton.jit
+def runs_dkv_kernel(
+    dout, q, k, v, lo, hi, lse, delta, dk, dv, seen_first, seen_end, scale, S, T, n_tiles, part_stride_k, part_stride_v,
+    do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
+    G: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(2)
+    b, g = tl.program_id(1) // G, tl.program_id(1) % G
+    at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = at < T
+    k_at = b.to(tl.int64) * k_b + g * k_g + at.to(tl.int64) * k_t
+    v_at = b.to(tl.int64) * v_b + g * v_g + at.to(tl.int64) * v_t
+    k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
+    dk1, dv1 = tl.zeros([BLOCK_N, K1], tl.float32), tl.zeros([BLOCK_N, V1], tl.float32)
+    if K2 > 0:
+        k2, dk2 = load_rows(k, k_at, inside, K, K1, K2, WIDE), tl.zeros([BLOCK_N, K2], tl.float32)
+    if V2 > 0:
+        v2, dv2 = load_rows(v, v_at, inside, V, V1, V2, WIDE), tl.zeros([BLOCK_N, V2], tl.float32)
+
+    # Rows of the queries that may see this tile, cut into PARTS equal lengths of whole tiles.
+    first = tl.load(seen_first + b * n_tiles + tile) * R
+    end = tl.load(seen_end + b * n_tiles + tile) * R
+    length = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), PARTS), BLOCK_M) * BLOCK_M
+    mine = first + part * length
+    for m in tl.range(mine, tl.minimum(mine + length, end), BLOCK_M):
+        row = m + tl.arange(0, BLOCK_M)
+        query, head, ok = (row // R).to(tl.int64), row % R, row < end
+        q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
+        do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
+        flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
+        lo_M = tl.load(lo + b.to(tl.int64) * S + query, mask=ok, other=T)
+        hi_M = tl.load(hi + b.to(tl.int64) * S + query, mask=ok, other=0)
+        lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
+        delta_M = tl.load(delta + flat, mask=ok, other=0.0)
+        q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
+        s = dot(k1, tl.trans(q1))
+        dp = dot(v1, tl.trans(do1))
+        if K2 > 0:
+            q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
+            s += dot(k2, tl.trans(q2))
+        if V2 > 0:
+            do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
+            dp += dot(v2, tl.trans(do2))
+        visible = (at[:, None] >= lo_M[None, :]) & (at[:, None] < hi_M[None, :])
+        p = probabilities(s, lse_M[None, :], visible, scale)
+        ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
+        p = rounded(p, WIDE, q.dtype.element_ty)
+        dv1 += dot(p, do1)
+        dk1 += dot(ds, q1)
+        if V2 > 0:
+            dv2 += dot(p, do2)
+        if K2 > 0:
+            dk2 += dot(ds, q2)
+
+    flat_T = (b.to(tl.int64) * T + at) * G + g
+    dk += part.to(tl.int64) * part_stride_k
+    dv += part.to(tl.int64) * part_stride_v
+    store_rows(dk, flat_T * K, inside, dk1, K, 0, K1)
+    store_rows(dv, flat_T * V, inside, dv1, V, 0, V1)
+    if K2 > 0:
+        store_rows(dk, flat_T * K, inside, dk2, K, K1, K2)
+    if V2 > 0:
+        store_rows(dv, flat_T * V, inside, dv2, V, V1, V2)

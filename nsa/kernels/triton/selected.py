@@ -1,0 +1,102 @@
+"""Launches selected attention. Shapes as in `nsa.kernels.reference`."""
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.triton.index import MOST_QUERIES, chosen, union
+from nsa.kernels.triton.runs import Gradients, rows_contiguous, widths
+from nsa.kernels.triton.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
+from nsa.kernels.triton.selected_forward import selected_forward_kernel
+from nsa.kernels.triton.tile import is_wide, split_width
+from nsa.kernels.triton.tuning import Tiles, choose
+
+PIECE = 1024
+"""Queries of one window that one program adds up."""
+
+
+def selected_forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
+    sizes: list[int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (l_sel,) = sizes
+    B, S, G, R, K = q_BSGRK.shape
+    q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
+    T, V = v.shape[1], v.shape[-1]
+    tiles = choose("selected_forward", q, v)
+    queries, block_m = tile_of(tiles, R)
+    begin, bits, count = union(idx_BSGN, start_BS, l_sel, queries)
+    out = q.new_empty((B, S, G, R, V))
+    lse = q.new_empty((B, S, G, R), dtype=torch.float32)
+    n_tiles = triton.cdiv(S, queries)
+    selected_forward_kernel[(n_tiles, B * G)](
+        q, k, v, _last(pos_BS, start_BS), begin, bits, count, out, lse, scale, S, T, n_tiles, begin.shape[-1],
+        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
+        L=l_sel, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=_block(l_sel), WIDE=is_wide(q.dtype), **tiles.options,
+    )  # fmt: skip
+    return out, lse
+
+
+def selected_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    (l_sel,) = sizes
+    B, S, G, R, K = q_BSGRK.shape
+    T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
+    dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
+    out, lse, last = out_BSGRV.contiguous(), lse_BSGR.contiguous(), _last(pos_BS, start_BS)
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
+    common = dict(G=G, R=R, L=l_sel, BLOCK_N=_block(l_sel), WIDE=is_wide(q.dtype), **widths(K, V))
+
+    tiles = choose("selected_dq", q, v)
+    queries, block_m = tile_of(tiles, R)
+    begin, bits, count = union(idx_BSGN, start_BS, l_sel, queries)
+    n_tiles = triton.cdiv(S, queries)
+    selected_dq_kernel[(n_tiles, B * G)](
+        dout, q, k, v, last, begin, bits, count, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1], *strides,
+        QUERIES=queries, BLOCK_M=block_m, **common, **tiles.options,
+    )  # fmt: skip
+
+    tiles = choose("selected_dkv", q, v)
+    index = chosen(idx_BSGN, pos_BS, start_BS, l_sel, T)
+    n_windows = triton.cdiv(T, l_sel)
+    first, window, n_pieces = _pieces(index.offset, index.query.numel())
+    dk_part = torch.empty((n_pieces, l_sel, K), dtype=torch.float32, device=q.device)
+    dv_part = torch.empty((n_pieces, l_sel, V), dtype=torch.float32, device=q.device)
+    selected_dkv_kernel[(n_pieces,)](
+        dout, q, k, v, last, index.query, index.begin, index.offset, window, first, lse, delta, dk_part, dv_part,
+        scale, S, T, n_windows, B * G, *strides, PIECE=PIECE, BLOCK_M=tiles.m, **common, **tiles.options,
+    )  # fmt: skip
+    dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    for part, total in ((dk_part, dk), (dv_part, dv)):
+        n, main, rest = split_width(part.shape[-1])
+        add_pieces_kernel[(n_windows, B * G)](
+            part, first, total, T, n_windows, G=G, X=n, X1=main, X2=rest, L=l_sel, BLOCK_N=_block(l_sel)
+        )
+    return dq, dk, dv
+
+
+def tile_of(tiles: Tiles, heads_per_group: int) -> tuple[int, int]:
+    """Queries of a tile, and its rows as a power of two."""
+    queries = max(1, min(MOST_QUERIES, tiles.m // heads_per_group))
+    return queries, max(16, triton.next_power_of_2(queries * heads_per_group))
+
+
+def _pieces(offset: Tensor, n_entries: int) -> tuple[Tensor, Tensor, int]:
+    """Where each window's pieces begin, the window of each piece, and how many there are at most."""
+    n = (offset.diff() + PIECE - 1) // PIECE
+    first = torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32)
+    most = n_entries // PIECE + n.numel()
+    window = torch.searchsorted(first, torch.arange(most, dtype=torch.int32, device=first.device), right=True) - 1
+    return first, window.to(torch.int32), most
+
+
+def _last(pos_BS: Tensor, start_BS: Tensor) -> Tensor:
+    """The last key each query may see."""
+    return (start_BS + pos_BS).to(torch.int32).contiguous()
+
+
+def _block(l_sel: int) -> int:
+    return max(16, triton.next_power_of_2(l_sel))

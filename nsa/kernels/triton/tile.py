@@ -1,0 +1,83 @@
+"""What the kernels share: tiles of rows, columns of any width, dot products in the inputs' precision.
+
+A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
+group fills a tile. A width that is no power of two is split in two, 192 as 128 + 64: padding it to 256 spills.
+
+Under the interpreter `tl.dot` of bf16 is wrong (Triton 3.8): WIDE operands are converted to fp32 right before it, after
+having been rounded as the hardware would see them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Width(NamedTuple):
+    """A row's length as the sum of a power of two and a second one, which may be absent (0)."""
+
+    n: int
+    main: int
+    rest: int
+
+
+def split_width(n: int) -> Width:
+    main = max(16, 1 << (n.bit_length() - 1))
+    rest = n - main
+    return Width(n, main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
+
+
+@triton.jit
+def operand(x, WIDE: tl.constexpr):
+    if WIDE:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_rows(base, offset, ok, N: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """[rows, WIDTH] of columns BEGIN and after; rows that are not ok, and columns past N, are zero."""
+    column = BEGIN + tl.arange(0, WIDTH)
+    mask = ok[:, None]
+    if BEGIN + WIDTH > N:
+        mask = mask & (column[None, :] < N)
+    return operand(tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0), WIDE)
+
+
+@triton.jit
+def store_rows(base, offset, ok, x, N: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
+    column = BEGIN + tl.arange(0, WIDTH)
+    mask = ok[:, None]
+    if BEGIN + WIDTH > N:
+        mask = mask & (column[None, :] < N)
+    tl.store(base + offset[:, None] + column[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dot(a, b):
+    """In full fp32 for fp32 operands; half-precision ones are exact in the tensor cores anyway."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, WIDE: tl.constexpr, dtype: tl.constexpr):
+    """An intermediate as an operand: rounded to the inputs' dtype."""
+    return operand(x.to(dtype), WIDE)
+
+
+@triton.jit
+def soften(s, top, total):
+    """One step of the online softmax in base 2: exponentials, new top, new total, and what to scale the past by."""
+    new = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    e = tl.exp2(s - safe[:, None])
+    decay = tl.exp2(top - safe)
+    return e, new, total * decay + tl.sum(e, 1), decay
