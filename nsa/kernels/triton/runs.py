@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.kernels.portable.shared import compressed_bounds, window_bounds
 from nsa.kernels.triton.runs_backward import runs_dkv_kernel, runs_dq_kernel
 from nsa.kernels.triton.runs_forward import runs_forward_kernel
-from nsa.kernels.triton.tile import is_wide, split_width
+from nsa.kernels.triton.tile import is_wide, widths
 from nsa.kernels.triton.tuning import Tiles, choose
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -50,14 +50,15 @@ def _forward(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:
     B, S, G, R, K = q_BSGRK.shape
+    V = v_BTGV.shape[-1]
     q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
-    out = q.new_empty((B, S, G, R, v.shape[-1]))
+    out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     lo, hi = (bound.to(torch.int32).contiguous() for bound in bounds)
-    tiles = choose("runs_forward", q, v)
+    tiles = choose("runs_forward", max(K, V))
     runs_forward_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
         q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
-        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, v.shape[-1]),
+        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
     )  # fmt: skip
     return out, lse
@@ -76,13 +77,13 @@ def _backward(
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
     common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
 
-    tiles = choose("runs_dq", q, v)
+    tiles = choose("runs_dq", max(K, V))
     runs_dq_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
         dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T, *strides,
         BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
     )  # fmt: skip
 
-    tiles = choose("runs_dkv", q, v)
+    tiles = choose("runs_dkv", max(K, V))
     n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
     seen = _seen_by(lo, hi, n_tiles, tiles.n)
     wide = torch.float32 if parts > 1 else k.dtype
@@ -118,8 +119,3 @@ def _seen_by(lo_BS: Tensor, hi_BS: Tensor, n_tiles: int, n: int) -> tuple[Tensor
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Views of fused projections pass as they are; only rows with gaps are copied."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-
-
-def widths(k: int, v: int) -> dict[str, int]:
-    kw, vw = split_width(k), split_width(v)
-    return dict(K=k, K1=kw.main, K2=kw.rest, V=v, V1=vw.main, V2=vw.rest)

@@ -24,11 +24,11 @@ def select(
     width = split_width(K)
     common = dict(G=G, R=R, K=K, K1=width.main, K2=width.rest, WIDE=is_wide(q.dtype))
     strides = (*q.stride()[:4], *k.stride()[:3])
-    tiles = choose("runs_forward", q, q)
+    tiles = choose("runs_forward", K)
     runs_lse_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
         q, k, lo, hi, lse, scale, S, k.shape[1], *strides, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options
     )
-    tiles = choose("select", q, q)
+    tiles = choose("select", K)
     select_kernel[(triton.cdiv(S, tiles.m), B * G)](
         q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], *strides, PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel,
         N_SEL=n_sel, KEEP=max(16, triton.next_power_of_2(n_sel)), BLOCK_Q=tiles.m, **common, **tiles.options,

@@ -2,8 +2,8 @@
 
 No matrix of scores is ever stored. A first pass finds each row's log-sum-exp; the second forms the probabilities again,
 adds them up per selection block, and keeps the best in registers. A block's strides are computed column by column
-(block j takes compressed keys j·l_sel/d + m for a fixed range of m), which needs no shuffling between lanes and costs the
-overlap twice: (l_sel + l − d) / l_sel of the products.
+(block j takes compressed keys j·l_sel/d + m for a fixed range of m): no shuffling between lanes, and the overlap is
+computed twice, (l_sel + l − d) / l_sel of the products.
 
 Blocks are ranked by one integer: the bits of the score, which is ≥ 0 or +inf, above the block's index turned round. No
 two are equal, so the choice is exact, and ties go to the lower index.

@@ -5,10 +5,10 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.triton.index import MOST_QUERIES, chosen, union
-from nsa.kernels.triton.runs import Gradients, rows_contiguous, widths
+from nsa.kernels.triton.runs import Gradients, rows_contiguous
 from nsa.kernels.triton.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
 from nsa.kernels.triton.selected_forward import selected_forward_kernel
-from nsa.kernels.triton.tile import is_wide, split_width
+from nsa.kernels.triton.tile import is_wide, split_width, widths
 from nsa.kernels.triton.tuning import Tiles, choose
 
 PIECE = 1024
@@ -23,7 +23,7 @@ def selected_forward(
     B, S, G, R, K = q_BSGRK.shape
     q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
     T, V = v.shape[1], v.shape[-1]
-    tiles = choose("selected_forward", q, v)
+    tiles = choose("selected_forward", max(K, V))
     queries, block_m = tile_of(tiles, R)
     begin, bits, count = union(idx_BSGN, start_BS, l_sel, queries)
     out = q.new_empty((B, S, G, R, V))
@@ -32,7 +32,7 @@ def selected_forward(
     selected_forward_kernel[(n_tiles, B * G)](
         q, k, v, _last(pos_BS, start_BS), begin, bits, count, out, lse, scale, S, T, n_tiles, begin.shape[-1],
         *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
-        L=l_sel, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=_block(l_sel), WIDE=is_wide(q.dtype), **tiles.options,
+        L=l_sel, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_of(l_sel), WIDE=is_wide(q.dtype), **tiles.options,
     )  # fmt: skip
     return out, lse
 
@@ -48,32 +48,33 @@ def selected_backward(
     out, lse, last = out_BSGRV.contiguous(), lse_BSGR.contiguous(), _last(pos_BS, start_BS)
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
-    common = dict(G=G, R=R, L=l_sel, BLOCK_N=_block(l_sel), WIDE=is_wide(q.dtype), **widths(K, V))
+    common = dict(G=G, R=R, L=l_sel, WIDE=is_wide(q.dtype), **widths(K, V))
 
-    tiles = choose("selected_dq", q, v)
+    tiles = choose("selected_dq", max(K, V))
     queries, block_m = tile_of(tiles, R)
     begin, bits, count = union(idx_BSGN, start_BS, l_sel, queries)
     n_tiles = triton.cdiv(S, queries)
     selected_dq_kernel[(n_tiles, B * G)](
         dout, q, k, v, last, begin, bits, count, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1], *strides,
-        QUERIES=queries, BLOCK_M=block_m, **common, **tiles.options,
+        QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_of(l_sel), **common, **tiles.options,
     )  # fmt: skip
 
-    tiles = choose("selected_dkv", q, v)
+    tiles = choose("selected_dkv", max(K, V))
+    keys = min(tiles.n, block_of(l_sel))
     index = chosen(idx_BSGN, pos_BS, start_BS, l_sel, T)
     n_windows = triton.cdiv(T, l_sel)
     first, window, n_pieces = _pieces(index.offset, index.query.numel())
     dk_part = torch.empty((n_pieces, l_sel, K), dtype=torch.float32, device=q.device)
     dv_part = torch.empty((n_pieces, l_sel, V), dtype=torch.float32, device=q.device)
-    selected_dkv_kernel[(n_pieces,)](
+    selected_dkv_kernel[(n_pieces, triton.cdiv(l_sel, keys))](
         dout, q, k, v, last, index.query, index.begin, index.offset, window, first, lse, delta, dk_part, dv_part,
-        scale, S, T, n_windows, B * G, *strides, PIECE=PIECE, BLOCK_M=tiles.m, **common, **tiles.options,
+        scale, S, T, n_windows, B * G, *strides, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, **common, **tiles.options,
     )  # fmt: skip
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for part, total in ((dk_part, dk), (dv_part, dv)):
         n, main, rest = split_width(part.shape[-1])
         add_pieces_kernel[(n_windows, B * G)](
-            part, first, total, T, n_windows, G=G, X=n, X1=main, X2=rest, L=l_sel, BLOCK_N=_block(l_sel)
+            part, first, total, T, n_windows, G=G, X=n, X1=main, X2=rest, L=l_sel, BLOCK_N=block_of(l_sel)
         )
     return dq, dk, dv
 
@@ -98,5 +99,5 @@ def _last(pos_BS: Tensor, start_BS: Tensor) -> Tensor:
     return (start_BS + pos_BS).to(torch.int32).contiguous()
 
 
-def _block(l_sel: int) -> int:
+def block_of(l_sel: int) -> int:
     return max(16, triton.next_power_of_2(l_sel))

@@ -90,7 +90,7 @@ def selected_dkv_kernel(
     end = tl.minimum(first + PIECE, tl.load(offsets + place + 1))
     end = tl.where(needed, end, first)
 
-    step = tl.arange(0, BLOCK_N)
+    step = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # a wide window is shared by several programs
     at = window * L + step
     inside = (step < L) & (at < T)
     k_at = b.to(tl.int64) * k_b + g * k_g + at.to(tl.int64) * k_t

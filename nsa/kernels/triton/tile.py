@@ -31,6 +31,11 @@ def split_width(n: int) -> Width:
     return Width(n, main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
 
 
+def widths(k: int, v: int) -> dict[str, int]:
+    kw, vw = split_width(k), split_width(v)
+    return dict(K=k, K1=kw.main, K2=kw.rest, V=v, V1=vw.main, V2=vw.rest)
+
+
 def is_wide(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import triton
-from torch import Tensor
 
 
 class Tiles(NamedTuple):
@@ -21,7 +20,7 @@ class Tiles(NamedTuple):
 
 _NARROW = {
     "runs_forward": Tiles(64, 64, 4, 3),
-    "runs_dq": Tiles(64, 64, 4, 2),
+    "runs_dq": Tiles(64, 32, 4, 2),
     "runs_dkv": Tiles(64, 64, 4, 2),
     "selected_forward": Tiles(64, 64, 4, 3),
     "selected_dq": Tiles(64, 64, 4, 2),
@@ -33,15 +32,15 @@ _BROAD = {
     "runs_dq": Tiles(32, 32, 4, 2),
     "runs_dkv": Tiles(32, 32, 4, 2),
     "selected_forward": Tiles(32, 64, 4, 2),
-    "selected_dq": Tiles(32, 64, 4, 1),
-    "selected_dkv": Tiles(32, 64, 4, 1),
+    "selected_dq": Tiles(32, 64, 4, 2),
+    "selected_dkv": Tiles(32, 32, 4, 2),
     "select": Tiles(32, 16, 4, 2),
 }
 _INTERPRETED = {"select": Tiles(32, 16)}
 
 
-def choose(kernel: str, q: Tensor, v: Tensor) -> Tiles:
-    """One choice per kernel and width: the same bits on every call."""
+def choose(kernel: str, width: int) -> Tiles:
+    """One choice per kernel and width of the widest row: the same bits on every call."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED.get(kernel, Tiles(32, 32))
-    return (_NARROW if max(q.shape[-1], v.shape[-1]) <= 128 else _BROAD)[kernel]
+    return (_NARROW if width <= 128 else _BROAD)[kernel]
