@@ -85,7 +85,10 @@ class SlurmCluster:
         self._daemon("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", node)
-        self.wait_for("two idle nodes", lambda: self.ask("sinfo", "-h", "-N", "-p", "batch", "-o", "%T") == "idle\nidle")
+        self.wait_for("two idle nodes", self.idle)
+
+    def idle(self) -> bool:
+        return self.ask("sinfo", "-h", "-N", "-p", "batch", "-o", "%T") == "idle\nidle"
 
     def _daemon(self, name: str, *words: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:

@@ -14,13 +14,15 @@ from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config
 
 SCRIPT = ROOT / "ops/slurm/train.sbatch"
+STEPS = 100
+"""Enough for a signal to arrive before the last one."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    names_ = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
-    cluster = SlurmCluster(programs(*names_))
+    commands = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
+    cluster = SlurmCluster(programs(*commands))
     try:
         cluster.start()
         yield cluster
@@ -72,16 +74,62 @@ class Training:
 
 
 def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster, tmp_path):
-    run = Training(cluster, tmp_path, "train.steps=60", "data.synthetic_task=copy")
-    run.wait_for_steps()
+    run = Training(cluster, tmp_path, f"train.steps={STEPS}")
+    run.wait_for_steps(1)
     cluster.ask("scancel", "--batch", "--signal=USR1", run.job.number)  # what --signal=B:USR1@300 sends
     assert run.end() == ("COMPLETED", "0:0", "1"), run.said()
     first, second = run.starts()
     assert first == 0
-    assert 3 <= second < 60
-    assert run.steps() == list(range(1, 61)), "no step is lost or done twice"
-    assert run.newest() == 60
+    assert 0 < second < STEPS
+    assert run.steps() == list(range(1, STEPS + 1)), "no step is lost or done twice"
+    assert run.newest() == STEPS
     assert [beat.msg for beat in read_beats(run.folder / names.heartbeat(1))].count(names.START) == 2
-    stops = [event for event in read_events(run.folder) if event.kind == Kind.STOP]
-    assert [event.step for event in stops] == [second, second], "the ranks' record and the launcher's"
+    stops = [event.step for event in read_events(run.folder) if event.kind == Kind.STOP]
+    assert stops == [second, second], "the ranks' record and the launcher's"
     assert "in the queue again" in run.said()
+
+
+@pytest.mark.slow
+def test_pushed_aside_by_an_urgent_job_it_comes_back_after_it(cluster, tmp_path):
+    run = Training(cluster, tmp_path, f"train.steps={STEPS}")
+    run.wait_for_steps(1)
+    script = tmp_path / "urgent.sh"
+    script.write_text("#!/bin/sh\nsleep 1\n")
+    urgent = cluster.submit(script, "--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log")
+    urgent.wait_for("COMPLETED")
+    assert run.end() == ("COMPLETED", "0:0", "1"), run.said()
+    assert len(run.starts()) == 2
+    assert run.steps() == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.steps=100000", options=("--nodes=2", "--gpus-per-node=1"))
+    run.wait_for_steps(1)
+    assert sorted(path.name for path in run.folder.glob(names.HEARTBEATS)) == [names.heartbeat(0), names.heartbeat(1)]
+    (run.folder / names.HALT).write_text("enough seen\n")
+    assert run.end() == ("FAILED", "11:0", "0"), run.said()
+    beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
+    assert [beat.msg for beat in beats if beat] == [names.HALTED, names.HALTED]
+    assert run.newest() == run.step()
+    assert "in the queue again" not in run.said()
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.steps=100000")
+    run.wait_for_steps(1)
+    cluster.ask("scancel", run.job.number)
+    assert run.job.wait_for("CANCELLED")["Restarts"] == "0"
+    cluster.wait_for("the end of the script", lambda: "nsa launch ended with 10" in run.said())
+    cluster.wait_for("idle nodes", cluster.idle)
+    assert run.job.facts()["JobState"] == "CANCELLED"
+    assert run.newest() == run.step()
+    assert "in the queue again" not in run.said()
+
+
+@pytest.mark.slow
+def test_a_wrong_config_fails_with_its_code_and_does_not_come_back(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.stepz=3")
+    assert run.end() == ("FAILED", "20:0", "0"), run.said()
+    assert "Did you mean train.steps?" in run.said()
