@@ -1,7 +1,8 @@
-"""Programs that come from Debian packages (.ci/apt-packages.txt): their paths, or the reason why a test is left out."""
+"""What tests of this folder need from the machine: Debian packages (.ci/apt-packages.txt) and, for daemons, root."""
 
 import os
 import shutil
+from typing import NoReturn
 
 import pytest
 
@@ -9,13 +10,20 @@ _WHERE = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 def programs(*names: str) -> dict[str, str]:
-    """Name → path. A missing one fails the test in CI, where it was to be installed, and skips it elsewhere."""
-    found = {name: shutil.which(name, path=_WHERE) for name in names}
-    missing = [name for name, path in found.items() if path is None]
-    if missing:
-        why = f"{', '.join(missing)} not found: run .ci/install-apt-packages as root, which installs .ci/apt-packages.txt"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
+    """Name → path."""
+    found = {name: path for name in names if (path := shutil.which(name, path=_WHERE))}
+    if missing := [name for name in names if name not in found]:
+        _missing(f"{', '.join(missing)} not found: .ci/install-apt-packages installs them, as root")
+    return found
+
+
+def root() -> None:
     if os.geteuid() != 0:
-        why = "the daemons of this test need root"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
-    return {name: path for name, path in found.items() if path is not None}
+        _missing("the daemons of this test need root")
+
+
+def _missing(why: str) -> NoReturn:
+    """In CI, where it was to be there, that is a failure; elsewhere the test is left out."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)

@@ -9,7 +9,7 @@ from nsa.observe import names
 from nsa.observe.events import Kind, read_events
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.train.checkpoint.folder import CheckpointFolder
-from tests.ops.needs import programs
+from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config
 
@@ -22,6 +22,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 @pytest.fixture(scope="module")
 def cluster():
     commands = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
+    root()
     cluster = SlurmCluster(programs(*commands))
     try:
         cluster.start()

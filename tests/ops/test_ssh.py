@@ -17,7 +17,7 @@ import pytest
 from nsa.observe import names
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.train.checkpoint.folder import CheckpointFolder
-from tests.ops.needs import programs
+from tests.ops.needs import programs, root
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 SCRIPT = ROOT / "ops/ssh/remote.sh"
@@ -53,7 +53,8 @@ class Far:
 
     def __init__(self, at: Path, home: Path) -> None:
         self.at, self.home, self.folder = at, home, home / "run"
-        tools = programs("sshd", "ssh", "ssh-keygen", "tmux")
+        root()
+        tools = programs("sshd", "ssh", "ssh-keygen", "tmux", "pgrep")
         self._tmux = tools["tmux"]
         for key in ("host_key", "key"):
             subprocess.run([tools["ssh-keygen"], "-q", "-t", "ed25519", "-N", "", "-f", at / key], check=True)
@@ -68,7 +69,7 @@ class Far:
             SSH_OPTIONS=f"-F {at}/ssh_config",
             REMOTE_DIR=str(home),
             REMOTE_VENV=sys.prefix,
-            RANKS="2",
+            RANKS="1",
             GRACE="60",
             PREFLIGHT="0",
         )
