@@ -55,6 +55,7 @@ class SlurmCluster:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self._binaries = binaries
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.env = {**environment(), "SLURM_CONF": str(self.folder / "slurm.conf")}
         ports: set[int] = set()
         while len(ports) < 3:
@@ -84,17 +85,34 @@ class SlurmCluster:
         self.wait_for("munged", (at / "munge.socket").exists)
         self._daemon("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
-            self._daemon("slurmd", "-D", "-N", node)
+            self._start_node(node)
         self.wait_for("two idle nodes", self.idle)
 
     def idle(self) -> bool:
         return self.ask("sinfo", "-h", "-N", "-p", "batch", "-o", "%T") == "idle\nidle"
 
-    def _daemon(self, name: str, *words: str) -> None:
+    def lose(self, node: str) -> None:
+        """Kill a node's daemon and everything that runs under Slurm, and tell the controller, which asks rarely."""
+        daemons = {daemon.pid for daemon in self._daemons}
+        self._nodes[node].kill()
+        self._nodes[node].wait()
+        for pid in set(self.processes()) - daemons:
+            os.kill(pid, signal.SIGKILL)
+        self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def bring_back(self, node: str) -> None:
+        self._start_node(node)
+        self.ask("scontrol", "update", f"nodename={node}", "state=resume")
+        self.wait_for("two idle nodes", self.idle)
+
+    def _start_node(self, node: str) -> None:
+        self._nodes[node] = self._daemon("slurmd", "-D", "-N", node)
+
+    def _daemon(self, name: str, *words: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.out").open("ab") as out:
-            self._daemons.append(
-                subprocess.Popen([self._binaries[name], *words], env=self.env, stdout=out, stderr=out, cwd=self.folder)
-            )
+            command = [self._binaries[name], *words]
+            self._daemons.append(subprocess.Popen(command, env=self.env, stdout=out, stderr=out, cwd=self.folder))
+        return self._daemons[-1]
 
     def ask(self, name: str, *words: str) -> str:
         """What a Slurm command prints; nothing if the controller does not answer yet."""

@@ -104,6 +104,23 @@ def test_pushed_aside_by_an_urgent_job_it_comes_back_after_it(cluster, tmp_path)
 
 
 @pytest.mark.slow
+def test_a_lost_node_is_replaced_by_another(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.steps=3000", "train.save_every=20")
+    cluster.wait_for("a checkpoint", lambda: (run.folder / names.CHECKPOINTS / "latest").exists())
+    lost = run.job.facts()["NodeList"]
+    cluster.lose(lost)
+    try:
+        cluster.wait_for("a second life", lambda: len(run.starts()) == 2)
+        facts = run.job.facts()
+        assert (facts["NodeList"] != lost, facts["Restarts"]) == (True, "1")
+        assert run.starts()[1] >= 20
+        (run.folder / names.HALT).write_text("enough seen\n")
+        assert run.end() == ("FAILED", "11:0", "1"), run.said()
+    finally:
+        cluster.bring_back(lost)
+
+
+@pytest.mark.slow
 def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.steps=100000", options=("--nodes=2", "--gpus-per-node=1"))
     run.wait_for_steps(1)

@@ -1,4 +1,4 @@
-"""What cannot run here is held to its schema, to itself and to our commands; every shell script to bash and shellcheck."""
+"""What cannot run here is held to its schema, to itself and to our commands; all shell to bash and shellcheck."""
 
 import re
 import subprocess
@@ -63,8 +63,8 @@ def test_what_was_not_run_says_so_first():
         assert "NOT RUN" in "".join(path.read_text().splitlines(keepends=True)[:4]), path
 
 
-# Fields of the JobSet API (v1alpha2), of batch/v1 and core/v1, and of SkyPilot's task, as far as the templates use them.
-# A type, a list of one shape, a dict of fields, or a set of allowed words.
+# Fields of JobSet (v1alpha2), batch/v1, core/v1 and SkyPilot's task, as far as the templates use them: a type, a
+# list of one shape, a dict of fields, or a set of allowed words.
 _METADATA = {"name": str}
 _ENV = {"name": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}
 _CONTAINER = {
@@ -80,10 +80,13 @@ _POD = {
     "restartPolicy": {"Never", "OnFailure"}, "terminationGracePeriodSeconds": int, "containers": [_CONTAINER],
     "volumes": [_VOLUME],
 }  # fmt: skip
-_EXIT_CODES = {"containerName": str, "operator": {"In", "NotIn"}, "values": [int]}
+_FAILURE = {
+    "action": {"FailJob", "Ignore", "Count", "FailIndex"},
+    "onExitCodes": {"containerName": str, "operator": {"In", "NotIn"}, "values": [int]},
+}
 _JOB = {
     "parallelism": int, "completions": int, "completionMode": {"Indexed"}, "backoffLimit": int,
-    "podFailurePolicy": {"rules": [{"action": {"FailJob", "Ignore", "Count", "FailIndex"}, "onExitCodes": _EXIT_CODES}]},
+    "podFailurePolicy": {"rules": [_FAILURE]},
     "template": {"spec": _POD},
 }  # fmt: skip
 _RULE = {
