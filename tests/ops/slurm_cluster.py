@@ -127,7 +127,7 @@ class SlurmCluster:
         assert done.returncode == 0, done.stderr
         return SlurmJob(self, done.stdout.strip())
 
-    def wait_for(self, what: str, happened, seconds: float = 90) -> None:
+    def wait_for(self, what: str, happened, seconds: float = 150) -> None:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, f"{what} did not come\n{self.logs()}"
@@ -173,7 +173,7 @@ class SlurmJob:
         words = self._cluster.ask("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, *states: str, seconds: float = 120) -> dict[str, str]:
+    def wait_for(self, *states: str, seconds: float = 150) -> dict[str, str]:
         self._cluster.wait_for(
             f"job {self.number} {'/'.join(states)}", lambda: self.facts().get("JobState") in states, seconds
         )

@@ -21,7 +21,7 @@ from tests.ops.needs import programs, root
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 SCRIPT = ROOT / "ops/ssh/remote.sh"
-WAIT_S = 90
+WAIT_S = 150
 
 _SSHD_CONFIG = """\
 Port {port}

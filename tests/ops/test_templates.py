@@ -171,6 +171,13 @@ def test_what_needs_a_person_is_not_started_again_and_a_preemption_is():
     assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [PREEMPTED]
 
 
+def test_slurm_warns_early_enough_for_a_save():
+    text = (ROOT / "ops/slurm/train.sbatch").read_text()
+    (warning,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", text, flags=re.MULTILINE)
+    (grace,) = re.findall(r"^GRACE=\$\{GRACE:-(\d+)\}$", text, flags=re.MULTILINE)
+    assert int(warning) > int(grace)
+
+
 def test_configs_and_settings_of_the_templates_load():
     config, *changes = CONTAINER["args"]
     assert load(ROOT / config, overrides=changes).train.out_dir == "/runs/train"
