@@ -9,6 +9,7 @@ from nsa.observe import names
 from nsa.observe.events import Kind, read_events
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.launch import LOGS
 from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config
@@ -87,6 +88,7 @@ def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster,
     assert [beat.msg for beat in read_beats(run.folder / names.heartbeat(1))].count(names.START) == 2
     stops = [event.step for event in read_events(run.folder) if event.kind == Kind.STOP]
     assert stops == [second, second], "the ranks' record and the launcher's"
+    assert sorted(path.name for path in (run.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
     assert "in the queue again" in run.said()
 
 

@@ -17,6 +17,7 @@ import pytest
 from nsa.observe import names
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.launch import LOGS
 from tests.ops.needs import programs, root
 from tests.train.runs import ROOT, environment, free_port, write_config
 
@@ -153,6 +154,7 @@ def test_a_run_is_started_seen_stopped_and_gone_on_with(far, tmp_path):
     beats = list(read_beats(far.folder / names.heartbeat(0)))
     assert [beat.step for beat in beats if beat.msg == names.START] == [0, saved]
     assert [beat.step for beat in beats if beat.msg == names.PROGRESS] == list(range(1, saved + 6))
+    assert sorted(path.name for path in (far.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
 
 
 @pytest.mark.slow
