@@ -175,6 +175,8 @@ def _show(folder: Path, found: "Status") -> None:
 
     from nsa.observe.conditions import Level
     from nsa.observe.halt import age
+    from nsa.observe.health import Phase
+    from nsa.observe.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
     colour = ("green", "yellow", "red")[found.exit_code]
@@ -195,22 +197,25 @@ def _show(folder: Path, found: "Status") -> None:
         rows.append((".HALT", found.halt))
     for name, text in rows:
         console.print(f"  {name:11}{text}", markup=False, soft_wrap=True)
-    for finding in found.findings:
-        colour = "red" if finding.level == Level.CRITICAL else "yellow"
-        where = f" (rank {finding.rank})" if finding.rank is not None else ""
-        console.print(f"[{colour}]{finding.level}[/] {finding.name}{where}")
-        console.print(f"  {finding.message}", markup=False)
-        console.print(f"  → {finding.condition.advice}", markup=False)
-    if not found.findings:
+    for same in by_condition(found.findings):
+        first, ranks = same[0], ranks_of(same)
+        colour = "red" if first.level == Level.CRITICAL else "yellow"
+        where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
+        console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
+        console.print(f"  {first.message}", markup=False)
+        console.print(f"  → {first.condition.advice}", markup=False)
+    if found.phase == Phase.EMPTY:
+        console.print("no process has written a heartbeat here")
+    elif not found.findings:
         console.print("nothing found wrong")
 
 
 def _line(found: "Status") -> str:
-    from nsa.observe.watchdog import describe
+    from nsa.observe.watchdog import by_condition, describe
 
     word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
     loss = f", loss {found.loss:.4f}" if found.loss is not None else ""
-    wrong = "".join(f"; {describe(finding)}" for finding in found.findings)
+    wrong = "".join(f"; {describe(same)}" for same in by_condition(found.findings))
     return f"{word} {found.phase} at step {found.step}{loss}{wrong}"
 
 

@@ -23,6 +23,7 @@ from nsa.observe.inquiry import Inquiry
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
 _RECENT = 20
+_FEW = 8
 _Key = tuple[str, int | None]
 
 
@@ -64,17 +65,17 @@ class Watchdog:
         """Once; returns what is wrong now."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
-        before, self.phase = self.phase, phase(history, findings)
-        if self.phase != before:
-            self._log(f"{self.phase} at step {history.step}")
+        found = phase(history, findings)
+        if found != self.phase:
+            self.phase = found
+            self._log(f"{found} at step {history.step}")
         now = {(finding.name, finding.rank): finding for finding in findings}
-        for key, finding in now.items():
-            if key not in self._holding:
-                self._tell(finding)
-        for key in self._holding.keys() - now.keys():
-            self._tell_over(self._holding[key])
-            self._acted.discard(key)
-        self._holding = now
+        before, self._holding = self._holding, now
+        for same in by_condition([finding for key, finding in now.items() if key not in before]):
+            self._tell(same)
+        for same in by_condition([finding for key, finding in before.items() if key not in now]):
+            self._tell_over(same)
+        self._acted &= now.keys()
         due = [f for key, f in now.items() if f.level == Level.CRITICAL and key not in self._acted and self._is_sure(f)]
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
@@ -86,7 +87,7 @@ class Watchdog:
 
     def _is_sure(self, finding: Finding) -> bool:
         """An age that the watcher has not lived through itself may be a clock that was set: wait for as long again."""
-        if finding.name not in _BY_AGE:
+        if finding.name not in _BY_AGE or finding.condition.over:
             return True
         log = self._reader.history.ranks.get(finding.rank) if finding.rank is not None else None
         watched_s = self._reader.now.steady - self._began
@@ -112,27 +113,26 @@ class Watchdog:
         reason, who = f"{first.name}: {first.message}", f"nsa watch, process {os.getpid()} on {socket.gethostname()}"
         if halt.ask(self.folder, reason, who):
             self._log(f"{names.HALT} written: {reason}")
-            self._event(Kind.HALT_ASKED, first, reason=reason)
+            self._event(Kind.HALT_ASKED, [first], reason=reason)
         else:
             self._log(f"{names.HALT} is there already, not overwritten")
 
-    def _tell(self, finding: Finding) -> None:
-        self._log(f"{finding.level.upper()} {describe(finding)}")
-        self._event(Kind.STALL if finding.name in _BY_AGE else Kind.FINDING, finding, message=finding.message)
-        if finding.name in _GATES and finding.level == Level.WARNING:
-            self._write_gates([finding])
+    def _tell(self, same: Sequence[Finding]) -> None:
+        first = same[0]
+        self._log(f"{first.level.upper()} {describe(same)}")
+        self._event(Kind.STALL if first.name in _BY_AGE else Kind.FINDING, same, message=first.message)
+        if first.name in _GATES and first.level == Level.WARNING:
+            self._write_gates(same)
 
-    def _tell_over(self, finding: Finding) -> None:
-        self._log(f"over: {finding.name}{_where(finding)}")
-        self._event(Kind.FINDING, finding, over=True)
+    def _tell_over(self, same: Sequence[Finding]) -> None:
+        self._log(f"over: {same[0].name}{_where(same)}")
+        self._event(Kind.FINDING, same, over=True)
 
-    def _event(self, kind: Kind, finding: Finding, **details: Any) -> None:
-        log = EventLog(self.folder)
+    def _event(self, kind: Kind, same: Sequence[Finding], **details: Any) -> None:
+        first, log = same[0], EventLog(self.folder)
+        which = {"condition": first.name, "level": first.level.value, "ranks": ranks_of(same)}
         try:
-            log.add(
-                kind, ts=time.time(), step=finding.step, condition=finding.name, level=finding.level.value,
-                rank=finding.rank, **details,
-            )  # fmt: skip
+            log.add(kind, ts=time.time(), step=first.step, **which, **details)
         finally:
             log.close()
 
@@ -181,8 +181,21 @@ def gate_details(log: RankLog) -> dict[str, Any]:
     }
 
 
-def describe(finding: Finding) -> str:
-    return f"{finding.name}{_where(finding)}: {finding.message}"
+def by_condition(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings of the same condition on several ranks belong together."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name, []).append(finding)
+    return list(groups.values())
+
+
+def ranks_of(same: Sequence[Finding]) -> list[int]:
+    return [finding.rank for finding in same if finding.rank is not None]
+
+
+def describe(same: Sequence[Finding]) -> str:
+    """One line for findings of one condition."""
+    return f"{same[0].name}{_where(same)}: {same[0].message}"
 
 
 def read_anomaly(folder: Path) -> tuple[str, float] | None:
@@ -216,8 +229,12 @@ def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], Non
         pause(interval_s)
 
 
-def _where(finding: Finding) -> str:
-    return f" ({f'rank {finding.rank}, ' if finding.rank is not None else ''}step {finding.step})"
+def _where(same: Sequence[Finding]) -> str:
+    ranks = ranks_of(same)
+    if not ranks:
+        return f" (step {same[0].step})"
+    few = ", ".join(map(str, ranks[:_FEW])) + (f" and {len(ranks) - _FEW} more" if len(ranks) > _FEW else "")
+    return f" (rank{'s' * (len(ranks) > 1)} {few}, step {same[0].step})"
 
 
 def _strict(value: Any) -> Any:
