@@ -39,11 +39,11 @@ class Limits:
     nonfinite_records: int = 3
     """Progress records in a row that are not finite although the run skips such steps."""
     plateau_steps: int = 1000
-    plateau_gain: float = 0.002
+    plateau_gain: float = 0.001
     """Relative improvement of the mean loss, second half of the window against the first, that is no plateau."""
-    plateau_share: float = 0.1
+    plateau_share: float = 0.25
     """The window is at least this share of the steps so far: a loss that falls as a power of the steps gains less and
-    less in any thousand of them, and about the same in any tenth."""
+    less in any thousand of them, and about the same in any quarter."""
     throughput_drop: float = 0.5
     throughput_drop_s: float = 600.0
     entropy_warning: float = 0.3
