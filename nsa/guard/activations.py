@@ -165,8 +165,8 @@ def _head(config: RunConfig, one: Pass) -> int:
 def workspace_bytes(config: RunConfig, one: Pass) -> int:
     """The largest temporaries of the portable kernels: those of the selected branch's backward pass.
 
-    Either the union of the blocks a chunk of queries chose, with scores and their gradients, or a copy for each query of
-    its own keys and values, with their gradients. Which one depends on the data, so it is the larger.
+    Either the union of the blocks that a chunk of queries chose, with scores and their gradients, or for each query a
+    copy of its own keys and values, with their gradients. Which one depends on the data, so it is the larger.
     """
     model, nsa = config.model, config.nsa
     budget = OTHER_ELEMENTS if one.on_gpu else CPU_ELEMENTS

@@ -95,8 +95,8 @@ def parse_target(text: str) -> Target:
     return Target(DEVICES[name], int(count) if colon else 1)
 
 
-def hardware_here(device: str = "auto", ranks: int = 1) -> Target:
-    """This machine, as a run with this `runtime.device` would use it."""
+def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None = None) -> Target:
+    """This machine, as a run with this `runtime.device` and so many ranks, here and in all, would use it."""
     import torch
 
     if device != CPU and torch.cuda.is_available():
@@ -104,7 +104,7 @@ def hardware_here(device: str = "auto", ranks: int = 1) -> Target:
     cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     tflops = cores * _CORE_TFLOPS
-    found = replace(DEVICES[CPU], memory_gib=memory_gib / ranks, bf16_tflops=tflops, fp32_tflops=tflops)
+    found = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
     return Target(found, ranks, here=True)
 
 

@@ -60,6 +60,7 @@ class Beat:
     fallbacks_sliding: int | None = None
     data: str | None = None
     synthetic: bool | None = None
+    allowed: tuple[str, ...] | None = None
     detail: str | None = None
 
     @classmethod
@@ -80,8 +81,9 @@ class Beat:
         """A record with fields this version does not know loses them; one without the fixed fields is no beat."""
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in record.items() if name in known}
-        if isinstance(shares := values.get("gate_branch_shares"), list):
-            values["gate_branch_shares"] = tuple(shares)
+        for name in ("gate_branch_shares", "allowed"):
+            if isinstance(listed := values.get(name), list):
+                values[name] = tuple(listed)
         return cls(**values)
 
 

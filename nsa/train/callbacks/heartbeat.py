@@ -38,6 +38,8 @@ class Heartbeat(Callback):
     say: Callable[[Beat], None]
     counts: Callable[[], dict[str, int]]
     """Skipped steps so far, by name."""
+    allowed: tuple[str, ...] = ()
+    """Rules of preflight that this run may break."""
     _probes: dict[str, Probe] = field(default_factory=dict)
     _probing: ExitStack = field(default_factory=ExitStack)
     _fetch_began: float = 0.0
@@ -47,7 +49,7 @@ class Heartbeat(Callback):
     _first: bool = True
 
     def beat(self, msg: str, **more: Any) -> None:
-        beat = Beat.now(ts=time.time(), rank=self.ranks.rank, step=self.step, msg=msg, **more)
+        beat = Beat.now(ts=time.time(), rank=self.ranks.rank, step=self.step, msg=msg, allowed=self.allowed, **more)
         self.lines.append(beat.to_line())
         self.say(beat)
 
