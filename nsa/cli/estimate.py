@@ -86,6 +86,7 @@ def as_dict(found: "Estimate") -> dict[str, Any]:
         "tokens_per_step": found.tokens_per_step,
         "steps": found.steps,
         "step_s": found.step_s,
+        "step_s_is_measured": found.measured,
         "timing": found.timing,
         "tokens_per_s": found.tokens_per_s,
         "wall_s": found.wall_s,

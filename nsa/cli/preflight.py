@@ -115,7 +115,7 @@ def _print(facts: "Facts", verdicts: list["Verdict"]) -> None:
     if failed:
         rules = "1 rule is" if len(failed) == 1 else f"{len(failed)} rules are"
         console.print(f"Refused: {rules} broken. To run it anyway, name them:", style="bold red")
-        console.print(" ".join(f"--allow {rule}" for rule in failed))
+        console.print(" ".join(f"--allow={rule}" for rule in failed))
     else:
         unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
         rest = f", {unchecked} rules could not be checked" if unchecked else ""

@@ -88,8 +88,10 @@ class Estimate:
     tokens_per_step: int
     steps: int
     step_s: float
+    measured: bool
+    """Whether `step_s` was measured on the target; else it rests on an assumed efficiency."""
     timing: str
-    """Where `step_s` comes from."""
+    """Where `step_s` comes from, in words."""
     usd_per_hour: float
     """Of all devices together; assumed unless given."""
 
@@ -143,6 +145,7 @@ def estimate(
         tokens_per_step=tokens,
         steps=train.steps,
         step_s=step_s,
+        measured=measured_step_s is not None,
         timing=timing,
         usd_per_hour=target.count * (target.device.usd_per_hour if price is None else price),
     )

@@ -42,7 +42,7 @@ def demand(verdicts: Iterable[Verdict]) -> None:
         return
     count = "1 rule" if len(failed) == 1 else f"{len(failed)} rules"
     lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failed]
-    override = " ".join(f"--allow {verdict.rule}" for verdict in failed)
+    override = " ".join(f"--allow={verdict.rule}" for verdict in failed)
     raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, f"To run it anyway: {override}"]))
 
 

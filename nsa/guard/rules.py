@@ -139,14 +139,18 @@ def _synthetic_on_fail(facts: Facts) -> Finding:
 def _heartbeat_gap(facts: Facts) -> Finding:
     if facts.estimate is None:
         return Finding(None, "the time of a step is not known without the vocabulary")
-    every = facts.config.train.log_every
-    gap_s = every * facts.estimate.step_s
-    fine = gap_s <= STALE_HEARTBEAT_S
+    every, step_s = facts.config.train.log_every, facts.estimate.step_s
+    what = f"a record every {_seconds(every * step_s)} (train.log_every={every}, {_seconds(step_s)} a step"
+    if every * step_s <= STALE_HEARTBEAT_S:
+        return Finding(True, f"{what})")
+    if not facts.estimate.measured:  # an assumption must not refuse a run
+        return Finding(None, f"{what} by an assumed efficiency)")
     return Finding(
-        fine,
-        f"a record every {gap_s:.2g} s (train.log_every={every}, about {facts.estimate.step_s:.2g} s a step)"
-        + ("" if fine else f": after {STALE_HEARTBEAT_S:.0f} s of silence a run counts as hung"),
-        f"Set e.g. train.log_every={max(1, int(STALE_HEARTBEAT_S / 2 / facts.estimate.step_s))}.",
+        False,
+        f"{what}): after {STALE_HEARTBEAT_S:.0f} s of silence a run counts as hung",
+        f"Set train.log_every={int(STALE_HEARTBEAT_S / step_s)}."
+        if step_s <= STALE_HEARTBEAT_S
+        else "Make a step shorter: lower train.accumulate_grad_batches or train.batch_size.",
     )
 
 
@@ -253,6 +257,10 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 NAMES = tuple(rule.name for rule in RULES)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _plain(on: bool) -> str:
