@@ -13,6 +13,7 @@ from nsa.config.schema import RunConfig
 from nsa.guard.activations import FP32, Activations, Pass, activations
 from nsa.guard.hardware import GIB, RANKS_PER_NODE, Target
 from nsa.model.build import build_model
+from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import NSATransformer
 
 _ADAM_MOMENTS = 2
@@ -179,7 +180,8 @@ def _parameters(config: RunConfig, model: NSATransformer) -> Parameters:
 def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], float]:
     """By part, forward and backward, in all layers; and the blocks' forward pass alone."""
     layers, block = config.model.n_layers, model.blocks[0]
-    attention: dict[str, float] = block.attention.flops(config.train.seq_len)
+    assert isinstance(block, LlamaBlockNSA)
+    attention = block.attention.flops(config.train.seq_len)
     feed_forward = 2.0 * sum(p.numel() for p in block.feed_forward.parameters())
     forward = {"feed_forward": feed_forward, **attention}
     # Backward costs twice forward; choosing blocks has none.

@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from nsa.guard.estimate import Estimate
 from nsa.guard.hardware import Target
 from nsa.observe import names
 from nsa.observe.run_folder import RunFolder
-
-_STEP = re.compile(r"step(\d+)")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class DryRun:
 
     @classmethod
     def not_tried(cls, why: str) -> "DryRun":
-        return cls(*[Attempt(not_tried=why)] * 4)
+        nothing = Attempt(not_tried=why)
+        return cls(nothing, nothing, nothing, nothing)
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class FolderFacts:
     checkpoints: tuple[int, ...] = ()
     """Steps, oldest first."""
     last_step: int = 0
+    """The last one of that other run."""
     other_settings: tuple[str, ...] = ()
     """Settings in which the run that is recorded there differs from this one; steps may."""
     halt: str | None = None
@@ -71,22 +71,18 @@ class Facts:
     resuming: bool = False
 
 
-def look_at_folder(config: RunConfig) -> FolderFacts:
+def look_at_folder(config: RunConfig, checkpoints: Sequence[int]) -> FolderFacts:
     """Reads only; a folder that is not there yet is empty, on the disk of its nearest parent."""
     folder = RunFolder(config.train.out_dir)
-    checkpoints = [int(match[1]) for name in _listing(folder.checkpoints) if (match := _STEP.fullmatch(name))]
+    other = _other_settings(config, folder.path / names.ENV)
     return FolderFacts(
         path=str(folder.path),
-        checkpoints=tuple(sorted(checkpoints)),
-        last_step=folder.last_step(),
-        other_settings=_other_settings(config, folder.path / names.ENV),
+        checkpoints=tuple(checkpoints),
+        last_step=folder.last_step() if other else 0,
+        other_settings=other,
         halt=folder.halt_reason(),
         disk_free=_disk_free(folder.path),
     )
-
-
-def _listing(path: Path) -> list[str]:
-    return [entry.name for entry in path.iterdir()] if path.is_dir() else []
 
 
 def _other_settings(config: RunConfig, env: Path) -> tuple[str, ...]:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, NSAError
 from nsa.guard.estimate import estimate
-from nsa.guard.facts import Attempt, DryRun, Facts, look_at_folder
+from nsa.guard.facts import Attempt, DryRun, Facts, FolderFacts, look_at_folder
 from nsa.guard.hardware import RANKS_PER_NODE, Target, hardware_here
 from nsa.guard.preflight import demand, judge
+from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
 from nsa.train.build import check
+from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.ranks import Ranks
 
 
@@ -31,7 +33,7 @@ def gather(
     except NSAError as error:
         no_model = Attempt(not_tried="the model's size is not known without its vocabulary")
         tried = DryRun(Attempt(problem=str(error)), no_model, no_model, no_model)
-        return Facts(config, target, None, look_at_folder(config), tried, problem, resuming)
+        return Facts(config, target, None, _folder(config), tried, problem, resuming)
     if problem is not None:
         tried = DryRun.not_tried("the config cannot be computed: see the rule ranks")
     elif try_it:
@@ -41,7 +43,7 @@ def gather(
     else:
         tried = DryRun.not_tried("no dry run was asked for")
     reckoned = estimate(config, target, vocab_size, efficiency=efficiency, price=price, measured_step_s=tried.step_s)
-    return Facts(config, target, reckoned, look_at_folder(config), tried, problem, resuming)
+    return Facts(config, target, reckoned, _folder(config), tried, problem, resuming)
 
 
 def demand_fitness(config: RunConfig, vocab_size: int, ranks: Ranks, *, resuming: bool, allowed: Sequence[str]) -> None:
@@ -55,11 +57,15 @@ def demand_fitness(config: RunConfig, vocab_size: int, ranks: Ranks, *, resuming
         config,
         target,
         estimate(config, target, vocab_size),
-        look_at_folder(config),
+        _folder(config),
         DryRun.not_tried("the run itself is the trial"),
         resuming=resuming,
     )
     demand(judge(facts, allowed))
+
+
+def _folder(config: RunConfig) -> FolderFacts:
+    return look_at_folder(config, CheckpointFolder(RunFolder(config.train.out_dir).checkpoints).steps())
 
 
 def _ranks_problem(config: RunConfig, world: int) -> str | None:

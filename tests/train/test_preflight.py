@@ -40,7 +40,8 @@ def no_feeder(monkeypatch):
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new folder", "folder of an earlier run"])
 def test_a_real_step_and_checkpoint_are_made_and_nothing_stays(tmp_path, exists):
-    config = run_config(tmp_path, "train.batch_size=4", "train.accumulate_grad_batches=2")
+    as_shipped = ["runtime.precision=bf16", "runtime.gradient_checkpointing=true"]
+    config = run_config(tmp_path, "train.accumulate_grad_batches=2", *as_shipped)
     if exists:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "notes.txt").write_text("mine")
