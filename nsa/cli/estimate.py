@@ -11,17 +11,16 @@ from nsa.cli.config import resolve
 
 if TYPE_CHECKING:
     from nsa.guard.estimate import Estimate
-    from nsa.guard.hardware import Target
 
 ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.seq_len=8192."
-TARGET_HELP = "Hardware to reckon for: NAME or NAME:COUNT, e.g. a100-80gb:2 (default: this machine)."
+TARGET_HELP = "Hardware: NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
 EFFICIENCY_HELP = "Share of the peak FLOP/s that the model's own FLOPs reach, e.g. 0.3 (default: an assumption)."
 PRICE_HELP = "USD per GPU and hour (default: an assumption)."
 
 
 def estimate(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
-    target: str = typer.Option(None, help=TARGET_HELP),
+    target: str = typer.Option("here", help=TARGET_HELP),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),
@@ -37,26 +36,16 @@ def estimate(
     config = resolve(arguments or [])
 
     from nsa.guard.estimate import estimate as reckon
+    from nsa.guard.hardware import parse_target
     from nsa.train.rows import vocabulary
 
     vocab_size = config.model.vocab_size or vocabulary(config)
-    found = reckon(config, choose_target(target, config.runtime.device), vocab_size, efficiency=efficiency, price=price)
+    hardware = parse_target(target, config.runtime.device)
+    found = reckon(config, hardware, vocab_size, efficiency=efficiency, price=price)
     if as_json:
         print(json.dumps(as_dict(found), indent=2))
     else:
         _print(found)
-
-
-def choose_target(text: str | None, device: str) -> "Target":
-    """What `--target` names, or this machine with all its GPUs."""
-    from nsa.guard.hardware import CPU, hardware_here, parse_target
-
-    if text is not None:
-        return parse_target(text)
-    import torch
-
-    gpus = torch.cuda.device_count() if device != CPU and torch.cuda.is_available() else 0
-    return hardware_here(device, max(1, gpus) if ":" not in device else 1)
 
 
 def as_dict(found: "Estimate") -> dict[str, Any]:

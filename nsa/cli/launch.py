@@ -36,14 +36,8 @@ def launch(
     check_names(allow)
 
     def program(again: bool) -> list[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "nsa.cli",
-            "train",
-            *words,
-            *(word for rule in allow for word in ("--allow", rule)),
-        ]
+        overrides = [f"--allow={rule}" for rule in allow]
+        command = [sys.executable, "-m", "nsa.cli", "train", *words, *overrides]
         if again:
             return [*command, "--resume"]
         return [*command, "--resume-from", str(resume_from)] if resume_from is not None else command

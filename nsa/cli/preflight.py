@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa.cli.config import resolve
-from nsa.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, choose_target, summary
+from nsa.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
 from nsa.errors import PreflightError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _STYLES = {"pass": "green", "fail": "bold red", "allowed": "yellow", "not checke
 
 def preflight(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
-    target: str = typer.Option(None, help=TARGET_HELP),
+    target: str = typer.Option("here", help=TARGET_HELP),
     allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
@@ -40,6 +40,7 @@ def preflight(
     """
     config = resolve(arguments or [])
 
+    from nsa.guard.hardware import parse_target
     from nsa.guard.preflight import Status, check_names, judge
     from nsa.train.preflight import gather
 
@@ -47,7 +48,7 @@ def preflight(
     with ExitStack() as shown:
         facts = gather(
             config,
-            choose_target(target, config.runtime.device),
+            parse_target(target, config.runtime.device),
             efficiency=efficiency,
             price=price,
             try_it=dry_run,

@@ -8,6 +8,7 @@ from nsa.errors import ConfigError
 
 GIB = 2**30
 CPU = "cpu"
+HERE = "here"
 RANKS_PER_NODE = 8
 """GPUs that a node of rented hardware has; only hsdp without parallel.shard_ranks asks."""
 
@@ -81,18 +82,17 @@ _DRIVER_NAMES = {
 _CORE_TFLOPS = 0.05  # one core's vector units, in round figures
 
 
-def parse_target(text: str) -> Target:
-    """`NAME` or `NAME:COUNT`, e.g. a100-80gb:2."""
+def parse_target(text: str, runtime_device: str = "auto") -> Target:
+    """`NAME` or `NAME:COUNT`, e.g. a100-80gb:2; `here` is this machine, as `runtime.device` makes use of it."""
     name, colon, count = text.strip().lower().partition(":")
-    if name not in DEVICES:
-        guess = nearest(name, tuple(DEVICES))
-        hint = f"Did you mean {guess}?" if guess else ""
-        raise ConfigError(
-            f"--target {text} names no hardware that is known here: {', '.join(DEVICES)}. {hint or 'Choose one.'}"
-        )
+    if name not in (HERE, *DEVICES):
+        guess = nearest(name, (HERE, *DEVICES))
+        hint = f"Did you mean {guess}?" if guess else "Choose one."
+        raise ConfigError(f"--target {text} names no hardware that is known: {HERE}, {', '.join(DEVICES)}. {hint}")
     if colon and (not count.isdecimal() or int(count) < 1):
         raise ConfigError(f"--target {text}: after the colon stands how many there are. Write e.g. {name}:2.")
-    return Target(DEVICES[name], int(count) if colon else 1)
+    ranks = int(count) if colon else 1
+    return hardware_here(runtime_device, ranks) if name == HERE else Target(DEVICES[name], ranks)
 
 
 def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None = None) -> Target:

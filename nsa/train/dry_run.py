@@ -48,11 +48,10 @@ def dry_run(config: RunConfig, vocab_size: int, target: Target, *, fetch_remote:
     """`fetch_remote`: try data that lies on another machine too; `say` hears what is being done."""
     say("fetching a batch")
     data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
-    if not target.here:
+    if away := _why_not_here(config, target):
         say("one step with fake tensors")
         model, step = _try_fake(config, vocab_size, target.count)
-        away = Attempt(not_tried=f"{target} is not here: the run writes its own there")
-        return DryRun(data, model, step, away)
+        return DryRun(data, model, step, Attempt(not_tried=f"{away}: the run writes its first one itself"))
     say("building the model")
     quiet = logging.getLogger("olmo_core")
     level = quiet.level
@@ -61,6 +60,15 @@ def dry_run(config: RunConfig, vocab_size: int, target: Target, *, fetch_remote:
         return _try_here(config, vocab_size, target.count, data, batch, say)
     finally:
         quiet.setLevel(level)
+
+
+def _why_not_here(config: RunConfig, target: Target) -> str | None:
+    """One process stands for one rank of ddp; a whole model may be too large where its ranks hold parts of it."""
+    if not target.here:
+        return f"{target} is not here"
+    if target.count > 1 and config.parallel.data != "ddp":
+        return f"parallel.data={config.parallel.data} shards the model over {target.count} ranks, and this is one"
+    return None
 
 
 def _try_here(config: RunConfig, vocab_size: int, world: int, data: Attempt, batch: Tensors | None, say: Say) -> DryRun:

@@ -163,6 +163,8 @@ class _Run:
         _on_first(
             ranks, lambda: demand_fitness(config, self.vocab_size, ranks, resuming=resuming, allowed=self.allowed)
         )
+        if self.allowed:
+            self._line(f"WARNING: this run may break rules of preflight (--allow): {', '.join(self.allowed)}")
         self.data = self._choose_rows()
         self.loader = RowLoader(
             self.data,

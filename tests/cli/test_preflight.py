@@ -65,7 +65,7 @@ def test_train_and_launch_take_overrides(monkeypatch):
 
     monkeypatch.setattr("nsa.train.launch.launch", launch)
     invoke("launch", TOY, "--allow", "precision")
-    assert list(seen["program"][-3:]) == ["--allow", "precision", "--resume"]
+    assert list(seen["program"][-2:]) == ["--allow=precision", "--resume"]
     with pytest.raises(ConfigError, match="no such rule"):
         invoke("launch", TOY, "--allow", "nothing_like_it")
 

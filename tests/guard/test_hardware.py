@@ -30,5 +30,7 @@ def test_memory_is_what_a_process_can_have_not_what_the_name_says():
 def test_this_machine_is_here_and_its_ranks_share_its_memory():
     one, four = hardware_here("cpu"), hardware_here("cpu", 4)
     assert one.here
+    assert parse_target("here:4", "cpu") == four
+    assert parse_target("here", "cpu").count == 1
     assert four.memory_bytes == pytest.approx(one.memory_bytes / 4, abs=4)
     assert hardware_here("cpu", 8, ranks_here=4).memory_bytes == four.memory_bytes

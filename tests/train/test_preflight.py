@@ -120,6 +120,15 @@ def test_a_target_that_is_not_here_runs_with_fake_tensors(tmp_path, no_feeder, m
     assert tried(config, parse_target("h100-80gb:8"))[0].step.problem is not None
 
 
+def test_a_sharded_model_is_not_built_whole_on_one_rank(tmp_path, no_feeder):
+    config = run_config(tmp_path, "parallel.data=fsdp")
+    found, said = tried(config, hardware_here("cpu", 2))
+    assert "building the model" not in said
+    assert "shards the model over 2 ranks" in found.checkpoint.not_tried
+    assert found.step.problem is None
+    assert tried(run_config(tmp_path), hardware_here("cpu", 2))[0].step_s > 0
+
+
 def test_the_measured_step_replaces_the_assumption(tmp_path, no_feeder):
     facts = gather(run_config(tmp_path), hardware_here("cpu"))
     assert facts.estimate.timing.startswith("measured")
