@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from nsa.cli.config import resolve
+from nsa.cli.preflight import ALLOW_HELP
 
 
 def launch(
@@ -19,6 +20,7 @@ def launch(
     resume_from: Path = typer.Option(None, "--resume-from", help="Start from this checkpoint or run folder."),
     grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and leave when asked to."),
     clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
 ) -> None:
     """Train on several ranks; restart from the last checkpoint what can get better, stop after 3 cycles without one.
 
@@ -27,14 +29,17 @@ def launch(
 
     **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
     """
+    from nsa.guard.preflight import check_names
     from nsa.train.launch import Launch
     from nsa.train.launch import launch as run
 
     words = list(arguments or [])
     config = resolve(words)  # a wrong config is told here, before any rank starts
+    check_names(allow)
 
     def program(again: bool) -> list[str]:
-        command = [sys.executable, "-m", "nsa.cli", "train", *words]
+        overrides = [f"--allow={rule}" for rule in allow]
+        command = [sys.executable, "-m", "nsa.cli", "train", *words, *overrides]
         if again:
             return [*command, "--resume"]
         return [*command, "--resume-from", str(resume_from)] if resume_from is not None else command

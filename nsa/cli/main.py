@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import checkpoint, config, doctor, launch, train, watch
+from nsa.cli import checkpoint, config, doctor, estimate, launch, preflight, train, watch
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -35,6 +35,8 @@ app.command()(watch.watch)
 app.command()(watch.status)
 app.command()(watch.halt)
 app.command()(watch.smoke)
+app.command()(preflight.preflight)
+app.command()(estimate.estimate)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from nsa.cli.config import resolve
 from nsa.cli.launch import launch
+from nsa.cli.preflight import ALLOW_HELP
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +30,11 @@ def train(
     fwe_report_docs: int = typer.Option(None, help="data.report_docs."),
     loader_timeout: float = typer.Option(None, help="data.loader_timeout_s."),
     synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", help="data.synthetic_on_fail=true."),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
 ) -> None:
     """Train until done or asked to stop. Exit 0 done, 10 asked to leave, 11 halted, 20 config, 21 data, 22 checkpoint.
+
+    A run that breaks rules of `nsa preflight` is refused with 2, unless `--allow` names them.
 
     **Examples:** `nsa train configs/cpu_quickstart.yaml`, and on several GPUs
     `torchrun --nproc_per_node=8 -m nsa.cli train configs/train_50k.yaml parallel.data=fsdp --resume`
@@ -58,8 +62,10 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         again = resume and checkpoint is None
-        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0, clear_halt)  # type: ignore[arg-type]
-    code = run(config, resume=resume, resume_from=checkpoint, clear_halt=clear_halt, reporter=_reporter())
+        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0, clear_halt, allow)  # type: ignore[arg-type]
+    code = run(
+        config, resume=resume, resume_from=checkpoint, clear_halt=clear_halt, allowed=allow, reporter=_reporter()
+    )
     raise typer.Exit(code)
 
 

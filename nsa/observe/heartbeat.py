@@ -63,6 +63,7 @@ class Beat:
     fallbacks_sliding: int | None = None
     data: str | None = None
     synthetic: bool | None = None
+    allowed: tuple[str, ...] | None = None
     detail: str | None = None
 
     @classmethod

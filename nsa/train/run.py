@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCal
 from nsa.config.schema import RunConfig
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
-from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
+from nsa.errors import ConfigError, DataError, NSAError
 from nsa.observe import halt, names
 from nsa.observe.copies import Copies
 from nsa.observe.events import EventLog, Kind
@@ -41,9 +41,9 @@ from nsa.train.collectives import keep_record
 from nsa.train.exits import DONE, HALTED
 from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
+from nsa.train.preflight import demand_fitness
 from nsa.train.ranks import Agreement, Ranks
 
-LONG_RUN_STEPS = 5000
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
 
@@ -61,13 +61,15 @@ def train(
     resume: bool = False,
     resume_from: Path | None = None,
     clear_halt: bool = False,
+    allowed: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> int:
     """Train, or go on training, until done or asked to stop; returns the exit code.
 
     `resume` goes on from the newest good checkpoint of the run folder, or begins if there is none; `resume_from` from
     this checkpoint, or from the newest good one of this folder. A `.HALT` that is there already refuses the start;
-    `clear_halt` puts it aside. Errors that carry an exit code are raised.
+    `clear_halt` puts it aside. `allowed`: rules of preflight that this run may break. Errors that carry an exit code
+    are raised.
     """
     ranks = Ranks.from_environment()
     check(config, ranks)
@@ -91,7 +93,10 @@ def train(
                     f"add --clear-halt, or remove the file, to go on."
                 )
             return HALTED
-        run = _Run(config, ranks, device, folder, signals, reporter if ranks.first else None, open_things)
+        resuming = resume or resume_from is not None
+        run = _Run(
+            config, ranks, device, folder, signals, reporter if ranks.first else None, open_things, resuming, allowed
+        )
         return run.go(resume, resume_from)
 
 
@@ -137,7 +142,7 @@ def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: Ex
     checkpoints = CheckpointFolder(folder.checkpoints, key=signing_key(config))
     checkpoints.tidy()
     if not resuming and (steps := checkpoints.steps()):
-        raise CheckpointError(
+        raise ConfigError(
             f"{folder.path} already holds a run, up to step {steps[-1]}: a new one would mix with it. Add --resume to "
             f"go on with it, or set train.out_dir to another folder."
         )
@@ -162,12 +167,20 @@ class _Run:
         signals: Signals,
         reporter: Reporter | None,
         open_things: ExitStack,
+        resuming: bool,
+        allowed: Sequence[str],
     ) -> None:
         self.config, self.ranks, self.device, self.folder = config, ranks, device, folder
         self.signals, self.reporter = signals, reporter
         self.agreement = Agreement(config.parallel.timeout_s)
         self.judge = make_judge(config)
         self.vocab_size = config.model.vocab_size or rows.vocabulary(config)
+        self.allowed = tuple(allowed)
+        _on_first(
+            ranks, lambda: demand_fitness(config, self.vocab_size, ranks, resuming=resuming, allowed=self.allowed)
+        )
+        if self.allowed:
+            self._line(f"WARNING: this run may break rules of preflight (--allow): {', '.join(self.allowed)}")
         self.data = self._choose_rows()
         self.loader = RowLoader(
             self.data,
@@ -213,6 +226,7 @@ class _Run:
             synthetic=isinstance(self.data, SyntheticData),
             say=self._hear,
             counts=lambda: counts(self.judge.memory),
+            allowed=self.allowed,
         )
         module.guard = Guard(self.judge, self.agreement, saver, heartbeat, self.story)
         wishes = Wishes(
@@ -273,11 +287,6 @@ class _Run:
         self._stands_in = False
         if not config.data.synthetic_on_fail or config.data.dataset == "synthetic":
             return wanted
-        if config.train.steps >= LONG_RUN_STEPS:
-            raise ConfigError(
-                f"data.synthetic_on_fail is set and train.steps is {config.train.steps}: a long run on made-up data is "
-                f"lost. Set data.synthetic_on_fail=false, or train fewer than {LONG_RUN_STEPS} steps."
-            )
         problem = _on_first(self.ranks, lambda: _why_no_data(wanted))
         if problem is None:
             return wanted
@@ -297,6 +306,7 @@ class _Run:
             local_world_size=self.ranks.local_world,
             data=str(self.data),
             vocab_size=self.vocab_size,
+            allowed=list(self.allowed),
         )
         log, now, lost = self.story.log, time.time(), self.folder.last_step() - origin.step
         kind = Kind.RESTART if origin.path is not None or self.ranks.restarts else Kind.START

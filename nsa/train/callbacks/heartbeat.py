@@ -44,6 +44,8 @@ class Heartbeat(Callback):
     say: Callable[[Beat], None]
     counts: Callable[[], dict[str, int]]
     """Skipped steps so far, by name."""
+    allowed: tuple[str, ...] = ()
+    """Rules of preflight that this run may break."""
     _probes: dict[str, Probe] = field(default_factory=dict)
     _probing: ExitStack = field(default_factory=ExitStack)
     _fetch_began: float = 0.0
@@ -59,7 +61,9 @@ class Heartbeat(Callback):
         self._lines = JsonLines(self.path)
 
     def beat(self, msg: str, **more: Any) -> None:
-        always: dict[str, Any] = dict(rank=self.ranks.rank, data=self.data, synthetic=self.synthetic)
+        always: dict[str, Any] = dict(
+            rank=self.ranks.rank, data=self.data, synthetic=self.synthetic, allowed=self.allowed
+        )
         beat = Beat.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
         self._lines.append(beat.to_line())
         self._last_beat = time.monotonic()
