@@ -15,7 +15,7 @@ LONG_RUN_S = 2 * 3600.0
 TOY_PARAMETERS = 10_000_000  # in the blocks
 TOY_SEQ_LEN = 512
 FEWEST_CHECKPOINTS = 5
-STALE_HEARTBEAT_S = 180.0  # a run silent for longer counts as hung
+RECORD_GAP_S = 600.0  # nobody sees loss and gates between two records
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,20 @@ def _synthetic_on_fail(facts: Facts) -> Finding:
     )
 
 
-def _heartbeat_gap(facts: Facts) -> Finding:
+def _record_gap(facts: Facts) -> Finding:
     if facts.estimate is None:
         return Finding(None, "the time of a step is not known without the vocabulary")
     every, step_s = facts.config.train.log_every, facts.estimate.step_s
     what = f"a record every {_seconds(every * step_s)} (train.log_every={every}, {_seconds(step_s)} a step"
-    if every * step_s <= STALE_HEARTBEAT_S:
+    if every * step_s <= RECORD_GAP_S:
         return Finding(True, f"{what})")
     if not facts.estimate.measured:  # an assumption must not refuse a run
         return Finding(None, f"{what} by an assumed efficiency)")
     return Finding(
         False,
-        f"{what}): after {STALE_HEARTBEAT_S:.0f} s of silence a run counts as hung",
-        f"Set train.log_every={int(STALE_HEARTBEAT_S / step_s)}."
-        if step_s <= STALE_HEARTBEAT_S
+        f"{what}), at most {RECORD_GAP_S:.0f} s: between records nobody sees loss and gates",
+        f"Set train.log_every={int(RECORD_GAP_S / step_s)}."
+        if step_s <= RECORD_GAP_S
         else "Make a step shorter: lower train.accumulate_grad_batches or train.batch_size.",
     )
 
@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
     Rule("toy_model", "a model worth the time", _toy_model, long_runs_only=True),
     Rule("toy_sequence", "a sequence worth the time", _toy_sequence, long_runs_only=True),
     Rule("synthetic_on_fail", "off", _synthetic_on_fail, long_runs_only=True),
-    Rule("heartbeat_gap", "records often enough", _heartbeat_gap, long_runs_only=True),
+    Rule("record_gap", "records often enough", _record_gap, long_runs_only=True),
     Rule("other_run", "a folder of its own", _other_run),
     Rule("halt_file", "no .HALT", _halt_file),
     Rule("ranks", "rows divide over ranks", _ranks),

@@ -54,7 +54,7 @@ BROKEN = {
     "toy_model": facts(model=dict(dim=128, n_layers=2)),
     "toy_sequence": facts(train=dict(seq_len=128)),
     "synthetic_on_fail": facts(data=dict(synthetic_on_fail=True)),
-    "heartbeat_gap": facts(step_s=10.0),
+    "record_gap": facts(step_s=40.0),
     "other_run": facts(folder=replace(FOLDER, checkpoints=(100, 200))),
     "halt_file": facts(folder=replace(FOLDER, halt="gates collapsed")),
     "ranks": replace(facts(), ranks_problem="train.batch_size (3) must be a multiple of the number of ranks (2)."),
@@ -160,17 +160,17 @@ def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
     demand(judge(of))
     unknown = statuses(replace(facts(), estimate=None))
     assert {rule for rule, status in unknown.items() if status == Status.NOT_CHECKED} == {
-        "toy_model", "heartbeat_gap", "memory", "disk",
+        "toy_model", "record_gap", "memory", "disk",
     }  # fmt: skip
 
 
 def test_an_assumed_speed_refuses_no_run():
     of = facts(train=dict(log_every=10_000))
-    assert statuses(of)["heartbeat_gap"] == Status.NOT_CHECKED
-    fix = next(v.fix for v in judge(facts(step_s=10.0)) if v.rule == "heartbeat_gap")
-    assert fix == "Set train.log_every=18."
-    assert failed(facts(step_s=10.0, train=dict(log_every=18))) == set()
-    assert "shorter" in next(v.fix for v in judge(facts(step_s=200.0)) if v.rule == "heartbeat_gap")
+    assert statuses(of)["record_gap"] == Status.NOT_CHECKED
+    fix = next(v.fix for v in judge(facts(step_s=40.0)) if v.rule == "record_gap")
+    assert fix == "Set train.log_every=15."
+    assert failed(facts(step_s=40.0, train=dict(log_every=15))) == set()
+    assert "shorter" in next(v.fix for v in judge(facts(step_s=700.0)) if v.rule == "record_gap")
 
 
 def test_an_override_must_name_a_rule():
