@@ -1,0 +1,1 @@
+"""What the attention costs, beside dense attention, in one process: measured, judged, and set against what is possible."""
