@@ -1,1 +1,1 @@
-"""What the attention costs, beside dense attention, in one process: measured, judged, and set against what is possible."""
+"""What the attention costs, beside dense attention, measured in one process, judged, and set against the possible."""

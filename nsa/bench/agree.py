@@ -141,9 +141,7 @@ def exact(
     return {name: torch.cat([results[name] for results in by_group], 2) for name in by_group[0]}
 
 
-def _reference(
-    case: Case, kind: str, part: str, x: dict[str, Tensor], rows: Tensor, idx_BSGN: Tensor | None
-) -> Tensor:
+def _reference(case: Case, kind: str, part: str, x: dict[str, Tensor], rows: Tensor, idx_BSGN: Tensor | None) -> Tensor:
     g, scale, pos_BS, zero_BS = case.shape.geometry, case.scale, rows[None], torch.zeros_like(rows)[None]
 
     def sliding(k: Tensor, v: Tensor, w: int) -> Tensor:
@@ -180,7 +178,10 @@ def choice_error(case: Case, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor) -> 
     if torch.equal(got_BSGN, want_BSGN):
         return 0.0
     present = got_BSGN[..., 1:] >= 0
-    if not (got_BSGN[..., 1:] > got_BSGN[..., :-1])[present].all() or (got_BSGN > pos_BS[..., None, None] // g.l_sel).any():
+    if (
+        not (got_BSGN[..., 1:] > got_BSGN[..., :-1])[present].all()
+        or (got_BSGN > pos_BS[..., None, None] // g.l_sel).any()
+    ):
         return float("inf")  # a block twice, out of order, or in the future
     # The probability of each compressed block, read off the branch's output when its values are unit vectors.
     n = k.shape[1]

@@ -24,7 +24,6 @@ class Contender:
     """By operation, from the case's tensors and the task; a decode case has the task's length and room to grow."""
     why_not: Callable[[Task], str | None]
     needs_bytes: Callable[[Task], int]
-    by_default: bool = True
     differs: str = ""
 
     def refusal(self, task: Task) -> str | None:
@@ -60,17 +59,15 @@ def _dense_why_not(task: Task) -> str | None:
 
 def contenders() -> dict[str, Contender]:
     """Dense first; backends in the registry's order of preference."""
-    dense_ops = {"attention": dense.attention, "prefill": dense.prefill, "decode": dense.decode}
+    dense_ops: dict[str, Callable[[Case, Task], Runner]] = {"attention": dense.attention, "prefill": dense.prefill}
+    dense_ops["decode"] = dense.decode
     every = [Contender(DENSE, "dense", dense_ops, _dense_why_not, dense.needs_bytes)]
-    for name, backend in BACKENDS.items():
+    for name in BACKENDS:
         ops = {"attention": ours.attention(name), "prefill": ours.prefill(name), "decode": ours.decode(name)}
-        every.append(
-            Contender(name, "nsa", ops, _backend_why_not(name), ours.needs_bytes(name), by_default=backend.by_default)
-        )
+        every.append(Contender(name, "nsa", ops, _backend_why_not(name), ours.needs_bytes(name)))
     every.append(
         Contender("lucidrains", "other", {"attention": peers.lucidrains}, peers.lucidrains_why_not,
                   peers.lucidrains_needs_bytes, differs=peers.LUCIDRAINS_DIFFERS)
     )  # fmt: skip
     every.append(Contender("fla naive", "nsa", {"attention": peers.fla}, peers.fla_why_not, peers.fla_needs_bytes))
     return {contender.name: contender for contender in every}
-

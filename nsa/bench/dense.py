@@ -8,7 +8,7 @@ B batch · H heads · G kv groups · R heads per group · S tokens · X width
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,10 @@ _TRIAL_LENGTH, _TRIALS = 2048, 3
 def attention(case: Case, task: Task) -> Runner:
     form = fastest_form(case.shape, case.dtype, case.length, task.backward)
     leaves = _tensors(case)
-    attend = FORMS[form]
+    attend, (q, k, v) = FORMS[form], leaves.values()
 
     def forward() -> Tensor:
-        return attend(*leaves.values(), case.shape)
+        return attend(q, k, v, case.shape)
 
     dout = F.pad(_heads_first(case.dout_BSGRV.flatten(2, 3)), (0, leaves["v_sel"].shape[-1] - case.shape.d_v))
     return Runner(forward, leaves, dout, lambda results: _to_case(results, case), note=form)
@@ -85,7 +85,7 @@ def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: b
 def fastest_decode_form(shape: BenchShape, dtype: torch.dtype, length: int) -> str:
     k = torch.randn(1, shape.n_kv_groups, length, shape.d_k).to(dtype)
     q = torch.randn(1, shape.n_heads, 1, shape.d_k).to(dtype)
-    return _fastest({name: lambda attend=attend: attend(q, k, k, shape) for name, attend in DECODE_FORMS.items()})
+    return _fastest({name: partial(attend, q, k, k, shape) for name, attend in DECODE_FORMS.items()})
 
 
 def _fastest(trials: dict[str, Callable[[], object]]) -> str:

@@ -1,5 +1,6 @@
 """One figure: a task, everyone who raced, what they took, and which ratios may be printed."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from nsa.bench.contenders import DENSE, Contender, contenders
 from nsa.bench.roof import Peaks
 from nsa.bench.runner import Runner
 from nsa.errors import ConfigError
+from nsa.kernels.registry import BACKENDS
 
 Say = Callable[[str], None]
 
@@ -61,12 +63,11 @@ class Figure:
 def chosen_contenders(backends: Iterable[str], with_peers: bool) -> list[Contender]:
     """Dense, the backends named (or all that are chosen by default), and peers if wanted."""
     every, wanted = contenders(), list(backends)
-    ours = [name for name, c in every.items() if c.kind == "nsa" and name != "fla naive"]
     for name in wanted:
-        if name not in ours:
-            raise ConfigError(f"--backend is {name!r}: there is no such backend. Use one of: {', '.join(ours)}.")
-    named = wanted or [name for name in ours if every[name].by_default]
-    peers = [name for name in every if name != DENSE and name not in ours] if with_peers else []
+        if name not in BACKENDS:
+            raise ConfigError(f"--backend is {name!r}: there is no such backend. Use one of: {', '.join(BACKENDS)}.")
+    named = wanted or [name for name, backend in BACKENDS.items() if backend.by_default]
+    peers = [name for name in every if name != DENSE and name not in BACKENDS] if with_peers else []
     return [every[name] for name in (DENSE, *named, *peers)]
 
 
@@ -79,7 +80,7 @@ def measure(
     budget_s: float,
     peaks: Peaks | None,
     say: Say,
-    now: Now | None = None,
+    now: Now = time.perf_counter,
 ) -> Figure:
     """Judge each contender, then time all of them side by side."""
     room = min(1024, max(64, task.length // 16)) if task.op == "decode" else 0
@@ -101,10 +102,10 @@ def measure(
         {name: _subject(runner, task) for name, runner in runners.items()},
         budget_s=budget_s,
         repeat=task.op == "decode",
-        **({"now": now} if now else {}),
+        now=now,
     ) if runners else {}  # fmt: skip
     bound, allowed = roof.allowed(task)
-    finished = [_finish(entry, samples, entries, task, peaks) for entry in entries.values()]
+    finished = [finish(entry, samples, entries, task, peaks) for entry in entries.values()]
     return Figure(task, data, threads, bound, allowed, finished)
 
 
@@ -112,7 +113,7 @@ def _subject(runner: Runner, task: Task) -> Callable[[], object]:
     return runner.forward_backward if task.backward else runner.forward_only
 
 
-def _finish(
+def finish(
     entry: Entry, samples: dict[str, list[float]], entries: dict[str, Entry], task: Task, peaks: Peaks | None
 ) -> Entry:
     """Add times, and the ratio if both sides gave the right answer."""
@@ -120,9 +121,7 @@ def _finish(
         return entry
     mine, dense = samples[entry.name], entries.get(DENSE)
     times, refused = None, ""
-    if entry.kind == "dense":
-        refused = entry.agreement.reason
-    elif not entry.agreement.agrees:
+    if entry.kind == "dense" or not entry.agreement.agrees:
         refused = entry.agreement.reason
     elif dense is None or DENSE not in samples:
         refused = f"{DENSE} did not race: {dense.absent if dense else 'it was not asked to'}"

@@ -38,7 +38,7 @@ class GivenAttention(NSAAttention):
 
     def give(self, q: Tensor, streams: Streams, gates: Tensor, compressed: tuple[Tensor, Tensor] | None) -> None:
         self.q_BSGRK, self.streams, self.compressed = q, streams, compressed
-        self.gates.value = gates  # type: ignore[assignment]
+        self.gates.value = gates
 
     def fill(self, cache: LayerCache, streams: Streams) -> None:
         """Let a cache take in tokens without attending to anything."""

@@ -84,7 +84,7 @@ def prefill(backend: str) -> Callable[[Case, Task], Runner]:
 
 
 def decode(backend: str) -> Callable[[Case, Task], Runner]:
-    """One token at a time on a cache that holds the task's length: append, φ where a block is full, select, attend, mix.
+    """One token at a time after as many as the task says: append, φ where a block is full, select, attend, mix.
 
     The cache grows by as many tokens as the case has room for, then its counters are set back; what its rings hold
     from then on is no longer the case's data, so results are judged on the first pass.
@@ -149,7 +149,7 @@ def _unflatten(results: Results, case: Case) -> Results:
 
 
 def needs_bytes(backend: str) -> Callable[[Task], int]:
-    """Inputs, three branches' outputs and gradients, the mix in fp32. The reference also holds all scores, repeatedly."""
+    """Inputs, three branches' outputs and gradients, the mix in fp32; for the reference all scores, several times."""
 
     def needed(task: Task) -> int:
         s = task.shape

@@ -1,6 +1,7 @@
 """What the machine and the algorithm allow: measured peaks, least work, and the share of it that was reached."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,12 @@ class Peaks:
 
 def measure_peaks(threads: int) -> Peaks:
     with pinned(threads):
-        rates = [_matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        fp32, bf16 = _matmul_gflops(torch.float32), _matmul_gflops(torch.bfloat16)
         source = torch.ones(_STREAM_BYTES // 4)
         target = torch.empty_like(source)
         copy_s = _best_s(lambda: target.copy_(source))
         read_s = _best_s(source.sum)
-    return Peaks(threads, *rates, 2 * source.nbytes / copy_s / 1e9, source.nbytes / read_s / 1e9)
+    return Peaks(threads, fp32, bf16, 2 * source.nbytes / copy_s / 1e9, source.nbytes / read_s / 1e9)
 
 
 def _matmul_gflops(dtype: torch.dtype) -> float:
@@ -42,8 +43,7 @@ def _matmul_gflops(dtype: torch.dtype) -> float:
     return 2 * _MATRIX**3 / _best_s(lambda: a @ b) / 1e9
 
 
-def _best_s(run: object) -> float:
-    assert callable(run)
+def _best_s(run: Callable[[], object]) -> float:
     run()
     best = float("inf")
     for _ in range(_REPEATS):
@@ -54,7 +54,7 @@ def _best_s(run: object) -> float:
 
 
 def flops(task: Task, kind: str) -> float:
-    """Least floating-point operations; multiply-adds count two. Selection costs none: it can share the branch's scores."""
+    """Least operations; multiply-adds count two. Selection costs none: it can share the branch's scores."""
     s, n = task.shape, task.length
     per_read = 2 * s.n_heads * (s.d_k + s.d_v)
     if task.op == "decode":
