@@ -1,5 +1,7 @@
 """Memory of forward and backward above the inputs, measured in a process of its own so that nothing else counts."""
 
+import ctypes
+import gc
 import json
 import subprocess
 import sys
@@ -45,6 +47,8 @@ def peak_above_inputs_mib(name: str, shape: str, length: int, dtype: str, thread
         contender.make["attention"](warm, replace(task, length=_WARM_LENGTH)).forward_backward()
         case = Case(task.shape, length, TORCH_DTYPES[dtype])
         runner = contender.make["attention"](case, task)
+        del warm
+        gc.collect()
         before = _forget_peak_mib()
         kept = runner.forward_backward()
         peak = _status_mib("VmHWM")
@@ -53,7 +57,12 @@ def peak_above_inputs_mib(name: str, shape: str, length: int, dtype: str, thread
 
 
 def _forget_peak_mib() -> float:
-    """Set the kernel's high-water mark of this process back to what it holds now, and return that."""
+    """Set the kernel's high-water mark of this process back to what it holds now, and return that.
+
+    First the allocator gives back what earlier work freed: reused, it would not show.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status_mib("VmRSS")
 
