@@ -187,6 +187,17 @@ def test_a_choice_of_worse_blocks_is_seen():
     assert choice_error(case, case.k_BCGK, rows, twice) == float("inf")
 
 
+def test_a_backend_that_attends_rightly_to_the_wrong_blocks_gets_no_ratio():
+    every = contenders()
+
+    def spoil(runner, case):
+        choose = runner.chosen
+        return replace(runner, chosen=lambda rows: choose(rows).roll(1, -1))
+
+    refused = run([every[DENSE], spoiled(every["portable"], spoil)], task())["portable"].refused
+    assert "blocks by" in refused
+
+
 def test_the_last_queries_are_always_among_the_sampled():
     rows = sampled_rows(1000)
     assert rows[-1] == 999
