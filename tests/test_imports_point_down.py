@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 # A package may import from the rows below its own.
 LAYERS = (
     ("cli",),
+    ("bench",),
     ("train", "infer", "observe", "guard"),
     ("model", "data", "config"),
     ("core",),

@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import checkpoint, config, doctor, estimate, launch, preflight, train, watch
+from nsa.cli import bench, checkpoint, config, doctor, estimate, launch, preflight, train, watch
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
