@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import checkpoint, config, doctor, launch, train
+from nsa.cli import checkpoint, config, doctor, exporter, launch, train
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -15,6 +15,7 @@ EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
+    "prometheus_client": "ops",
 }
 
 app = typer.Typer(
@@ -31,6 +32,8 @@ app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
+app.command()(exporter.exporter)
+app.command()(exporter.alert_rules)
 
 
 def _print_version(wanted: bool) -> None:
