@@ -24,8 +24,8 @@ RECENT_S = 900.0
 """How long something that happened once stays an alert."""
 MOMENT_S, STEADY_S = 60.0, 300.0
 """How long a figure must be bad for a page, and for a ticket: one bad record is noise."""
-BASELINE_S = 6 * 3600.0
-"""Throughput is measured against its median over this."""
+BASELINE_S = 24 * 3600.0
+"""Throughput is measured against its best over this."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,25 @@ class Rule:
 _AGE = "time() - nsa_heartbeat_timestamp_seconds"
 
 
-def _not_finite(gauge: str, counter: str) -> str:
-    """The gauge may be overwritten between two scrapes; the counter remembers."""
-    return f"{gauge} != {gauge} or abs({gauge}) == Inf or increase({counter}[{{recent}}]) > 0"
+_BY_RUN = "by (instance, job, run)"
+"""Where all ranks tell the same story it is one alert, not one for each."""
 
 
 def _judged(condition: str) -> str:
     return f'nsa_findings{{{{condition="{condition}"}}}} > 0'
 
 
-_MEDIAN_FORWARD = (
+def _not_finite(condition: str, gauge: str, counter: str) -> str:
+    """The gauge may be overwritten between two scrapes, the counter remembers; skipped steps are in neither."""
+    taken = f"{gauge} != {gauge} or abs({gauge}) == Inf or increase({counter}[{{recent}}]) > 0"
+    return f"count {_BY_RUN} ({taken}) or sum {_BY_RUN} ({_judged(condition)})"
+
+
+_USUAL_FORWARD = (
     "((quantile by (instance, run) (0.5, nsa_forward_seconds) and count by (instance, run) (nsa_forward_seconds) > 2)"
     " or min by (instance, run) (nsa_forward_seconds))"
 )
+"""The median of the ranks; of two ranks it would be the mean, so there it is the other one's."""
 
 RULES = {
     "heartbeat_stall": Rule(
@@ -60,26 +66,38 @@ RULES = {
         "or nsa_missing_ranks > 0 and time() - nsa_start_timestamp_seconds > {startup_s}",
     ),
     "process_gone": Rule("process", f"{_AGE} > {{gone_s}} and nsa_process_up == 0"),
-    "run_failed": Rule("run", 'nsa_run_state{{state="failed"}} == 1'),
-    "loss_nonfinite": Rule("loss", _not_finite("nsa_loss_nats", "nsa_nonfinite_losses_total")),
-    "grad_nonfinite": Rule("grad_norm", _not_finite("nsa_grad_norm", "nsa_nonfinite_grad_norms_total")),
+    "run_failed": Rule(
+        "run",
+        'nsa_run_state{{state="failed"}} == 1 '
+        'unless on (instance, run) nsa_findings{{condition=~"out_of_memory|loader_timeout"}} > 0',
+    ),
+    "loss_nonfinite": Rule("loss", _not_finite("loss_nonfinite", "nsa_loss_nats", "nsa_nonfinite_losses_total")),
+    "grad_nonfinite": Rule(
+        "grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")
+    ),
     "throughput_zero": Rule("throughput", _judged("throughput_zero")),
-    "gate_entropy_critical": Rule("gate_entropy", "nsa_gate_entropy_nats < {entropy_critical}", MOMENT_S),
-    "gate_collapse_critical": Rule("gate_collapse", "nsa_gate_collapse_ratio > {collapse_critical}", MOMENT_S),
+    "gate_entropy_critical": Rule(
+        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", MOMENT_S
+    ),
+    "gate_collapse_critical": Rule(
+        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", MOMENT_S
+    ),
     "loader_timeout": Rule("data", _judged("loader_timeout")),
     "out_of_memory": Rule("memory", _judged("out_of_memory")),
-    "steps_skipped": Rule("skips", "increase(nsa_skipped_steps_total[{recent}]) > 0"),
+    "steps_skipped": Rule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
     "loss_plateau": Rule("loss", _judged("loss_plateau")),
     "loss_spike": Rule("loss", _judged("loss_spike")),
     "throughput_drop": Rule(
         "throughput",
-        "nsa_tokens_per_second < (1 - {throughput_drop}) * "
-        "quantile_over_time(0.5, nsa_tokens_per_second[{baseline}]) and nsa_heartbeat_limit_seconds",
+        f"min {_BY_RUN} (nsa_tokens_per_second and nsa_heartbeat_limit_seconds) < (1 - {{throughput_drop}}) * "
+        f"max {_BY_RUN} (max_over_time(nsa_tokens_per_second[{{baseline}}]))",
         for_s=Limits.throughput_drop_s,
     ),
-    "gate_entropy_low": Rule("gate_entropy", "nsa_gate_entropy_nats < {entropy_warning}", STEADY_S),
-    "gate_collapse_high": Rule("gate_collapse", "nsa_gate_collapse_ratio > {collapse_warning}", STEADY_S),
-    "gate_max_high": Rule("gate_max", "nsa_gate_max_ratio >= {gate_max}", STEADY_S),
+    "gate_entropy_low": Rule("gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", STEADY_S),
+    "gate_collapse_high": Rule(
+        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", STEADY_S
+    ),
+    "gate_max_high": Rule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", STEADY_S),
     "selection_at_max": Rule("selection", _judged("selection_at_max")),
     "reads_differ": Rule("reads", "nsa_reads_counted != nsa_reads_predicted"),
     "data_slow": Rule("data", _judged("data_slow")),
@@ -87,17 +105,18 @@ RULES = {
     "grad_spikes": Rule("grad_norm", _judged("grad_spikes")),
     "straggler": Rule(
         "forward",
-        f"nsa_forward_seconds / on (instance, run) group_left () {_MEDIAN_FORWARD} > {{straggler}}",
+        f"nsa_forward_seconds / on (instance, run) group_left () {_USUAL_FORWARD} > {{straggler}} "
+        f"and nsa_forward_seconds - on (instance, run) group_left () {_USUAL_FORWARD} > 0.1 * nsa_step_seconds",
         STEADY_S,
     ),
     "checkpoint_overdue": Rule(
         "checkpoint",
-        "max by (instance, job, run) (nsa_step) - nsa_last_checkpoint_step "
-        "> {checkpoint_overdue} * nsa_checkpoint_interval_steps "
-        "and on (instance, run) nsa_heartbeat_limit_seconds",
+        f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
+        "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
     ),
-    "synthetic_data": Rule("dataset", "nsa_data_substituted == 1"),
+    "synthetic_data": Rule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
 }
+"""`nsa_heartbeat_limit_seconds` is there for as long as a rank has not said its last word."""
 
 _EXPORTER_DOWN_S = 120.0
 
