@@ -27,7 +27,10 @@ class Metric(NamedTuple):
     name: str
     help: str
     kind: Literal["gauge", "counter"] = "gauge"
-    """The served name of a counter ends in _total."""
+
+    @property
+    def served_name(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 class Sample(NamedTuple):
@@ -132,6 +135,13 @@ _MISSING = Metric("nsa_missing_ranks", "Ranks that have not spoken since the run
 _START_TS = Metric("nsa_start_timestamp_seconds", "When the run was started, or started again.")
 _FINDING = Metric("nsa_findings", "Ranks, or the run, that a condition of the health table holds for.")
 _TARGET = Metric("nsa_steps_target", "train.steps.")
+
+
+def served_names() -> set[str]:
+    """Every name that rules and dashboards may ask for."""
+    metrics = [value for value in globals().values() if isinstance(value, Metric)]
+    metrics += [figure.metric for figure in FIGURES.values()]
+    return {metric.served_name for metric in metrics}
 
 
 @dataclass

@@ -72,8 +72,7 @@ def test_figures_have_the_values_of_the_last_record_in_base_units(tmp_path):
     write(tmp_path / "alpha", beat(names.START, 0), beat(step=7, **usual, gate_branch_shares=(0.2, 0.25, 0.55),
           gate_shares_by_layer=shares, kernel_sliding="portable"))  # fmt: skip
     for metric, labels, scale in run_metrics.FIGURES.values():
-        name = metric.name + ("_total" if metric.kind == "counter" else "")
-        assert served(name, run="alpha", rank="0", **labels) == 2 * scale, name
+        assert served(metric.served_name, run="alpha", rank="0", **labels) == 2 * scale, metric
     assert served("nsa_memory_bytes", kind="host_rss") == 2 * 2**20
     assert served("nsa_step", run="alpha", rank="0") == 7
     assert served("nsa_gate_share_ratio", layer="1", branch="selected") == 0.3

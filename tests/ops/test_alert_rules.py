@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa.observe import names
+from nsa.observe import names, run_metrics
 from nsa.observe.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
 from nsa.observe.conditions import CONDITIONS
 from nsa.observe.history import Moment
@@ -55,6 +55,12 @@ def test_every_condition_has_its_alert_and_there_is_no_other():
         assert rule["labels"]["severity"] == condition.level.value
         assert rule["annotations"]["runbook_url"] == f"docs/RUNBOOK.md#{name}"
         assert "{stall" not in rule["annotations"]["summary"]
+
+
+def test_rules_use_figures_that_are_served():
+    used = set(re.findall(r"\bnsa_\w+", " ".join(rule["expr"] for rule in alerts(rule_file()).values())))
+    assert used <= run_metrics.served_names()
+    assert len(used) > 15
 
 
 def test_a_drill_shortens_every_span_and_no_figure():
@@ -138,7 +144,8 @@ def scrapes(recording: Recording) -> Iterator[tuple[int, dict[str, float]]]:
 
 def _series(history: CountedHistory, now: float, local: set[int], shift: float) -> Iterator[tuple[str, float]]:
     asked_for = str(RULES)
-    for (name, _, kind), labels, value in samples(history, Moment(now, now), local):
+    for metric, labels, value in samples(history, Moment(now, now), local):
+        name = metric.served_name
         if name not in asked_for or labels.get("condition", "") not in asked_for:
             continue
         words = ", ".join(
@@ -146,7 +153,7 @@ def _series(history: CountedHistory, now: float, local: set[int], shift: float) 
         )
         if name.endswith("timestamp_seconds"):
             value -= shift  # promtool's clock begins at 0
-        yield f"{name}{'_total' if kind == 'counter' else ''}{{{words}}}", value
+        yield f"{name}{{{words}}}", value
 
 
 def as_test(recording: Recording, expected: set[str]) -> dict:
