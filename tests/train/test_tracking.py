@@ -1,0 +1,158 @@
+"""Trackers of experiments get the heartbeat's figures; one that is down, slow or missing never stops a run."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa.config import load
+from nsa.errors import ConfigError
+from nsa.observe.courier import Courier
+from nsa.observe.heartbeat import last_beat, read_beats
+from nsa.observe.names import DONE, PROGRESS, heartbeat
+from nsa.train.tracking import start_tracking
+from tests.train.runs import ROOT, environment, free_port, write_config
+
+SECRET = "hunter2-do-not-tell"
+
+
+class Service:
+    name = "a service"
+    errors = (OSError,)
+
+    def __init__(self, *, broken: bool = False, slow: threading.Event | None = None) -> None:
+        self.broken, self.slow = broken, slow
+        self.sent: list[tuple[int, dict[str, float]]] = []
+        self.opened = self.closed = 0
+
+    def open(self) -> None:
+        self.opened += 1
+        if self.broken:
+            raise ConnectionError(f"no answer from http://me:{SECRET}@there/")
+
+    def send(self, step, numbers) -> None:
+        if self.slow is not None:
+            self.slow.wait()
+        self.sent.append((step, numbers))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_everything_is_delivered_in_order_before_the_end():
+    service, warnings = Service(), []
+    courier = Courier(service, warnings.append)
+    for step in range(50):
+        courier.take(step, {"train/loss": 1.0})
+    courier.close()
+    assert [step for step, _ in service.sent] == list(range(50))
+    assert (service.opened, service.closed, warnings) == (1, 1, [])
+
+
+def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
+    service, warnings = Service(broken=True), []
+    courier = Courier(service, warnings.append)
+    for step in range(50):
+        courier.take(step, {})
+    courier.close()
+    (warning,) = warnings
+    assert warning.startswith(
+        "WARNING: a service does not take records (ConnectionError: no answer from http://there/)"
+    )
+    assert SECRET not in warning
+    assert service.opened == 1, "tried again a minute later, not with every record"
+
+
+def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
+    monkeypatch.setattr("nsa.observe.courier._LAST_WORDS_S", 0.2)
+    hang, warnings = threading.Event(), []
+    courier = Courier(Service(slow=hang), warnings.append)
+    began = time.monotonic()
+    for step in range(3000):
+        courier.take(step, {})
+    courier.close()
+    assert time.monotonic() - began < 3
+    assert len(warnings) == 1
+    assert "records wait" in warnings[0]
+    hang.set()
+
+
+@pytest.mark.parametrize(("key", "package"), [("wandb_project", "wandb"), ("mlflow_uri", "mlflow")])
+def test_a_tracker_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, key, package):
+    monkeypatch.setattr("nsa.train.tracking.find_spec", lambda name: None)
+    config = load(write_config(tmp_path), overrides=[f"track.{key}=x"])
+    for first in (True, False):
+        with pytest.raises(ConfigError, match=rf"track.{key} is set and the package {package} is not installed"):
+            start_tracking(config, tmp_path, first, print)
+
+
+def test_nothing_is_tracked_unasked(tmp_path):
+    assert start_tracking(load(write_config(tmp_path)), tmp_path, True, print) == []
+
+
+def train(out: Path, *changes: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nsa.cli", "train", str(write_config(out.parent)), f"train.out_dir={out}"]
+    command += ["train.steps=6", "train.eval_every=3", "train.eval_batches=1", *changes]
+    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert last_beat(out / heartbeat(0)).msg == DONE
+    return done
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """A real run that tells both trackers at once: W&B offline, MLflow in a folder."""
+    for package in ("wandb", "mlflow"):
+        pytest.importorskip(package, reason="pip install -e '.[track]'")
+    out = tmp_path_factory.mktemp("tracked") / "alpha"
+    done = train(
+        out, "track.wandb_project=p", f"track.mlflow_uri={(out.parent / 'mlflow').as_uri()}",
+        f"train.checkpoint_key_file={_key(out.parent)}",
+        WANDB_MODE="offline", WANDB_API_KEY="x" * 40, MLFLOW_ALLOW_FILE_STORE="true",
+    )  # fmt: skip
+    assert "does not take records" not in done.stdout
+    return out
+
+
+def _key(folder: Path) -> Path:
+    path = folder / SECRET
+    path.write_bytes(b"k" * 32)
+    return path
+
+
+def test_mlflow_has_the_curves(tracked, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient((tracked.parent / "mlflow").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("nsa").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("alpha", "FINISHED")
+    told = [beat for beat in read_beats(tracked / heartbeat(0)) if beat.msg == PROGRESS]
+    curve = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in curve] == [(beat.step, beat.loss) for beat in told]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "val/loss")] == [3, 6]
+
+
+def test_wandb_has_the_curves_and_no_secret(tracked):
+    (file,) = (tracked / "wandb").glob("**/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    for word in (b"train/loss", b"val/loss", b"gate_entropy_mean", b"n_kv_groups"):
+        assert word in content
+    assert SECRET.encode() not in content
+
+
+def test_a_run_goes_on_when_both_trackers_are_unreachable(tmp_path):
+    for package in ("wandb", "mlflow"):
+        pytest.importorskip(package, reason="pip install -e '.[track]'")
+    nobody = f"http://127.0.0.1:{free_port()}"
+    done = train(
+        tmp_path / "alpha", "track.wandb_project=p", f"track.mlflow_uri={nobody}",
+        WANDB_BASE_URL=nobody, WANDB_API_KEY="x" * 40, WANDB_INIT_TIMEOUT="3", MLFLOW_HTTP_REQUEST_MAX_RETRIES="1",
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if "does not take records" in line]
+    assert sorted(line.split()[1] for line in told) == ["MLflow", "Weights"]
+    assert json.loads((tmp_path / "alpha" / "metrics.json").read_text())["step"] == 6
