@@ -15,7 +15,7 @@ _WAITING = 1024
 """Records that may wait; further ones are dropped."""
 _RETRY_S = 60.0
 """Between attempts to reach a service that could not be reached."""
-_LAST_WORDS_S = 15.0
+_LAST_WORDS_S = 30.0
 """How long the end of a run waits for the rest to be delivered."""
 _PASSWORD = re.compile(r"//[^/@\s]*@")
 

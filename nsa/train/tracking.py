@@ -30,9 +30,12 @@ class WeightsAndBiases:
         callback.trainer = SimpleNamespace(work_dir=run_folder)  # all that it asks of a trainer before it logs
 
     def open(self) -> None:
+        import wandb
         from wandb.errors import Error
 
         self.errors = (Error, OLMoEnvironmentError, OSError)
+        # By itself the client also sends the command line and all that is printed: addresses with passwords, perhaps.
+        wandb.setup(wandb.Settings(console="off", x_disable_meta=True))
         self._callback.pre_train()
 
     def send(self, step: int, numbers: dict[str, float]) -> None:

@@ -5,14 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from nsa.config import load
 from nsa.errors import ConfigError
 from nsa.observe.courier import Courier
-from nsa.observe.heartbeat import last_beat, read_beats
+from nsa.observe.heartbeat import read_beats
 from nsa.observe.names import DONE, PROGRESS, heartbeat
 from nsa.train.tracking import start_tracking
 from tests.train.runs import ROOT, environment, free_port, write_config
@@ -94,65 +93,95 @@ def test_nothing_is_tracked_unasked(tmp_path):
     assert start_tracking(load(write_config(tmp_path)), tmp_path, True, print) == []
 
 
-def train(out: Path, *changes: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nsa.cli", "train", str(write_config(out.parent)), f"train.out_dir={out}"]
-    command += ["train.steps=6", "train.eval_every=3", "train.eval_batches=1", *changes]
-    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert last_beat(out / heartbeat(0)).msg == DONE
-    return done
+NOBODY = f"http://127.0.0.1:{free_port()}"
+KEY = {"WANDB_API_KEY": "x" * 40}
+# By run: what it is told to track, and what the clients of the trackers are told.
+RUNS = {
+    "reached": (
+        [
+            "track.wandb_project=p",
+            "track.mlflow_uri=file:{folder}/mlflow",
+            f"train.checkpoint_key_file={{folder}}/{SECRET}",
+        ],
+        KEY | {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"},
+    ),
+    "unreachable": (
+        ["track.wandb_project=p", f"track.mlflow_uri={NOBODY}"],
+        KEY | {"WANDB_BASE_URL": NOBODY, "WANDB_INIT_TIMEOUT": "3", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"},
+    ),
+}
+
+# Imports the trainer once, then forks a run for each [output, words, environment] that stdin names.
+PROGRAM = """
+import json, os, sys
+import nsa.train.run
+from nsa.cli.main import main
+children = []
+for output, words, environment in json.load(sys.stdin):
+    child = os.fork()
+    if not child:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1); os.dup2(file, 2)
+        os.environ.update(environment)
+        sys.argv = words
+        main()
+    children.append(child)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
-    """A real run that tells both trackers at once: W&B offline, MLflow in a folder."""
+def runs(tmp_path_factory):
+    """Real runs, each telling both trackers; their folder."""
     for package in ("wandb", "mlflow"):
         pytest.importorskip(package, reason="pip install -e '.[track]'")
-    out = tmp_path_factory.mktemp("tracked") / "alpha"
-    done = train(
-        out, "track.wandb_project=p", f"track.mlflow_uri={(out.parent / 'mlflow').as_uri()}",
-        f"train.checkpoint_key_file={_key(out.parent)}",
-        WANDB_MODE="offline", WANDB_API_KEY="x" * 40, MLFLOW_ALLOW_FILE_STORE="true",
+    folder = tmp_path_factory.mktemp("tracked")
+    (folder / SECRET).write_bytes(b"k" * 32)
+    config = str(write_config(folder))
+    jobs = []
+    for name, (changes, env) in RUNS.items():
+        words = [
+            "nsa",
+            "train",
+            config,
+            f"train.out_dir={folder / name}",
+            *(word.format(folder=folder) for word in changes),
+        ]
+        words += ["train.steps=6", "train.eval_every=3", "train.eval_batches=1"]
+        jobs.append((str(folder / f"{name}.txt"), words, env))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), input=json.dumps(jobs), capture_output=True,
+        text=True, timeout=240,
     )  # fmt: skip
-    assert "does not take records" not in done.stdout
-    return out
+    outputs = [(folder / f"{name}.txt").read_text() for name in RUNS]
+    assert done.stdout == "[0, 0]\n", "\n".join([done.stderr, *outputs])
+    return folder
 
 
-def _key(folder: Path) -> Path:
-    path = folder / SECRET
-    path.write_bytes(b"k" * 32)
-    return path
-
-
-def test_mlflow_has_the_curves(tracked, monkeypatch):
+def test_mlflow_has_the_curves(runs, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient((tracked.parent / "mlflow").as_uri())
+    client = MlflowClient((runs / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("nsa").experiment_id])
-    assert (run.info.run_name, run.info.status) == ("alpha", "FINISHED")
-    told = [beat for beat in read_beats(tracked / heartbeat(0)) if beat.msg == PROGRESS]
+    assert (run.info.run_name, run.info.status) == ("reached", "FINISHED")
+    told = [beat for beat in read_beats(runs / "reached" / heartbeat(0)) if beat.msg == PROGRESS]
     curve = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in curve] == [(beat.step, beat.loss) for beat in told]
     assert [point.step for point in client.get_metric_history(run.info.run_id, "val/loss")] == [3, 6]
+    assert "does not take records" not in (runs / "reached.txt").read_text()
 
 
-def test_wandb_has_the_curves_and_no_secret(tracked):
-    (file,) = (tracked / "wandb").glob("**/offline-run-*/run-*.wandb")
+def test_wandb_has_the_curves_and_no_secret(runs):
+    (file,) = (runs / "reached" / "wandb").glob("**/offline-run-*/run-*.wandb")
     content = file.read_bytes()
     for word in (b"train/loss", b"val/loss", b"gate_entropy_mean", b"n_kv_groups"):
         assert word in content
-    assert SECRET.encode() not in content
+    assert SECRET.encode() not in content, "neither from the configuration nor from the command line"
 
 
-def test_a_run_goes_on_when_both_trackers_are_unreachable(tmp_path):
-    for package in ("wandb", "mlflow"):
-        pytest.importorskip(package, reason="pip install -e '.[track]'")
-    nobody = f"http://127.0.0.1:{free_port()}"
-    done = train(
-        tmp_path / "alpha", "track.wandb_project=p", f"track.mlflow_uri={nobody}",
-        WANDB_BASE_URL=nobody, WANDB_API_KEY="x" * 40, WANDB_INIT_TIMEOUT="3", MLFLOW_HTTP_REQUEST_MAX_RETRIES="1",
-    )  # fmt: skip
-    told = [line for line in done.stdout.splitlines() if "does not take records" in line]
+def test_a_run_goes_on_when_both_trackers_are_unreachable(runs):
+    told = [line for line in (runs / "unreachable.txt").read_text().splitlines() if "does not take records" in line]
     assert sorted(line.split()[1] for line in told) == ["MLflow", "Weights"]
-    assert json.loads((tmp_path / "alpha" / "metrics.json").read_text())["step"] == 6
+    beats = list(read_beats(runs / "unreachable" / heartbeat(0)))
+    assert (beats[-1].msg, beats[-1].step) == (DONE, 6)
