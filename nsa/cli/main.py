@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import checkpoint, config, doctor, exporter, launch, train
+from nsa.cli import checkpoint, config, doctor, exporter, launch, train, watch
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -34,6 +34,10 @@ app.command()(train.train)
 app.command()(launch.launch)
 app.command()(exporter.exporter)
 app.command()(exporter.alert_rules)
+app.command()(watch.watch)
+app.command()(watch.status)
+app.command()(watch.halt)
+app.command()(watch.smoke)
 
 
 def _print_version(wanted: bool) -> None:
