@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import bench, checkpoint, config, doctor, estimate, launch, preflight, train, watch
+from nsa.cli import bench, checkpoint, config, doctor, estimate, exporter, launch, preflight, train, watch
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -15,6 +15,7 @@ EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
+    "prometheus_client": "ops",
 }
 
 app = typer.Typer(
@@ -32,6 +33,8 @@ app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
+app.command()(exporter.exporter)
+app.command()(exporter.alert_rules)
 app.command()(watch.watch)
 app.command()(watch.status)
 app.command()(watch.halt)

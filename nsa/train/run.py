@@ -20,7 +20,7 @@ from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
 from nsa.errors import ConfigError, DataError, NSAError
 from nsa.observe import halt, names
-from nsa.observe.copies import Copies
+from nsa.observe.copies import VAL_LOSS, Copies, scalars
 from nsa.observe.events import EventLog, Kind
 from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
@@ -43,6 +43,7 @@ from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
 from nsa.train.preflight import demand_fitness
 from nsa.train.ranks import Agreement, Ranks
+from nsa.train.tracking import start_tracking
 
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
@@ -195,6 +196,9 @@ class _Run:
         self.story = Story(EventLog(folder.path)) if ranks.first else None
         if self.copies is not None:
             open_things.callback(self.copies.close)
+        self.couriers = start_tracking(config, folder.path, ranks.first, self._line)
+        for courier in self.couriers:
+            open_things.callback(courier.close)
         self._documents_told = 0
 
     def go(self, resume: bool, resume_from: Path | None) -> int:
@@ -348,12 +352,18 @@ class _Run:
     def _hear(self, beat: Beat) -> None:
         if self.copies is not None and beat.msg == names.PROGRESS:
             self.copies.take(beat)
+            self._send(beat.step, scalars(beat))
         if self.reporter is not None:
             self.reporter.beat(beat, self.config.train.steps)
+
+    def _send(self, step: int, numbers: dict[str, float]) -> None:
+        for courier in self.couriers:
+            courier.take(step, numbers)
 
     def _hear_verdict(self, verdict: Verdict) -> None:
         if self.copies is not None and self.story is not None:
             self.copies.take_evaluation(**verdict._asdict(), ts=time.time())
+            self._send(verdict.step, {VAL_LOSS: verdict.val_loss})
             self.story.add(Kind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
         if self.reporter is not None:
             self.reporter.verdict(verdict)
