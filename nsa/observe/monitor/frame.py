@@ -1,0 +1,316 @@
+"""One frame of the monitor: lines for a terminal of a given size, complete at 80 × 24, with more where there is room.
+
+Pure: a run, what is found wrong with it and the time go in; lines come out.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from nsa.observe.conditions import Finding, Level
+from nsa.observe.events import Event, Kind
+from nsa.observe.figures import clock, count, duration, memory, number, plain, share
+from nsa.observe.goodput import Cause, Goodput
+from nsa.observe.monitor.lines import QUIET, beside, ends, fit, level, line, title
+from nsa.observe.monitor.plot import Curve, Plot
+from nsa.observe.series import BRANCHES, Run
+
+MARKS = {
+    "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
+    "halted": ("■", "bold yellow"), "stopped": ("■", "bold yellow"), "failed": ("✗", "bold red"),
+    "gone": ("✗", "bold red"), "hung": ("▲", "bold red"), "no run": ("○", "dim"),
+}  # fmt: skip
+LEVEL_MARKS = {Level.CRITICAL: ("✗ critical", "bold red"), Level.WARNING: ("▲ warning", "yellow")}
+_ENDED = ("finished", "halted", "stopped", "failed")
+_PACE_RECORDS = 20
+
+
+@dataclass
+class View:
+    run: Run
+    state: str
+    findings: Sequence[Finding]
+    goodput: Goodput | None
+    now: float
+
+
+def frame(view: View, width: int, height: int) -> list[Text]:
+    """At most `height` lines of at most `width` cells."""
+    events_wanted, findings_room = 4, 2
+    charts_height, two_rows = 8, height >= 36
+    spare = height - 24
+    if two_rows:
+        spare -= charts_height
+    figures_height = 4
+    if spare > 0:
+        grow = min(spare // (4 if two_rows else 2), 6)
+        charts_height += grow
+        spare -= grow * (2 if two_rows else 1)
+        layers = min(max(0, spare // 2), max(0, _n_layers(view.run) + 1 - figures_height))
+        figures_height += layers
+        spare -= layers
+        more_findings = min(max(0, len(view.findings) - findings_room), spare // 2)
+        findings_room += more_findings
+        events_wanted += spare - more_findings
+    lines = [_header(view, width), _facts(view, width)]
+    lines += _charts(view, width, charts_height, two_rows)
+    left = (width - 2) // 2
+    lines += beside(_gates(view.run, left, figures_height), _figures(view.run, width - 2 - left, two_rows), left)
+    lines += _findings(view, width, findings_room)
+    room = height - 1 - len(lines)
+    lines += _events(view.run.events, width, max(0, min(room, max(room, events_wanted) + 1)))
+    lines = lines[: height - 1]
+    lines += [Text("")] * (height - 1 - len(lines))
+    return [fit(each, width) for each in [*lines, _footer(view, width)]]
+
+
+def _header(view: View, width: int) -> Text:
+    mark, style = MARKS.get(view.state, ("?", "bold"))
+    run, lead = view.run, view.run.lead
+    left = line((f"{mark} {view.state}", style), "  ", (plain(run.name, 60), "bold"))
+    step, target = lead.last.get("step", 0), run.target_steps
+    words = f"step {step:,}"
+    if target:
+        words += f" of {target:,} · {share(min(1.0, step / target))}"
+        if view.state == "running" and (pace := _pace(run)):
+            words += f" · {duration(max(0, target - step) * pace)} left"
+    return ends(left, line((words, "bold")), width)
+
+
+def _pace(run: Run) -> float | None:
+    recent = [pace for pace in run.lead.column("step_s")[-_PACE_RECORDS:] if math.isfinite(pace)]
+    return statistics.median(recent) if recent else None
+
+
+def _facts(view: View, width: int) -> Text:
+    run, lead = view.run, view.run.lead
+    words = []
+    if view.goodput is not None and view.goodput.total > 0:
+        up = "took" if view.state in _ENDED else "for"
+        words.append(f"{up} {duration(view.goodput.total)}")
+        words.append(f"goodput {share(view.goodput.share(Cause.PRODUCTIVE))}")
+    if tokens := lead.last_progress.get("tokens_seen"):
+        words.append(f"{count(tokens)} tokens")
+    restarts = sum(event.kind == Kind.RESTART for event in run.events)
+    words.append(f"{restarts} restart{'' if restarts == 1 else 's'}")
+    saves = [event for event in run.events if event.kind == Kind.SAVE]
+    words.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
+    if view.state not in _ENDED and lead.last:
+        words.append(f"beat {duration(max(0.0, view.now - lead.last['ts']))} ago")
+    if run.halt is not None:
+        words.append(f".HALT: {plain(run.halt, 40)}")
+    return fit(line((" · ".join(words), QUIET)), width)
+
+
+def _charts(view: View, width: int, height: int, two_rows: bool) -> list[Text]:
+    left = (width - 2) // 2
+    right = width - 2 - left
+    lines = beside(_loss(view.run, left, height), _throughput(view.run, right, height), left)
+    if two_rows:
+        lines += beside(_grad_norm(view.run, left, height), _memory(view.run, right, height), left)
+    return lines
+
+
+def _plot(run: Run, name: str, *, from_zero: bool, style: str, points: Sequence[tuple[float, float]] = ()) -> Plot:
+    lead = run.lead
+    curve = Curve(lead.step, lead.column(name), lead.counted(), style)
+    restarts = [event.step for event in run.events if event.kind in (Kind.RESTART, Kind.ROLLBACK)]
+    last = max([*lead.step[-1:], 1])
+    return Plot([curve], list(points), restarts, from_zero, (0.0, float(last)))
+
+
+def _latest(run: Run, name: str) -> float:
+    column = run.lead.column(name)
+    return column[-1] if len(column) else math.nan
+
+
+def _loss(run: Run, width: int, height: int) -> list[Text]:
+    evaluations = run.counted_evaluations()
+    about = line((number(_latest(run, "loss")), "bold cyan"), (" nats/token", QUIET))
+    if evaluations:
+        about.append_text(line((" · o ", QUIET), (number(evaluations[-1].val_loss), "bold magenta"), (" held-out", QUIET)))
+    points = [(float(each.step), each.val_loss) for each in evaluations]
+    plot = _plot(run, "loss", from_zero=False, style="cyan", points=points)
+    return [title("loss", about, width), *plot.draw(width, height - 1)]
+
+
+def _throughput(run: Run, width: int, height: int) -> list[Text]:
+    about = line((count(_latest(run, "toks_per_s")), "bold cyan"), (" tokens/s", QUIET))
+    plot = _plot(run, "toks_per_s", from_zero=True, style="cyan")
+    return [title("speed", about, width), *plot.draw(width, height - 1)]
+
+
+def _grad_norm(run: Run, width: int, height: int) -> list[Text]:
+    about = line((number(_latest(run, "grad_norm")), "bold cyan"), (" before clipping", QUIET))
+    return [
+        title("gradient norm", about, width),
+        *_plot(run, "grad_norm", from_zero=True, style="cyan").draw(width, height - 1),
+    ]
+
+
+def _memory(run: Run, width: int, height: int) -> list[Text]:
+    on_gpu = _latest(run, "gpu_mem_reserved") > 0
+    name, words = ("gpu_mem_reserved", "reserved on the GPU") if on_gpu else ("host_mem_rss", "on the host")
+    about = line((memory(_latest(run, name)), "bold cyan"), (f" {words}, MiB", QUIET))
+    return [title("memory", about, width), *_plot(run, name, from_zero=True, style="cyan").draw(width, height - 1)]
+
+
+def _n_layers(run: Run) -> int:
+    items = run.lead.gates.items()
+    return len(items[-1].shares) if items else 0
+
+
+def _gates(run: Run, width: int, height: int) -> list[Text]:
+    """Layers side by side, one row per branch; where there is room, a line of figures per layer instead."""
+    gates = run.lead.gates.items()
+    if not gates:
+        return [title("gates by layer", "", width), Text("no record yet", QUIET)]
+    layers, last = gates[-1].shares, run.lead.last_progress
+    lines = [title("gates by layer", f"0 to {len(layers) - 1}", width)]
+    if len(layers) > 3 and height > len(layers):
+        lines += [_layer(number_, shares, width) for number_, shares in enumerate(layers)]
+    else:
+        means = last.get("gate_branch_shares") or [math.nan] * 3
+        room = width - 11 - 6
+        for branch, (name, mean) in enumerate(zip(BRANCHES, means, strict=False)):
+            strip = "".join(level(each) for each in _squeezed([layer[branch] for layer in layers], room))
+            lines.append(line((f"{name:10} ", ""), (strip, "cyan"), " ", (share(_float(mean)), "bold")))
+    entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
+    words = f"entropy {number(entropy, 3)} of 1.10 · max {number(largest, 2)}"
+    collapsed = _latest(run, "gate_collapse_frac")
+    return [*lines, line((words, ""), (f" · collapsed {share(collapsed)}", "bold red" if collapsed > 0.1 else ""))]
+
+
+def _layer(index: int, shares: Sequence[float], width: int) -> Text:
+    room = max(3, width - 5 - 15)
+    figures = " ".join(f"{100 * each:3.0f}%" if math.isfinite(each) else "  ? " for each in shares)
+    whole = [each if math.isfinite(each) else 0.0 for each in shares]
+    first, second = round(whole[0] * room), round(sum(whole[:2]) * room)
+    bar = [("c" * first, "cyan"), ("s" * (second - first), "magenta"), ("w" * max(0, room - second), QUIET)]
+    return line((f"{index:3}  ", QUIET), *bar, " ", figures)
+
+
+def _squeezed(values: Sequence[float], room: int) -> list[float]:
+    """Means of neighbours where there are more values than cells."""
+    if len(values) <= room:
+        return list(values)
+    cuts = [round(i * len(values) / room) for i in range(room + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
+    last = run.lead.last_progress
+    if not last:
+        return [title("figures", "", width), Text("no record yet", QUIET)]
+    k_mean, k_max, at_max = (_latest(run, name) for name in ("sel_k_mean", "sel_k_max", "sel_pct_at_max"))
+    predicted, counted = last.get("reads_pred"), last.get("reads_act_total")
+    same = line(("reads = predicted", "")) if predicted == counted else line(("reads ≠ predicted", "bold red"))
+    lines = [
+        title("figures", "", width),
+        line("selected ", (f"{number(k_mean, 3)} keys", "bold"), f" of {number(k_max, 3)} · at most {share(at_max)}"),
+        line(same, (f" {count(_float(counted))} keys", QUIET)),
+        line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
+        line(
+            "lr ", (number(_latest(run, "lr"), 3), "bold"), " · ",
+            *([("forward ", ""), (duration(_latest(run, "forward_s")), "bold")] if two_rows
+              else [("grad norm ", ""), (number(_latest(run, "grad_norm"), 3), "bold")]),
+        ),
+    ]  # fmt: skip
+    if len(run.ranks) > 1:
+        lines[2:3] = [_ranks(run)]
+    if two_rows:
+        kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
+        lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold"), same))
+    return lines
+
+
+def _memory_words(run: Run) -> Text:
+    """The most that any rank has."""
+    of_ranks = [series.last_progress for series in run.ranks.values() if series.last_progress]
+    on_gpu = max((_float(each.get("gpu_mem_reserved")) for each in of_ranks), default=math.nan)
+    host = max((_float(each.get("host_mem_rss")) for each in of_ranks), default=math.nan)
+    words = f"GPU {memory(on_gpu)}" if on_gpu > 0 else f"host {memory(host)}"
+    return line((words, "bold"))
+
+
+def _ranks(run: Run) -> Text:
+    forward = {rank: _float(each.last_progress.get("forward_s")) for rank, each in run.ranks.items()}
+    known = {rank: seconds for rank, seconds in forward.items() if math.isfinite(seconds)}
+    words = line((f"{len(run.ranks)} ranks", "bold"))
+    if known:
+        slowest = max(known, key=lambda rank: known[rank])
+        usual = statistics.median(known.values())
+        words.append(f" · slowest {slowest}: {duration(known[slowest])}, usual {duration(usual)}")
+    return words
+
+
+def _findings(view: View, width: int, room: int) -> list[Text]:
+    findings = view.findings
+    if not findings:
+        return [title("findings", "", width), line(("✓ nothing is wrong", "green")), *[Text("")] * (room - 1)]
+    counts = [
+        f"{n} {level_.value}" for level_ in (Level.CRITICAL, Level.WARNING) if (n := _count(findings, level_))
+    ]
+    shown = list(findings) if len(findings) <= room else list(findings)[: room - 1]
+    lines = [title("findings", ", ".join(counts), width)]
+    for finding in shown:
+        mark, style = LEVEL_MARKS[finding.level]
+        whose = "" if finding.rank is None else f" rank {finding.rank}"
+        lines.append(line((f"{mark}", style), f" {finding.condition.name}{whose}: {plain(finding.message, 200)}"))
+    if len(shown) < len(findings):
+        names_ = ", ".join(dict.fromkeys(finding.condition.name for finding in findings[len(shown) :]))
+        lines.append(line((f"and {len(findings) - len(shown)} more: {names_}", QUIET)))
+    return lines + [Text("")] * (room + 1 - len(lines))
+
+
+def _count(findings: Sequence[Finding], level_: Level) -> int:
+    return sum(finding.level == level_ for finding in findings)
+
+
+_EVENT_STYLES = {
+    Kind.ERROR: "bold red", Kind.HALT: "bold yellow", Kind.STALL: "bold red", Kind.SKIPPED_STEP: "yellow",
+    Kind.ROLLBACK: "yellow", Kind.RESTART: "yellow", Kind.CHECKPOINT_REJECTED: "bold red", Kind.DONE: "green",
+}  # fmt: skip
+
+
+def _events(events: Sequence[Event], width: int, room: int) -> list[Text]:
+    if room < 2:
+        return []
+    lines = [title("events", f"{len(events):,}, newest first, UTC", width)]
+    if not events:
+        lines.append(Text("none yet", QUIET))
+    for event in list(events)[: -room : -1]:
+        style = _EVENT_STYLES.get(event.kind, "")
+        words = event.kind.value.replace("_", " ")
+        lines.append(
+            line((f"{clock(event.ts)} ", QUIET), (f"{words:12}", style), f" step {event.step:<8,} ", told(event))
+        )
+    return lines
+
+
+def told(event: Event) -> str:
+    """What an event says beyond its kind and step, in few words."""
+    details = event.details
+    if event.kind == Kind.EVALUATION:
+        return f"held-out loss {number(_float(details.get('val_loss')))}"
+    if event.kind == Kind.LOST_STEPS:
+        return f"{details.get('steps')} steps to do again"
+    if event.kind in (Kind.START, Kind.RESTART):
+        origin = str(details.get("origin") or "").rpartition("/")[2]
+        return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")
+    for name in ("reason", "error", "problem", "why", "message"):
+        if details.get(name):
+            return plain(details[name], 200)
+    return ""
+
+
+def _footer(view: View, width: int) -> Text:
+    keys = "q quit" if view.state not in _ENDED else "q quit · this run has ended; the figures are its last"
+    return ends(line((keys, QUIET)), line((f"{clock(view.now)} UTC", QUIET)), width)
+
+
+def _float(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
