@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from nsa.errors import ConfigError
 from nsa.observe import names
 from nsa.observe.events import Event, read_events
-from nsa.observe.heartbeat import Beat, read_records
+from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
+from nsa.observe.tail import Tail
 
 OF_EVERY_RANK = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
 """What differs between ranks; the rest is the same on all, or is the lead's to tell."""
@@ -213,13 +214,32 @@ class Run:
         self.halt = RunFolder(self.folder).halt_reason()
 
 
+class Follower:
+    """Keeps a run up to date; each look costs what was written since the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Run(folder)
+        self._tails: dict[int, Tail] = {}
+
+    def update(self) -> Run:
+        for rank, path in heartbeats(self.run.folder):
+            tail = self._tails.setdefault(rank, Tail(path))
+            self.run.take(rank, tail.stream())
+        self.run.read_the_rest()
+        return self.run
+
+    def close(self) -> None:
+        for tail in self._tails.values():
+            tail.close()
+
+
 def load(folder: Path) -> Run:
     """Everything a run folder tells."""
-    run = Run(folder)
-    for rank, path in heartbeats(folder):
-        run.take(rank, read_records(path))
-    run.read_the_rest()
-    return run
+    follower = Follower(folder)
+    try:
+        return follower.update()
+    finally:
+        follower.close()
 
 
 def heartbeats(folder: Path) -> list[tuple[int, Path]]:

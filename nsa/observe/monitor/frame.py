@@ -6,14 +6,14 @@ Pure: a run, what is found wrong with it and the time go in; lines come out.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.text import Text
 
 from nsa.observe.conditions import Finding, Level
 from nsa.observe.events import Event, Kind
 from nsa.observe.figures import clock, count, duration, memory, number, plain, share
-from nsa.observe.goodput import Cause, Goodput
+from nsa.observe.goodput import Cause
+from nsa.observe.look import Look
 from nsa.observe.monitor.lines import QUIET, beside, ends, fit, level, line, title
 from nsa.observe.monitor.plot import Curve, Plot
 from nsa.observe.series import BRANCHES, Run
@@ -28,16 +28,7 @@ _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
 
 
-@dataclass
-class View:
-    run: Run
-    state: str
-    findings: Sequence[Finding]
-    goodput: Goodput | None
-    now: float
-
-
-def frame(view: View, width: int, height: int) -> list[Text]:
+def frame(look: Look, width: int, height: int) -> list[Text]:
     """At most `height` lines of at most `width` cells."""
     events_wanted, findings_room = 4, 2
     charts_height, two_rows = 8, height >= 36
@@ -49,33 +40,33 @@ def frame(view: View, width: int, height: int) -> list[Text]:
         grow = min(spare // (4 if two_rows else 2), 6)
         charts_height += grow
         spare -= grow * (2 if two_rows else 1)
-        layers = min(max(0, spare // 2), max(0, _n_layers(view.run) + 1 - figures_height))
+        layers = min(max(0, spare // 2), max(0, _n_layers(look.run) + 1 - figures_height))
         figures_height += layers
         spare -= layers
-        more_findings = min(max(0, len(view.findings) - findings_room), spare // 2)
+        more_findings = min(max(0, len(look.findings) - findings_room), spare // 2)
         findings_room += more_findings
         events_wanted += spare - more_findings
-    lines = [_header(view, width), _facts(view, width)]
-    lines += _charts(view, width, charts_height, two_rows)
+    lines = [_header(look, width), _facts(look, width)]
+    lines += _charts(look, width, charts_height, two_rows)
     left = (width - 2) // 2
-    lines += beside(_gates(view.run, left, figures_height), _figures(view.run, width - 2 - left, two_rows), left)
-    lines += _findings(view, width, findings_room)
+    lines += beside(_gates(look.run, left, figures_height), _figures(look.run, width - 2 - left, two_rows), left)
+    lines += _findings(look, width, findings_room)
     room = height - 1 - len(lines)
-    lines += _events(view.run.events, width, max(0, min(room, max(room, events_wanted) + 1)))
+    lines += _events(look.run.events, width, max(0, min(room, max(room, events_wanted) + 1)))
     lines = lines[: height - 1]
     lines += [Text("")] * (height - 1 - len(lines))
-    return [fit(each, width) for each in [*lines, _footer(view, width)]]
+    return [fit(each, width) for each in [*lines, _footer(look, width)]]
 
 
-def _header(view: View, width: int) -> Text:
-    mark, style = MARKS.get(view.state, ("?", "bold"))
-    run, lead = view.run, view.run.lead
-    left = line((f"{mark} {view.state}", style), "  ", (plain(run.name, 60), "bold"))
+def _header(look: Look, width: int) -> Text:
+    mark, style = MARKS.get(look.state, ("?", "bold"))
+    run, lead = look.run, look.run.lead
+    left = line((f"{mark} {look.state}", style), "  ", (plain(run.name, 60), "bold"))
     step, target = lead.last.get("step", 0), run.target_steps
     words = f"step {step:,}"
     if target:
         words += f" of {target:,} · {share(min(1.0, step / target))}"
-        if view.state == "running" and (pace := _pace(run)):
+        if look.state == "running" and (pace := _pace(run)):
             words += f" · {duration(max(0, target - step) * pace)} left"
     return ends(left, line((words, "bold")), width)
 
@@ -85,32 +76,31 @@ def _pace(run: Run) -> float | None:
     return statistics.median(recent) if recent else None
 
 
-def _facts(view: View, width: int) -> Text:
-    run, lead = view.run, view.run.lead
+def _facts(look: Look, width: int) -> Text:
+    run, lead = look.run, look.run.lead
     words = []
-    if view.goodput is not None and view.goodput.total > 0:
-        up = "took" if view.state in _ENDED else "for"
-        words.append(f"{up} {duration(view.goodput.total)}")
-        words.append(f"goodput {share(view.goodput.share(Cause.PRODUCTIVE))}")
+    if look.wall is not None and look.wall.total > 0:
+        words.append(duration(look.wall.total))
+        words.append(f"goodput {share(look.wall.share(Cause.PRODUCTIVE))}")
     if tokens := lead.last_progress.get("tokens_seen"):
         words.append(f"{count(tokens)} tokens")
     restarts = sum(event.kind == Kind.RESTART for event in run.events)
     words.append(f"{restarts} restart{'' if restarts == 1 else 's'}")
     saves = [event for event in run.events if event.kind == Kind.SAVE]
     words.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
-    if view.state not in _ENDED and lead.last:
-        words.append(f"beat {duration(max(0.0, view.now - lead.last['ts']))} ago")
+    if look.state not in _ENDED and lead.last:
+        words.append(f"beat {duration(max(0, int(look.now - lead.last['ts'])))} ago")
     if run.halt is not None:
         words.append(f".HALT: {plain(run.halt, 40)}")
     return fit(line((" · ".join(words), QUIET)), width)
 
 
-def _charts(view: View, width: int, height: int, two_rows: bool) -> list[Text]:
+def _charts(look: Look, width: int, height: int, two_rows: bool) -> list[Text]:
     left = (width - 2) // 2
     right = width - 2 - left
-    lines = beside(_loss(view.run, left, height), _throughput(view.run, right, height), left)
+    lines = beside(_loss(look.run, left, height), _throughput(look.run, right, height), left)
     if two_rows:
-        lines += beside(_grad_norm(view.run, left, height), _memory(view.run, right, height), left)
+        lines += beside(_grad_norm(look.run, left, height), _memory(look.run, right, height), left)
     return lines
 
 
@@ -129,10 +119,13 @@ def _latest(run: Run, name: str) -> float:
 
 def _loss(run: Run, width: int, height: int) -> list[Text]:
     evaluations = run.counted_evaluations()
-    about = line((number(_latest(run, "loss")), "bold cyan"), (" nats/token", QUIET))
+    about = line((number(_latest(run, "loss")), "bold cyan"), (" nats", QUIET))
     if evaluations:
-        about.append_text(line((" · o ", QUIET), (number(evaluations[-1].val_loss), "bold magenta"), (" held-out", QUIET)))
+        held_out = number(evaluations[-1].val_loss)
+        about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (" held out", QUIET)))
     points = [(float(each.step), each.val_loss) for each in evaluations]
+    skips = [event for event in run.events if event.kind == Kind.SKIPPED_STEP]
+    points += [(float(event.step), math.inf) for event in skips if event.step <= run.lead.last.get("step", 0)]
     plot = _plot(run, "loss", from_zero=False, style="cyan", points=points)
     return [title("loss", about, width), *plot.draw(width, height - 1)]
 
@@ -174,14 +167,23 @@ def _gates(run: Run, width: int, height: int) -> list[Text]:
         lines += [_layer(number_, shares, width) for number_, shares in enumerate(layers)]
     else:
         means = last.get("gate_branch_shares") or [math.nan] * 3
-        room = width - 11 - 6
+        room = width - 11 - 7
         for branch, (name, mean) in enumerate(zip(BRANCHES, means, strict=False)):
-            strip = "".join(level(each) for each in _squeezed([layer[branch] for layer in layers], room))
-            lines.append(line((f"{name:10} ", ""), (strip, "cyan"), " ", (share(_float(mean)), "bold")))
+            values = [layer[branch] for layer in layers]
+            strip = _strip(values, room)
+            lines.append(line((f"{name:10} ", ""), (f"{share(_float(mean)):>6} ", "bold"), (strip, "cyan")))
     entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
-    words = f"entropy {number(entropy, 3)} of 1.10 · max {number(largest, 2)}"
     collapsed = _latest(run, "gate_collapse_frac")
-    return [*lines, line((words, ""), (f" · collapsed {share(collapsed)}", "bold red" if collapsed > 0.1 else ""))]
+    uniform = " of 1.10 nats" if width >= 54 else ""
+    words = f"entropy {number(entropy, 2)}{uniform} · max {number(largest, 2)}"
+    return [*lines, line(words, (f" · collapsed {share(collapsed)}", "bold red" if collapsed > 0.1 else ""))]
+
+
+def _strip(values: Sequence[float], room: int) -> str:
+    """A block per layer, with its share in percent beside it where there is room."""
+    if 5 * len(values) <= room:
+        return " ".join(f"{level(each)}{100 * each:<3.0f}" if math.isfinite(each) else "?   " for each in values)
+    return "".join(level(each) for each in _squeezed(values, room))
 
 
 def _layer(index: int, shares: Sequence[float], width: int) -> Text:
@@ -210,7 +212,7 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
     same = line(("reads = predicted", "")) if predicted == counted else line(("reads ≠ predicted", "bold red"))
     lines = [
         title("figures", "", width),
-        line("selected ", (f"{number(k_mean, 3)} keys", "bold"), f" of {number(k_max, 3)} · at most {share(at_max)}"),
+        line("selects ", (number(k_mean, 3), "bold"), f"/{number(k_max, 3)} keys · {share(at_max)} at max"),
         line(same, (f" {count(_float(counted))} keys", QUIET)),
         line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
         line(
@@ -223,7 +225,7 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
         lines[2:3] = [_ranks(run)]
     if two_rows:
         kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
-        lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold"), same))
+        lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold")))
     return lines
 
 
@@ -247,8 +249,8 @@ def _ranks(run: Run) -> Text:
     return words
 
 
-def _findings(view: View, width: int, room: int) -> list[Text]:
-    findings = view.findings
+def _findings(look: Look, width: int, room: int) -> list[Text]:
+    findings = look.findings
     if not findings:
         return [title("findings", "", width), line(("✓ nothing is wrong", "green")), *[Text("")] * (room - 1)]
     counts = [
@@ -273,6 +275,7 @@ def _count(findings: Sequence[Finding], level_: Level) -> int:
 _EVENT_STYLES = {
     Kind.ERROR: "bold red", Kind.HALT: "bold yellow", Kind.STALL: "bold red", Kind.SKIPPED_STEP: "yellow",
     Kind.ROLLBACK: "yellow", Kind.RESTART: "yellow", Kind.CHECKPOINT_REJECTED: "bold red", Kind.DONE: "green",
+    Kind.FINDING: "yellow", Kind.HALT_ASKED: "bold yellow",
 }  # fmt: skip
 
 
@@ -307,9 +310,9 @@ def told(event: Event) -> str:
     return ""
 
 
-def _footer(view: View, width: int) -> Text:
-    keys = "q quit" if view.state not in _ENDED else "q quit · this run has ended; the figures are its last"
-    return ends(line((keys, QUIET)), line((f"{clock(view.now)} UTC", QUIET)), width)
+def _footer(look: Look, width: int) -> Text:
+    keys = "q quit" if look.state not in _ENDED else "q quit · this run has ended; the figures are its last"
+    return ends(line((keys, QUIET)), line((f"{clock(look.now)} UTC", QUIET)), width)
 
 
 def _float(value: object) -> float:

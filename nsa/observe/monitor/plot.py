@@ -22,6 +22,8 @@ class Curve:
     y: Sequence[float]
     rows: Iterable[int] | None = None
     style: str = ""
+    letter: str = ""
+    """Set on the curve here and there, where several are drawn."""
 
 
 @dataclass
@@ -49,8 +51,9 @@ class Plot:
         labels = _labels(span, rows, self.label)
         gutter = max((len(label) for label in labels.values()), default=1)
         canvas = _Canvas(width - gutter - 2, rows, x_range, span or Range(0.0, 1.0))
-        for each, curve in zip(found, self.curves, strict=True):
+        for place, (each, curve) in enumerate(zip(found, self.curves, strict=True)):
             canvas.draw(each, curve.style)
+            canvas.letter(each, curve.letter, f"bold {curve.style}", place)
         for x in self.restarts:
             canvas.restart(x)
         for x, y in self.points:
@@ -87,6 +90,14 @@ class _Canvas:
             if before is not None:
                 self._line(before, (column, mean), style)
             before = (column, mean)
+
+    def letter(self, found: Sequence[Bucket], letter: str, style: str, place: int) -> None:
+        """At four places of the curve that are not the other curves' places."""
+        finite = [bucket for bucket in found if not math.isnan(bucket.mean)]
+        for quarter in range(4 if letter and finite else 0):
+            at = (quarter + (place + 0.5) / 6) / 4
+            bucket = finite[min(len(finite) - 1, int(at * len(finite)))]
+            self._over[self._row(bucket.mean) // 4, self._column(bucket.x) // 2] = (letter, style)
 
     def restart(self, x: float) -> None:
         column = self._column(x) // 2

@@ -106,15 +106,15 @@ class _Drawing:
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
             parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(label)}</text>')
         step = nice_step(self.x_range[1] - self.x_range[0], 6)
+        end = f"{tick(self.x_range[1], step / 10)} {escape(chart.x_unit)}"
         for value in ticks(*self.x_range, 6):
             if not value.is_integer() and chart.x_unit == "steps":
                 continue
             x = self._x(value)
-            if x > chart.width - 64:  # the unit stands there
+            if x > chart.width - RIGHT - 6 * len(end) - 16:  # the unit stands there
                 continue
             parts.append(f'<path class="tick" d="M{x:.1f} {bottom}v4"/>')
             parts.append(f'<text class="x" x="{x:.1f}" y="{bottom + 17}">{tick(value, step)}</text>')
-        end = f"{tick(self.x_range[1], max(1.0, step / 10))} {escape(chart.x_unit)}"
         parts.append(f'<text class="unit" x="{chart.width - RIGHT}" y="{bottom + 17}">{end}</text>')
         parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{chart.width - RIGHT}"/>')
         return "".join(parts)
@@ -207,7 +207,7 @@ class _Drawing:
         edges = [LEFT, *((a + b) / 2 for a, b in zip(xs, xs[1:], strict=False)), self.chart.width - RIGHT]
         parts = []
         for bucket, begin, end in zip(chosen, edges, edges[1:], strict=False):
-            said = [f"{self.chart.x_unit[:-1] if self.chart.x_unit == 'steps' else self.chart.x_unit} {bucket.x:,.0f}"]
+            said = [f"{number(bucket.x) if bucket.x % 1 else f'{bucket.x:,.0f}'} {self.chart.x_unit}"]
             for line in lines:
                 near = _nearest(line.found, bucket.x)
                 said.append(f"{line.label}: {self._say(near)}")

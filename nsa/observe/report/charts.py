@@ -29,8 +29,27 @@ def charts(run: Run) -> list[Chart]:
         _memory(run),
         _of_ranks(run, "dt_fetch_s", "wait for data", "seconds for the last batch", duration),
         _of_ranks(run, "forward_s", "forward pass", "seconds of a rank's own passes in a step", duration),
+        _progress(run),
     ]
     return made
+
+
+def _progress(run: Run) -> Chart:
+    """The step over the clock: downtime is flat, what was done again is a fall."""
+    lead = run.lead
+    seconds, unit = time_unit(lead.ts[-1] - lead.ts[0] if len(lead) else 0.0)
+    hours = [(ts - lead.ts[0]) / seconds for ts in lead.ts]
+    line = Line("step", buckets(hours, lead.step, MOST_POINTS), "c1", band=False)
+    span = (0.0, hours[-1] if hours else 1.0)
+    return Chart("progress", "steps over the clock", [line], span, x_unit=unit, format=count)
+
+
+def time_unit(total: float) -> tuple[float, str]:
+    """Seconds of the unit that suits a span, and its name."""
+    return next(((size, name) for size, name in _TIME_UNITS if total >= 2 * size), (1.0, "seconds"))
+
+
+_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
 def x_range(run: Run) -> tuple[float, float]:

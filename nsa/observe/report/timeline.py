@@ -1,6 +1,6 @@
 """The run on the wall clock: processes as bars, what happened as signs in lanes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from nsa.observe.buckets import nice_step
 from nsa.observe.events import Event, Kind
 from nsa.observe.figures import clock, duration
 from nsa.observe.goodput import Goodput
+from nsa.observe.report.charts import time_unit
 
 WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
 _TOGETHER = 7.0
@@ -33,8 +34,10 @@ _SIGNS = {
     Kind.SKIPPED_STEP: _Sign("trouble", "×", "warn"),
     Kind.ROLLBACK: _Sign("trouble", "↶", "warn"),
     Kind.STALL: _Sign("trouble", "▲", "crit"),
+    Kind.FINDING: _Sign("findings", "▲", "warn"),
+    Kind.HALT_ASKED: _Sign("findings", "■", "warn"),
 }
-LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "trouble")
+LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "trouble", "findings")
 
 
 def timeline(events: Sequence[Event], wall: Goodput) -> str:
@@ -75,7 +78,7 @@ def timeline(events: Sequence[Event], wall: Goodput) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _grouped(events: Sequence[Event], x) -> list[list[Event]]:  # type: ignore[no-untyped-def]
+def _grouped(events: Sequence[Event], x: Callable[[float], float]) -> list[list[Event]]:
     groups: list[list[Event]] = []
     newest: dict[Kind, list[Event]] = {}
     for event in events:
@@ -90,8 +93,8 @@ def _grouped(events: Sequence[Event], x) -> list[list[Event]]:  # type: ignore[n
     return groups
 
 
-def _axis(total: float, bottom: int, x, begin: float) -> list[str]:  # type: ignore[no-untyped-def]
-    unit = next((seconds for seconds in (86400.0, 3600.0, 60.0) if total >= 2 * seconds), 1.0)
+def _axis(total: float, bottom: int, x: Callable[[float], float], begin: float) -> list[str]:
+    unit = time_unit(total)[0]
     step = nice_step(total / unit, 8) * unit
     parts = []
     for number in range(int(total / step) + 1):
