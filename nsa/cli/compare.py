@@ -57,7 +57,7 @@ def compare(
         console.print("all settings are the same")
     console.print()
     curves = [
-        Curve(run.lead.step, run.lead.column("loss"), run.lead.counted(), style, letter=name[0])
+        Curve(run.lead.counted("step"), run.lead.counted("loss"), style, letter=name[0])
         for run, name, style in zip(loaded, names, _STYLES, strict=False)
     ]
     width = min(console.width, 120)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SMALLEST = (80, 24)
 _LOOKS_SHARE = 4
-"""A look that takes a second is followed by a pause of so many: watching costs the machine a fifth of a core at most."""
+"""A look is followed by a pause of so many times its length: watching takes a fifth of a core at most."""
 
 
 def monitor(

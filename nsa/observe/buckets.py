@@ -1,7 +1,10 @@
 """Fewer points for the eye, with every extreme kept: a spike of one record among half a million stays a spike."""
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 
@@ -12,36 +15,35 @@ class Bucket(NamedTuple):
     high: float
     mean: float
     """Of the finite values; all three are NaN where there is none."""
-    count: int
+    records: int
     not_finite: int
 
 
-def buckets(x: Sequence[float], y: Sequence[float], n: int, rows: Iterable[int] | None = None) -> list[Bucket]:
+def buckets(x: Sequence[float], y: Sequence[float], n: int) -> list[Bucket]:
     """At most `n`, in the order of x. NaN in y is an absent value; infinite ones are counted, not averaged."""
-    chosen = [row for row in (range(len(x)) if rows is None else rows) if not math.isnan(y[row])]
-    if not chosen:
-        return []
-    xs = [x[row] for row in chosen]
-    low, high = min(xs), max(xs)
-    if len(chosen) <= n or high == low:
-        return [_bucket([x[row]], [y[row]]) for row in sorted(chosen, key=lambda row: x[row])][-n:]
-    cells: list[tuple[list[float], list[float]]] = [([], []) for _ in range(n)]
-    scale = n / (high - low)
-    last = n - 1
-    for row, at in zip(chosen, xs, strict=True):
-        cell = cells[min(last, int((at - low) * scale))]
-        cell[0].append(at)
-        cell[1].append(y[row])
-    return [_bucket(*cell) for cell in cells if cell[0]]
+    if not all(map(operator.le, x, islice(x, 1, None))):
+        order = sorted(range(len(x)), key=x.__getitem__)
+        x, y = [x[place] for place in order], [y[place] for place in order]
+    if len(x) <= n or x[0] == x[-1]:
+        return [made for at, value in zip(x, y, strict=True) if (made := _bucket([at], [value]))][-n:]
+    width = (x[-1] - x[0]) / n
+    cuts = [bisect_left(x, x[0] + number * width) for number in range(n)] + [len(x)]
+    pieces = [(x[begin:end], y[begin:end]) for begin, end in pairwise(cuts) if end > begin]
+    return [made for xs, ys in pieces if (made := _bucket(xs, ys))]
 
 
-def _bucket(xs: list[float], ys: list[float]) -> Bucket:
-    finite = [y for y in ys if math.isfinite(y)]
-    at = math.fsum(xs) / len(xs)
+def _bucket(xs: Sequence[float], ys: Sequence[float]) -> Bucket | None:
+    at, total = sum(xs) / len(xs), sum(ys)
+    if math.isfinite(total):
+        return Bucket(at, min(ys), max(ys), total / len(ys), len(ys), 0)
+    present = [value for value in ys if not math.isnan(value)]
+    finite = [value for value in present if math.isfinite(value)]
+    if not present:
+        return None
     if not finite:
-        return Bucket(at, math.nan, math.nan, math.nan, len(ys), len(ys))
-    mean = math.fsum(finite) / len(finite)
-    return Bucket(at, min(finite), max(finite), mean, len(ys), len(ys) - len(finite))
+        return Bucket(at, math.nan, math.nan, math.nan, len(present), len(present))
+    mean = sum(finite) / len(finite)
+    return Bucket(at, min(finite), max(finite), mean, len(present), len(present) - len(finite))
 
 
 def nice_step(span: float, most: int) -> float:
@@ -79,9 +81,9 @@ def value_range(found: Sequence[Bucket], *, from_zero: bool = False, more: Seque
         return None
     low, high = min([*lows, *extra]), max([*highs[-1:], *extra])
     if len(highs) >= _ENOUGH:
-        usual = highs[int(0.95 * (len(highs) - 1))]
-        if high > low + _FAR * (usual - low):
-            high = low + _FAR / 2 * (usual - low) if usual > low else high
+        base, usual = min(0.0, low) if from_zero else low, highs[int(0.95 * (len(highs) - 1))]
+        if usual > base and high > base + _FAR * (usual - base):
+            high = max([base + _FAR / 2 * (usual - base), *extra])
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
     if high == low:

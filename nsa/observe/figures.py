@@ -29,14 +29,16 @@ def tick(value: float, step: float) -> str:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size and step >= size / 100:
-            decimals = max(0, min(2, -math.floor(math.log10(step / size) + 1e-9)))
-            text = f"{value / size:.{decimals}f}"
-            return (text.rstrip("0").rstrip(".") if "." in text else text) + letter
+            return _round(value / size, step / size) + letter
     if abs(value) < 1e-3 or step < 1e-4:
         return number(value, 2)
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    text = f"{value:.{decimals + 1}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return _round(value, step)
+
+
+def _round(value: float, step: float) -> str:
+    """As many decimals as a multiple of the step has: one more than its size, for steps of 2.5."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) + 1
+    return f"{value:.{decimals}f}".rstrip("0").rstrip(".")
 
 
 def count(value: float | None) -> str:

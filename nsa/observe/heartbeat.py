@@ -81,9 +81,14 @@ class Beat:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """A record with fields this version does not know loses them; one without the fixed fields is no beat."""
-        known = {field.name for field in fields(cls)}
-        values = {name: value for name, value in record.items() if name in known}
-        return cls(**{name: _frozen(value) for name, value in values.items()})
+        known = cls.__dataclass_fields__
+        return cls(
+            **{
+                name: _frozen(value) if isinstance(value, list) else value
+                for name, value in record.items()
+                if name in known
+            }
+        )
 
 
 PROGRESS_FIELDS = tuple(
@@ -135,7 +140,13 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return {name: _read(value) for name, value in record.items()} if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    text = line if isinstance(line, bytes) else line.encode()
+    # To look into each number costs more than to parse the line, and nearly every line is finite throughout.
+    if b'"NaN"' in text or b'Infinity"' in text:
+        return {name: _read(value) for name, value in record.items()}
+    return record
 
 
 def read_beats(path: Path) -> Iterator[Beat]:

@@ -10,6 +10,8 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import compress
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ ABSENT = math.nan
 NOT_FINITE = math.inf
 """In a column: the record has this figure, and it is NaN or infinite."""
 
+_TURNED = bytes([1, 0]) + bytes(254)
 _BACK = (names.START, names.ROLLED_BACK)
 
 
@@ -46,10 +49,10 @@ class Evaluation(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Shares by layer, as one record has them."""
+    """Shares by layer, at one step."""
 
     step: int
-    shares: tuple[tuple[float, ...], ...]
+    shares: list[list[float]]
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Thinned:
         self._newest: Any = None
 
     def add(self, item: Any) -> None:
+        """Costs next to nothing for an item that is not kept."""
         self._newest = item
         if self._seen % self._stride == 0:
             self._kept.append(item)
@@ -102,12 +106,12 @@ class RankSeries:
         """Steps since the row before, or since the checkpoint that the run went on from."""
         self.superseded = bytearray()
         self.columns = {name: array("d") for name in columns}
-        self.gates = Thinned()
+        self._gates = Thinned()
         self.processes: list[Process] = []
         self.last: Mapping[str, Any] = {}
         self.last_progress: Mapping[str, Any] = {}
         self._counted_to = 0
-        self._scalars = tuple(name for name in columns if name not in SHARES)
+        self._scalars = tuple((name, self.columns[name]) for name in columns if name not in SHARES)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -127,12 +131,25 @@ class RankSeries:
             process.ending, process.detail = msg, str(record.get("detail") or "")
         self.last = record
 
-    def column(self, name: str) -> array:  # type: ignore[type-arg]
+    def column(self, name: str) -> "array[float]":
+        """Of all rows."""
         return self.columns[name]
 
-    def counted(self) -> Iterable[int]:
-        """Rows that were not superseded."""
-        return (row for row, gone in enumerate(self.superseded) if not gone)
+    def counted(self, name: str) -> "array[float]":
+        """The column, or `step` or `ts`, of the rows that were not superseded."""
+        values = getattr(self, name) if name in ("step", "ts") else self.columns[name]
+        if not any(self.superseded):
+            return values
+        return array(values.typecode, compress(values, self.superseded.translate(_TURNED)))
+
+    def gates(self) -> list[Gates]:
+        """By layer, evenly spaced records of the whole run, those of steps that were done again left out."""
+        way: list[Gates] = []
+        for step, by_layer in self._gates.items():
+            while way and way[-1].step >= step:
+                way.pop()
+            way.append(Gates(step, [[_number(share) for share in layer] for layer in by_layer]))
+        return way
 
     def _add_row(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -141,14 +158,15 @@ class RankSeries:
         self.steps.append(max(1, step - self._counted_to))
         self.superseded.append(0)
         self._counted_to = step
-        for name in self._scalars:
-            self.columns[name].append(_number(record.get(name)))
+        for name, column in self._scalars:
+            value = record.get(name)
+            column.append(value if type(value) is float and isfinite(value) else _number(value))
         if SHARES[0] in self.columns:
             shares = record.get("gate_branch_shares") or ()
             for name, share in zip(SHARES, [*shares, *[None] * 3], strict=False):
                 self.columns[name].append(_number(share))
             if by_layer := record.get("gate_shares_by_layer"):
-                self.gates.add(Gates(step, tuple(tuple(map(_number, layer)) for layer in by_layer)))
+                self._gates.add((step, by_layer))
         self.last_progress = record
 
     def _supersede(self, step: int) -> None:
@@ -198,7 +216,7 @@ class Run:
             self.ranks[rank] = RankSeries(rank, (*OF_THE_LEAD, *SHARES) if lead else OF_EVERY_RANK)
         series = self.ranks[rank]
         for record in records:
-            if _FIXED <= record.keys() and isinstance(record["step"], int):
+            if record.keys() >= _FIXED and isinstance(record["step"], int):
                 series.take(record)
 
     def counted_evaluations(self) -> list[Evaluation]:

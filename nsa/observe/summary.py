@@ -43,15 +43,15 @@ class Summary:
 
 def summarize(run: Run) -> Summary:
     lead = run.lead
-    rows = list(lead.counted())
-    losses = [(value, lead.step[row]) for row in rows if not math.isnan(value := lead.column("loss")[row])]
+    told = zip(lead.counted("loss"), lead.counted("step"), strict=True)
+    losses = [pair for pair in told if not math.isnan(pair[0])]
     recent = [value for value, _ in losses[-_TREND_RECORDS:]]
     finite = [pair for pair in losses if math.isfinite(pair[0])]
     best, best_step = min(finite, default=(math.nan, 0))
     evaluations = run.counted_evaluations()
     scored = [(each.val_loss, each.step) for each in evaluations if math.isfinite(each.val_loss)]
     best_held_out, best_held_out_step = min(scored, default=(math.nan, 0))
-    speeds = [value for row in rows if math.isfinite(value := lead.column("toks_per_s")[row])]
+    speeds = [value for value in lead.counted("toks_per_s") if math.isfinite(value)]
     kinds = [event.kind for event in run.events]
     lost = [event.details.get("steps") for event in run.events if event.kind == Kind.LOST_STEPS]
     return Summary(
@@ -60,7 +60,7 @@ def summarize(run: Run) -> Summary:
         loss=statistics.fmean(recent) if recent else math.nan,
         loss_records=len(recent),
         best_loss=best,
-        best_step=best_step,
+        best_step=int(best_step),
         held_out=evaluations[-1].val_loss if evaluations else math.nan,
         held_out_step=evaluations[-1].step if evaluations else 0,
         best_held_out=best_held_out,

@@ -6,6 +6,7 @@ Pure: a run, what is found wrong with it and the time go in; lines come out.
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.text import Text
 
@@ -106,7 +107,7 @@ def _charts(look: Look, width: int, height: int, two_rows: bool) -> list[Text]:
 
 def _plot(run: Run, name: str, *, from_zero: bool, style: str, points: Sequence[tuple[float, float]] = ()) -> Plot:
     lead = run.lead
-    curve = Curve(lead.step, lead.column(name), lead.counted(), style)
+    curve = Curve(lead.counted("step"), lead.counted(name), style)
     restarts = [event.step for event in run.events if event.kind in (Kind.RESTART, Kind.ROLLBACK)]
     last = max([*lead.step[-1:], 1])
     return Plot([curve], list(points), restarts, from_zero, (0.0, float(last)))
@@ -152,13 +153,12 @@ def _memory(run: Run, width: int, height: int) -> list[Text]:
 
 
 def _n_layers(run: Run) -> int:
-    items = run.lead.gates.items()
-    return len(items[-1].shares) if items else 0
+    return len(run.lead.last_progress.get("gate_shares_by_layer") or ())
 
 
 def _gates(run: Run, width: int, height: int) -> list[Text]:
     """Layers side by side, one row per branch; where there is room, a line of figures per layer instead."""
-    gates = run.lead.gates.items()
+    gates = run.lead.gates()
     if not gates:
         return [title("gates by layer", "", width), Text("no record yet", QUIET)]
     layers, last = gates[-1].shares, run.lead.last_progress
@@ -200,7 +200,7 @@ def _squeezed(values: Sequence[float], room: int) -> list[float]:
     if len(values) <= room:
         return list(values)
     cuts = [round(i * len(values) / room) for i in range(room + 1)]
-    return [math.fsum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
 
 
 def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
@@ -216,7 +216,7 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
         line(same, (f" {count(_float(counted))} keys", QUIET)),
         line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
         line(
-            "lr ", (number(_latest(run, "lr"), 3), "bold"), " · ",
+            "lr ", (f"{_latest(run, 'lr'):.2e}", "bold"), " · ",
             *([("forward ", ""), (duration(_latest(run, "forward_s")), "bold")] if two_rows
               else [("grad norm ", ""), (number(_latest(run, "grad_norm"), 3), "bold")]),
         ),
@@ -253,9 +253,7 @@ def _findings(look: Look, width: int, room: int) -> list[Text]:
     findings = look.findings
     if not findings:
         return [title("findings", "", width), line(("✓ nothing is wrong", "green")), *[Text("")] * (room - 1)]
-    counts = [
-        f"{n} {level_.value}" for level_ in (Level.CRITICAL, Level.WARNING) if (n := _count(findings, level_))
-    ]
+    counts = [f"{n} {level_.value}" for level_ in (Level.CRITICAL, Level.WARNING) if (n := _count(findings, level_))]
     shown = list(findings) if len(findings) <= room else list(findings)[: room - 1]
     lines = [title("findings", ", ".join(counts), width)]
     for finding in shown:
@@ -285,7 +283,7 @@ def _events(events: Sequence[Event], width: int, room: int) -> list[Text]:
     lines = [title("events", f"{len(events):,}, newest first, UTC", width)]
     if not events:
         lines.append(Text("none yet", QUIET))
-    for event in list(events)[: -room : -1]:
+    for event in list(events)[:-room:-1]:
         style = _EVENT_STYLES.get(event.kind, "")
         words = event.kind.value.replace("_", " ")
         lines.append(

@@ -61,7 +61,7 @@ def plain_ascii(text: Text) -> Text:
 
 
 _ASCII = {
-    **{code: "*" for code in range(0x2801, 0x2900)},
+    **dict.fromkeys(range(0x2801, 0x2900), "*"),
     **dict(zip(map(ord, LEVELS[1:]), "12345678", strict=True)),
     **{ord(a): b for a, b in zip("─│┤┊·×↑…–●○✓■✗▲≈→µ", "-||:.x^.-*o+#x!~>u", strict=True)},
 }

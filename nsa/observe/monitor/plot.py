@@ -20,7 +20,6 @@ QUIET, BAD, HIGH, RESTART, POINT = "dim", "bold red", "yellow", "dim yellow", "b
 class Curve:
     x: Sequence[float]
     y: Sequence[float]
-    rows: Iterable[int] | None = None
     style: str = ""
     letter: str = ""
     """Set on the curve here and there, where several are drawn."""
@@ -38,7 +37,7 @@ class Plot:
 
     def draw(self, width: int, height: int) -> list[Text]:
         """`height` lines, the last of them the horizontal axis, each at most `width` cells wide."""
-        found = [buckets(curve.x, curve.y, 2 * width, curve.rows) for curve in self.curves]
+        found = [buckets(curve.x, curve.y, 2 * width) for curve in self.curves]
         everything = [bucket for each in found for bucket in each]
         span = value_range(everything, from_zero=self.from_zero, more=[y for _, y in self.points])
         xs = [bucket.x for bucket in everything] + [x for x, _ in self.points]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 from nsa.observe.buckets import Bucket, Range, nice_step, ticks, value_range
 from nsa.observe.figures import number, tick
@@ -190,8 +191,7 @@ class _Drawing:
                 if bucket.not_finite
             ]
         return "".join(
-            f'<g class="bad"><title>{escape(words)}</title>'
-            f'<path d="M{self._x(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8"/></g>'
+            f'<g class="bad"><title>{escape(words)}</title><path d="M{self._x(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8"/></g>'
             for x, words in told[:500]
         )
 
@@ -204,7 +204,7 @@ class _Drawing:
         every = max(1, len(leading.found) // _HOVERS)
         chosen = leading.found[::every]
         xs = [self._x(bucket.x) for bucket in chosen]
-        edges = [LEFT, *((a + b) / 2 for a, b in zip(xs, xs[1:], strict=False)), self.chart.width - RIGHT]
+        edges = [LEFT, *((a + b) / 2 for a, b in pairwise(xs)), self.chart.width - RIGHT]
         parts = []
         for bucket, begin, end in zip(chosen, edges, edges[1:], strict=False):
             said = [f"{number(bucket.x) if bucket.x % 1 else f'{bucket.x:,.0f}'} {self.chart.x_unit}"]

@@ -69,10 +69,6 @@ def marks(run: Run) -> list[Mark]:
     return found
 
 
-def _rows(run: Run) -> list[int]:
-    return list(run.lead.counted())
-
-
 def _superseded(run: Run, name: str) -> list[Line]:
     """What was done again, one faint line per time."""
     lead = run.lead
@@ -84,9 +80,13 @@ def _superseded(run: Run, name: str) -> list[Line]:
             stretches.append([row])
     column = lead.column(name)
     return [
-        Line("done again later", buckets(lead.step, column, 100, rows), "gone", band=False, in_hover=False)
+        Line("done again later", buckets(*_at_rows(lead.step, column, rows), 100), "gone", band=False, in_hover=False)
         for rows in stretches[-20:]
     ]
+
+
+def _at_rows(x: Sequence[float], y: Sequence[float], rows: Sequence[int]) -> tuple[list[float], list[float]]:
+    return [x[row] for row in rows], [y[row] for row in rows]
 
 
 def _chart(run: Run, title: str, unit: str, lines: list[Line], say: Callable[[float], str], **more: object) -> Chart:
@@ -94,7 +94,7 @@ def _chart(run: Run, title: str, unit: str, lines: list[Line], say: Callable[[fl
 
 
 def _line(run: Run, name: str, label: str, style: str = "c1", most: int = MOST_POINTS) -> Line:
-    return Line(label, buckets(run.lead.step, run.lead.column(name), most, run.lead.counted()), style)
+    return Line(label, buckets(run.lead.counted("step"), run.lead.counted(name), most), style)
 
 
 def _one(run: Run, name: str, title: str, unit: str, say: Callable[[float], str]) -> Chart:
@@ -173,7 +173,7 @@ def worst(run: Run, name: str) -> list[Bucket]:
     x: list[float] = []
     y: list[float] = []
     for series in run.ranks.values():
-        for bucket in buckets(series.step, series.column(name), MOST_POINTS, series.counted()):
+        for bucket in buckets(series.counted("step"), series.counted(name), MOST_POINTS):
             x.append(bucket.x)
             y.append(bucket.high if math.isfinite(bucket.high) else math.inf)
     return buckets(x, y, MOST_POINTS)
@@ -181,7 +181,7 @@ def worst(run: Run, name: str) -> list[Bucket]:
 
 def gate_pictures(run: Run) -> tuple[list[tuple[str, str]], float, float, int, tuple[int, int]] | None:
     """(branch, picture) for each branch, the least and largest share, layers, first and last step."""
-    gates = _of_the_way(run)
+    gates = run.lead.gates()
     if not gates:
         return None
     layers = min(len(each.shares) for each in gates)
@@ -195,16 +195,6 @@ def gate_pictures(run: Run) -> tuple[list[tuple[str, str]], float, float, int, t
         cells = [[_at(each.shares[layer], place) for each in chosen] for layer in range(layers)]
         pictures.append((branch, png_uri(cells, low, high)))
     return pictures, low, high, layers, (chosen[0].step, chosen[-1].step)
-
-
-def _of_the_way(run: Run) -> list:  # type: ignore[type-arg]
-    """Records of gates whose steps count, in the order of the steps: a later one at the same step stands."""
-    way: list = []  # type: ignore[type-arg]
-    for gates in run.lead.gates.items():
-        while way and way[-1].step >= gates.step:
-            way.pop()
-        way.append(gates)
-    return way
 
 
 def _at(shares: Sequence[float], place: int) -> float:

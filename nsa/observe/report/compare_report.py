@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from html import escape
+from math import isfinite
 
 from nsa.observe.buckets import buckets
 from nsa.observe.comparison import differing_settings, figures, labels
@@ -28,7 +29,7 @@ def render(runs: Sequence[Run]) -> str:
     else:
         settings = '<p class="quiet">All settings are the same.</p>'
     title = " · ".join(names)
-    head = f'<header><h1>{len(runs)} runs</h1><p>{escape(title)}</p></header>'
+    head = f"<header><h1>{len(runs)} runs</h1><p>{escape(title)}</p></header>"
     body = [
         head,
         section("Figures", "figures", side_by_side),
@@ -68,7 +69,7 @@ def _over_steps(
     from_zero: bool = True,
 ) -> Chart:  # fmt: skip
     lines = [
-        Line(name, buckets(run.lead.step, run.lead.column(column), _POINTS, run.lead.counted()), _style(place))
+        Line(name, buckets(run.lead.counted("step"), run.lead.counted(column), _POINTS), _style(place))
         for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
     return Chart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=say)
@@ -81,12 +82,14 @@ def _loss_over(runs: Sequence[Run], names: Sequence[str], what: str) -> Chart:
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         lead = run.lead
         if what == "tokens":
-            x: Sequence[float] = lead.column("tokens_seen")
+            pairs = list(zip(lead.counted("tokens_seen"), lead.counted("loss"), strict=True))
+            x = [tokens for tokens, _ in pairs if isfinite(tokens)]
+            y = [loss for tokens, loss in pairs if isfinite(tokens)]
         else:
-            x = [(ts - lead.ts[0]) / seconds for ts in lead.ts]
-        rows = [row for row in lead.counted() if x[row] == x[row]]
-        last = max([last, *(x[row] for row in rows[-1:])])
-        lines.append(Line(name, buckets(x, lead.column("loss"), _POINTS, rows), _style(place)))
+            x = [(ts - lead.ts[0]) / seconds for ts in lead.counted("ts")]
+            y = list(lead.counted("loss"))
+        last = max([last, *x[-1:]])
+        lines.append(Line(name, buckets(x, y, _POINTS), _style(place)))
     about = "over tokens" if what == "tokens" else "over the clock, from the first record"
     x_unit = "tokens" if what == "tokens" else unit
     return Chart(f"loss {about}", "nats per token", lines, (0.0, last or 1.0), x_unit=x_unit, from_zero=False)
@@ -105,7 +108,6 @@ def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chart:
     on_gpu = any(value > 0 for run in runs for value in run.lead.column("gpu_mem_reserved"))
     column, what = ("gpu_mem_reserved", "GPU, reserved") if on_gpu else ("host_mem_rss", "host")
     lines = [
-        Line(name, worst(run, column), _style(place))
-        for place, (run, name) in enumerate(zip(runs, names, strict=True))
+        Line(name, worst(run, column), _style(place)) for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
     return Chart("memory", f"MiB, {what}, most of any rank", lines, (0.0, _last_step(runs)), format=memory)

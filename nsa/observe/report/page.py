@@ -47,10 +47,7 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
 
 def chart_figure(chart: Chart) -> str:
     key = _key(chart)
-    return (
-        f"<figure><h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>{chart.svg()}"
-        f"{key}</figure>"
-    )
+    return f"<figure><h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>{chart.svg()}{key}</figure>"
 
 
 def _key(chart: Chart) -> str:
@@ -82,7 +79,9 @@ def table(
     def css(place: int) -> str:
         return ' class="n"' if place in numbers else ' class="code"' if place in codes else ""
 
-    head = "".join(f"<th{css(place) if place in numbers else ''}>{escape(name)}</th>" for place, name in enumerate(heads))
+    head = "".join(
+        f"<th{css(place) if place in numbers else ''}>{escape(name)}</th>" for place, name in enumerate(heads)
+    )
     body = []
     for index, row in enumerate(rows):
         named = f' class="{classes[index]}"' if index < len(classes) and classes[index] else ""

@@ -61,8 +61,10 @@ def _head(look: Look, summary: Summary) -> str:
     began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
     about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data not known')}"
     return (
-        f'<header>\n<h1>{escape(plain(run.name))}</h1>\n<p><span class="state {style}">{sign} {escape(look.state)}</span>'
-        f" · {escape(about)} · as of {moment(look.now)}</p>\n{tiles(_tiles(look, summary))}\n<nav>{links}</nav>\n</header>"
+        f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
+        f'<p><span class="state {style}">{sign} {escape(look.state)}</span> · {escape(about)} · '
+        f"as of {moment(look.now)}</p>"
+        f"\n{tiles(_tiles(look, summary))}\n<nav>{links}</nav>\n</header>"
     )
 
 
@@ -95,12 +97,12 @@ def _gates(run: Run) -> str:
     figures = []
     for branch, uri in pictures:
         figures.append(
-            f'<figure><h3>{branch} <small>layer 0 on top, {layers - 1} at the bottom</small></h3>'
+            f"<figure><h3>{branch} <small>layer 0 on top, {layers - 1} at the bottom</small></h3>"
             f'<img src="{uri}" style="height:{height}px" alt="share of the {branch} gate by layer and step">'
             f'<div class="ends"><span>step {first:,}</span><span>step {last:,}</span></div></figure>'
         )
     scale = f'<p class="quiet">share of the gate: {share(low)}<span class="scale"></span>{share(high)}</p>'
-    newest = run.lead.gates.items()[-1]
+    newest = run.lead.gates()[-1]
     rows = [[str(layer), *(share(value) for value in shares)] for layer, shares in enumerate(newest.shares)]
     figures_now = table(("layer", "compressed", "selected", "sliding"), rows, numbers=(1, 2, 3))
     return (
@@ -113,13 +115,14 @@ def _timeline(run: Run, wall: Goodput | None) -> str:
     if wall is None:
         return '<p class="quiet">No process has told anything yet.</p>'
     words = f"From {moment(wall.begin)} to {moment(wall.end)}; time since the start below. Outlined: start-up."
-    return f"{timeline(run.events, wall)}<p class=\"quiet\">{words}</p>"
+    return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
 
 
 def _goodput(wall: Goodput | None) -> str:
     if wall is None or wall.total <= 0:
         return '<p class="quiet">No time recorded yet.</p>'
-    bar, rows = [], []
+    bar: list[str] = []
+    rows: list[tuple[str, ...]] = []
     for cause in Cause:
         part = wall.share(cause)
         if part > 0:

@@ -72,8 +72,7 @@ def timeline(events: Sequence[Event], wall: Goodput) -> str:
         told = [f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value}" for event in kind_group]
         words = "\n".join(told if len(told) <= 12 else [*told[:5], f"and {len(told) - 10} more", *told[-5:]])
         parts.append(
-            f'<text class="sign {sign.style}" x="{at:.1f}" y="{y:.1f}">{sign.sign}'
-            f"<title>{escape(words)}</title></text>"
+            f'<text class="sign {sign.style}" x="{at:.1f}" y="{y:.1f}">{sign.sign}<title>{escape(words)}</title></text>'
         )
     return "".join(parts) + "</svg>"
 
@@ -100,9 +99,8 @@ def _axis(total: float, bottom: int, x: Callable[[float], float], begin: float) 
     for number in range(int(total / step) + 1):
         at = x(begin + number * step)
         anchor = ' style="text-anchor:end"' if at > WIDTH - 50 else ""
+        words = duration(number * step) if number else "0"
         parts.append(f'<path class="tick" d="M{at:.1f} {bottom}v5"/>')
-        parts.append(
-            f'<text class="x" x="{at:.1f}" y="{bottom + 19}"{anchor}>{duration(number * step) if number else "0"}</text>'
-        )
+        parts.append(f'<text class="x" x="{at:.1f}" y="{bottom + 19}"{anchor}>{words}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>')
     return parts
