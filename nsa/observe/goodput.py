@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from nsa.observe import names
-from nsa.observe.conditions import Limits
+from nsa.observe.conditions import CONDITIONS, Limits
 from nsa.observe.events import Event, Kind
 from nsa.observe.series import Evaluation, RankSeries
 
@@ -42,6 +42,7 @@ KNOWN: Mapping[Cause, str] = {
     Cause.DOWN: "from a process's last sign of life to the next start event; loading the program is in it",
 }
 
+_GONE = CONDITIONS["process_gone"].name
 Spent = dict[Cause, float]
 _STARTS = (Kind.START, Kind.RESTART)
 _ENDS = (Kind.SAVE, Kind.HALT, Kind.STOP, Kind.DONE, Kind.ERROR)
@@ -240,6 +241,7 @@ def _share_out_gap(last: float, begin: float, events: Sequence[Event], spent: Sp
     """Between two processes: down, or hanging where a watchdog saw that, until somebody ended it."""
     inside = [event for event in events if last < event.ts < begin]
     ended = next((event.ts for event in inside if event.kind in (Kind.ERROR, Kind.STOP)), begin)
-    hung = ended - last if any(event.kind == Kind.STALL for event in inside) else 0.0
+    stalled = any(event.kind == Kind.STALL and event.details.get("condition") != _GONE for event in inside)
+    hung = ended - last if stalled else 0.0
     spent[Cause.STALL] += hung
     spent[Cause.DOWN] += begin - last - hung

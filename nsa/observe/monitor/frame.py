@@ -302,6 +302,9 @@ def told(event: Event) -> str:
     if event.kind in (Kind.START, Kind.RESTART):
         origin = str(details.get("origin") or "").rpartition("/")[2]
         return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")
+    if condition := details.get("condition"):
+        over = "over" if details.get("over") else details.get("message") or details.get("reason") or ""
+        return plain(f"{condition}: {over}", 200)
     for name in ("reason", "error", "problem", "why", "message"):
         if details.get(name):
             return plain(details[name], 200)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nsa.observe import names
 from nsa.observe.conditions import Finding, Level
-from nsa.observe.events import Event
+from nsa.observe.events import Event, Kind
 from nsa.observe.figures import UNKNOWN, count, duration, moment, number, plain, share
 from nsa.observe.goodput import KNOWN, Cause, Goodput
 from nsa.observe.look import Look
@@ -139,8 +139,8 @@ def _goodput(wall: Goodput | None) -> str:
 
 def _findings(look: Look) -> str:
     told_now = (
-        "Judged on the records of the newest process as they were when this report was made; what a watchdog found "
-        "earlier is among the events and in its log."
+        "Judged on the records of the newest process as they were when this report was made; below, what a watchdog "
+        "found while it ran, if one did."
     )
     if look.findings:
         made = table(
@@ -149,7 +149,7 @@ def _findings(look: Look) -> str:
         )
     else:
         made = '<p class="good">✓ nothing is wrong</p>'
-    return f'<p class="quiet">{told_now}</p>{made}{_health_log(look.run.folder)}'
+    return f'<p class="quiet">{told_now}</p>{made}{_found_before(look.run.events)}{_health_log(look.run.folder)}'
 
 
 def _finding_row(finding: Finding) -> Sequence[str]:
@@ -158,6 +158,27 @@ def _finding_row(finding: Finding) -> Sequence[str]:
     rank = "run" if finding.rank is None else str(finding.rank)
     condition = finding.condition
     return (level, condition.name, rank, f"{finding.step:,}", plain(finding.message), condition.advice)
+
+
+def _found_before(events: Sequence[Event]) -> str:
+    """What the watchdog told, from when to when; the newest first."""
+    rows: list[tuple[str, ...]] = []
+    open_ones: dict[str, int] = {}
+    for event in events:
+        name = str(event.details.get("condition") or "")
+        if event.kind not in (Kind.FINDING, Kind.STALL) or not name:
+            continue
+        if not event.details.get("over"):
+            open_ones[name] = len(rows)
+            level = str(event.details.get("level") or "")
+            values = plain(event.details.get("message") or "")
+            rows.append((plain(name), plain(level), f"{event.step:,}", moment(event.ts), UNKNOWN, values))
+        elif (place := open_ones.pop(name, None)) is not None:
+            rows[place] = (*rows[place][:4], moment(event.ts), rows[place][5])
+    if not rows:
+        return ""
+    made = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
+    return f"<h3>found by the watchdog <small>newest first</small></h3>{made}"
 
 
 def _health_log(folder: Path) -> str:

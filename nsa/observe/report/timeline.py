@@ -5,9 +5,11 @@ from html import escape
 from typing import NamedTuple
 
 from nsa.observe.buckets import nice_step
+from nsa.observe.conditions import Level
 from nsa.observe.events import Event, Kind
 from nsa.observe.figures import clock, duration
 from nsa.observe.goodput import Goodput
+from nsa.observe.monitor.frame import told
 from nsa.observe.report.charts import time_unit
 
 WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
@@ -66,15 +68,27 @@ def timeline(events: Sequence[Event], wall: Goodput) -> str:
             f'width="{max(1.0, x(life.end) - x(life.first_step)):.1f}"/></g>'
         )
     for kind_group in _grouped(events, x):
-        sign = _SIGNS[kind_group[0].kind]
+        sign = _sign(kind_group)
         at = sum(x(event.ts) for event in kind_group) / len(kind_group)
         y = TOP + LANE * (LANES.index(sign.lane) + 0.5) + 5
-        told = [f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value}" for event in kind_group]
+        told = [
+            f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {told(event)}".rstrip()
+            for event in kind_group
+        ]
         words = "\n".join(told if len(told) <= 12 else [*told[:5], f"and {len(told) - 10} more", *told[-5:]])
         parts.append(
             f'<text class="sign {sign.style}" x="{at:.1f}" y="{y:.1f}">{sign.sign}<title>{escape(words)}</title></text>'
         )
     return "".join(parts) + "</svg>"
+
+
+def _sign(group: Sequence[Event]) -> _Sign:
+    sign = _SIGNS[group[0].kind]
+    if group[0].kind != Kind.FINDING:
+        return sign
+    if any(event.details.get("level") == Level.CRITICAL for event in group):
+        return sign._replace(style="crit")
+    return sign._replace(sign="△", style="calm") if all(event.details.get("over") for event in group) else sign
 
 
 def _grouped(events: Sequence[Event], x: Callable[[float], float]) -> list[list[Event]]:
