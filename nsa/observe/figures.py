@@ -31,7 +31,9 @@ def tick(value: float, step: float) -> str:
         if abs(value) >= size and step >= size / 100:
             return _round(value / size, step / size) + letter
     if abs(value) < 1e-3 or step < 1e-4:
-        return number(value, 2)
+        digits = max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(step) + 1e-9) + 1)
+        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
     return _round(value, step)
 
 
@@ -98,3 +100,8 @@ def plain(text: object, most: int = 500) -> str:
     """One line that moves no cursor and changes no colour, whatever a file said."""
     line = "".join(letter if letter.isprintable() else " " for letter in str(text)[: most + 1])
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def as_float(value: object) -> float:
+    """A number of a record, NaN where it is none."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

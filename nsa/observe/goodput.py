@@ -111,7 +111,7 @@ def _spans(lead: RankSeries, events: Sequence[Event]) -> list[_Span]:
     """Beats and start events of the same process, put together; a process that died before its first beat counts."""
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
-    row_ends = [process.first_row for process in lives[1:]] + [len(lead)]
+    row_ends = [*(process.first_row for process in lives[1:]), len(lead)][: len(lives)]
     found = []
     for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
         earlier = lives[number - 1].last if number else -math.inf
@@ -121,7 +121,8 @@ def _spans(lead: RankSeries, events: Sequence[Event]) -> list[_Span]:
         found.append(_Span(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending))
     latest = lives[-1].last if lives else -math.inf
     found += [_Span(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
-    return [_with_last_event(span, after, events) for span, after in zip(found, [*found[1:], None], strict=True)]
+    followers: list[_Span | None] = [*found[1:], None]
+    return [_with_last_event(span, after, events) for span, after in zip(found, followers, strict=False)]
 
 
 def _with_last_event(span: _Span, after: _Span | None, events: Sequence[Event]) -> _Span:

@@ -11,8 +11,9 @@ from itertools import pairwise
 from rich.text import Text
 
 from nsa.observe.conditions import Finding, Level
+from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
-from nsa.observe.figures import clock, count, duration, memory, number, plain, share
+from nsa.observe.figures import as_float, clock, count, duration, memory, number, plain, share
 from nsa.observe.goodput import Cause
 from nsa.observe.look import Look
 from nsa.observe.monitor.lines import QUIET, beside, ends, fit, level, line, title
@@ -78,22 +79,25 @@ def _pace(run: Run) -> float | None:
 
 
 def _facts(look: Look, width: int) -> Text:
-    run, lead = look.run, look.run.lead
-    words = []
-    if look.wall is not None and look.wall.total > 0:
-        words.append(duration(look.wall.total))
-        words.append(f"goodput {share(look.wall.share(Cause.PRODUCTIVE))}")
-    if tokens := lead.last_progress.get("tokens_seen"):
-        words.append(f"{count(tokens)} tokens")
+    """As many as fit, what an operator asks first first."""
+    run, lead, wall = look.run, look.run.lead, look.wall
     restarts = sum(event.kind == Kind.RESTART for event in run.events)
-    words.append(f"{restarts} restart{'' if restarts == 1 else 's'}")
     saves = [event for event in run.events if event.kind == Kind.SAVE]
-    words.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
+    facts = [f"{restarts} restart{'' if restarts == 1 else 's'}"]
+    facts.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
+    if wall is not None and wall.total > 0:
+        facts = [duration(wall.total), f"goodput {share(wall.share(Cause.PRODUCTIVE))}", *facts]
     if look.state not in _ENDED and lead.last:
-        words.append(f"beat {duration(max(0, int(look.now - lead.last['ts'])))} ago")
+        age = max(0.0, look.now - lead.last["ts"])
+        facts.insert(0, f"beat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
     if run.halt is not None:
-        words.append(f".HALT: {plain(run.halt, 40)}")
-    return fit(line((" · ".join(words), QUIET)), width)
+        facts.insert(0, f".HALT: {plain(run.halt, 40)}")
+    if tokens := lead.last_progress.get("tokens_seen"):
+        facts.append(f"{count(tokens)} tokens")
+    words = facts[0]
+    for fact in facts[1:]:
+        words += f" · {fact}" if len(words) + len(fact) + 3 <= width else ""
+    return line((words, QUIET))
 
 
 def _charts(look: Look, width: int, height: int, two_rows: bool) -> list[Text]:
@@ -171,7 +175,7 @@ def _gates(run: Run, width: int, height: int) -> list[Text]:
         for branch, (name, mean) in enumerate(zip(BRANCHES, means, strict=False)):
             values = [layer[branch] for layer in layers]
             strip = _strip(values, room)
-            lines.append(line((f"{name:10} ", ""), (f"{share(_float(mean)):>6} ", "bold"), (strip, "cyan")))
+            lines.append(line((f"{name:10} ", ""), (f"{share(as_float(mean)):>6} ", "bold"), (strip, "cyan")))
     entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
     collapsed = _latest(run, "gate_collapse_frac")
     uniform = " of 1.10 nats" if width >= 54 else ""
@@ -213,7 +217,7 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
     lines = [
         title("figures", "", width),
         line("selects ", (number(k_mean, 3), "bold"), f"/{number(k_max, 3)} keys · {share(at_max)} at max"),
-        line(same, (f" {count(_float(counted))} keys", QUIET)),
+        line(same, (f" {count(as_float(counted))} keys", QUIET)),
         line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
         line(
             "lr ", (f"{_latest(run, 'lr'):.2e}", "bold"), " · ",
@@ -232,14 +236,14 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
 def _memory_words(run: Run) -> Text:
     """The most that any rank has."""
     of_ranks = [series.last_progress for series in run.ranks.values() if series.last_progress]
-    on_gpu = max((_float(each.get("gpu_mem_reserved")) for each in of_ranks), default=math.nan)
-    host = max((_float(each.get("host_mem_rss")) for each in of_ranks), default=math.nan)
+    on_gpu = max((as_float(each.get("gpu_mem_reserved")) for each in of_ranks), default=math.nan)
+    host = max((as_float(each.get("host_mem_rss")) for each in of_ranks), default=math.nan)
     words = f"GPU {memory(on_gpu)}" if on_gpu > 0 else f"host {memory(host)}"
     return line((words, "bold"))
 
 
 def _ranks(run: Run) -> Text:
-    forward = {rank: _float(each.last_progress.get("forward_s")) for rank, each in run.ranks.items()}
+    forward = {rank: as_float(each.last_progress.get("forward_s")) for rank, each in run.ranks.items()}
     known = {rank: seconds for rank, seconds in forward.items() if math.isfinite(seconds)}
     words = line((f"{len(run.ranks)} ranks", "bold"))
     if known:
@@ -292,29 +296,6 @@ def _events(events: Sequence[Event], width: int, room: int) -> list[Text]:
     return lines
 
 
-def told(event: Event) -> str:
-    """What an event says beyond its kind and step, in few words."""
-    details = event.details
-    if event.kind == Kind.EVALUATION:
-        return f"held-out loss {number(_float(details.get('val_loss')))}"
-    if event.kind == Kind.LOST_STEPS:
-        return f"{details.get('steps')} steps to do again"
-    if event.kind in (Kind.START, Kind.RESTART):
-        origin = str(details.get("origin") or "").rpartition("/")[2]
-        return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")
-    if condition := details.get("condition"):
-        over = "over" if details.get("over") else details.get("message") or details.get("reason") or ""
-        return plain(f"{condition}: {over}", 200)
-    for name in ("reason", "error", "problem", "why", "message"):
-        if details.get(name):
-            return plain(details[name], 200)
-    return ""
-
-
 def _footer(look: Look, width: int) -> Text:
     keys = "q quit" if look.state not in _ENDED else "q quit · this run has ended; the figures are its last"
     return ends(line((keys, QUIET)), line((f"{clock(look.now)} UTC", QUIET)), width)
-
-
-def _float(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

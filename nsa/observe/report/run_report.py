@@ -8,11 +8,11 @@ from typing import Any
 
 from nsa.observe import names
 from nsa.observe.conditions import Finding, Level
+from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
 from nsa.observe.figures import UNKNOWN, count, duration, moment, number, plain, share
 from nsa.observe.goodput import KNOWN, Cause, Goodput
 from nsa.observe.look import Look
-from nsa.observe.monitor.frame import told
 from nsa.observe.report.charts import charts, gate_pictures
 from nsa.observe.report.page import Html, chart_figure, filter_field, page, section, table, tiles
 from nsa.observe.report.timeline import timeline

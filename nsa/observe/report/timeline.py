@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from nsa.observe.buckets import nice_step
 from nsa.observe.conditions import Level
+from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
 from nsa.observe.figures import clock, duration
 from nsa.observe.goodput import Goodput
-from nsa.observe.monitor.frame import told
 from nsa.observe.report.charts import time_unit
 
 WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
@@ -71,11 +71,11 @@ def timeline(events: Sequence[Event], wall: Goodput) -> str:
         sign = _sign(kind_group)
         at = sum(x(event.ts) for event in kind_group) / len(kind_group)
         y = TOP + LANE * (LANES.index(sign.lane) + 0.5) + 5
-        told = [
+        said = [
             f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {told(event)}".rstrip()
             for event in kind_group
         ]
-        words = "\n".join(told if len(told) <= 12 else [*told[:5], f"and {len(told) - 10} more", *told[-5:]])
+        words = "\n".join(said if len(said) <= 12 else [*said[:5], f"and {len(said) - 10} more", *said[-5:]])
         parts.append(
             f'<text class="sign {sign.style}" x="{at:.1f}" y="{y:.1f}">{sign.sign}<title>{escape(words)}</title></text>'
         )
