@@ -81,4 +81,5 @@ class Tail:
             if self._in_long_line or len(rest) > _LONGEST_LINE:
                 self._in_long_line, rest = True, b""
             self._half = rest
-            yield from (record for line in whole if (record := parse_record(line)) is not None)
+            lines = (line.decode("utf-8", "replace") for line in whole)
+            yield from (record for line in lines if (record := parse_record(line)) is not None)

@@ -80,7 +80,10 @@ def test_a_second_stall_is_a_second_episode(watched):
     watched.go_on(5)
     for _ in range(2):
         watched.look()
-        assert any("CRITICAL heartbeat_stall" in line for line in watched.look(200.0))
+        told = watched.look(200.0)
+        assert any("CRITICAL heartbeat_stall" in line for line in told)
+        assert any(".HALT written" in line for line in told)
+        (watched.path / names.HALT).unlink()
         watched.go_on(1)
 
 
