@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from rich.text import Text
 
@@ -31,33 +32,40 @@ _PACE_RECORDS = 20
 
 
 def frame(look: Look, width: int, height: int) -> list[Text]:
-    """At most `height` lines of at most `width` cells."""
-    events_wanted, findings_room = 4, 2
-    charts_height, two_rows = 8, height >= 36
-    spare = height - 24
-    if two_rows:
-        spare -= charts_height
-    figures_height = 4
-    if spare > 0:
-        grow = min(spare // (4 if two_rows else 2), 6)
-        charts_height += grow
-        spare -= grow * (2 if two_rows else 1)
-        layers = min(max(0, spare // 2), max(0, _n_layers(look.run) + 1 - figures_height))
-        figures_height += layers
-        spare -= layers
-        more_findings = min(max(0, len(look.findings) - findings_room), spare // 2)
-        findings_room += more_findings
-        events_wanted += spare - more_findings
-    lines = [_header(look, width), _facts(look, width)]
-    lines += _charts(look, width, charts_height, two_rows)
+    """`height` lines of `width` cells."""
+    plan = _plan(look, height)
     left = (width - 2) // 2
-    lines += beside(_gates(look.run, left, figures_height), _figures(look.run, width - 2 - left, two_rows), left)
-    lines += _findings(look, width, findings_room)
-    room = height - 1 - len(lines)
-    lines += _events(look.run.events, width, max(0, min(room, max(room, events_wanted) + 1)))
+    lines = [_header(look, width), _facts(look, width)]
+    lines += _charts(look, width, plan.charts, plan.two_rows)
+    gates, figures = _gates(look.run, left, plan.gates), _figures(look.run, width - 2 - left, plan.two_rows)
+    lines += beside(gates, figures, left)
+    lines += _findings(look, width, plan.findings)
+    lines += _events(look.run.events, width, height - 1 - len(lines))
     lines = lines[: height - 1]
     lines += [Text("")] * (height - 1 - len(lines))
     return [fit(each, width) for each in [*lines, _footer(look, width)]]
+
+
+class _Plan(NamedTuple):
+    """Lines of each part; what is left goes to the events."""
+
+    charts: int = 8
+    two_rows: bool = False
+    gates: int = 4
+    findings: int = 2
+
+
+def _plan(look: Look, height: int) -> _Plan:
+    """At 24 lines everything is there; more lines make charts taller, then show gates by layer, then findings."""
+    two_rows = height >= 36
+    spare = height - 24 - (_Plan().charts if two_rows else 0)
+    if spare <= 0:
+        return _Plan(two_rows=two_rows)
+    taller = min(spare // (4 if two_rows else 2), 6)
+    spare -= taller * (2 if two_rows else 1)
+    layers = min(spare // 2, max(0, _n_layers(look.run) + 1 - _Plan().gates))
+    findings = min(max(0, len(look.findings) - _Plan().findings), (spare - layers) // 2)
+    return _Plan(_Plan().charts + taller, two_rows, _Plan().gates + layers, _Plan().findings + findings)
 
 
 def _header(look: Look, width: int) -> Text:
@@ -256,7 +264,7 @@ def _ranks(run: Run) -> Text:
 def _findings(look: Look, width: int, room: int) -> list[Text]:
     findings = look.findings
     if not findings:
-        return [title("findings", "", width), line(("✓ nothing is wrong", "green")), *[Text("")] * (room - 1)]
+        return [title("findings", "", width), line(("✓ nothing is wrong", "green"))]
     counts = [f"{n} {level_.value}" for level_ in (Level.CRITICAL, Level.WARNING) if (n := _count(findings, level_))]
     shown = list(findings) if len(findings) <= room else list(findings)[: room - 1]
     lines = [title("findings", ", ".join(counts), width)]
@@ -267,7 +275,7 @@ def _findings(look: Look, width: int, room: int) -> list[Text]:
     if len(shown) < len(findings):
         names_ = ", ".join(dict.fromkeys(finding.condition.name for finding in findings[len(shown) :]))
         lines.append(line((f"and {len(findings) - len(shown)} more: {names_}", QUIET)))
-    return lines + [Text("")] * (room + 1 - len(lines))
+    return lines
 
 
 def _count(findings: Sequence[Finding], level_: Level) -> int:

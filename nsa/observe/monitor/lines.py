@@ -33,7 +33,9 @@ def ends(left: Text, right: Text, width: int) -> Text:
 
 def title(words: str, about: Text | str, width: int) -> Text:
     """A heading with its unit or figures, and a rule to the end of the width."""
-    head = line((words, "bold"), " ", about if isinstance(about, Text) else (about, QUIET), " ")
+    head = line((words, "bold"), " ")
+    if about:
+        head.append_text(line(about if isinstance(about, Text) else (about, QUIET), " "))
     head.truncate(width, overflow="ellipsis")
     head.append("─" * max(0, width - head.cell_len), QUIET)
     return head
