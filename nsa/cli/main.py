@@ -6,7 +6,21 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import bench, checkpoint, config, doctor, estimate, exporter, launch, preflight, train, watch
+from nsa.cli import (
+    bench,
+    checkpoint,
+    compare,
+    config,
+    doctor,
+    estimate,
+    exporter,
+    launch,
+    monitor,
+    preflight,
+    report,
+    train,
+    watch,
+)
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -41,6 +55,9 @@ app.command()(watch.halt)
 app.command()(watch.smoke)
 app.command()(preflight.preflight)
 app.command()(estimate.estimate)
+app.command()(monitor.monitor)
+app.command()(report.report)
+app.command()(compare.compare)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ from nsa.cli.config import resolve
 from nsa.cli.launch import launch
 from nsa.cli.preflight import ALLOW_HELP
 from nsa.errors import ConfigError
+from nsa.observe.names import PROGRESS
 
 if TYPE_CHECKING:
     from nsa.observe.heartbeat import Beat
@@ -104,7 +105,7 @@ class _Plain:
         print(text, flush=True)
 
     def beat(self, beat: "Beat", steps: int) -> None:
-        if beat.loss is not None:
+        if beat.msg == PROGRESS:
             print(_progress(beat, steps), flush=True)
         elif beat.detail:
             print(f"{beat.msg} at step {beat.step}: {beat.detail}", flush=True)
@@ -125,7 +126,7 @@ class _Live(_Plain):
         self._console.print(text)
 
     def beat(self, beat: "Beat", steps: int) -> None:
-        if beat.loss is None:
+        if beat.msg != PROGRESS:
             self._live.stop()
             if beat.detail:
                 self._console.print(f"{beat.msg} at step {beat.step}: {beat.detail}")

@@ -1,6 +1,7 @@
 """New whole records of a growing file, at the cost of its new bytes: what `tail -F` is for people."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,17 +28,19 @@ class Tail:
 
     def read(self) -> list[dict[str, Any]]:
         """Records that became whole since the last call; oldest first."""
-        records: list[dict[str, Any]] = []
+        return list(self.stream())
+
+    def stream(self) -> Iterator[dict[str, Any]]:
+        """The same one by one: a file of days is larger as records than the memory there is."""
         if self._file is None and not self._open():
-            return records
-        self._drain(records)
+            return
+        yield from self._drain()
         if self._replaced():
             # The last words went to the old file; what follows begins the new one.
-            self._drain(records)
+            yield from self._drain()
             self.close()
             if self._open():
-                self._drain(records)
-        return records
+                yield from self._drain()
 
     def close(self) -> None:
         if self._file is not None:
@@ -65,7 +68,7 @@ class Tail:
             return False  # moved away, and the new file is not there yet
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
-    def _drain(self, records: list[dict[str, Any]]) -> None:
+    def _drain(self) -> Iterator[dict[str, Any]]:
         assert self._file is not None
         if os.fstat(self._file.fileno()).st_size < self._file.tell():
             self._file.seek(0)
@@ -75,8 +78,8 @@ class Tail:
             if self._in_long_line and whole:
                 del whole[0]
                 self._in_long_line = False
-            lines = (line.decode("utf-8", "replace") for line in whole)
-            records.extend(record for line in lines if (record := parse_record(line)) is not None)
             if self._in_long_line or len(rest) > _LONGEST_LINE:
                 self._in_long_line, rest = True, b""
             self._half = rest
+            lines = (line.decode("utf-8", "replace") for line in whole)
+            yield from (record for line in lines if (record := parse_record(line)) is not None)
