@@ -1,5 +1,6 @@
 """One run from its description to an exit code. The order of things is here; what each does is in its own module."""
 
+import errno
 import logging
 import os
 import time
@@ -43,6 +44,7 @@ from nsa.train.loader import RowLoader
 from nsa.train.ranks import Agreement, Ranks
 
 LONG_RUN_STEPS = 5000
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
 
@@ -177,6 +179,13 @@ class _Run:
             if isinstance(error.__cause__, NSAError):
                 raise error.__cause__ from error
             raise
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise CheckpointError(
+                f"{self.folder.path} could not be written ({error.strerror}): what is saved there is untouched. Free "
+                f"disk space and add --resume."
+            ) from error
         self._finish(trainer, wishes)
         return wishes.exit_code
 

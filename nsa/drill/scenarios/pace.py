@@ -1,0 +1,64 @@
+"""Ranks that stop or lag while their process is alive."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+from nsa.drill import evidence
+from nsa.drill.fault import Kind as FaultKind
+from nsa.drill.row import Row
+from nsa.drill.scenarios.going_on import finish
+from nsa.drill.stage import SLACK_S, Stage
+from nsa.observe import names
+from nsa.train.exits import HALTED
+
+_STALL_S = 4.0
+_COLLECTIVE_S = 15.0
+
+
+def hung_rank(stage: Stage, row: Row) -> None:
+    """Rank 1 is stopped in the middle of its work: rank 0 waits for it, and nothing in either process can tell."""
+    settings = ["train.save_every=10", f"parallel.timeout_s={_COLLECTIVE_S:g}"]
+    stage.watch(stall_s=_STALL_S)
+    launched = stage.launch(*settings, nproc=2)
+    # Right after a save: where one is due the watchdog is patient.
+    pid = stage.wait_for_step(12, launched, rank=1)
+    os.kill(pid, signal.SIGSTOP)
+    stage.at_end(lambda: _let_go(pid))
+    silent_since = time.time()
+    event = stage.wait_for("the watchdog's finding", lambda: evidence.found(stage.run, "heartbeat_stall"), launched)[0]
+    row.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + SLACK_S)
+    row.demand_equal("exit code of the launcher", launched.end(), HALTED)
+    dumps = evidence.stack_dumps(stage.run)
+    waiting = [name for name, text in dumps.items() if "rank0" in name and "all_reduce" in text]
+    row.demand(waiting, "no stack dump of rank 0 that shows it waiting for the others")
+    row.demand("heartbeat_stall" in evidence.anomaly(stage.run), "the anomaly file does not tell")
+    row.demand((stage.run / names.HALT).exists(), "no halt file")
+    step = evidence.newest_good_step(stage.run)
+    row.demand_equal("newest verified checkpoint", step, 10)
+    row.left_behind = f"stacks of rank 0 in its collective, {names.ANOMALY}, {names.HALT}, verified checkpoint {step}"
+    finish(stage, row, stage.launch(*settings, "--resume", "--clear-halt", nproc=2), ranks=2, like_calm=True)
+
+
+def slow_rank(stage: Stage, row: Row) -> None:
+    """Rank 1 computes ten times as long as rank 0: a warning that names it; nothing is stopped."""
+    stage.watch()
+    launched = stage.launch(nproc=2, fault=stage.fault(FaultKind.SLOW_RANK, rank=1, seconds=0.1))
+    row.demand_equal("exit code", launched.end(), 0)
+    told = evidence.found(stage.run, "straggler")
+    row.demand(told, "the watchdog found no straggler")
+    if told:
+        row.detected("watchdog: straggler", told[0].ts - stage.injected_at(), within_s=SLACK_S)
+        row.demand_equal("the rank it names", told[0].details.get("rank"), 1)
+    row.demand(not (stage.run / names.HALT).exists(), "a warning must not halt")
+    row.demand_equal("last step", evidence.last_step(stage.run), evidence.newest_good_step(stage.run))
+    row.left_behind = "a warning that names rank 1"
+    same = evidence.same_end(stage.run, stage.calm(2))
+    row.demand(same, "the weights or losses differ from those of a calm run")
+    row.resumed = "never stopped, bits of the calm run" if same else "never stopped"
+
+
+def _let_go(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
