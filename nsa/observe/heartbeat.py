@@ -124,12 +124,18 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield {name: _read(value) for name, value in record.items()}
+        record = parse_record(line)
+        if record is not None:
+            yield record
+
+
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """One line as a record, or None if it was torn or is something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return {name: _read(value) for name, value in record.items()} if isinstance(record, dict) else None
 
 
 def read_beats(path: Path) -> Iterator[Beat]:

@@ -283,6 +283,7 @@ class _Run:
             device=str(self.device),
             threads=torch.get_num_threads(),
             world_size=self.ranks.world,
+            local_world_size=self.ranks.local_world,
             data=str(self.data),
             vocab_size=self.vocab_size,
         )
