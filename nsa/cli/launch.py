@@ -1,6 +1,7 @@
 """`nsa launch`: several ranks that are watched and started again from the last checkpoint."""
 
 import sys
+import time
 from pathlib import Path
 
 import typer
@@ -17,6 +18,7 @@ def launch(
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
     resume_from: Path = typer.Option(None, "--resume-from", help="Start from this checkpoint or run folder."),
     grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and leave when asked to."),
+    clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
 ) -> None:
     """Train on several ranks; restart from the last checkpoint what can get better, stop after 3 cycles without one.
 
@@ -47,8 +49,19 @@ def launch(
         resume=resume,
         grace_s=grace,
     )
+    if clear_halt:
+        _put_halt_aside(plan.run_folder)
     code = run(plan, lambda text: print(f"launch: {text}", flush=True), _show)
     raise typer.Exit(code)
+
+
+def _put_halt_aside(folder: Path) -> None:
+    """Before the first start only: one that comes later, restarts included, is obeyed."""
+    from nsa.observe import halt
+    from nsa.observe.run_folder import RunFolder
+
+    if aside := halt.put_aside(folder, now=time.time(), step=RunFolder(folder).last_step()):
+        print(f"launch: the .HALT that was there is {aside} now", flush=True)
 
 
 def _show(text: str) -> None:

@@ -6,7 +6,7 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import checkpoint, config, doctor, drill, launch, train
+from nsa.cli import checkpoint, config, doctor, drill, launch, train, watch
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -31,6 +31,10 @@ app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
+app.command()(watch.watch)
+app.command()(watch.status)
+app.command()(watch.halt)
+app.command()(watch.smoke)
 app.command()(drill.drill)
 
 

@@ -21,6 +21,7 @@ def train(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=_ARGUMENTS_HELP),
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
     resume_from: Path = typer.Option(None, "--resume-from", help="Go on from this checkpoint or run folder."),
+    clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
     dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
     steps: int = typer.Option(None, help="train.steps."),
     precision: str = typer.Option(None, help="runtime.precision: bf16 or fp32."),
@@ -57,8 +58,8 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         again = resume and checkpoint is None
-        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0)  # type: ignore[arg-type]
-    code = run(config, resume=resume, resume_from=checkpoint, reporter=_reporter())
+        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0, clear_halt)  # type: ignore[arg-type]
+    code = run(config, resume=resume, resume_from=checkpoint, clear_halt=clear_halt, reporter=_reporter())
     raise typer.Exit(code)
 
 

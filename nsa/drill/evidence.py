@@ -31,7 +31,8 @@ def launcher_verdicts(folder: Path) -> list[Event]:
 
 def findings(folder: Path) -> list[Event]:
     """What the watchdog found, in the order in which it did."""
-    return [event for event in events(folder, Kind.FINDING) if event.details.get("holds", True)]
+    told = [event for event in read_events(folder) if event.kind in (Kind.FINDING, Kind.STALL)]
+    return [event for event in told if not event.details.get("over")]
 
 
 def found(folder: Path, *conditions: str) -> list[Event]:

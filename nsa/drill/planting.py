@@ -72,7 +72,7 @@ def _benign_noise(fault: Fault) -> None:
                 time.sleep(chance.uniform(0.3, 1.0) * fault.seconds)
             yield pair
 
-    RowLoader._read = uneven  # type: ignore[method-assign]
+    RowLoader._read = uneven  # type: ignore[method-assign, assignment]
     _around_batches(fault, before=lambda module: time.sleep(chance.uniform(0.0, 0.02)))
 
 
@@ -102,4 +102,4 @@ def _around_batches(
         if hit:
             after(module)
 
-    GuardedTrainModule.train_batch = faulty  # type: ignore[method-assign]
+    GuardedTrainModule.train_batch = faulty

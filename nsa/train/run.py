@@ -20,7 +20,7 @@ from nsa.config.schema import RunConfig
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
 from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
-from nsa.observe import names
+from nsa.observe import halt, names
 from nsa.observe.copies import Copies
 from nsa.observe.events import EventLog, Kind
 from nsa.observe.heartbeat import Beat
@@ -38,6 +38,7 @@ from nsa.train.checkpoint.load import export
 from nsa.train.checkpoint.lock import RunLock
 from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver, signing_key
+from nsa.train.collectives import keep_record
 from nsa.train.exits import DONE, HALTED
 from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
@@ -57,12 +58,18 @@ class Reporter(Protocol):
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, resume_from: Path | None = None, reporter: Reporter | None = None
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    resume_from: Path | None = None,
+    clear_halt: bool = False,
+    reporter: Reporter | None = None,
 ) -> int:
     """Train, or go on training, until done or asked to stop; returns the exit code.
 
     `resume` goes on from the newest good checkpoint of the run folder, or begins if there is none; `resume_from` from
-    this checkpoint, or from the newest good one of this folder. Errors that carry an exit code are raised.
+    this checkpoint, or from the newest good one of this folder. A `.HALT` that is there already refuses the start;
+    `clear_halt` puts it aside. Errors that carry an exit code are raised.
     """
     ranks = Ranks.from_environment()
     check(config, ranks)
@@ -72,15 +79,19 @@ def train(
     with ExitStack() as open_things:
         folder = RunFolder(config.train.out_dir)
         folder.make()
-        signals = Signals(folder.path / names.stackdump(ranks.rank, os.getpid()))
+        here = ranks.rank, os.getpid()
+        signals = Signals(folder.path / names.stackdump(*here), folder.path / names.collectives(*here))
         open_things.callback(signals.close)
         signals.install()
         open_things.enter_context(_environment(config, ranks, device))
-        if (
-            halt := _on_first(ranks, lambda: _claim(config, folder, resume or bool(resume_from), open_things))
-        ) is not None:
+        _on_first(ranks, lambda: _claim(config, folder, resume or bool(resume_from), open_things))
+        asked = _on_first(ranks, lambda: _halted_before(folder, clear_halt))
+        if asked is not None:
             if ranks.first and reporter is not None:
-                reporter.line(f"not started: {names.HALT} is in {folder.path} ({halt}). Remove it to go on.")
+                reporter.line(
+                    f"not started: {names.HALT} is in {folder.path} from before ({asked}). Look at what it says; then "
+                    f"add --clear-halt, or remove the file, to go on."
+                )
             return HALTED
         run = _Run(config, ranks, device, folder, signals, reporter if ranks.first else None, open_things)
         return run.go(resume, resume_from)
@@ -91,6 +102,7 @@ def _environment(config: RunConfig, ranks: Ranks, device: torch.device) -> Itera
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
     # Before the engine configures logging: it would put its handler on everything.
     logging.getLogger("olmo_core").setLevel(logging.WARNING)
+    keep_record()
     prepare_training_environment(
         seed=config.train.seed,
         backend=backend if ranks.distributed else None,
@@ -120,8 +132,8 @@ def _on_first(ranks: Ranks, act: Callable[[], Any]) -> Any:
     return value
 
 
-def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: ExitStack) -> str | None:
-    """Take the run folder for this run; returns what a `.HALT` in it says."""
+def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: ExitStack) -> None:
+    """Take the run folder for this run."""
     lock = RunLock(folder.path).acquire(wait_s=_LOCK_WAIT_S if resuming else 0.0)
     open_things.callback(lock.release)
     checkpoints = CheckpointFolder(folder.checkpoints, key=signing_key(config))
@@ -131,7 +143,15 @@ def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: Ex
             f"{folder.path} already holds a run, up to step {steps[-1]}: a new one would mix with it. Add --resume to "
             f"go on with it, or set train.out_dir to another folder."
         )
-    return folder.halt_reason()
+
+
+def _halted_before(folder: RunFolder, clear: bool) -> str | None:
+    """What a `.HALT` in the folder says, who wrote it and when; None without one, or when it was put aside."""
+    now = time.time()
+    if clear:
+        halt.put_aside(folder.path, now=now, step=folder.last_step())
+    asked = halt.read(folder.path)
+    return None if asked is None else asked.describe(now)
 
 
 class _Run:

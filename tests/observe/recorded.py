@@ -61,7 +61,8 @@ def progress(step: int, ts: float, *, step_s: float = STEP_S, **changed: Any) ->
         loss=3.0 + 5.0 * (step + 1) ** -0.3, toks_per_s=TOKENS_PER_STEP / step_s, step_s=step_s, forward_s=0.3 * step_s,
         dt_fetch_s=0.01, grad_norm=0.8, lr=3e-4, tokens_seen=step * TOKENS_PER_STEP, skipped_steps=0, nonfinite_steps=0,
         host_mem_rss=4000.0, gpu_mem_alloc=21_000.0, gpu_mem_reserved=30_000.0, gate_entropy_mean=1.05,
-        gate_max_mean=0.4, gate_collapse_frac=0.0, gate_branch_shares=(0.3, 0.3, 0.4), gate_shares_by_layer=((0.3, 0.3, 0.4),) * 2,
+        gate_max_mean=0.4, gate_collapse_frac=0.0, gate_branch_shares=(0.3, 0.3, 0.4),
+        gate_shares_by_layer=((0.3, 0.3, 0.4),) * 2,
         sel_k_mean=200.0, sel_k_max=256, sel_pct_at_max=0.015, reads_pred=1_000_000, reads_act_total=1_000_000,
     )  # fmt: skip
     return a_beat(names.PROGRESS, step, ts, **(usual | changed))

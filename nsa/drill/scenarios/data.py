@@ -83,14 +83,14 @@ def _late_block(prepared: Path) -> tuple[Path, int, int]:
     """A shard file, a byte in it, and the step that first reads the block around it: the latest there is."""
     import numpy as np
 
-    from nsa.config.schema import RunConfig
+    from nsa.config.schema import TrainConfig
     from nsa.data.rows.prepared import PreparedRows, Shuffle
     from nsa.data.shards.folder import Folder
     from nsa.data.shards.reader import ShardReader
     from nsa.data.shards.writer import BLOCK_BYTES
 
     reader = ShardReader(Folder(str(prepared)))
-    rows = PreparedRows(reader, SEQ_LEN, shuffle=Shuffle(RunConfig().train.seed))
+    rows = PreparedRows(reader, SEQ_LEN, shuffle=Shuffle(TrainConfig().seed))
     row_bytes = SEQ_LEN * reader.manifest.numpy_dtype.itemsize
     stored = rows.stored_rows(np.arange(STEPS * BATCH_ROWS, dtype=np.int64)) * row_bytes
     first_step: dict[int, int] = {}
