@@ -29,11 +29,11 @@ def hung_rank(stage: Stage, row: Row) -> None:
     silent_since = time.time()
     event = stage.wait_for("the watchdog's finding", lambda: evidence.found(stage.run, "heartbeat_stall"), launched)[0]
     row.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + SLACK_S)
+    stage.wait_for("the anomaly file", lambda: "heartbeat_stall" in evidence.anomaly(stage.run), launched)
     row.demand_equal("exit code of the launcher", launched.end(), HALTED)
     dumps = evidence.stack_dumps(stage.run)
     waiting = [name for name, text in dumps.items() if "rank0" in name and "all_reduce" in text]
     row.demand(waiting, "no stack dump of rank 0 that shows it waiting for the others")
-    row.demand("heartbeat_stall" in evidence.anomaly(stage.run), "the anomaly file does not tell")
     row.demand((stage.run / names.HALT).exists(), "no halt file")
     step = evidence.newest_good_step(stage.run)
     row.demand_equal("newest verified checkpoint", step, 10)
