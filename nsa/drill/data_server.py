@@ -1,19 +1,21 @@
 """A data server on the loopback that can be made to hang: it accepts a request and never answers."""
 
-import random
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from nsa.drill.corpus import write_parquet
+
 NAME = "/drill.parquet"
-_SENTENCE = "attention reads a block of keys and the window slides on while gates decide what each branch may add"
 
 
 class DataServer:
     """Serves one parquet file by byte ranges."""
 
     def __init__(self, folder: Path) -> None:
-        self._content = _parquet(folder / NAME[1:])
+        file = folder / NAME[1:]
+        write_parquet(file, 400)
+        self._content = file.read_bytes()
         self._answering = threading.Event()
         self._answering.set()
         self._closed = False
@@ -68,20 +70,3 @@ class DataServer:
         request.send_header("ETag", '"drill"')
         request.end_headers()
         request.wfile.write(body)
-
-
-def documents(count: int, seed: int = 3) -> list[str]:
-    """Made-up sentences, some 400 bytes each."""
-    chance = random.Random(seed)
-    return [" ".join(chance.choices(_SENTENCE.split(), k=80)) for _ in range(count)]
-
-
-def _parquet(path: Path) -> bytes:
-    """Four documents per row group: a fetch lasts for a few steps only."""
-    import pyarrow
-    import pyarrow.parquet
-
-    texts = documents(400)
-    table = pyarrow.table({"text": texts, "id": [str(number) for number in range(len(texts))]})
-    pyarrow.parquet.write_table(table, path, row_group_size=4, write_page_checksum=True)
-    return path.read_bytes()

@@ -1,11 +1,11 @@
 """Data that does not come, or comes damaged."""
 
-import json
 import time
 from pathlib import Path
 
 from nsa.drill import evidence
-from nsa.drill.data_server import DataServer, documents
+from nsa.drill.corpus import write_jsonl
+from nsa.drill.data_server import DataServer
 from nsa.drill.row import NotSeen, Row
 from nsa.drill.scenarios.going_on import finish
 from nsa.drill.stage import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, Stage
@@ -70,8 +70,7 @@ def corrupt_shard(stage: Stage, row: Row) -> None:
 
 def _prepare(stage: Stage) -> Path:
     corpus, prepared = stage.folder / "corpus.jsonl", stage.folder / "set"
-    lines = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(documents(4000))]
-    corpus.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_jsonl(corpus, 4000)
     command = ["data", "prepare", str(corpus), str(prepared), "--tokenizer", "byte", "--workers", "1"]
     process = stage.start("nsa.cli", *command)
     if (code := process.end()) != 0:
