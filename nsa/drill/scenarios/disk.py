@@ -49,8 +49,12 @@ def _mount(stage: Stage) -> bool:
 
 
 def _unmount(disk: Path, keep: Path) -> None:
-    shutil.copytree(disk / "run", keep, symlinks=True)
-    subprocess.run(["umount", str(disk)], check=True)
+    """What the run left is worth keeping; the mount must not stay, whatever is still open on it."""
+    try:
+        if (disk / "run").is_dir():
+            shutil.copytree(disk / "run", keep, symlinks=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def _fill(ballast: Path) -> str:

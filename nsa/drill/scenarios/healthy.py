@@ -8,15 +8,21 @@ from nsa.drill.fault import Kind as FaultKind
 from nsa.drill.row import Row
 from nsa.drill.stage import Stage
 from nsa.observe import names
+from nsa.observe.events import Kind
 
-_STEPS, _SLOWEST_FETCH_S = 500, 1.5
+_STEPS, _SAVE_EVERY, _SLOWEST_FETCH_S = 500, 50, 1.5
 
 
 def healthy(stage: Stage, row: Row) -> None:
     """Text and a rate that the model learns from: at ten times the rate its gates do collapse."""
     corpus = stage.folder / "corpus.jsonl"
     write_jsonl(corpus, 4000)
-    settings = [f"train.steps={_STEPS}", "train.save_every=50", "train.eval_every=100", "train.eval_batches=8"]
+    settings = [
+        f"train.steps={_STEPS}",
+        f"train.save_every={_SAVE_EVERY}",
+        "train.eval_every=100",
+        "train.eval_batches=8",
+    ]
     settings += ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.05", "train.lr=1e-3"]
     watchdog = stage.watch()
     noise = stage.fault(FaultKind.BENIGN_NOISE, seconds=_SLOWEST_FETCH_S)
@@ -29,6 +35,8 @@ def healthy(stage: Stage, row: Row) -> None:
     row.demand_equal("last step", evidence.last_step(stage.run), _STEPS)
     row.demand_equal("newest verified checkpoint", evidence.newest_good_step(stage.run), _STEPS)
     row.demand(names.stackdump(0, pid) in evidence.stack_dumps(stage.run), "USR1 left no stacks")
+    saves = [event.step for event in evidence.events(stage.run, Kind.SAVE)]
+    row.demand(any(step % _SAVE_EVERY for step in saves), "USR2 left no checkpoint")
     row.demand(watchdog.running or watchdog.end() == 0, "the watchdog itself ended badly")
     found = [str(event.details.get("condition")) for event in evidence.findings(stage.run)]
     row.demand_equal("findings", found, [])
