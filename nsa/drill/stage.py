@@ -151,11 +151,11 @@ class Stage:
             pause(self._curtain)
 
     def wait_for_step(self, step: int, process: Process, rank: int = 0) -> int:
-        """Until a rank has told of a step; returns its process id."""
+        """Until a rank has told of a step and there is a whole checkpoint; returns its process id."""
 
         def look() -> int:
             told = [beat for beat in evidence.beats(self.run, rank) if beat.step >= step]
-            return told[-1].pid if told else 0
+            return told[-1].pid if told and evidence.saved_steps(self.run) else 0
 
         return self.wait_for(f"step {step} of rank {rank}", look, process)
 

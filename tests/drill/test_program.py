@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
+from nsa.config.env import without_settings
 from nsa.drill import evidence, program
 from nsa.drill.data_server import DataServer
 from nsa.drill.fault import Fault, Kind
@@ -114,6 +115,13 @@ def test_a_fault_travels_whole():
     fault = Fault(kind=Kind.SLOW_RANK, marker="m", first_batch=3, also=(1,), rank=1, seconds=0.5)
     assert Fault.from_json(fault.to_json()) == fault
     assert [fault.hits(batch) for batch in range(5)] == [False, True, False, True, True]
+
+
+def test_a_child_gets_no_setting_from_the_environment(monkeypatch):
+    for name in ("NSA_KERNEL", "CONFIG"):
+        monkeypatch.setenv(name, "x")
+    assert {"NSA_KERNEL", "CONFIG"}.isdisjoint(without_settings())
+    assert "PATH" in without_settings()
 
 
 def ended(folder: Path, weights: np.ndarray, loss: float) -> Path:

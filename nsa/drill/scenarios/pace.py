@@ -13,17 +13,17 @@ from nsa.drill.stage import SLACK_S, Stage
 from nsa.observe import names
 from nsa.train.exits import HALTED
 
-_STALL_S = 4.0
+_STALL_S, _SAVE_EVERY = 4.0, 16
 _COLLECTIVE_S = 15.0
 
 
 def hung_rank(stage: Stage, row: Row) -> None:
     """Rank 1 is stopped in the middle of its work: rank 0 waits for it, and nothing in either process can tell."""
-    settings = ["train.save_every=10", f"parallel.timeout_s={_COLLECTIVE_S:g}"]
+    settings = [f"train.save_every={_SAVE_EVERY}", f"parallel.timeout_s={_COLLECTIVE_S:g}"]
     stage.watch(stall_s=_STALL_S)
     launched = stage.launch(*settings, nproc=2)
     # Right after a save: where one is due the watchdog is patient.
-    pid = stage.wait_for_step(12, launched, rank=1)
+    pid = stage.wait_for_step(_SAVE_EVERY + 2, launched, rank=1)
     os.kill(pid, signal.SIGSTOP)
     stage.at_end(lambda: _let_go(pid))
     silent_since = time.time()
@@ -36,7 +36,7 @@ def hung_rank(stage: Stage, row: Row) -> None:
     row.demand(waiting, "no stack dump of rank 0 that shows it waiting for the others")
     row.demand((stage.run / names.HALT).exists(), "no halt file")
     step = evidence.newest_good_step(stage.run)
-    row.demand_equal("newest verified checkpoint", step, 10)
+    row.demand_equal("newest verified checkpoint", step, _SAVE_EVERY)
     row.left_behind = f"stacks of rank 0 in its collective, {names.ANOMALY}, {names.HALT}, verified checkpoint {step}"
     finish(stage, row, stage.launch(*settings, "--resume", "--clear-halt", nproc=2), ranks=2, like_calm=True)
 
