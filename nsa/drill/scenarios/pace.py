@@ -31,13 +31,17 @@ def hung_rank(stage: Stage, row: Row) -> None:
     row.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + SLACK_S)
     stage.wait_for("the anomaly file", lambda: "heartbeat_stall" in evidence.anomaly(stage.run), launched)
     row.demand_equal("exit code of the launcher", launched.end(), HALTED)
-    dumps = evidence.stack_dumps(stage.run)
-    waiting = [name for name, text in dumps.items() if "rank0" in name and "all_reduce" in text]
-    row.demand(waiting, "no stack dump of rank 0 that shows it waiting for the others")
+    waiting = [
+        name for name, text in evidence.stack_dumps(stage.run).items() if "rank0" in name and "_fit_epoch" in text
+    ]
+    row.demand(waiting, "no stack dump that shows where in its step rank 0 waits")
+    row.demand(list(stage.run.glob(names.COLLECTIVES)), "no record of the last collectives")
+    said = (stage.run / names.HEALTH_LOG).read_text(encoding="utf-8")
+    row.demand("rank 1" in said and "stopped by a signal" in said, "the watchdog does not tell that rank 1 is stopped")
     row.demand((stage.run / names.HALT).exists(), "no halt file")
     step = evidence.newest_good_step(stage.run)
     row.demand_equal("newest verified checkpoint", step, _SAVE_EVERY)
-    row.left_behind = f"stacks of rank 0 in its collective, {names.ANOMALY}, {names.HALT}, verified checkpoint {step}"
+    row.left_behind = f"stacks and collectives of rank 0, {names.ANOMALY}, {names.HALT}, verified checkpoint {step}"
     finish(stage, row, stage.launch(*settings, "--resume", "--clear-halt", nproc=2), ranks=2, like_calm=True)
 
 
