@@ -133,27 +133,28 @@ def smoke(
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
-    from nsa.observe.health import Phase
+    from nsa.observe.health import phase
     from nsa.observe.history import HistoryReader
 
-    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, -1
+    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
     while True:
         history = reader.update()
         logs = list(history.present.values())
-        if logs and all(log.ended for log in logs):
+        ended = bool(logs) and all(log.ended for log in logs)
+        if ended and not reader.leaving():
             last = logs[0].last
-            print(f"{Phase.HALTED if last.msg == 'halt' else last.msg} at step {last.step}: {last.detail or ''}")
+            print(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
             return
-        if logs and history.gone:
-            print(f"process of rank {min(history.gone)} is gone without a last word")
+        if history.gone & history.present.keys():
+            print(f"the process of rank {min(history.gone)} is gone without a last word")
             raise typer.Exit(1)
-        if history.step != shown:
-            shown = history.step
-            print(f"step {shown}, waiting", flush=True)
+        if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
+            shown = line
+            print(line, flush=True)
         if time.monotonic() > until:
             print(f"not halted within {timeout_s:g} s; {folder} may hang: nsa status says more")
             raise typer.Exit(1)
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def _status(folder: Path, limits: "Limits") -> "Status":
@@ -175,6 +176,8 @@ def _show(folder: Path, found: "Status") -> None:
 
     from nsa.observe.conditions import Level
     from nsa.observe.halt import age
+    from nsa.observe.health import Phase
+    from nsa.observe.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
     colour = ("green", "yellow", "red")[found.exit_code]
@@ -195,22 +198,25 @@ def _show(folder: Path, found: "Status") -> None:
         rows.append((".HALT", found.halt))
     for name, text in rows:
         console.print(f"  {name:11}{text}", markup=False, soft_wrap=True)
-    for finding in found.findings:
-        colour = "red" if finding.level == Level.CRITICAL else "yellow"
-        where = f" (rank {finding.rank})" if finding.rank is not None else ""
-        console.print(f"[{colour}]{finding.level}[/] {finding.name}{where}")
-        console.print(f"  {finding.message}", markup=False)
-        console.print(f"  → {finding.condition.advice}", markup=False)
-    if not found.findings:
+    for same in by_condition(found.findings):
+        first, ranks = same[0], ranks_of(same)
+        colour = "red" if first.level == Level.CRITICAL else "yellow"
+        where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
+        console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
+        console.print(f"  {first.message}", markup=False)
+        console.print(f"  → {first.condition.advice}", markup=False)
+    if found.phase == Phase.EMPTY:
+        console.print("no process has written a heartbeat here")
+    elif not found.findings:
         console.print("nothing found wrong")
 
 
 def _line(found: "Status") -> str:
-    from nsa.observe.watchdog import describe
+    from nsa.observe.watchdog import by_condition, describe
 
     word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
     loss = f", loss {found.loss:.4f}" if found.loss is not None else ""
-    wrong = "".join(f"; {describe(finding)}" for finding in found.findings)
+    wrong = "".join(f"; {describe(same)}" for same in by_condition(found.findings))
     return f"{word} {found.phase} at step {found.step}{loss}{wrong}"
 
 

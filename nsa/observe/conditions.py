@@ -39,11 +39,11 @@ class Limits:
     nonfinite_records: int = 3
     """Progress records in a row that are not finite although the run skips such steps."""
     plateau_steps: int = 1000
-    plateau_gain: float = 0.002
+    plateau_gain: float = 0.001
     """Relative improvement of the mean loss, second half of the window against the first, that is no plateau."""
-    plateau_share: float = 0.1
+    plateau_share: float = 0.25
     """The window is at least this share of the steps so far: a loss that falls as a power of the steps gains less and
-    less in any thousand of them, and about the same in any tenth."""
+    less in any thousand of them, and about the same in any quarter."""
     throughput_drop: float = 0.5
     throughput_drop_s: float = 600.0
     entropy_warning: float = 0.3
@@ -110,8 +110,18 @@ CONDITIONS = _table(
     Condition("loss_nonfinite", _C, "NaN or infinite loss in a step that was taken", "resume from before it, lower lr"),
     Condition("grad_nonfinite", _C, "NaN or infinite gradient norm in a step that was taken", "resume, lower lr"),
     Condition("throughput_zero", _C, "beats without a new step for {stall_s} s", "look at the stack dumps"),
-    Condition("gate_entropy_critical", _C, "gate entropy below {entropy_critical} nats", "gate_collapse_details.json"),
-    Condition("gate_collapse_critical", _C, "more than {collapse_critical} of the gates collapsed", "as for entropy"),
+    Condition(
+        "gate_entropy_critical",
+        _C,
+        "gate entropy below {entropy_critical} nats",
+        "gate_collapse_details.json; lower lr",
+    ),
+    Condition(
+        "gate_collapse_critical",
+        _C,
+        "more than {collapse_critical} of the gates collapsed",
+        "gate_collapse_details.json; lower lr",
+    ),
     Condition(
         "loader_timeout", _C, "data gave no batch within the loader's timeout", "nsa data verify; the server", True
     ),
@@ -127,7 +137,12 @@ CONDITIONS = _table(
     Condition("gate_max_high", _W, "largest gate {gate_max} or more on average", "watch it; gate_temperature"),
     Condition("selection_at_max", _W, "more than {selection_at_max} of the queries at their most keys", "nsa.n_sel"),
     Condition("reads_differ", _W, "keys read are not the keys predicted", "nsa doctor --prove"),
-    Condition("data_slow", _W, "more than {fetch_s} s wait for data, {fetch_records} records in a row", "queue_depth"),
+    Condition(
+        "data_slow",
+        _W,
+        "more than {fetch_s} s wait for data, {fetch_records} records in a row",
+        "data.queue_depth, source",
+    ),
     Condition(
         "memory_creep", _W, "memory grew by more than {creep} over the window", "restart at a checkpoint; report"
     ),

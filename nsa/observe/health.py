@@ -12,7 +12,8 @@ from nsa.observe.heartbeat import Beat
 from nsa.observe.history import History, RankLog
 from nsa.observe.trends import creep, gain, lasting_drop, spikes
 
-_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|out-of-memory", re.IGNORECASE)
+# The last is a feeding process that the kernel killed.
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|Cannot allocate memory|exit code -9")
 _TOO_LATE = re.compile(r"did not come within")
 _ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc")
 
@@ -37,7 +38,7 @@ _ENDED = {
 def examine(history: History, *, now: float, limits: Limits) -> list[Finding]:
     """Everything that is wrong, critical first. `now` is on the steady clock that the history's ages are on."""
     found = list(_of_ranks(history, now, limits))
-    found += _missing_ranks(history, now, limits)
+    found += _failure(history) or _missing_ranks(history, now, limits)
     if history.first is not None:
         found += _of_run(history, history.first, limits)
     return sorted(found, key=lambda finding: (finding.level != Level.CRITICAL, list(CONDITIONS).index(finding.name)))
@@ -46,6 +47,8 @@ def examine(history: History, *, now: float, limits: Limits) -> list[Finding]:
 def phase(history: History, findings: Sequence[Finding]) -> Phase:
     """What the run is doing, as one word."""
     logs = list(history.present.values())
+    if history.failure is not None:
+        return Phase.FAILED
     if not logs:
         return Phase.STARTING if history.started_at is not None else Phase.EMPTY
     words = {log.last.msg for log in logs}
@@ -218,15 +221,23 @@ def _gates(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
         yield "gate_max_high", f"largest gate {largest[-1]:.3f} on average, limit {limits.gate_max:g}"
 
 
-def _missing_ranks(history: History, now: float, limits: Limits) -> Iterator[Finding]:
+def _failure(history: History) -> list[Finding]:
+    """An end that only the events tell of: before the first beat, or of all ranks at once."""
+    failure = history.failure
+    if failure is None or any(log.last.msg == names.FAILED for log in history.present.values()):
+        return []
+    why = failure.details.get("error") or failure.details.get("why") or "no reason told"
+    return [_finding("run_failed", None, failure.step, str(why))]
+
+
+def _missing_ranks(history: History, now: float, limits: Limits) -> list[Finding]:
     """Ranks that never spoke since the run was started."""
     began = history.started_at
-    if began is None or now - began <= limits.startup_s:
-        return
-    for rank in range(history.facts.world or 1):
-        if rank not in history.present:
-            message = f"no beat since the run was started {now - began:.0f} s ago, limit {limits.startup_s:g} s"
-            yield Finding(CONDITIONS["heartbeat_stall"], rank, history.step, message)
+    if began is None or now - began <= limits.startup_s or history.failure is not None:
+        return []
+    message = f"no beat since the run was started {now - began:.0f} s ago, limit {limits.startup_s:g} s"
+    missing = (rank for rank in range(history.facts.world or 1) if rank not in history.present)
+    return [Finding(CONDITIONS["heartbeat_stall"], rank, history.step, message) for rank in missing]
 
 
 def _of_run(history: History, log: RankLog, limits: Limits) -> Iterator[Finding]:

@@ -81,9 +81,14 @@ class Beat:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """A record with fields this version does not know loses them; one without the fixed fields is no beat."""
-        known = {field.name for field in fields(cls)}
-        values = {name: value for name, value in record.items() if name in known}
-        return cls(**{name: _frozen(value) for name, value in values.items()})
+        known = cls.__dataclass_fields__
+        return cls(
+            **{
+                name: _frozen(value) if isinstance(value, list) else value
+                for name, value in record.items()
+                if name in known
+            }
+        )
 
 
 PROGRESS_FIELDS = tuple(
@@ -129,13 +134,16 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def parse_record(line: str | bytes) -> dict[str, Any] | None:
+def parse_record(line: str) -> dict[str, Any] | None:
     """One line as a record, or None if it was torn or is something else."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    return {name: _read(value) for name, value in record.items()} if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    spelled = "NaN" in line or "Infinity" in line  # few records are: most need no second look
+    return {name: _read(value) for name, value in record.items()} if spelled else record
 
 
 def read_beats(path: Path) -> Iterator[Beat]:

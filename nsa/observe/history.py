@@ -22,7 +22,7 @@ from nsa.observe.tail import Tail
 SPAN_S = 30.0
 """Trends over hours are kept as means over at least this long."""
 _RECORDS, _SPANS, _FIRST_SPANS, _LOSSES, _EVENTS = 256, 240, 20, 20_000, 256
-_FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 64 << 20, 2 << 20
+_FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 16 << 20, 2 << 20
 """How much of a long heartbeat file a new watcher reads; the loss, which needs the longest past, is in rank 0's."""
 _NEW_PROCESS = (Kind.START, Kind.RESTART)
 
@@ -98,7 +98,8 @@ class RankLog:
     """Of the first beat that told the newest step."""
     progress: deque[Beat] = field(default_factory=lambda: deque(maxlen=_RECORDS))
     skipped: deque[Beat] = field(default_factory=lambda: deque(maxlen=_RECORDS))
-    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss) on the way to the present step, of earlier processes too; thinned out when there are too many."""
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_SPANS))
     first_spans: list[Span] = field(default_factory=list)
 
@@ -114,13 +115,12 @@ class RankLog:
 
     def add(self, beat: Beat, at: float) -> None:
         if beat.pid != self.last.pid or beat.msg == names.START:
-            for kept in (self.progress, self.skipped, self.losses, self.spans, self.first_spans):
+            for kept in (self.progress, self.skipped, self.spans, self.first_spans):
                 kept.clear()
-            self.step_at = at
+            self._go_back(beat, at)
         elif beat.msg == names.ROLLED_BACK:
             self.progress.clear()  # its steps come again
-            self.losses.clear()
-            self.step_at = at
+            self._go_back(beat, at)
         elif beat.step != self.last.step:
             self.step_at = at
         self.last, self.last_at = beat, at
@@ -128,6 +128,10 @@ class RankLog:
             self.skipped.append(beat)
         elif beat.msg == names.PROGRESS:
             self._add_progress(beat)
+
+    def _go_back(self, beat: Beat, at: float) -> None:
+        self.step_at = at
+        self.losses = [(step, loss) for step, loss in self.losses if step <= beat.step]
 
     def _add_progress(self, beat: Beat) -> None:
         if self.progress and beat.step_s is not None and beat.toks_per_s is not None:
@@ -143,6 +147,8 @@ class RankLog:
         self.progress.append(beat)
         if beat.loss is not None:
             self.losses.append((beat.step, beat.loss))
+            if len(self.losses) > _LOSSES:
+                del self.losses[: len(self.losses) // 2 : 2]
 
 
 @dataclass
@@ -152,6 +158,8 @@ class History:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_EVENTS))
     started_at: float | None = None
     """Steady time of the newest start the events tell of."""
+    failure: Event | None = None
+    """The error that ended the run since its newest start, and that no launcher answers by starting it again."""
     saved_step: int = 0
     """Of the newest checkpoint on the way to the present step; without one, where the run began."""
     gone: frozenset[int] = frozenset()
@@ -166,9 +174,11 @@ class History:
     def add_event(self, event: Event, at: float) -> None:
         self.events.append(event)
         if event.kind in _NEW_PROCESS:
-            self.started_at, self.saved_step = at, event.step
+            self.started_at, self.saved_step, self.failure = at, event.step, None
         elif event.kind == Kind.SAVE:
             self.saved_step = max(event.step, self.saved_step)
+        elif event.kind == Kind.ERROR:
+            self.failure = event if event.details.get("launcher") != "restarted" else None
         elif event.kind == Kind.LOST_STEPS:  # went back to an older one than the newest
             self.saved_step = min(event.step, self.saved_step)
 
@@ -237,11 +247,18 @@ class HistoryReader:
             age = min(age, self.now.steady - self._looked)
         return self.now.steady - age
 
+    def leaving(self) -> list[int]:
+        """Ranks of this host that have had their last word and are still there, saving."""
+        return [log.rank for log in self.local() if log.ended and self._is_there(log)]
+
     def _gone(self) -> Iterator[int]:
         for log in self.local():
-            files = (self.folder / names.stackdump(log.rank, log.last.pid), self.folder / names.heartbeat(log.rank))
-            if not log.ended and writes_to(log.last.pid, files) is False:
+            if not log.ended and self._is_there(log) is False:
                 yield log.rank
+
+    def _is_there(self, log: RankLog) -> bool | None:
+        pid = log.last.pid
+        return writes_to(pid, (self.folder / names.stackdump(log.rank, pid), self.folder / names.heartbeat(log.rank)))
 
     def _facts(self) -> Facts:
         try:

@@ -59,15 +59,15 @@ def status_of(folder: Path, history: History, findings: Sequence[Finding], *, no
     present, first = history.present, history.first
     last = first.progress[-1] if first is not None and first.progress else None
     steps, asked = history.facts.steps, halt.read(folder)
-    going = first is not None and not first.ended and steps is not None and first.step_s > 0
-    checkpoint = newest_checkpoint(folder)
+    doing, checkpoint = phase(history, findings), newest_checkpoint(folder)
+    step_s = first.step_s if first is not None and doing == Phase.RUNNING else 0.0
     return Status(
-        phase=phase(history, findings),
+        phase=doing,
         step=history.step,
         steps=steps,
         loss=last.loss if last is not None else None,
         toks_per_s=last.toks_per_s if last is not None else None,
-        left_s=(steps - history.step) * first.step_s if going and steps is not None and first is not None else None,
+        left_s=(steps - history.step) * step_s if steps is not None and step_s else None,
         beat_age_s=max((now - log.last_at for log in present.values()), default=None),
         ranks=len(present),
         world=history.facts.world,

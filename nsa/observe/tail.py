@@ -75,7 +75,8 @@ class Tail:
             if self._in_long_line and whole:
                 del whole[0]
                 self._in_long_line = False
-            records.extend(record for line in whole if (record := parse_record(line)) is not None)
+            lines = (line.decode("utf-8", "replace") for line in whole)
+            records.extend(record for line in lines if (record := parse_record(line)) is not None)
             if self._in_long_line or len(rest) > _LONGEST_LINE:
                 self._in_long_line, rest = True, b""
             self._half = rest

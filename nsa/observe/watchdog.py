@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nsa.observe import halt, names
 from nsa.observe.conditions import Finding, Level, Limits
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.observe.health import Phase, examine, phase
 from nsa.observe.history import HistoryReader, RankLog
 from nsa.observe.inquiry import Inquiry
@@ -23,7 +23,9 @@ from nsa.observe.inquiry import Inquiry
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
 _RECENT = 20
+_FEW = 8
 _Key = tuple[str, int | None]
+T = TypeVar("T")
 
 
 class Watchdog:
@@ -48,15 +50,13 @@ class Watchdog:
 
     def begin(self) -> None:
         """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
-        self._log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
+        self.log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
         now = time.time()
         if (asked := halt.read(self.folder)) is not None:
-            self._log(
-                f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start."
-            )
+            self.log(f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start.")
         if (anomaly := read_anomaly(self.folder)) is not None:
             name, since = anomaly
-            self._log(
+            self.log(
                 f"{names.ANOMALY} is there already: {name}, {halt.age(now - since)} old. It is of an earlier watch."
             )
 
@@ -64,17 +64,17 @@ class Watchdog:
         """Once; returns what is wrong now."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
-        before, self.phase = self.phase, phase(history, findings)
-        if self.phase != before:
-            self._log(f"{self.phase} at step {history.step}")
+        found = phase(history, findings)
+        if found != self.phase:
+            self.phase = found
+            self.log(f"{found} at step {history.step}")
         now = {(finding.name, finding.rank): finding for finding in findings}
-        for key, finding in now.items():
-            if key not in self._holding:
-                self._tell(finding)
-        for key in self._holding.keys() - now.keys():
-            self._tell_over(self._holding[key])
-            self._acted.discard(key)
-        self._holding = now
+        before, self._holding = self._holding, now
+        for same in by_condition([finding for key, finding in now.items() if key not in before]):
+            self._tell(same)
+        for same in by_condition([finding for key, finding in before.items() if key not in now]):
+            self._tell_over(same)
+        self._acted &= now.keys()
         due = [f for key, f in now.items() if f.level == Level.CRITICAL and key not in self._acted and self._is_sure(f)]
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
@@ -86,7 +86,7 @@ class Watchdog:
 
     def _is_sure(self, finding: Finding) -> bool:
         """An age that the watcher has not lived through itself may be a clock that was set: wait for as long again."""
-        if finding.name not in _BY_AGE:
+        if finding.name not in _BY_AGE or finding.condition.over:
             return True
         log = self._reader.history.ranks.get(finding.rank) if finding.rank is not None else None
         watched_s = self._reader.now.steady - self._began
@@ -95,12 +95,12 @@ class Watchdog:
     def _act(self, due: Sequence[Finding]) -> None:
         if any(finding.name in _BY_AGE and not finding.condition.over for finding in due):
             for line in Inquiry(self.folder, list(self._reader.local())).ask():
-                self._log(line)
+                self.log(line)
         first = due[0]
         earlier = read_anomaly(self.folder)
-        write_whole(self.folder / names.ANOMALY, f"{first.name}\n")
+        self._try(lambda: write_whole(self.folder / names.ANOMALY, f"{first.name}\n"))
         if earlier is not None and earlier[0] != first.name:
-            self._log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
+            self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
         if gates := [finding for finding in due if finding.name in _GATES]:
             self._write_gates(gates)
         self._halt([finding for finding in due if not finding.condition.over])
@@ -110,31 +110,27 @@ class Watchdog:
             return
         first = findings[0]
         reason, who = f"{first.name}: {first.message}", f"nsa watch, process {os.getpid()} on {socket.gethostname()}"
-        if halt.ask(self.folder, reason, who):
-            self._log(f"{names.HALT} written: {reason}")
-            self._event(Kind.HALT_ASKED, first, reason=reason)
-        else:
-            self._log(f"{names.HALT} is there already, not overwritten")
+        asked = self._try(lambda: halt.ask(self.folder, reason, who))
+        if asked:
+            self.log(f"{names.HALT} written: {reason}")
+            self._event(Kind.HALT_ASKED, [first], reason=reason)
+        elif asked is not None:
+            self.log(f"{names.HALT} is there already, not overwritten")
 
-    def _tell(self, finding: Finding) -> None:
-        self._log(f"{finding.level.upper()} {describe(finding)}")
-        self._event(Kind.STALL if finding.name in _BY_AGE else Kind.FINDING, finding, message=finding.message)
-        if finding.name in _GATES and finding.level == Level.WARNING:
-            self._write_gates([finding])
+    def _tell(self, same: Sequence[Finding]) -> None:
+        first = same[0]
+        self.log(f"{first.level.upper()} {describe(same)}")
+        self._event(Kind.STALL if first.name in _BY_AGE else Kind.FINDING, same, message=first.message)
+        if first.name in _GATES and first.level == Level.WARNING:
+            self._write_gates(same)
 
-    def _tell_over(self, finding: Finding) -> None:
-        self._log(f"over: {finding.name}{_where(finding)}")
-        self._event(Kind.FINDING, finding, over=True)
+    def _tell_over(self, same: Sequence[Finding]) -> None:
+        self.log(f"over: {same[0].name}{_where(same)}")
+        self._event(Kind.FINDING, same, over=True)
 
-    def _event(self, kind: Kind, finding: Finding, **details: Any) -> None:
-        log = EventLog(self.folder)
-        try:
-            log.add(
-                kind, ts=time.time(), step=finding.step, condition=finding.name, level=finding.level.value,
-                rank=finding.rank, **details,
-            )  # fmt: skip
-        finally:
-            log.close()
+    def _event(self, kind: Kind, same: Sequence[Finding], **details: Any) -> None:
+        which = {"condition": same[0].name, "level": same[0].level.value, "ranks": ranks_of(same)}
+        self._try(lambda: add_event(self.folder, kind, ts=time.time(), step=same[0].step, **which, **details))
 
     def _write_gates(self, findings: Sequence[Finding]) -> None:
         log = self._reader.history.first
@@ -142,11 +138,20 @@ class Watchdog:
             return
         content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **gate_details(log)}
         content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_LIMITS)}
-        write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n")
+        self._try(lambda: write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
-    def _log(self, line: str) -> None:
-        append_health(self.folder, line)
+    def log(self, line: str) -> None:
+        """To whoever listens and to health_check.log."""
         self._say(line)
+        self._try(lambda: append_health(self.folder, line))
+
+    def _try(self, write: Callable[[], T]) -> T | None:
+        """A full disk is one of the things to report, not a reason to stop watching; None where it could not write."""
+        try:
+            return write()
+        except OSError as problem:
+            self._say(f"could not write: {problem}")
+            return None
 
 
 _LIMITS = ("entropy_", "collapse_", "gate_")
@@ -181,8 +186,21 @@ def gate_details(log: RankLog) -> dict[str, Any]:
     }
 
 
-def describe(finding: Finding) -> str:
-    return f"{finding.name}{_where(finding)}: {finding.message}"
+def by_condition(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings of the same condition on several ranks belong together."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name, []).append(finding)
+    return list(groups.values())
+
+
+def ranks_of(same: Sequence[Finding]) -> list[int]:
+    return [finding.rank for finding in same if finding.rank is not None]
+
+
+def describe(same: Sequence[Finding]) -> str:
+    """One line for findings of one condition."""
+    return f"{same[0].name}{_where(same)}: {same[0].message}"
 
 
 def read_anomaly(folder: Path) -> tuple[str, float] | None:
@@ -210,14 +228,21 @@ def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], Non
     """Until the run is finished or halted; what failed, stopped or is gone may come back and is watched on."""
     watchdog.begin()
     while True:
-        watchdog.look()
+        try:
+            watchdog.look()
+        except OSError as problem:  # a file server that is away for a moment
+            watchdog.log(f"could not look: {problem}")
         if watchdog.phase in (Phase.FINISHED, Phase.HALTED):
             return watchdog.phase
         pause(interval_s)
 
 
-def _where(finding: Finding) -> str:
-    return f" ({f'rank {finding.rank}, ' if finding.rank is not None else ''}step {finding.step})"
+def _where(same: Sequence[Finding]) -> str:
+    ranks = ranks_of(same)
+    if not ranks:
+        return f" (step {same[0].step})"
+    few = ", ".join(map(str, ranks[:_FEW])) + (f" and {len(ranks) - _FEW} more" if len(ranks) > _FEW else "")
+    return f" (rank{'s' * (len(ranks) > 1)} {few}, step {same[0].step})"
 
 
 def _strict(value: Any) -> Any:

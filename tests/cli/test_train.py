@@ -21,8 +21,8 @@ def called(monkeypatch):
     """Arguments of the trainer and the launcher, which do not run."""
     seen = {}
 
-    def fake_train(config, *, resume, resume_from, reporter):
-        seen.update(config=config, resume=resume, resume_from=resume_from)
+    def fake_train(config, *, resume, resume_from, clear_halt, reporter):
+        seen.update(config=config, resume=resume, resume_from=resume_from, clear_halt=clear_halt)
         return 10
 
     def fake_launch(words, nproc, *rest):

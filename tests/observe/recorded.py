@@ -153,6 +153,13 @@ def saving() -> Recording:
     return record(a_run(200), after_s=290.0)
 
 
+def late() -> Recording:
+    """At step 32,000 a thousand steps gain next to nothing, and all is well."""
+    rng = random.Random(0)
+    loss = lambda step: {"loss": 3.0 + 5.0 * step**-0.3 + rng.gauss(0, 0.02)}  # noqa: E731
+    return record(a_run(12_000, loss, first=20_000, every=20), log_every=20)
+
+
 def compiling() -> Recording:
     return record(a_run(0), after_s=500.0)
 
@@ -186,7 +193,7 @@ HEALTHY: dict[str, Callable[[], Recording]] = {
     "finished": finished,
     "restarted": restarted,
     "two ranks": two_ranks,
-    "long and slow to gain": lambda: record(a_run(300, lambda step: {"loss": 3 + 10 * step**-0.3}, first=30_000 - 299)),
+    "late": late,
 }
 
 
@@ -215,6 +222,13 @@ def _skipping() -> Recording:
     beats[at] = replace(beats[at], loss=math.nan, grad_norm=math.nan)
     skip = a_beat(names.SKIPPED, 90, beats[at].ts - 0.1, loss=math.nan, grad_norm=math.nan, detail="loss is nan")
     return record([*beats[:at], skip, *beats[at:]])
+
+
+def _skipping_uncounted() -> Recording:
+    """The same from a version that does not count."""
+    recording = _skipping()
+    recording.beats[0] = [replace(beat, nonfinite_steps=None, skipped_steps=None) for beat in recording.beats[0]]
+    return recording
 
 
 def _skipping_all() -> Recording:
@@ -263,7 +277,7 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
         lambda: _failed("_TooLate: a batch from fineweb did not come within 120 s (the process is alive …)")
     ],
     "out_of_memory": [lambda: _failed("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")],
-    "steps_skipped": [_skipping],
+    "steps_skipped": [_skipping, _skipping_uncounted],
     "loss_plateau": [lambda: record(a_run(1100, lambda step: {"loss": 4.0}))],
     "loss_spike": [lambda: _at([100, 120, 140], loss=9.0)],
     "throughput_drop": [lambda: _slow(100, 240), lambda: _slow(100, 2000)],

@@ -7,6 +7,7 @@ import pytest
 
 from nsa.observe import names
 from nsa.observe.conditions import CONDITIONS, Level, Limits
+from nsa.observe.events import Event, Kind
 from nsa.observe.health import Phase, examine, phase
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
@@ -110,13 +111,27 @@ def test_a_step_up_of_memory_is_no_creep():
     assert found(recording) == set()
 
 
-def test_a_rollback_repeats_steps_without_alarm():
-    before, ts = a_run(100), 0.0
-    ts = before[-1].ts
-    back = a_beat(names.ROLLED_BACK, 60, ts + 30, detail="step 100: loss is nan; back to step 60")
-    again = [replace(beat, ts=beat.ts - again_from + ts + 32) for again_from in [a_run(1, first=61)[1].ts]
-             for beat in a_run(40, first=61)[1:]]  # fmt: skip
-    assert found(record([*before, back, *again])) == set()
+def test_a_rollback_repeats_steps_without_alarm_and_leaves_its_cause_behind():
+    before = a_run(100, lambda step: {"loss": 9.0} if step in (94, 96, 98) else {})
+    assert found(record(before)) == {"loss_spike"}
+    back = a_beat(names.ROLLED_BACK, 60, before[-1].ts + 30, detail="step 100: loss is nan; back to step 60")
+    again = a_run(40, first=61, began=back.ts)[1:]
+    recording = record([*before, back, *again])
+    assert found(recording) == set()
+    assert [step for step, _ in recording.history().ranks[0].losses] == list(range(1, 101))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"), [(None, {"run_failed"}), ("given up", {"run_failed"}), ("restarted", set())]
+)
+def test_an_end_that_only_the_events_tell_of_is_found_unless_it_is_started_again(launcher, expected):
+    """E.g. a checkpoint that cannot be read: the process ends before its first beat."""
+    details = {"why": "rank 0 crashed with 1", "launcher": launcher} if launcher else {"error": "OSError: disk"}
+    events = [Event(recorded.BEGAN, Kind.START, 0, {}), Event(recorded.BEGAN + 9, Kind.ERROR, 0, details)]
+    recording = Recording({}, recorded.BEGAN + 60, events=events)
+    assert found(recording) == expected
+    assert phase(recording.history(), []) == (Phase.FAILED if expected else Phase.STARTING)
+    assert found(replace(recording, end=recorded.BEGAN + 1e4)) == (expected or {"heartbeat_stall"})
 
 
 @pytest.mark.parametrize(

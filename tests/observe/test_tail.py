@@ -77,6 +77,20 @@ def test_rotation_loses_nothing_on_either_side(path):
     assert steps(tail) == [6]
 
 
+def test_what_is_written_to_the_old_file_in_the_moment_of_rotation_is_read(path, monkeypatch):
+    tail, replaced = Tail(path), Tail._replaced
+    append(path, line(1))
+
+    def at_that_moment(self) -> bool:
+        append(path, line(2))
+        path.rename(path.with_suffix(".1"))
+        append(path, line(3))
+        return replaced(self)
+
+    monkeypatch.setattr(Tail, "_replaced", at_that_moment)
+    assert steps(tail) == [1, 2, 3]
+
+
 def test_a_long_past_is_not_read(path):
     append(path, b"".join(line(step) for step in range(1000)))
     tail = Tail(path, last_bytes=200)
