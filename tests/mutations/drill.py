@@ -31,7 +31,7 @@ MUTATIONS = [
              "for line in Inquiry(self.folder, list(self._reader.local())).ask():", "for line in ():",
              row("hung_rank")),
     Mutation("drill: the watchdog does not halt", "nsa/observe/watchdog.py",
-             "if halt.ask(self.folder, reason, who):", "if True:", row("gate_collapse")),
+             "self._try(lambda: halt.ask(self.folder, reason, who))", "True", row("gate_collapse")),
     Mutation("drill: slow ranks are not compared", "nsa/observe/health.py",
              "    yield from _stragglers(history, limits)\n", "", row("slow_rank")),
     Mutation("drill: a dead process is halted", "nsa/observe/watchdog.py",
