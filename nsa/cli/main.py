@@ -12,6 +12,7 @@ from nsa.cli import (
     compare,
     config,
     doctor,
+    drill,
     estimate,
     exporter,
     launch,
@@ -58,6 +59,7 @@ app.command()(estimate.estimate)
 app.command()(monitor.monitor)
 app.command()(report.report)
 app.command()(compare.compare)
+app.command()(drill.drill)
 
 
 def _print_version(wanted: bool) -> None:

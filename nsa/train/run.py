@@ -1,5 +1,6 @@
 """One run from its description to an exit code. The order of things is here; what each does is in its own module."""
 
+import errno
 import logging
 import os
 import time
@@ -45,6 +46,7 @@ from nsa.train.preflight import demand_fitness
 from nsa.train.ranks import Agreement, Ranks
 from nsa.train.tracking import start_tracking
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
 
@@ -214,6 +216,13 @@ class _Run:
             if isinstance(error.__cause__, NSAError):
                 raise error.__cause__ from error
             raise
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise CheckpointError(
+                f"{self.folder.path} could not be written ({error.strerror}): what is saved there is untouched. Free "
+                f"disk space and add --resume."
+            ) from error
         self._finish(trainer, wishes)
         return wishes.exit_code
 
