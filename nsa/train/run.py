@@ -19,7 +19,7 @@ from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCal
 from nsa.config.schema import RunConfig
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
-from nsa.errors import ConfigError, DataError, NSAError
+from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
 from nsa.observe import halt, names
 from nsa.observe.copies import VAL_LOSS, Copies, scalars
 from nsa.observe.events import EventLog, Kind
