@@ -29,19 +29,21 @@ def test_every_block_that_can_run_here_does(tmp_path):
     for name in ("configs", "scripts", "tests", "ops"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "nsa"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa.cli "$@"\n')
-    command.chmod(0o755)
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    for name, words in (("nsa", "-m nsa.cli"), ("python", "")):
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        command.chmod(0o755)
     script = "set -euo pipefail\n"
     for block in BLOCKS:
         if not block.needs:
             script += f"echo '== RUNBOOK.md line {block.line}' >&2\n{block.code}\n"
+    (tmp_path / "runbook.sh").write_text(script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
     environ = {**kept, "PATH": f"{tmp_path / 'bin'}:{kept['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        ["bash"], input=script, cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=580
-    )
+        ["bash", "runbook.sh"], cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=580,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n--- stderr\n{done.stderr[-3000:]}"
 
 
