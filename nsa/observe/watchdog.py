@@ -25,7 +25,7 @@ _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low",
 _RECENT = 20
 _FEW = 8
 _Key = tuple[str, int | None]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Watchdog:
@@ -80,6 +80,11 @@ class Watchdog:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
         return findings
+
+    def log(self, line: str) -> None:
+        """To whoever listens and to health_check.log."""
+        self._say(line)
+        self._try(lambda: append_health(self.folder, line))
 
     def close(self) -> None:
         self._reader.close()
@@ -140,12 +145,7 @@ class Watchdog:
         content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_LIMITS)}
         self._try(lambda: write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
-    def log(self, line: str) -> None:
-        """To whoever listens and to health_check.log."""
-        self._say(line)
-        self._try(lambda: append_health(self.folder, line))
-
-    def _try(self, write: Callable[[], T]) -> T | None:
+    def _try(self, write: Callable[[], _T]) -> _T | None:
         """A full disk is one of the things to report, not a reason to stop watching; None where it could not write."""
         try:
             return write()
