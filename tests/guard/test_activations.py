@@ -65,7 +65,9 @@ def measured_peak(config: RunConfig) -> int:
 def test_the_reckoned_peak_is_near_the_measured_one(size, precision, checkpointing):
     config = config_of(size, precision=precision, checkpointing=checkpointing)
     reckoned = estimate(config, Target(DEVICES[CPU]), 257).memory.activations.peak(checkpointing)
-    assert reckoned == pytest.approx(measured_peak(config), rel=0.15)
+    # What is kept is known to the tensor; what kernels use meanwhile depends on the data.
+    tolerance = 0.15 if checkpointing or size == "kernels" else 0.05
+    assert reckoned == pytest.approx(measured_peak(config), rel=tolerance)
 
 
 @pytest.mark.parametrize("nsa", [dict(phi="mlp", rope_compressed="after"), dict(phi="linear", phi_pos_emb=True)])
