@@ -27,8 +27,8 @@ def estimate(
 ) -> None:
     """Reckon parameters, FLOPs, memory, time and price of a run.
 
-    Weights, gradients, optimizer states and checkpoints are exact; activations are reckoned tensor by tensor, within
-    15 % of what was measured on a CPU. Time and price rest on an assumed efficiency: give your own once you know it.
+    Weights, gradients and optimizer states are exact; activations are reckoned tensor by tensor, within 15 % of what
+    was measured on a CPU. Time and price rest on an assumed efficiency: give your own once you know it.
 
     **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
     `nsa estimate configs/train_50k.yaml train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
@@ -143,7 +143,7 @@ def _rows(found: "Estimate") -> Iterator[tuple[str, str, str]]:
     if memory.communication:
         yield "  communication", size(memory.communication), "between ranks; reckoned, not measured"
     yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
-    yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer"))
+    yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer, on disk"))
     yield "cache", size(found.cache_bytes), "keys and values of one row when the model is used"
     yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
     yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing

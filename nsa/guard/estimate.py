@@ -1,6 +1,6 @@
 """What a run needs and costs, reckoned from its description alone: parameters, FLOPs, memory, time, price.
 
-Weights, gradients, optimizer and checkpoint bytes are exact. Activations are reckoned tensor by tensor and held against
+Weights, gradients and optimizer bytes are exact. Activations are reckoned tensor by tensor and held against
 measurements (tests/guard/test_activations.py). Time and price rest on an assumed efficiency, which is named with them.
 """
 
@@ -20,6 +20,7 @@ _ADAM_MOMENTS = 2
 _ADAM_BYTES_MOVED = 28  # per parameter and step: weight, gradient and two moments read, all but the gradient written
 _CONTEXT_BYTES = {True: int(0.8 * GIB), False: int(0.4 * GIB)}  # CUDA's own, or an interpreter with torch
 _FRAGMENTATION = 0.05
+_FILED_TENSOR_BYTES = 8 * 1024  # what a checkpoint adds to each tensor, in round figures: headers, index, alignment
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.02, 0.1
 _GPU_ORIGIN = "assumed: what an earlier NSA trainer reached on an A100; this one was not yet measured on a GPU"
@@ -140,7 +141,7 @@ def estimate(
         flops_per_token=flops,
         recomputed_flops_per_token=recomputed if config.runtime.gradient_checkpointing else 0.0,
         memory=_memory(config, target, vocab_size, parameters),
-        checkpoint_bytes=_state_bytes(parameters) + FP32 * parameters.total,
+        checkpoint_bytes=_checkpoint_bytes(parameters),
         export_bytes=2 * FP32 * parameters.total,
         cache_bytes=_cache_bytes(config, model),
         tokens_per_step=tokens,
@@ -221,6 +222,12 @@ def _memory(config: RunConfig, target: Target, vocab_size: int, parameters: Para
 def _state_bytes(parameters: Parameters) -> int:
     """AdamW's: two moments in fp32, and a step count for every tensor."""
     return FP32 * (_ADAM_MOMENTS * parameters.total + parameters.tensors)
+
+
+def _checkpoint_bytes(parameters: Parameters) -> int:
+    """Of every parameter the weight, two moments and a step count, with what files add to them."""
+    tensors = (2 + _ADAM_MOMENTS) * parameters.tensors
+    return FP32 * parameters.total + _state_bytes(parameters) + tensors * _FILED_TENSOR_BYTES
 
 
 def _shards(config: RunConfig, target: Target) -> int:

@@ -15,8 +15,8 @@ LARGE_BLOCKS = dict(l=32, d=16, l_sel=64, n_sel=4, w=128)
 # Their peaks lie at different moments: in the attention's kernels, at the loss, in the feed-forward.
 SIZES = {
     "kernels": (dict(dim=64, n_layers=2, n_heads=4, d_k=16, d_v=16), SMALL_BLOCKS, 2, 1024, 257),
-    "loss": (dict(dim=128, n_layers=4, n_heads=4, d_k=32, d_v=32), SMALL_BLOCKS, 2, 1024, 4000),
-    "blocks": (dict(dim=192, n_layers=6, n_heads=6, d_k=32, d_v=32), LARGE_BLOCKS, 4, 512, 257),
+    "loss": (dict(dim=128, n_layers=3, n_heads=4, d_k=32, d_v=32), SMALL_BLOCKS, 2, 512, 4000),
+    "blocks": (dict(dim=192, n_layers=4, n_heads=6, d_k=32, d_v=32), LARGE_BLOCKS, 2, 512, 257),
 }
 
 
@@ -65,7 +65,9 @@ def measured_peak(config: RunConfig) -> int:
 def test_the_reckoned_peak_is_near_the_measured_one(size, precision, checkpointing):
     config = config_of(size, precision=precision, checkpointing=checkpointing)
     reckoned = estimate(config, Target(DEVICES[CPU]), 257).memory.activations.peak(checkpointing)
-    assert reckoned == pytest.approx(measured_peak(config), rel=0.15)
+    # What is kept is known to the tensor; what kernels use meanwhile depends on the data.
+    tolerance = 0.15 if checkpointing or size == "kernels" else 0.05
+    assert reckoned == pytest.approx(measured_peak(config), rel=tolerance)
 
 
 @pytest.mark.parametrize("nsa", [dict(phi="mlp", rope_compressed="after"), dict(phi="linear", phi_pos_emb=True)])
@@ -79,6 +81,6 @@ def test_checkpointing_keeps_inputs_only():
     deep = config_of("blocks", precision="bf16", checkpointing=True)
     shallow = deep.model_copy(update={"model": deep.model.model_copy(update={"n_layers": 2})})
     memory = [estimate(config, Target(DEVICES[CPU]), 257).memory.activations for config in (shallow, deep)]
-    inputs = 4 * deep.train.batch_size * deep.train.seq_len * deep.model.dim * 4
+    inputs = 2 * deep.train.batch_size * deep.train.seq_len * deep.model.dim * 4
     assert memory[1].recomputed - memory[0].recomputed == inputs
     assert memory[1].kept - memory[0].kept > 10 * inputs

@@ -1,7 +1,7 @@
 import pytest
 
 from nsa.errors import ConfigError
-from nsa.guard.hardware import DEVICES, GIB, hardware_here, parse_target
+from nsa.guard.hardware import DEVICES, hardware_here, parse_target
 
 
 def test_a_target_is_a_name_and_a_count():
@@ -24,7 +24,7 @@ def test_a_count_is_a_number(text):
 def test_memory_is_what_a_process_can_have_not_what_the_name_says():
     for name, gigabytes in (("a100-80gb", 80), ("a100-40gb", 40), ("rtx3090", 24), ("rtx4090", 24)):
         assert 0.9 * gigabytes < DEVICES[name].memory_gib < gigabytes
-        assert parse_target(name).memory_bytes == int(DEVICES[name].memory_gib * GIB)
+        assert parse_target(name).memory_bytes == int(DEVICES[name].memory_gib * 1024**3)
 
 
 def test_this_machine_is_here_and_its_ranks_share_its_memory():

@@ -178,6 +178,13 @@ def test_overrides_are_recorded_in_env_and_in_every_heartbeat(runs):
     assert all(beat.allowed == ("precision", "memory") for beat in beats)
 
 
+def test_a_checkpoint_takes_no_more_disk_than_was_reckoned(runs):
+    saved = runs / "allowed" / names.CHECKPOINTS / "step3"
+    taken = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    reckoned = gather(load(runs / "run.yaml"), parse_target("h200"), try_it=False).estimate.checkpoint_bytes
+    assert taken < reckoned < 2 * taken  # of a model this small, half is the files' own
+
+
 def test_the_folder_of_a_run_tells_another_config(runs):
     config = load(runs / "run.yaml", overrides=[f"train.out_dir={runs}/allowed", "train.lr=0.5", "train.steps=9000"])
     facts = gather(config, parse_target("h200"), try_it=False)
