@@ -28,7 +28,7 @@ LOGS = "logs"
 
 # Ordered: if ranks end for several reasons, the first of these is the cause and the others are its wake.
 _FINAL = {
-    ConfigError.exit_code: "the config or the preflight was refused",
+    ConfigError.exit_code: "the config was refused",
     2: "the command line or the preflight was refused",
     HALTED: "it was halted",
     NonFiniteError.exit_code: "the budget of non-finite steps is used up",
