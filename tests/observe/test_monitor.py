@@ -155,7 +155,7 @@ def test_many_layers_are_all_shown_where_there_is_room_and_as_a_strip_elsewhere(
 def test_the_slowest_of_many_ranks_is_named(tmp_path):
     beats = [replace(beat, forward_s=9.0) if beat.rank == 17 and beat.loss else beat for beat in of_ranks(64, 5)]
     text = "\n".join(line.plain for line in frame(look_once(write_run(tmp_path, beats)), 120, 40))
-    assert "64 ranks · slowest 17: 9.0 s, usual 600 ms" in text
+    assert "64 ranks · slowest 17: 9.0 s / 600 ms" in text
 
 
 def test_findings_beyond_the_room_are_counted(tmp_path):
@@ -163,8 +163,14 @@ def test_findings_beyond_the_room_are_counted(tmp_path):
     look.findings = [Finding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]]
     text = "\n".join(line.plain for line in frame(look, 80, 24))
     assert "5 critical" in text
-    assert "✗ critical heartbeat_stall rank 3: value 9" in text
+    assert "✗ critical heartbeat_stall (rank 3, step 7): value 9" in text
     assert "and 4 more: process_gone" in text
+
+
+def test_what_holds_for_every_rank_is_one_finding(tmp_path):
+    text = "\n".join(drawn(wide, tmp_path))
+    assert "1 critical" in text
+    assert "heartbeat_stall (ranks 0, 1, 2, 3" in text
 
 
 def test_what_files_say_cannot_steer_the_terminal(tmp_path):
