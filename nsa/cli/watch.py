@@ -133,27 +133,28 @@ def smoke(
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
-    from nsa.observe.health import Phase
+    from nsa.observe.health import phase
     from nsa.observe.history import HistoryReader
 
-    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, -1
+    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
     while True:
         history = reader.update()
         logs = list(history.present.values())
-        if logs and all(log.ended for log in logs):
+        ended = bool(logs) and all(log.ended for log in logs)
+        if ended and not reader.leaving():
             last = logs[0].last
-            print(f"{Phase.HALTED if last.msg == 'halt' else last.msg} at step {last.step}: {last.detail or ''}")
+            print(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
             return
-        if logs and history.gone:
-            print(f"process of rank {min(history.gone)} is gone without a last word")
+        if history.gone & history.present.keys():
+            print(f"the process of rank {min(history.gone)} is gone without a last word")
             raise typer.Exit(1)
-        if history.step != shown:
-            shown = history.step
-            print(f"step {shown}, waiting", flush=True)
+        if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
+            shown = line
+            print(line, flush=True)
         if time.monotonic() > until:
             print(f"not halted within {timeout_s:g} s; {folder} may hang: nsa status says more")
             raise typer.Exit(1)
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def _status(folder: Path, limits: "Limits") -> "Status":

@@ -53,6 +53,15 @@ class EventLog:
         self._lines.close()
 
 
+def add_event(run_folder: Path, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
+    """One event from a process that is not the run's own."""
+    log = EventLog(run_folder)
+    try:
+        log.add(kind, ts=ts, step=step, **details)
+    finally:
+        log.close()
+
+
 def event_of(record: dict[str, Any]) -> Event | None:
     """None for kinds of a later version and records that are none."""
     if record.get("event") not in list(Kind) or not {"ts", "step"} <= record.keys():

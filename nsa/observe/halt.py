@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.observe import names
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,8 @@ def put_aside(folder: Path, *, now: float, step: int) -> Path | None:
         os.replace(folder / names.HALT, aside)
     except FileNotFoundError:
         return None
-    log = EventLog(folder)
-    try:
-        reason, by = (asked.reason, asked.by) if asked is not None else (None, None)
-        log.add(Kind.HALT_CLEARED, ts=now, step=step, reason=reason, by=by, aside=aside.name)
-    finally:
-        log.close()
+    reason, by = (asked.reason, asked.by) if asked is not None else (None, None)
+    add_event(folder, Kind.HALT_CLEARED, ts=now, step=step, reason=reason, by=by, aside=aside.name)
     return aside
 
 

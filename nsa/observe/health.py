@@ -15,6 +15,7 @@ from nsa.observe.trends import creep, gain, lasting_drop, spikes
 # The last is a feeding process that the kernel killed.
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|Cannot allocate memory|exit code -9")
 _TOO_LATE = re.compile(r"did not come within")
+_APART = 8
 _ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc")
 
 
@@ -293,12 +294,18 @@ def _saves(history: History, log: RankLog, limits: Limits) -> Iterator[tuple[str
 
 def _stragglers(history: History, limits: Limits) -> Iterator[Finding]:
     """Forward time of a rank against the others', at the same steps: nobody waits in it, so the slow one shows."""
-    logs = history.present
-    recent = [list(log.progress)[-limits.straggler_records :] for log in logs.values()]
-    shared = set.intersection(*({beat.step for beat in beats} for beats in recent)) if len(recent) > 1 else set()
-    if len(shared) < limits.straggler_records:
+    logs, records = history.present, limits.straggler_records
+    if len(logs) < 2:
         return
-    own = {rank: [beat.forward_s or 0.0 for beat in log.progress if beat.step in shared] for rank, log in logs.items()}
+    # Some ranks have told a step that others have yet to tell: a few records more are enough to find common ones.
+    told = [{beat.step for beat in list(log.progress)[-records - _APART :]} for log in logs.values()]
+    shared = sorted(set.intersection(*told))[-records:]
+    if len(shared) < records:
+        return
+    own: dict[int, list[float]] = {}
+    for rank, log in logs.items():
+        by_step = {beat.step: beat.forward_s or 0.0 for beat in log.progress}
+        own[rank] = [by_step[step] for step in shared]
     for rank, times in own.items():
         log = logs[rank]
         others = [median(values) for values in zip(*(t for other, t in own.items() if other != rank), strict=True)]

@@ -247,11 +247,18 @@ class HistoryReader:
             age = min(age, self.now.steady - self._looked)
         return self.now.steady - age
 
+    def leaving(self) -> list[int]:
+        """Ranks of this host that have had their last word and are still there, saving."""
+        return [log.rank for log in self.local() if log.ended and self._is_there(log)]
+
     def _gone(self) -> Iterator[int]:
         for log in self.local():
-            files = (self.folder / names.stackdump(log.rank, log.last.pid), self.folder / names.heartbeat(log.rank))
-            if not log.ended and writes_to(log.last.pid, files) is False:
+            if not log.ended and self._is_there(log) is False:
                 yield log.rank
+
+    def _is_there(self, log: RankLog) -> bool | None:
+        pid = log.last.pid
+        return writes_to(pid, (self.folder / names.stackdump(log.rank, pid), self.folder / names.heartbeat(log.rank)))
 
     def _facts(self) -> Facts:
         try:

@@ -1,7 +1,7 @@
 """Ask a run that hangs where it hangs: stacks of every thread, and the last collectives of every process group.
 
-One signal asks for both (`nsa.train.callbacks.signals`). It goes only to processes of this host that have the run's
-own files open for writing: a number alone may be somebody else's by now.
+One signal asks for both (`nsa.train.callbacks.signals`). It goes only to a process that has the file for its stacks
+open: it ends a process that does not handle it, and a number alone may be somebody else's by now.
 """
 
 import json
@@ -34,8 +34,8 @@ class Inquiry:
         began = time.time_ns()
         for log in self._logs:
             rank, pid = log.rank, log.last.pid
-            dump, beats = self._folder / names.stackdump(rank, pid), self._folder / names.heartbeat(rank)
-            if not dump.exists() or writes_to(pid, (dump, beats)) is not True:
+            dump = self._folder / names.stackdump(rank, pid)
+            if writes_to(pid, (dump,)) is not True:
                 yield f"rank {rank}: process {pid} is not there to be asked for stacks"
                 continue
             size = dump.stat().st_size

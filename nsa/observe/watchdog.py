@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nsa.observe import halt, names
 from nsa.observe.conditions import Finding, Level, Limits
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.observe.health import Phase, examine, phase
 from nsa.observe.history import HistoryReader, RankLog
 from nsa.observe.inquiry import Inquiry
@@ -25,6 +25,7 @@ _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low",
 _RECENT = 20
 _FEW = 8
 _Key = tuple[str, int | None]
+_T = TypeVar("_T")
 
 
 class Watchdog:
@@ -49,15 +50,13 @@ class Watchdog:
 
     def begin(self) -> None:
         """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
-        self._log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
+        self.log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
         now = time.time()
         if (asked := halt.read(self.folder)) is not None:
-            self._log(
-                f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start."
-            )
+            self.log(f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start.")
         if (anomaly := read_anomaly(self.folder)) is not None:
             name, since = anomaly
-            self._log(
+            self.log(
                 f"{names.ANOMALY} is there already: {name}, {halt.age(now - since)} old. It is of an earlier watch."
             )
 
@@ -68,7 +67,7 @@ class Watchdog:
         found = phase(history, findings)
         if found != self.phase:
             self.phase = found
-            self._log(f"{found} at step {history.step}")
+            self.log(f"{found} at step {history.step}")
         now = {(finding.name, finding.rank): finding for finding in findings}
         before, self._holding = self._holding, now
         for same in by_condition([finding for key, finding in now.items() if key not in before]):
@@ -81,6 +80,11 @@ class Watchdog:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
         return findings
+
+    def log(self, line: str) -> None:
+        """To whoever listens and to health_check.log."""
+        self._say(line)
+        self._try(lambda: append_health(self.folder, line))
 
     def close(self) -> None:
         self._reader.close()
@@ -96,12 +100,12 @@ class Watchdog:
     def _act(self, due: Sequence[Finding]) -> None:
         if any(finding.name in _BY_AGE and not finding.condition.over for finding in due):
             for line in Inquiry(self.folder, list(self._reader.local())).ask():
-                self._log(line)
+                self.log(line)
         first = due[0]
         earlier = read_anomaly(self.folder)
-        write_whole(self.folder / names.ANOMALY, f"{first.name}\n")
+        self._try(lambda: write_whole(self.folder / names.ANOMALY, f"{first.name}\n"))
         if earlier is not None and earlier[0] != first.name:
-            self._log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
+            self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
         if gates := [finding for finding in due if finding.name in _GATES]:
             self._write_gates(gates)
         self._halt([finding for finding in due if not finding.condition.over])
@@ -111,30 +115,27 @@ class Watchdog:
             return
         first = findings[0]
         reason, who = f"{first.name}: {first.message}", f"nsa watch, process {os.getpid()} on {socket.gethostname()}"
-        if halt.ask(self.folder, reason, who):
-            self._log(f"{names.HALT} written: {reason}")
+        asked = self._try(lambda: halt.ask(self.folder, reason, who))
+        if asked:
+            self.log(f"{names.HALT} written: {reason}")
             self._event(Kind.HALT_ASKED, [first], reason=reason)
-        else:
-            self._log(f"{names.HALT} is there already, not overwritten")
+        elif asked is not None:
+            self.log(f"{names.HALT} is there already, not overwritten")
 
     def _tell(self, same: Sequence[Finding]) -> None:
         first = same[0]
-        self._log(f"{first.level.upper()} {describe(same)}")
+        self.log(f"{first.level.upper()} {describe(same)}")
         self._event(Kind.STALL if first.name in _BY_AGE else Kind.FINDING, same, message=first.message)
         if first.name in _GATES and first.level == Level.WARNING:
             self._write_gates(same)
 
     def _tell_over(self, same: Sequence[Finding]) -> None:
-        self._log(f"over: {same[0].name}{_where(same)}")
+        self.log(f"over: {same[0].name}{_where(same)}")
         self._event(Kind.FINDING, same, over=True)
 
     def _event(self, kind: Kind, same: Sequence[Finding], **details: Any) -> None:
-        first, log = same[0], EventLog(self.folder)
-        which = {"condition": first.name, "level": first.level.value, "ranks": ranks_of(same)}
-        try:
-            log.add(kind, ts=time.time(), step=first.step, **which, **details)
-        finally:
-            log.close()
+        which = {"condition": same[0].name, "level": same[0].level.value, "ranks": ranks_of(same)}
+        self._try(lambda: add_event(self.folder, kind, ts=time.time(), step=same[0].step, **which, **details))
 
     def _write_gates(self, findings: Sequence[Finding]) -> None:
         log = self._reader.history.first
@@ -142,11 +143,15 @@ class Watchdog:
             return
         content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **gate_details(log)}
         content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_LIMITS)}
-        write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n")
+        self._try(lambda: write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
-    def _log(self, line: str) -> None:
-        append_health(self.folder, line)
-        self._say(line)
+    def _try(self, write: Callable[[], _T]) -> _T | None:
+        """A full disk is one of the things to report, not a reason to stop watching; None where it could not write."""
+        try:
+            return write()
+        except OSError as problem:
+            self._say(f"could not write: {problem}")
+            return None
 
 
 _LIMITS = ("entropy_", "collapse_", "gate_")
@@ -223,7 +228,10 @@ def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], Non
     """Until the run is finished or halted; what failed, stopped or is gone may come back and is watched on."""
     watchdog.begin()
     while True:
-        watchdog.look()
+        try:
+            watchdog.look()
+        except OSError as problem:  # a file server that is away for a moment
+            watchdog.log(f"could not look: {problem}")
         if watchdog.phase in (Phase.FINISHED, Phase.HALTED):
             return watchdog.phase
         pause(interval_s)

@@ -332,7 +332,8 @@ class _Run:
             with_ts.close()
             self._line(f"done: step {trainer.global_step}, {', '.join(str(path) for path in written)}")
         else:
-            self._line(f"stopped at step {trainer.global_step}, saved in {last}; --resume goes on from there")
+            how = "--clear-halt --resume" if code == HALTED else "--resume"
+            self._line(f"stopped at step {trainer.global_step}, saved in {last}; {how} goes on from there")
 
     def _hear(self, beat: Beat) -> None:
         if self.copies is not None and beat.msg == names.PROGRESS:

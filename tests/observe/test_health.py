@@ -101,6 +101,12 @@ def test_a_slow_rank_counts_only_where_it_costs_something():
     assert found(recording) == set()
 
 
+def test_a_straggler_is_found_while_the_others_are_records_ahead():
+    recording = recorded.two_ranks(1.6)
+    del recording.beats[1][-2:]
+    assert found(recording) == {"straggler"}
+
+
 def test_a_rank_that_waits_for_a_straggler_is_none():
     (finding,) = examine(recorded.two_ranks(3.0).history(), now=recorded.two_ranks().end, limits=LIMITS)
     assert finding.rank == 1

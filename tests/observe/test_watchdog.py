@@ -165,6 +165,30 @@ def test_what_ended_by_itself_is_not_halted(tmp_path, name):
     assert not (tmp_path / names.HALT).exists()
 
 
+def test_a_folder_that_cannot_be_written_is_told_and_watched_on(watched):
+    for name in (names.HEALTH_LOG, f"{names.ANOMALY}.new"):
+        (watched.path / name).mkdir()  # a full disk refuses as well, but for some other reason
+    watched.dog.begin()
+    watched.go_on(5)
+    watched.look()
+    told = watched.look(200.0)
+    assert any("could not write" in line for line in told)
+    assert any("CRITICAL heartbeat_stall" in line for line in told)
+    assert (watched.path / names.HALT).exists()
+
+
+def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched):
+    (watched.path / names.EVENTS).mkdir()
+    watched.go_on(3)
+
+    def pause(seconds: float) -> None:
+        (watched.path / names.EVENTS).rmdir()
+        watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
+
+    assert watch(watched.dog, interval_s=1.0, pause=pause) == Phase.FINISHED
+    assert any("could not look: " in line for line in watched.said)
+
+
 def test_many_ranks_are_one_line(tmp_path):
     watched = Watched(tmp_path)
     for rank in range(1, 12):

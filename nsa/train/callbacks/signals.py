@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -65,4 +66,5 @@ class Signals:
         with os.fdopen(self._heard, "rb", buffering=0) as heard:
             while numbers := heard.read(64):
                 if DUMP in numbers and self._collectives is not None:
-                    write_record(self._collectives)
+                    with suppress(OSError):  # a full disk now must not cost the next answer
+                        write_record(self._collectives)
