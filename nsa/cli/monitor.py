@@ -54,6 +54,7 @@ def _watch(looker, console: "Console", interval: float, width: int | None, heigh
             screen.show(_frame(looker, console, width, height))
             took = time.monotonic() - began
             if pressed(max(interval - took, _LOOKS_SHARE * took)):
+                screen.clear()
                 return
 
 
@@ -86,6 +87,10 @@ class _Screen:
                 console.file.write(f"\x1b[{row + 1};1H\x1b[2K{text}")
         console.file.flush()
         self._shown = rendered
+
+    def clear(self) -> None:
+        """Before leaving: a multiplexer that was resized meanwhile would keep some lines."""
+        self._console.file.write("\x1b[H\x1b[J")
 
     def _rendered(self, line: "Text") -> str:
         with self._console.capture() as captured:
