@@ -6,6 +6,7 @@ import pty
 import select
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,7 @@ def test_a_look_again_sees_what_is_new(tmp_path):
 def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     finished(tmp_path)
     parent, child = pty.openpty()
+    before = termios.tcgetattr(parent)[3]
     os.set_inheritable(child, True)
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "LINES": "24"}
     environment.pop("NO_COLOR", None)
@@ -212,6 +214,7 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
         os.write(parent, b"q")
         last = _read(parent, until=b"\x1b[?25h", patience_s=30)
         assert process.wait(30) == 0
+        assert termios.tcgetattr(parent)[3] == before  # keys are echoed and taken by the line again
     finally:
         process.kill()
         os.close(parent)
