@@ -117,7 +117,7 @@ def main() -> None:
     for width, height, name in ((80, 24, "monitor.svg"), (120, 40, "monitor_large.svg")):
         (out / name).write_text(terminal_svg(frame(look, width, height), width), encoding="utf-8")
     photograph(run_report.render(look), out / "report.png", 1480)
-    photograph(compare_report.render([load(run), load(other)]), out / "compare.png", 1300)
+    photograph(compare_report.render([load(run), load(other)]), out / "compare.png", 1318)
     for path in sorted(out.iterdir()):
         print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)")
 

@@ -54,6 +54,7 @@ def _watch(looker, console: "Console", interval: float, width: int | None, heigh
             screen.show(_frame(looker, console, width, height))
             took = time.monotonic() - began
             if pressed(max(interval - took, _LOOKS_SHARE * took)):
+                screen.clear()
                 return
 
 
@@ -75,17 +76,21 @@ class _Screen:
         self._size: tuple[int, int] | None = None
 
     def show(self, lines: list["Text"]) -> None:
-        console = self._console
-        if self._size != console.size:
-            self._size, self._shown = console.size, []
-            console.file.write("\x1b[2J")
-        rendered = [self._rendered(line) for line in lines[: console.size.height]]
+        console, size = self._console, self._console.size
+        if self._size != size:
+            self._size, self._shown = size, []
+        blank = [""] * max(0, size.height - len(lines))
+        rendered = [*(self._rendered(line) for line in lines[: size.height]), *blank]
         for row, text in enumerate(rendered):
             if row >= len(self._shown) or self._shown[row] != text:
-                console.file.write(f"\x1b[{row + 1};1H{text}\x1b[K" if len(lines[row]) < console.size.width else
-                                   f"\x1b[{row + 1};1H{text}")  # fmt: skip
+                # Emptied first: behind a full line the cursor still stands on its last cell.
+                console.file.write(f"\x1b[{row + 1};1H\x1b[2K{text}")
         console.file.flush()
         self._shown = rendered
+
+    def clear(self) -> None:
+        """Before leaving: a multiplexer that was resized meanwhile would keep some lines."""
+        self._console.file.write("\x1b[H\x1b[J")
 
     def _rendered(self, line: "Text") -> str:
         with self._console.capture() as captured:

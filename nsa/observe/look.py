@@ -19,6 +19,13 @@ class Look:
     wall: Goodput | None
     now: float
 
+    def grouped(self) -> list[list[Finding]]:
+        """Findings of one condition together: what holds for 64 ranks is one thing to know."""
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault(finding.name, []).append(finding)
+        return list(groups.values())
+
 
 class Looker:
     """Looks again and again; each look costs what was written since the last."""

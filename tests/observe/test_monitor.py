@@ -6,6 +6,7 @@ import pty
 import select
 import subprocess
 import sys
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_many_layers_are_all_shown_where_there_is_room_and_as_a_strip_elsewhere(
 def test_the_slowest_of_many_ranks_is_named(tmp_path):
     beats = [replace(beat, forward_s=9.0) if beat.rank == 17 and beat.loss else beat for beat in of_ranks(64, 5)]
     text = "\n".join(line.plain for line in frame(look_once(write_run(tmp_path, beats)), 120, 40))
-    assert "64 ranks · slowest 17: 9.0 s, usual 600 ms" in text
+    assert "64 ranks · slowest 17: 9.0 s / 600 ms" in text
 
 
 def test_findings_beyond_the_room_are_counted(tmp_path):
@@ -163,8 +164,14 @@ def test_findings_beyond_the_room_are_counted(tmp_path):
     look.findings = [Finding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]]
     text = "\n".join(line.plain for line in frame(look, 80, 24))
     assert "5 critical" in text
-    assert "✗ critical heartbeat_stall rank 3: value 9" in text
+    assert "✗ critical heartbeat_stall (rank 3, step 7): value 9" in text
     assert "and 4 more: process_gone" in text
+
+
+def test_what_holds_for_every_rank_is_one_finding(tmp_path):
+    text = "\n".join(drawn(wide, tmp_path))
+    assert "1 critical" in text
+    assert "heartbeat_stall (ranks 0, 1, 2, 3" in text
 
 
 def test_what_files_say_cannot_steer_the_terminal(tmp_path):
@@ -191,6 +198,7 @@ def test_a_look_again_sees_what_is_new(tmp_path):
 def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     finished(tmp_path)
     parent, child = pty.openpty()
+    before = termios.tcgetattr(parent)[3]
     os.set_inheritable(child, True)
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "LINES": "24"}
     environment.pop("NO_COLOR", None)
@@ -202,16 +210,18 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     try:
         first = _read(parent, until=b"its last", patience_s=60)
         first += _read(parent, until=None, patience_s=0.5)
-        quiet = _read(parent, until=None, patience_s=2.5)
+        quiet = _read(parent, until=b"UTC", patience_s=30) + _read(parent, until=None, patience_s=0.5)
         os.write(parent, b"q")
         last = _read(parent, until=b"\x1b[?25h", patience_s=30)
         assert process.wait(30) == 0
+        assert termios.tcgetattr(parent)[3] == before  # keys are echoed and taken by the line again
     finally:
         process.kill()
         os.close(parent)
     assert b"\x1b[?1049h" in first
     assert "✓ finished".encode() in first
-    assert len(quiet) < 400, quiet  # the clock, once a second
+    assert b"UTC" in quiet
+    assert len(quiet) < 400, quiet  # the clock, and nothing else
     assert b"\x1b[?1049l" in last
 
 

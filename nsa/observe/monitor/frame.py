@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from nsa.observe.conditions import Finding, Level
+from nsa.observe.conditions import Level
 from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
 from nsa.observe.figures import as_float, clock, count, duration, memory, number, plain, share
@@ -20,6 +20,7 @@ from nsa.observe.look import Look
 from nsa.observe.monitor.lines import QUIET, beside, ends, fit, level, line, title
 from nsa.observe.monitor.plot import Curve, Plot
 from nsa.observe.series import BRANCHES, Run
+from nsa.observe.watchdog import describe
 
 MARKS = {
     "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
@@ -64,7 +65,7 @@ def _plan(look: Look, height: int) -> _Plan:
     taller = min(spare // (4 if two_rows else 2), 6)
     spare -= taller * (2 if two_rows else 1)
     layers = min(spare // 2, max(0, _n_layers(look.run) + 1 - _Plan().gates))
-    findings = min(max(0, len(look.findings) - _Plan().findings), (spare - layers) // 2)
+    findings = min(max(0, len(look.grouped()) - _Plan().findings), (spare - layers) // 2)
     return _Plan(_Plan().charts + taller, two_rows, _Plan().gates + layers, _Plan().findings + findings)
 
 
@@ -132,7 +133,9 @@ def _latest(run: Run, name: str) -> float:
 
 def _loss(run: Run, width: int, height: int) -> list[Text]:
     evaluations = run.counted_evaluations()
-    about = line((number(_latest(run, "loss")), "bold cyan"), (" nats", QUIET))
+    loss = _latest(run, "loss")
+    about = line((number(loss), "bold cyan" if math.isfinite(loss) else "bold red"))
+    about.append(" nats" if math.isfinite(loss) else "", QUIET)
     if evaluations:
         held_out = number(evaluations[-1].val_loss)
         about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (" held out", QUIET)))
@@ -187,7 +190,7 @@ def _gates(run: Run, width: int, height: int) -> list[Text]:
     entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
     collapsed = _latest(run, "gate_collapse_frac")
     uniform = " of 1.10 nats" if width >= 54 else ""
-    words = f"entropy {number(entropy, 2)}{uniform} · max {number(largest, 2)}"
+    words = f"entropy {entropy:.2f}{uniform} · max {largest:.2f}"
     return [*lines, line(words, (f" · collapsed {share(collapsed)}", "bold red" if collapsed > 0.1 else ""))]
 
 
@@ -233,8 +236,11 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
               else [("grad norm ", ""), (number(_latest(run, "grad_norm"), 3), "bold")]),
         ),
     ]  # fmt: skip
-    if len(run.ranks) > 1:
-        lines[2:3] = [_ranks(run)]
+    if len(run.ranks) > 1 and two_rows:
+        lines.append(_ranks(run))
+    elif len(run.ranks) > 1:
+        spare = 2 if predicted == counted else 4
+        lines[spare] = _ranks(run)
     if two_rows:
         kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
         lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold")))
@@ -257,29 +263,24 @@ def _ranks(run: Run) -> Text:
     if known:
         slowest = max(known, key=lambda rank: known[rank])
         usual = statistics.median(known.values())
-        words.append(f" · slowest {slowest}: {duration(known[slowest])}, usual {duration(usual)}")
+        words.append(f" · slowest {slowest}: {duration(known[slowest])} / {duration(usual)}")
     return words
 
 
 def _findings(look: Look, width: int, room: int) -> list[Text]:
-    findings = look.findings
-    if not findings:
+    groups = look.grouped()
+    if not groups:
         return [title("findings", "", width), line(("✓ nothing is wrong", "green"))]
-    counts = [f"{n} {level_.value}" for level_ in (Level.CRITICAL, Level.WARNING) if (n := _count(findings, level_))]
-    shown = list(findings) if len(findings) <= room else list(findings)[: room - 1]
+    levels = [group[0].level for group in groups]
+    counts = [f"{n} {each.value}" for each in (Level.CRITICAL, Level.WARNING) if (n := levels.count(each))]
+    shown = groups if len(groups) <= room else groups[: room - 1]
     lines = [title("findings", ", ".join(counts), width)]
-    for finding in shown:
-        mark, style = LEVEL_MARKS[finding.level]
-        whose = "" if finding.rank is None else f" rank {finding.rank}"
-        lines.append(line((f"{mark}", style), f" {finding.condition.name}{whose}: {plain(finding.message, 200)}"))
-    if len(shown) < len(findings):
-        names_ = ", ".join(dict.fromkeys(finding.condition.name for finding in findings[len(shown) :]))
-        lines.append(line((f"and {len(findings) - len(shown)} more: {names_}", QUIET)))
+    for group in shown:
+        mark, style = LEVEL_MARKS[group[0].level]
+        lines.append(line((mark, style), " ", plain(describe(group), 300)))
+    if rest := groups[len(shown) :]:
+        lines.append(line((f"and {len(rest)} more: {', '.join(group[0].name for group in rest)}", QUIET)))
     return lines
-
-
-def _count(findings: Sequence[Finding], level_: Level) -> int:
-    return sum(finding.level == level_ for finding in findings)
 
 
 _EVENT_STYLES = {

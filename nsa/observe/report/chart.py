@@ -68,7 +68,8 @@ class _Drawing:
         self.lines = [_scaled(line, there) if chart.log else line for line in chart.lines]
         self.points = [(x, there(y) if not chart.log or y > 0 else y, words) for x, y, words in chart.points]
         everything = [bucket for line in self.lines for bucket in line.found]
-        extra = [y for _, y, _ in self.points if math.isfinite(y)] + [there(y) for y, _ in chart.limits]
+        extra = [y for _, y, _ in self.points if math.isfinite(y)]
+        extra += [there(y) for y, _ in chart.limits] if everything else []
         self.span = value_range(everything, from_zero=chart.from_zero and not chart.log, more=extra)
         first, last = chart.x_range
         self.x_range = (first, last) if last > first else (first - 1, first + 1)

@@ -32,8 +32,8 @@ def render(runs: Sequence[Run]) -> str:
     head = f"<header><h1>{len(runs)} runs</h1><p>{escape(title)}</p></header>"
     body = [
         head,
-        section("Figures", "figures", side_by_side),
-        section("Settings that differ", "settings", settings),
+        section("Figures", "figures", f'<div class="even">{side_by_side}</div>'),
+        section("Settings that differ", "settings", f'<div class="even">{settings}</div>'),
         section("Curves", "curves", '<p class="quiet">Lines are means, bands reach from least to largest; steps that '
                 "were done again are left out. × not finite · ▲ above the axis.</p>", '<div class="charts">',
                 *(chart_figure(chart) for chart in _charts(runs, names)), "</div>"),

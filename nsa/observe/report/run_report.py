@@ -18,6 +18,7 @@ from nsa.observe.report.page import Html, chart_figure, filter_field, page, sect
 from nsa.observe.report.timeline import timeline
 from nsa.observe.series import Run
 from nsa.observe.summary import Summary, flat, summarize
+from nsa.observe.watchdog import ranks_of
 
 SIGNS = {
     "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
@@ -69,13 +70,14 @@ def _head(look: Look, summary: Summary) -> str:
 
 
 def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
-    critical = sum(finding.level == Level.CRITICAL for finding in look.findings)
+    levels = [group[0].level for group in look.grouped()]
     target = f"of {summary.target:,}" if summary.target else "target not known"
     wall = summary.wall
     return [
         ("steps", f"{summary.step:,}", target),
         ("loss, nats per token", number(summary.loss),
-         f"mean of {summary.loss_records} records · least {number(summary.best_loss)} at {summary.best_step:,}"),
+         f"mean of {summary.loss_records} records · least {number(summary.best_loss)} at {summary.best_step:,}"
+         if summary.loss_records else "no record yet"),
         ("held-out loss", number(summary.held_out),
          f"at {summary.held_out_step:,} · best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
          if summary.held_out_step else "never evaluated"),
@@ -84,7 +86,7 @@ def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
         ("goodput", share(summary.goodput), f"of {duration(wall.total)}" if wall else "no time recorded"),
         ("restarts", str(summary.restarts),
          f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps done again · {summary.skipped} skipped"),
-        ("findings", str(len(look.findings)), f"{critical} critical" if look.findings else "nothing is wrong"),
+        ("findings", str(len(levels)), f"{levels.count(Level.CRITICAL)} critical" if levels else "nothing is wrong"),
     ]  # fmt: skip
 
 
@@ -145,19 +147,20 @@ def _findings(look: Look) -> str:
     if look.findings:
         made = table(
             ("level", "condition", "rank", "step", "values", "first thing to do"),
-            [_finding_row(finding) for finding in look.findings],
+            [_finding_row(group) for group in look.grouped()],
         )
     else:
         made = '<p class="good">✓ nothing is wrong</p>'
     return f'<p class="quiet">{told_now}</p>{made}{_found_before(look.run.events)}{_health_log(look.run.folder)}'
 
 
-def _finding_row(finding: Finding) -> Sequence[str]:
+def _finding_row(group: Sequence[Finding]) -> Sequence[str]:
+    finding = group[0]
     critical = finding.level == Level.CRITICAL
     level = Html(f'<span class="{"crit" if critical else "warn"}">{"✗ critical" if critical else "▲ warning"}</span>')
-    rank = "run" if finding.rank is None else str(finding.rank)
+    ranks = ", ".join(map(str, ranks_of(group)[:8])) + (f" of {len(group)}" if len(group) > 8 else "")
     condition = finding.condition
-    return (level, condition.name, rank, f"{finding.step:,}", plain(finding.message), condition.advice)
+    return (level, condition.name, ranks or "all", f"{finding.step:,}", plain(finding.message), condition.advice)
 
 
 def _found_before(events: Sequence[Event]) -> str:
