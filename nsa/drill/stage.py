@@ -67,13 +67,13 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def end(self) -> int:
+    def end(self, patience_s: float = PATIENCE_S) -> int:
         """The exit code; negative if a signal ended it."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + patience_s
         while (code := self._process.poll()) is None:
             pause(self._curtain)
             if time.monotonic() > until:
-                raise NotSeen(f"{self.log.stem} did not end within {PATIENCE_S:.0f} s")
+                raise NotSeen(f"{self.log.stem} did not end within {patience_s:.0f} s")
         return code
 
     def kill(self) -> None:
