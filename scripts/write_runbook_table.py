@@ -1,11 +1,11 @@
-"""Write the table of conditions into docs/RUNBOOK.md (or the file given), from nsa.observe.conditions."""
+"""Write the table of conditions into docs/RUNBOOK.md (or the file given), from nsa.observe.watch.conditions."""
 
 import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from nsa.observe.conditions import CONDITIONS, Limits
+from nsa.observe.watch.conditions import CONDITIONS, Limits
 
 BEGIN, END = "<!-- conditions: written by scripts/write_runbook_table.py -->", "<!-- end of conditions -->"
 

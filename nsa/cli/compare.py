@@ -27,12 +27,12 @@ def compare(
     from rich.table import Table
     from rich.text import Text
 
-    from nsa.observe.comparison import differing_settings, figures, labels
-    from nsa.observe.monitor.lines import plain_ascii, title
-    from nsa.observe.monitor.plot import Curve, Plot
-    from nsa.observe.report.run_report import spelled
-    from nsa.observe.series import load
-    from nsa.observe.summary import summarize
+    from nsa.observe.view.comparison import differing_settings, figures, labels
+    from nsa.observe.view.monitor.lines import plain_ascii, title
+    from nsa.observe.view.monitor.plot import Curve, Plot
+    from nsa.observe.view.report.run_report import spelled
+    from nsa.observe.view.series import load
+    from nsa.observe.view.summary import summarize
 
     console = Console(highlight=False, markup=False)
     unicode = console.encoding.startswith("utf")
@@ -66,6 +66,6 @@ def compare(
         console.print(line if unicode else plain_ascii(line), no_wrap=True, overflow="crop")
     if out is not None:
         from nsa.cli.report import write
-        from nsa.observe.report.compare_report import render
+        from nsa.observe.view.report.compare_report import render
 
         write(out, render(loaded))

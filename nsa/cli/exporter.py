@@ -20,7 +20,7 @@ def exporter(
 
     **Example:** `nsa exporter artifacts --file-sd ops/prometheus/targets/here.json`
     """
-    from nsa.observe.exporter import Exporter, is_loopback
+    from nsa.observe.export.exporter import Exporter, is_loopback
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -48,6 +48,6 @@ def alert_rules(
 
     **Example:** `nsa alert-rules > ops/prometheus/rules.yml`
     """
-    from nsa.observe.alert_rules import rule_file
+    from nsa.observe.export.alert_rules import rule_file
 
     print(rule_file(speed), end="")

@@ -32,7 +32,7 @@ def monitor(
     """
     from rich.console import Console
 
-    from nsa.observe.look import Looker
+    from nsa.observe.view.look import Looker
 
     console = Console(highlight=False, markup=False)
     looker = Looker(run)
@@ -59,8 +59,8 @@ def _watch(looker, console: "Console", interval: float, width: int | None, heigh
 
 
 def _frame(looker, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
-    from nsa.observe.monitor.frame import frame
-    from nsa.observe.monitor.lines import plain_ascii
+    from nsa.observe.view.monitor.frame import frame
+    from nsa.observe.view.monitor.lines import plain_ascii
 
     there = console.size if console.is_terminal else SMALLEST
     lines = frame(looker.look(), width or there[0], height or there[1])

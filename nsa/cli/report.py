@@ -15,8 +15,8 @@ def report(
 
     **Example:** `nsa report artifacts/run --out run.html`
     """
-    from nsa.observe.look import look_once
-    from nsa.observe.report.run_report import render
+    from nsa.observe.view.look import look_once
+    from nsa.observe.view.report.run_report import render
 
     text = render(look_once(run))
     path = out or run / DEFAULT_NAME

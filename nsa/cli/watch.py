@@ -13,8 +13,8 @@ import typer
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nsa.observe.conditions import Limits
-    from nsa.observe.status import Status
+    from nsa.observe.watch.conditions import Limits
+    from nsa.observe.watch.status import Status
 
 _RUN = typer.Argument(None, metavar="RUN", help="The run folder.")
 _DIR = typer.Option(None, "--dir", help="The run folder, in an older spelling.")
@@ -38,9 +38,9 @@ def watch(
 
     **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
     """
-    from nsa.observe.health import Phase
-    from nsa.observe.watchdog import Watchdog
-    from nsa.observe.watchdog import watch as go
+    from nsa.observe.watch.health import Phase
+    from nsa.observe.watch.watchdog import Watchdog
+    from nsa.observe.watch.watchdog import watch as go
 
     folder = _folder(run, directory)
     dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), say=_say)
@@ -75,7 +75,7 @@ def status(
     else:
         _show(folder, found)
     if log:
-        from nsa.observe.watchdog import append_health
+        from nsa.observe.watch.watchdog import append_health
 
         append_health(folder, _line(found))
     raise typer.Exit(found.exit_code)
@@ -116,7 +116,7 @@ def smoke(
     **Example:** `nsa smoke artifacts/run --min-steps 100`
     """
     from nsa.observe import names
-    from nsa.observe.smoke import smoke as ask
+    from nsa.observe.watch.smoke import smoke as ask
 
     if run is None and (csv is None or heartbeat is None):
         raise ConfigError("nsa smoke needs a run folder, or both --csv and --heartbeat: it compares the two.")
@@ -133,8 +133,8 @@ def smoke(
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
-    from nsa.observe.health import phase
-    from nsa.observe.history import HistoryReader
+    from nsa.observe.watch.health import phase
+    from nsa.observe.watch.history import HistoryReader
 
     reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
     while True:
@@ -158,9 +158,9 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
 
 
 def _status(folder: Path, limits: "Limits") -> "Status":
-    from nsa.observe.health import examine
-    from nsa.observe.history import HistoryReader
-    from nsa.observe.status import status_of
+    from nsa.observe.watch.health import examine
+    from nsa.observe.watch.history import HistoryReader
+    from nsa.observe.watch.status import status_of
 
     reader = HistoryReader(folder)
     try:
@@ -174,10 +174,10 @@ def _status(folder: Path, limits: "Limits") -> "Status":
 def _show(folder: Path, found: "Status") -> None:
     from rich.console import Console
 
-    from nsa.observe.conditions import Level
     from nsa.observe.halt import age
-    from nsa.observe.health import Phase
-    from nsa.observe.watchdog import by_condition, ranks_of
+    from nsa.observe.watch.conditions import Level
+    from nsa.observe.watch.health import Phase
+    from nsa.observe.watch.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
     colour = ("green", "yellow", "red")[found.exit_code]
@@ -212,7 +212,7 @@ def _show(folder: Path, found: "Status") -> None:
 
 
 def _line(found: "Status") -> str:
-    from nsa.observe.watchdog import by_condition, describe
+    from nsa.observe.watch.watchdog import by_condition, describe
 
     word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
     loss = f", loss {found.loss:.4f}" if found.loss is not None else ""
@@ -221,7 +221,7 @@ def _line(found: "Status") -> str:
 
 
 def _limits(changes: list[str] | None) -> "Limits":
-    from nsa.observe.conditions import Limits
+    from nsa.observe.watch.conditions import Limits
 
     limits, known = Limits(), Limits.__dataclass_fields__
     for change in changes or []:

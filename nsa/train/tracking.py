@@ -14,8 +14,8 @@ from olmo_core.train.callbacks import WandBCallback
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
-from nsa.observe.courier import Courier, Service
-from nsa.observe.mlflow_service import MLflow
+from nsa.observe.export.courier import Courier, Service
+from nsa.observe.export.mlflow_service import MLflow
 
 _SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
 """Not data and train: addresses in them may hold passwords."""

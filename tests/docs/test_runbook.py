@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from nsa.cli.main import app
-from nsa.observe.conditions import CONDITIONS
+from nsa.observe.watch.conditions import CONDITIONS
 from tests.docs.blocks import blocks, nsa_commands
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nsa.observe import names
-from nsa.observe.conditions import CONDITIONS
 from nsa.observe.events import Event, Kind
 from nsa.observe.heartbeat import Beat
-from nsa.observe.history import Facts, History
+from nsa.observe.watch.conditions import CONDITIONS
+from nsa.observe.watch.history import Facts, History
 
 BEGAN = 1_700_000_000.0
 STEP_S = 2.0

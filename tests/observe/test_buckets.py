@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from nsa.observe.buckets import buckets, nice_step, ticks, value_range
-from nsa.observe.figures import count, duration, number, plain, share, tick
+from nsa.observe.view.buckets import buckets, nice_step, ticks, value_range
+from nsa.observe.view.figures import count, duration, number, plain, share, tick
 
 
 def test_a_spike_of_one_record_survives():

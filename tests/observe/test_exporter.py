@@ -21,9 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from nsa.errors import ConfigError
-from nsa.observe import names, run_metrics
+from nsa.observe import names
 from nsa.observe.events import EventLog, Kind
-from nsa.observe.exporter import Exporter, RunsCollector, is_loopback, run_names
+from nsa.observe.export import run_metrics
+from nsa.observe.export.exporter import Exporter, RunsCollector, is_loopback, run_names
 from nsa.observe.heartbeat import Beat, JsonLines
 from nsa.observe.run_folder import RunFolder
 

@@ -8,9 +8,9 @@ import pytest
 
 from nsa.observe import names
 from nsa.observe.events import Event, Kind
-from nsa.observe.goodput import KNOWN, Cause, Goodput, goodput
 from nsa.observe.heartbeat import Beat
-from nsa.observe.series import OF_THE_LEAD, Evaluation, RankSeries
+from nsa.observe.view.goodput import KNOWN, Cause, Goodput, goodput
+from nsa.observe.view.series import OF_THE_LEAD, Evaluation, RankSeries
 from tests.observe.recorded import a_beat, progress
 
 

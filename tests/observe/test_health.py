@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from nsa.observe import names
-from nsa.observe.conditions import CONDITIONS, Level, Limits
 from nsa.observe.events import Event, Kind
-from nsa.observe.health import Phase, examine, phase
+from nsa.observe.watch.conditions import CONDITIONS, Level, Limits
+from nsa.observe.watch.health import Phase, examine, phase
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
 

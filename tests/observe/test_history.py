@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from nsa.observe import names
-from nsa.observe.conditions import Limits
 from nsa.observe.events import EventLog, Kind
-from nsa.observe.health import examine
 from nsa.observe.heartbeat import JsonLines
-from nsa.observe.history import HistoryReader, Moment
+from nsa.observe.watch.conditions import Limits
+from nsa.observe.watch.health import examine
+from nsa.observe.watch.history import HistoryReader, Moment
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 
 HOUR = 3600.0

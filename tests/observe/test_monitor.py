@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.observe import names
-from nsa.observe.conditions import CONDITIONS, Finding
 from nsa.observe.events import Kind
-from nsa.observe.look import Looker, look_once
-from nsa.observe.monitor.frame import frame
-from nsa.observe.monitor.lines import plain_ascii
+from nsa.observe.view.look import Looker, look_once
+from nsa.observe.view.monitor.frame import frame
+from nsa.observe.view.monitor.lines import plain_ascii
+from nsa.observe.watch.conditions import CONDITIONS, Finding
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, with_layers, write_run
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from nsa.cli.main import app
 from nsa.observe import names
 from nsa.observe.events import Kind
-from nsa.observe.goodput import Cause, goodput
-from nsa.observe.look import Look, look_once
-from nsa.observe.report.run_report import render
-from nsa.observe.series import Run
+from nsa.observe.view.goodput import Cause, goodput
+from nsa.observe.view.look import Look, look_once
+from nsa.observe.view.report.run_report import render
+from nsa.observe.view.series import Run
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 from tests.observe.test_monitor import CASES, START, healthy, not_finite, restarted
 from tests.observe.written import CONFIG, write_run

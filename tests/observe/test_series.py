@@ -6,7 +6,7 @@ import pytest
 
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.series import ABSENT, NOT_FINITE, Follower, RankSeries, Thinned, load
+from nsa.observe.view.series import ABSENT, NOT_FINITE, Follower, RankSeries, Thinned, load
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, write_run
 

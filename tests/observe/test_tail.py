@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nsa.observe.tail import Tail
+from nsa.observe.watch.tail import Tail
 
 
 def line(step: int) -> bytes:

@@ -6,13 +6,13 @@ import os
 import pytest
 
 from nsa.observe import halt, names
-from nsa.observe.conditions import CONDITIONS, Limits
 from nsa.observe.events import Kind, read_events
-from nsa.observe.health import Phase
 from nsa.observe.heartbeat import JsonLines
-from nsa.observe.history import HistoryReader
-from nsa.observe.inquiry import Inquiry, who_is_behind
-from nsa.observe.watchdog import Watchdog, watch
+from nsa.observe.watch.conditions import CONDITIONS, Limits
+from nsa.observe.watch.health import Phase
+from nsa.observe.watch.history import HistoryReader
+from nsa.observe.watch.inquiry import Inquiry, who_is_behind
+from nsa.observe.watch.watchdog import Watchdog, watch
 from tests.observe.recorded import BEGAN, UNWELL, a_beat, a_run, progress
 from tests.observe.test_history import Clock
 

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from nsa.observe import names
-from nsa.observe.conditions import Limits
 from nsa.observe.events import Kind, read_events
-from nsa.observe.health import Phase
 from nsa.observe.heartbeat import JsonLines, last_beat
-from nsa.observe.history import History
-from nsa.observe.inquiry import Inquiry
-from nsa.observe.smoke import smoke
-from nsa.observe.watchdog import Watchdog
+from nsa.observe.watch.conditions import Limits
+from nsa.observe.watch.health import Phase
+from nsa.observe.watch.history import History
+from nsa.observe.watch.inquiry import Inquiry
+from nsa.observe.watch.smoke import smoke
+from nsa.observe.watch.watchdog import Watchdog
 from tests.observe.recorded import a_beat
 from tests.train.runs import ROOT, environment, free_port
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa.observe import names, run_metrics
-from nsa.observe.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
-from nsa.observe.conditions import CONDITIONS
-from nsa.observe.history import Moment
-from nsa.observe.run_metrics import CountedHistory, samples
+from nsa.observe import names
+from nsa.observe.export import run_metrics
+from nsa.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
+from nsa.observe.export.run_metrics import CountedHistory, samples
+from nsa.observe.watch.conditions import CONDITIONS
+from nsa.observe.watch.history import Moment
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording
 

@@ -10,7 +10,7 @@ import pytest
 
 from nsa.config import load
 from nsa.errors import ConfigError
-from nsa.observe.courier import Courier
+from nsa.observe.export.courier import Courier
 from nsa.observe.heartbeat import read_beats
 from nsa.observe.names import DONE, PROGRESS, heartbeat
 from nsa.train.tracking import start_tracking
@@ -67,7 +67,7 @@ def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
 
 
 def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
-    monkeypatch.setattr("nsa.observe.courier._LAST_WORDS_S", 0.2)
+    monkeypatch.setattr("nsa.observe.export.courier._LAST_WORDS_S", 0.2)
     hang, warnings = threading.Event(), []
     courier = Courier(Service(slow=hang), warnings.append)
     began = time.monotonic()

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from nsa.observe.buckets import nice_step
-from nsa.observe.conditions import Level
-from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
-from nsa.observe.figures import clock, duration
-from nsa.observe.goodput import Goodput
-from nsa.observe.report.charts import time_unit
+from nsa.observe.view.buckets import nice_step
+from nsa.observe.view.event_words import told
+from nsa.observe.view.figures import clock, duration
+from nsa.observe.view.goodput import Goodput
+from nsa.observe.view.report.charts import time_unit
+from nsa.observe.watch.conditions import Level
 
 WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
 _TOGETHER = 7.0

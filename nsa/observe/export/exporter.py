@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.history import HistoryReader
-from nsa.observe.run_metrics import CountedHistory, Sample, run_info, samples
+from nsa.observe.export.run_metrics import CountedHistory, Sample, run_info, samples
+from nsa.observe.watch.history import HistoryReader
 
 Family = GaugeMetricFamily | CounterMetricFamily
 

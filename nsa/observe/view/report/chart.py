@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 
-from nsa.observe.buckets import Bucket, Range, nice_step, ticks, value_range
-from nsa.observe.figures import number, tick
+from nsa.observe.view.buckets import Bucket, Range, nice_step, ticks, value_range
+from nsa.observe.view.figures import number, tick
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 210, 48, 12, 16, 30
 MOST_POINTS = 400

@@ -13,9 +13,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from nsa.observe import names
-from nsa.observe.conditions import CONDITIONS, Limits
 from nsa.observe.events import Event, Kind
-from nsa.observe.series import Evaluation, RankSeries
+from nsa.observe.view.series import Evaluation, RankSeries
+from nsa.observe.watch.conditions import CONDITIONS, Limits
 
 
 class Cause(StrEnum):

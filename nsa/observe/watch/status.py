@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa.observe import halt, names
-from nsa.observe.conditions import Finding, Level
-from nsa.observe.health import Phase, phase
-from nsa.observe.history import History
+from nsa.observe.watch.conditions import Finding, Level
+from nsa.observe.watch.health import Phase, phase
+from nsa.observe.watch.history import History
 
 _BAD = (Phase.FAILED, Phase.HUNG, Phase.EMPTY)
 _DOUBTFUL = (Phase.GONE, Phase.HALTED, Phase.STOPPED)

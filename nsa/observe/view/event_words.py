@@ -1,7 +1,7 @@
 """What an event says beyond its kind and step, in few words."""
 
 from nsa.observe.events import Event, Kind
-from nsa.observe.figures import as_float, number, plain
+from nsa.observe.view.figures import as_float, number, plain
 
 
 def told(event: Event) -> str:

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from nsa.observe import names
-from nsa.observe.conditions import Finding, Level
-from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
-from nsa.observe.figures import UNKNOWN, count, duration, moment, number, plain, share
-from nsa.observe.goodput import KNOWN, Cause, Goodput
-from nsa.observe.look import Look
-from nsa.observe.report.charts import charts, gate_pictures
-from nsa.observe.report.page import Html, chart_figure, filter_field, page, section, table, tiles
-from nsa.observe.report.timeline import timeline
-from nsa.observe.series import Run
-from nsa.observe.summary import Summary, flat, summarize
-from nsa.observe.watchdog import ranks_of
+from nsa.observe.view.event_words import told
+from nsa.observe.view.figures import UNKNOWN, count, duration, moment, number, plain, share
+from nsa.observe.view.goodput import KNOWN, Cause, Goodput
+from nsa.observe.view.look import Look
+from nsa.observe.view.report.charts import charts, gate_pictures
+from nsa.observe.view.report.page import Html, chart_figure, filter_field, page, section, table, tiles
+from nsa.observe.view.report.timeline import timeline
+from nsa.observe.view.series import Run
+from nsa.observe.view.summary import Summary, flat, summarize
+from nsa.observe.watch.conditions import Finding, Level
+from nsa.observe.watch.watchdog import ranks_of
 
 SIGNS = {
     "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),

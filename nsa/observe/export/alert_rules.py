@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import yaml
 
-from nsa.observe.conditions import CONDITIONS, Level, Limits
+from nsa.observe.watch.conditions import CONDITIONS, Level, Limits
 
 RUNBOOK = "docs/RUNBOOK.md"
 REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
@@ -140,7 +140,7 @@ def rule_file(speed: float = 1.0) -> str:
         for level in (Level.CRITICAL, Level.WARNING)
     ]
     groups[0]["rules"].append(_exporter_down(speed))  # type: ignore[attr-defined]
-    note = f"# Written by `{REFRESH}`. Edit nsa/observe/alert_rules.py or nsa/observe/conditions.py instead.\n"
+    note = f"# Written by `{REFRESH}`. Edit its source, nsa/observe/export/alert_rules.py, instead.\n"
     return note + yaml.safe_dump({"groups": groups}, sort_keys=False, width=120, allow_unicode=True)
 
 

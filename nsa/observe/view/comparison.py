@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from string import ascii_uppercase
 
-from nsa.observe.figures import count, duration, number, plain, share
-from nsa.observe.series import Run
-from nsa.observe.summary import Summary, flat
+from nsa.observe.view.figures import count, duration, number, plain, share
+from nsa.observe.view.series import Run
+from nsa.observe.view.summary import Summary, flat
 
 LETTERS = ascii_uppercase
 _OF_THE_PLACE = ("train.out_dir",)

@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from nsa.observe.conditions import Level
-from nsa.observe.event_words import told
 from nsa.observe.events import Event, Kind
-from nsa.observe.figures import as_float, clock, count, duration, memory, number, plain, share
-from nsa.observe.goodput import Cause
-from nsa.observe.look import Look
-from nsa.observe.monitor.lines import QUIET, beside, ends, fit, level, line, title
-from nsa.observe.monitor.plot import Curve, Plot
-from nsa.observe.series import BRANCHES, Run
-from nsa.observe.watchdog import describe
+from nsa.observe.view.event_words import told
+from nsa.observe.view.figures import as_float, clock, count, duration, memory, number, plain, share
+from nsa.observe.view.goodput import Cause
+from nsa.observe.view.look import Look
+from nsa.observe.view.monitor.lines import QUIET, beside, ends, fit, level, line, title
+from nsa.observe.view.monitor.plot import Curve, Plot
+from nsa.observe.view.series import BRANCHES, Run
+from nsa.observe.watch.conditions import Level
+from nsa.observe.watch.watchdog import describe
 
 MARKS = {
     "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from nsa.observe.report.chart import Chart, Line
+from nsa.observe.view.report.chart import Chart, Line
 
 # Without a script the page loses this one convenience; the field appears only where it works.
 _FILTER = """
@@ -21,7 +21,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    css = files("nsa.observe.report").joinpath("page.css").read_text(encoding="utf-8")
+    css = files("nsa.observe.view.report").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'

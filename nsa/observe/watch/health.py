@@ -7,10 +7,10 @@ from enum import StrEnum
 from statistics import median
 
 from nsa.observe import names
-from nsa.observe.conditions import CONDITIONS, Finding, Level, Limits
 from nsa.observe.heartbeat import Beat
-from nsa.observe.history import History, RankLog
-from nsa.observe.trends import creep, gain, lasting_drop, spikes
+from nsa.observe.watch.conditions import CONDITIONS, Finding, Level, Limits
+from nsa.observe.watch.history import History, RankLog
+from nsa.observe.watch.trends import creep, gain, lasting_drop, spikes
 
 # The last is a feeding process that the kernel killed.
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|Cannot allocate memory|exit code -9")

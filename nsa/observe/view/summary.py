@@ -5,8 +5,8 @@ import statistics
 from dataclasses import dataclass
 
 from nsa.observe.events import Kind
-from nsa.observe.goodput import Cause, Goodput, goodput
-from nsa.observe.series import Run
+from nsa.observe.view.goodput import Cause, Goodput, goodput
+from nsa.observe.view.series import Run
 
 _TREND_RECORDS = 20
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.observe import names
-from nsa.observe.history import RankLog
-from nsa.observe.processes import send, state_of, writes_to
+from nsa.observe.watch.history import RankLog
+from nsa.observe.watch.processes import send, state_of, writes_to
 
 _POLL_S = 0.1
 _CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick

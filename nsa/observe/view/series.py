@@ -20,7 +20,7 @@ from nsa.observe import names
 from nsa.observe.events import Event, read_events
 from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
-from nsa.observe.tail import Tail
+from nsa.observe.watch.tail import Tail
 
 OF_EVERY_RANK = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
 """What differs between ranks; the rest is the same on all, or is the lead's to tell."""

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.observe.conditions import Finding, Limits
-from nsa.observe.goodput import Goodput, goodput
-from nsa.observe.health import examine, phase
-from nsa.observe.history import HistoryReader
-from nsa.observe.series import Follower, Run, heartbeats
+from nsa.observe.view.goodput import Goodput, goodput
+from nsa.observe.view.series import Follower, Run, heartbeats
+from nsa.observe.watch.conditions import Finding, Limits
+from nsa.observe.watch.health import examine, phase
+from nsa.observe.watch.history import HistoryReader
 
 
 @dataclass

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nsa.observe import names
-from nsa.observe.conditions import CONDITIONS, Limits
 from nsa.observe.events import Event, Kind
-from nsa.observe.health import examine, stall_limit_s
 from nsa.observe.heartbeat import Beat
-from nsa.observe.history import Facts, History, Moment, RankLog
+from nsa.observe.watch.conditions import CONDITIONS, Limits
+from nsa.observe.watch.health import examine, stall_limit_s
+from nsa.observe.watch.history import Facts, History, Moment, RankLog
 
 _MIB = 2.0**20
 _GATE_BRANCHES = ("compressed", "selected", "sliding")
@@ -95,6 +95,7 @@ LEFT_OUT = {
     "nonfinite_steps": "counted from the skips themselves",
     "detail": "free text; findings name its kind",
     "data": "may be an address with a password in it",
+    "allowed": "names, not a figure; env.json has them",
 }
 
 STATES = ("starting", "running", "halted", "stopped", "done", "failed")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from nsa.observe.buckets import Bucket, Range, buckets, nice_step, ticks, value_range
-from nsa.observe.figures import tick
+from nsa.observe.view.buckets import Bucket, Range, buckets, nice_step, ticks, value_range
+from nsa.observe.view.figures import tick
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 QUIET, BAD, HIGH, RESTART, POINT = "dim", "bold red", "yellow", "dim yellow", "bold magenta"

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 
-from nsa.observe.buckets import Bucket, buckets
 from nsa.observe.events import Kind
-from nsa.observe.figures import count, duration, memory, number, share
-from nsa.observe.report.chart import MOST_POINTS, Chart, Line, Mark
-from nsa.observe.report.heatmap import png_uri
-from nsa.observe.series import BRANCHES, OF_EVERY_RANK, SHARES, Run
+from nsa.observe.view.buckets import Bucket, buckets
+from nsa.observe.view.figures import count, duration, memory, number, share
+from nsa.observe.view.report.chart import MOST_POINTS, Chart, Line, Mark
+from nsa.observe.view.report.heatmap import png_uri
+from nsa.observe.view.series import BRANCHES, OF_EVERY_RANK, SHARES, Run
 
 _LOG_FROM = 1000.0
 """Largest over smallest value from which a gradient norm is drawn on a log axis."""

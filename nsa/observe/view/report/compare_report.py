@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 from math import isfinite
 
-from nsa.observe.buckets import buckets
-from nsa.observe.comparison import differing_settings, figures, labels
-from nsa.observe.figures import count, memory, number, share
-from nsa.observe.report.chart import Chart, Line
-from nsa.observe.report.charts import time_unit, worst
-from nsa.observe.report.page import chart_figure, page, section, table
-from nsa.observe.report.run_report import spelled
-from nsa.observe.series import Run
-from nsa.observe.summary import summarize
+from nsa.observe.view.buckets import buckets
+from nsa.observe.view.comparison import differing_settings, figures, labels
+from nsa.observe.view.figures import count, memory, number, share
+from nsa.observe.view.report.chart import Chart, Line
+from nsa.observe.view.report.charts import time_unit, worst
+from nsa.observe.view.report.page import chart_figure, page, section, table
+from nsa.observe.view.report.run_report import spelled
+from nsa.observe.view.series import Run
+from nsa.observe.view.summary import summarize
 
 _POINTS = 250
 STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")

@@ -1,4 +1,4 @@
-"""What is known of a run at one moment, reduced to what `nsa.observe.health` judges by; and the reader that keeps it.
+"""What is known of a run at one moment, reduced to what `health` judges by; and the reader that keeps it.
 
 Ages are on the watcher's steady clock: a record's own time stamp says how old it was when it was first seen, bounded by
 how long ago the watcher looked before. A wall clock that jumps by an hour then neither hides nor invents a stall.
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 from nsa.observe import names
 from nsa.observe.events import Event, Kind, event_of
 from nsa.observe.heartbeat import Beat
-from nsa.observe.processes import writes_to
-from nsa.observe.tail import Tail
+from nsa.observe.watch.processes import writes_to
+from nsa.observe.watch.tail import Tail
 
 SPAN_S = 30.0
 """Trends over hours are kept as means over at least this long."""

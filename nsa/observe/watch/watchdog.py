@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nsa.observe import halt, names
-from nsa.observe.conditions import Finding, Level, Limits
 from nsa.observe.events import Kind, add_event
-from nsa.observe.health import Phase, examine, phase
-from nsa.observe.history import HistoryReader, RankLog
-from nsa.observe.inquiry import Inquiry
+from nsa.observe.watch.conditions import Finding, Level, Limits
+from nsa.observe.watch.health import Phase, examine, phase
+from nsa.observe.watch.history import HistoryReader, RankLog
+from nsa.observe.watch.inquiry import Inquiry
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
