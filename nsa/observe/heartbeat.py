@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from nsa.observe import names
 
+ALIVE_EVERY_S = 15.0
+"""A run whose steps go on is silent no longer than this and one step."""
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 
 

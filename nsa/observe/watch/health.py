@@ -7,7 +7,7 @@ from enum import StrEnum
 from statistics import median
 
 from nsa.observe import names
-from nsa.observe.heartbeat import Beat
+from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat
 from nsa.observe.watch.conditions import CONDITIONS, Finding, Level, Limits
 from nsa.observe.watch.history import History, RankLog
 from nsa.observe.watch.trends import creep, gain, lasting_drop, spikes
@@ -124,7 +124,8 @@ def _silence(log: RankLog, history: History, now: float, limits: Limits) -> Iter
 def _pause_ahead(log: RankLog, history: History) -> bool:
     """Whether a save, an evaluation or the end may have begun since the last beat: all of them take their time."""
     facts, step = history.facts, log.last.step
-    furthest = step + max(1, facts.log_every or 1)
+    since = math.ceil(ALIVE_EVERY_S / log.step_s) + 1 if log.step_s else 1  # steps that may be done and not yet told
+    furthest = step + min(since, facts.log_every or since)
     if facts.steps is not None and furthest >= facts.steps:
         return True
     return any(every and furthest // every * every >= step for every in (facts.save_every, facts.eval_every))

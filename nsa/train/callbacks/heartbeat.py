@@ -20,12 +20,11 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.kernels.registry import BRANCHES
 from nsa.observe import names
-from nsa.observe.heartbeat import Beat, JsonLines, gib, mib, resident_mib
+from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat, JsonLines, gib, mib, resident_mib
 from nsa.train.forward_clock import ForwardClock
 from nsa.train.ranks import Agreement, Ranks
 
 GRAD_NORM_METRIC = "optim/total grad norm"
-ALIVE_EVERY_S = 15.0
 _WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
 
 
