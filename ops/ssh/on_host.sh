@@ -24,7 +24,7 @@ start() {
   local settings
   settings=$(nsa config show --json "$@")
   if [ "$PREFLIGHT" = 1 ]; then
-    nsa preflight "$@"
+    nsa preflight --resume "$@"
   fi
   if [ -z "$RANKS" ]; then
     RANKS=$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')

@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,22 +18,14 @@ from nsa.observe.watch.conditions import CONDITIONS
 from nsa.observe.watch.history import Moment
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording
+from tests.ops.needs import programs
 
 OPS = Path(__file__).parents[2] / "ops"
 RULE_FILE = OPS / "prometheus" / "rules.yml"
 
 
-def tool(name: str, package: str) -> str:
-    found = shutil.which(name)
-    if found is None and os.environ.get("CI") == "true":
-        pytest.fail(f"{name} is not installed: apt-get install {package}")
-    if found is None:
-        pytest.skip(f"{name} is not installed: apt-get install {package}")
-    return found
-
-
 def promtool(*words: str, cwd: Path = OPS / "prometheus") -> subprocess.CompletedProcess[str]:
-    command = [tool("promtool", "prometheus"), *words]
+    command = [programs("promtool")["promtool"], *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
@@ -75,7 +65,7 @@ def test_a_drill_shortens_every_span_and_no_figure():
 
 def test_the_shipped_files_are_valid():
     checks = [promtool("check", "config", "prometheus.yml"), promtool("check", "rules", "rules.yml")]
-    amtool = tool("amtool", "prometheus-alertmanager")
+    amtool = programs("amtool")["amtool"]
     words = [amtool, "check-config", str(OPS / "alertmanager" / "alertmanager.yml")]
     checks.append(subprocess.run(words, capture_output=True, text=True, timeout=60))
     for done in checks:

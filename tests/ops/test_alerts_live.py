@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.ops.alert_drill_runs import RUNS
-from tests.ops.test_alert_rules import tool
+from tests.ops.needs import programs
 from tests.train.runs import ROOT, environment, free_port
 
 SPEED = 20
@@ -130,8 +130,7 @@ def drill(tmp_path_factory):
     """Everything started; yields what was told, and the processes of the runs."""
     for package in ("prometheus_client", "olmo_core"):
         pytest.importorskip(package, reason="pip install -e '.[train,ops]'")
-    prometheus = tool("prometheus", "prometheus")
-    alertmanager = tool("prometheus-alertmanager", "prometheus-alertmanager")
+    prometheus, alertmanager = programs("prometheus", "prometheus-alertmanager").values()
     folder = tmp_path_factory.mktemp("alerts")
     (folder / "runs").mkdir()
     ports = free_port(), free_port()
