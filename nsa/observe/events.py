@@ -39,27 +39,15 @@ class Event:
     details: dict[str, Any]
 
 
-class EventLog:
-    """Written by rank 0, or by the watchdog."""
-
-    def __init__(self, run_folder: Path) -> None:
-        self._lines = JsonLines(run_folder / names.EVENTS)
-
-    def add(self, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
-        iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
-        self._lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
-
-    def close(self) -> None:
-        self._lines.close()
-
-
 def add_event(run_folder: Path, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
-    """One event from a process that is not the run's own."""
-    log = EventLog(run_folder)
+    """By rank 0, the launcher, the watchdog or an operator's command. Events are rare, so no file is held open: the
+    last save of a run may end, in a thread of its own, when everything else has been closed."""
+    iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
+    lines = JsonLines(run_folder / names.EVENTS)
     try:
-        log.add(kind, ts=ts, step=step, **details)
+        lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
     finally:
-        log.close()
+        lines.close()
 
 
 def event_of(record: dict[str, Any]) -> Event | None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from nsa.data.rows.opening import RowData, SyntheticData
 from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
 from nsa.observe import halt, names
 from nsa.observe.copies import VAL_LOSS, Copies, scalars
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind
 from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
@@ -195,7 +196,7 @@ class _Run:
         )
         open_things.callback(self.loader.close)
         self.copies = Copies(folder.path) if ranks.first else None
-        self.story = Story(EventLog(folder.path)) if ranks.first else None
+        self.story = Story(folder.path) if ranks.first else None
         if self.copies is not None:
             open_things.callback(self.copies.close)
         self.couriers = start_tracking(config, folder.path, ranks.first, self._line)
@@ -321,16 +322,14 @@ class _Run:
             vocab_size=self.vocab_size,
             allowed=list(self.allowed),
         )
-        log, now, lost = self.story.log, time.time(), self.folder.last_step() - origin.step
+        tell, lost = partial(self.story.add_at, origin.step), self.folder.last_step() - origin.step
         kind = Kind.RESTART if origin.path is not None or self.ranks.restarts else Kind.START
-        log.add(
-            kind, ts=now, step=origin.step, world=self.ranks.world, origin=str(origin.path or ""), data=str(self.data)
-        )
+        tell(kind, world=self.ranks.world, origin=str(origin.path or ""), data=str(self.data))
         for finding in origin.passed_over:
-            log.add(Kind.CHECKPOINT_REJECTED, ts=now, step=origin.step, problem=str(finding))
+            tell(Kind.CHECKPOINT_REJECTED, problem=str(finding))
             self._line(f"WARNING: a checkpoint was passed over: {finding}")
         if kind == Kind.RESTART and lost > 0:
-            log.add(Kind.LOST_STEPS, ts=now, step=origin.step, steps=lost)
+            tell(Kind.LOST_STEPS, steps=lost)
         if origin.path is not None:
             self._line(f"going on from {origin.path}")
             for difference in RunRecord.read(origin.path).differences(config.model_dump(mode="json")):
@@ -350,9 +349,8 @@ class _Run:
         last = self.folder.checkpoints / f"step{trainer.global_step}"
         if code == DONE:
             written = export(last, self.folder.path, key=signing_key(self.config))
-            with_ts = EventLog(self.folder.path)  # the engine has closed the other one
-            with_ts.add(Kind.DONE, ts=time.time(), step=trainer.global_step)
-            with_ts.close()
+            assert self.story is not None
+            self.story.add_at(trainer.global_step, Kind.DONE)
             self._line(f"done: step {trainer.global_step}, {', '.join(str(path) for path in written)}")
         else:
             how = "--clear-halt --resume" if code == HALTED else "--resume"

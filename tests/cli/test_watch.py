@@ -11,7 +11,7 @@ from nsa.cli.main import app
 from nsa.errors import ConfigError
 from nsa.observe import names
 from nsa.observe.copies import TRAINING_COLUMNS, CsvFile
-from nsa.observe.events import EventLog, Kind, read_events
+from nsa.observe.events import Kind, add_event, read_events
 from nsa.observe.halt import read
 from nsa.observe.heartbeat import JsonLines
 from tests.observe.recorded import UNWELL, Recording, a_beat, a_run, finished, noisy, record
@@ -27,10 +27,8 @@ def write(folder, recording: Recording, *, end: float | None = None, host: str =
         for beat in beats:
             lines.append(replace(beat, ts=beat.ts + shift).to_line())
         lines.close()
-    log = EventLog(folder)
     for event in recording.events:
-        log.add(event.kind, ts=event.ts + shift, step=event.step)
-    log.close()
+        add_event(folder, event.kind, ts=event.ts + shift, step=event.step)
     env = {"host": host, "world_size": 1, "config": CONFIG}
     (folder / names.ENV).write_text(json.dumps(env))
     rows = CsvFile(folder / names.TRAINING_CSV, TRAINING_COLUMNS)

@@ -22,7 +22,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.observe.export import run_metrics
 from nsa.observe.export.exporter import Exporter, RunsCollector, is_loopback, run_names
 from nsa.observe.heartbeat import Beat, JsonLines
@@ -145,13 +145,12 @@ def test_a_process_is_up_while_it_is(tmp_path):
 
 
 def test_events_are_counted_over_all_starts(tmp_path):
-    log = EventLog(tmp_path)
-    log.add(Kind.START, ts=1.0, step=0)
-    log.add(Kind.SAVE, ts=2.0, step=5)
-    log.add(Kind.RESTART, ts=3.0, step=5)
-    log.add(Kind.LOST_STEPS, ts=3.0, step=5, steps=4)
-    log.add(Kind.ROLLBACK, ts=4.0, step=9)
-    log.add(Kind.EVALUATION, ts=5.0, step=9, val_loss=2.5)
+    add_event(tmp_path, Kind.START, ts=1.0, step=0)
+    add_event(tmp_path, Kind.SAVE, ts=2.0, step=5)
+    add_event(tmp_path, Kind.RESTART, ts=3.0, step=5)
+    add_event(tmp_path, Kind.LOST_STEPS, ts=3.0, step=5, steps=4)
+    add_event(tmp_path, Kind.ROLLBACK, ts=4.0, step=9)
+    add_event(tmp_path, Kind.EVALUATION, ts=5.0, step=9, val_loss=2.5)
     write(tmp_path, beat(step=10))
     served = Served(tmp_path)
     figures = ("nsa_restarts_total", "nsa_rollbacks_total", "nsa_lost_steps_total", "nsa_eval_loss_nats")
@@ -201,9 +200,8 @@ def test_no_text_of_a_configuration_or_a_record_becomes_a_label(tmp_path):
     config = load(tmp_path / "run.yaml", overrides=[f"train.out_dir={tmp_path / 'alpha'}"])
     RunFolder(tmp_path / "alpha").make()
     RunFolder(tmp_path / "alpha").write_env(config, device="cpu", world_size=1, data=path)
-    log = EventLog(tmp_path / "alpha")
-    log.add(Kind.START, ts=time.time(), step=0, origin=path, data=path)
-    log.add(Kind.ERROR, ts=time.time(), step=3, error=f"DataError: {path}")
+    add_event(tmp_path / "alpha", Kind.START, ts=time.time(), step=0, origin=path, data=path)
+    add_event(tmp_path / "alpha", Kind.ERROR, ts=time.time(), step=3, error=f"DataError: {path}")
     write(tmp_path / "alpha", beat(names.START, 0, data=path), beat(step=3, loss=1.0, data=path),
           beat(names.FAILED, 3, data=path, detail=f"DataError: {path} did not come within 3 s"))  # fmt: skip
     served = Served(tmp_path / "alpha")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.watch.conditions import Limits
 from nsa.observe.watch.health import examine
@@ -104,13 +104,12 @@ def test_facts_come_from_env_and_saves_from_events(folder):
     (folder.path / names.ENV).write_text('{"host": "h", "co')
     assert folder.reader.update().facts.host is None
     (folder.path / names.ENV).write_text(json.dumps({"host": "h", "world_size": 4, "config": config}))
-    log = EventLog(folder.path)
-    log.add(Kind.START, ts=BEGAN, step=0)
-    log.add(Kind.SAVE, ts=BEGAN, step=4)
+    add_event(folder.path, Kind.START, ts=BEGAN, step=0)
+    add_event(folder.path, Kind.SAVE, ts=BEGAN, step=4)
     history = folder.reader.update()
     assert (history.facts.world, history.facts.save_every, history.facts.l_sel) == (4, 2, 8)
     assert history.saved_step == 4
-    log.add(Kind.LOST_STEPS, ts=BEGAN, step=2)
+    add_event(folder.path, Kind.LOST_STEPS, ts=BEGAN, step=2)
     assert folder.reader.update().saved_step == 2
 
 

@@ -87,6 +87,15 @@ def test_a_second_stall_is_a_second_episode(watched):
         watched.go_on(1)
 
 
+def test_what_a_stall_ends_in_does_not_take_its_name(watched):
+    watched.go_on(5)
+    watched.look()
+    watched.look(200.0)
+    watched.lines.append(a_beat(names.FAILED, 5, watched.clock.now.wall, detail="RuntimeError: timed out").to_line())
+    assert f"{names.ANOMALY} stays heartbeat_stall: run_failed came of it" in watched.look()
+    assert watched.text(names.ANOMALY) == "heartbeat_stall\n"
+
+
 def test_without_halt_everything_is_told_and_nothing_stopped(tmp_path):
     watched = Watched(tmp_path, halts=False)
     watched.go_on(5)

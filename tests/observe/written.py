@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.observe import names
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.observe.heartbeat import Beat, JsonLines
 from tests.observe.recorded import a_run
 
@@ -30,10 +30,8 @@ def write_run(
         files[beat.rank].append(beat.to_line())
     for file in files.values():
         file.close()
-    log = EventLog(folder)
     for kind, ts, step, details in events:
-        log.add(kind, ts=ts, step=step, **details)
-    log.close()
+        add_event(folder, kind, ts=ts, step=step, **details)
     env = {
         "nsa": "0", "host": "elsewhere", "packages": {"torch": "2"}, "config": config or CONFIG,
         "origins": {"train.steps": "default", "train.lr": "run.yaml:3"}, "world_size": max(1, len(files)),

@@ -47,6 +47,7 @@ class Watchdog:
         self._began = self._reader.now.steady
         self._holding: dict[_Key, Finding] = {}
         self._acted: set[_Key] = set()
+        self._named: str | None = None
 
     def begin(self) -> None:
         """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
@@ -102,13 +103,20 @@ class Watchdog:
             for line in Inquiry(self.folder, list(self._reader.local())).ask():
                 self.log(line)
         first = due[0]
-        earlier = read_anomaly(self.folder)
-        self._try(lambda: write_whole(self.folder / names.ANOMALY, f"{first.name}\n"))
-        if earlier is not None and earlier[0] != first.name:
-            self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
+        self._name_cause(first)
         if gates := [finding for finding in due if finding.name in _GATES]:
             self._write_gates(gates)
         self._halt([finding for finding in due if not finding.condition.over])
+
+    def _name_cause(self, first: Finding) -> None:
+        """What ends after this watch has found a cause ends because of it: the cause stays named."""
+        if first.condition.over and self._named:
+            self.log(f"{names.ANOMALY} stays {self._named}: {first.name} came of it")
+            return
+        earlier, self._named = read_anomaly(self.folder), first.name
+        self._try(lambda: write_whole(self.folder / names.ANOMALY, f"{first.name}\n"))
+        if earlier is not None and earlier[0] != first.name:
+            self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
 
     def _halt(self, findings: Sequence[Finding]) -> None:
         if not findings or not self._halts:
