@@ -43,3 +43,9 @@ class ReplicaError(NSAError):
     """Replicas of the weights that are no longer the same: suspect hardware."""
 
     exit_code = 16
+
+
+class PreflightError(NSAError):
+    """A run that breaks rules which would make it a waste; `--allow RULE` overrides one by name."""
+
+    exit_code = 2

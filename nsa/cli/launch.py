@@ -1,11 +1,13 @@
 """`nsa launch`: several ranks that are watched and started again from the last checkpoint."""
 
 import sys
+import time
 from pathlib import Path
 
 import typer
 
 from nsa.cli.config import resolve
+from nsa.cli.preflight import ALLOW_HELP
 
 
 def launch(
@@ -17,6 +19,8 @@ def launch(
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
     resume_from: Path = typer.Option(None, "--resume-from", help="Start from this checkpoint or run folder."),
     grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and leave when asked to."),
+    clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
 ) -> None:
     """Train on several ranks; restart from the last checkpoint what can get better, stop after 3 cycles without one.
 
@@ -25,14 +29,17 @@ def launch(
 
     **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
     """
+    from nsa.guard.preflight import check_names
     from nsa.train.launch import Launch
     from nsa.train.launch import launch as run
 
     words = list(arguments or [])
     config = resolve(words)  # a wrong config is told here, before any rank starts
+    check_names(allow)
 
     def program(again: bool) -> list[str]:
-        command = [sys.executable, "-m", "nsa.cli", "train", *words]
+        overrides = [f"--allow={rule}" for rule in allow]
+        command = [sys.executable, "-m", "nsa.cli", "train", *words, *overrides]
         if again:
             return [*command, "--resume"]
         return [*command, "--resume-from", str(resume_from)] if resume_from is not None else command
@@ -47,8 +54,19 @@ def launch(
         resume=resume,
         grace_s=grace,
     )
+    if clear_halt:
+        _put_halt_aside(plan.run_folder)
     code = run(plan, lambda text: print(f"launch: {text}", flush=True), _show)
     raise typer.Exit(code)
+
+
+def _put_halt_aside(folder: Path) -> None:
+    """Before the first start only: one that comes later, restarts included, is obeyed."""
+    from nsa.observe import halt
+    from nsa.observe.run_folder import RunFolder
+
+    if aside := halt.put_aside(folder, now=time.time(), step=RunFolder(folder).last_step()):
+        print(f"launch: the .HALT that was there is {aside} now", flush=True)
 
 
 def _show(text: str) -> None:

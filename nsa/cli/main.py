@@ -6,7 +6,22 @@ import typer
 
 import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
-from nsa.cli import checkpoint, config, doctor, launch, train
+from nsa.cli import (
+    bench,
+    checkpoint,
+    compare,
+    config,
+    doctor,
+    drill,
+    estimate,
+    exporter,
+    launch,
+    monitor,
+    preflight,
+    report,
+    train,
+    watch,
+)
 from nsa.cli.data import data_app
 from nsa.errors import ConfigError, NSAError
 
@@ -15,6 +30,7 @@ EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
+    "prometheus_client": "ops",
 }
 
 app = typer.Typer(
@@ -25,12 +41,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
+app.command()(exporter.exporter)
+app.command()(exporter.alert_rules)
+app.command()(watch.watch)
+app.command()(watch.status)
+app.command()(watch.halt)
+app.command()(watch.smoke)
+app.command()(preflight.preflight)
+app.command()(estimate.estimate)
+app.command()(monitor.monitor)
+app.command()(report.report)
+app.command()(compare.compare)
+app.command()(drill.drill)
 
 
 def _print_version(wanted: bool) -> None:

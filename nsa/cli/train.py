@@ -8,7 +8,9 @@ import typer
 
 from nsa.cli.config import resolve
 from nsa.cli.launch import launch
+from nsa.cli.preflight import ALLOW_HELP
 from nsa.errors import ConfigError
+from nsa.observe.names import PROGRESS
 
 if TYPE_CHECKING:
     from nsa.observe.heartbeat import Beat
@@ -21,6 +23,7 @@ def train(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=_ARGUMENTS_HELP),
     resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
     resume_from: Path = typer.Option(None, "--resume-from", help="Go on from this checkpoint or run folder."),
+    clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
     dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
     steps: int = typer.Option(None, help="train.steps."),
     precision: str = typer.Option(None, help="runtime.precision: bf16 or fp32."),
@@ -28,8 +31,11 @@ def train(
     fwe_report_docs: int = typer.Option(None, help="data.report_docs."),
     loader_timeout: float = typer.Option(None, help="data.loader_timeout_s."),
     synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", help="data.synthetic_on_fail=true."),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
 ) -> None:
     """Train until done or asked to stop. Exit 0 done, 10 asked to leave, 11 halted, 20 config, 21 data, 22 checkpoint.
+
+    A run that breaks rules of `nsa preflight` is refused with 2, unless `--allow` names them.
 
     **Examples:** `nsa train configs/cpu_quickstart.yaml`, and on several GPUs
     `torchrun --nproc_per_node=8 -m nsa.cli train configs/train_50k.yaml parallel.data=fsdp --resume`
@@ -57,8 +63,10 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         again = resume and checkpoint is None
-        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0)  # type: ignore[arg-type]
-    code = run(config, resume=resume, resume_from=checkpoint, reporter=_reporter())
+        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0, clear_halt, allow)  # type: ignore[arg-type]
+    code = run(
+        config, resume=resume, resume_from=checkpoint, clear_halt=clear_halt, allowed=allow, reporter=_reporter()
+    )
     raise typer.Exit(code)
 
 
@@ -97,7 +105,7 @@ class _Plain:
         print(text, flush=True)
 
     def beat(self, beat: "Beat", steps: int) -> None:
-        if beat.loss is not None:
+        if beat.msg == PROGRESS:
             print(_progress(beat, steps), flush=True)
         elif beat.detail:
             print(f"{beat.msg} at step {beat.step}: {beat.detail}", flush=True)
@@ -118,7 +126,7 @@ class _Live(_Plain):
         self._console.print(text)
 
     def beat(self, beat: "Beat", steps: int) -> None:
-        if beat.loss is None:
+        if beat.msg != PROGRESS:
             self._live.stop()
             if beat.detail:
                 self._console.print(f"{beat.msg} at step {beat.step}: {beat.detail}")

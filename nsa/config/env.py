@@ -81,6 +81,12 @@ def snapshot() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name.startswith(PREFIX) or name == CONFIG_FILE}
 
 
+def without_settings() -> dict[str, str]:
+    """The process's other variables, for a child whose settings are all on its command line."""
+    ours = snapshot()
+    return {name: text for name, text in os.environ.items() if name not in ours}
+
+
 def read(environ: Mapping[str, str]) -> Layer:
     """What the environment sets. A variable that is set but empty counts as unset, as shells' scripts expect."""
     layer = Layer()

@@ -261,6 +261,18 @@ class DataConfig(Section):
         return rules.enforce(self, rules.of_data(self))
 
 
+class TrackConfig(Section):
+    """Copies of the heartbeat for trackers of experiments. One that is slow or down costs records, never a step."""
+
+    name: Text | None = Field(default=None, description="What trackers call the run; null takes the run folder's name.")
+    wandb_project: Text | None = Field(
+        default=None, description="Weights & Biases project; null sends nothing. WANDB_API_KEY must be set."
+    )
+    wandb_entity: Text | None = Field(default=None, description="Weights & Biases team or user; null is the key's own.")
+    mlflow_uri: Text | None = Field(default=None, description="MLflow tracking server, e.g. http://127.0.0.1:5000.")
+    mlflow_experiment: Text = Field(default="nsa", description="MLflow experiment that the run appears in.")
+
+
 class RunConfig(Section):
     """A whole run, resolved. `nsa.config.load` makes one from files, environment and command line."""
 
@@ -277,6 +289,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
+    track: TrackConfig = TrackConfig()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())

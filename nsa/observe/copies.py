@@ -17,7 +17,16 @@ TRAINING_COLUMNS = (
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
     "reads_pred", "reads_act_total", "tokens_seen", "ts",
 )  # fmt: skip
+VAL_LOSS = "val/loss"
 VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts")
+
+
+def scalars(beat: Beat) -> dict[str, float]:
+    """What a record measures, by the names that curves have everywhere."""
+    record = beat.as_dict()
+    numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    numbers |= {f"gate_share_{i}": share for i, share in enumerate(record.get("gate_branch_shares", ()))}
+    return {f"train/{name}": numbers[name] for name in numbers.keys() - {"ts", "pid", "rank", "step", "synthetic"}}
 
 
 class CsvFile:
@@ -54,11 +63,8 @@ class Copies:
     def take(self, beat: Beat) -> None:
         record = beat.as_dict()
         self._training.add(record)
-        shares = record.get("gate_branch_shares", ())
-        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-        numbers |= {f"gate_share_{i}": share for i, share in enumerate(shares)}
-        for name in numbers.keys() - {"ts", "pid", "rank", "step", "synthetic"}:
-            self._tensorboard.add_scalar(f"train/{name}", numbers[name], beat.step)
+        for name, value in scalars(beat).items():
+            self._tensorboard.add_scalar(name, value, beat.step)
         self._tensorboard.flush()
         losses = (self._metrics.get("best_loss"), beat.loss)
         best = min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
@@ -67,7 +73,7 @@ class Copies:
     def take_evaluation(self, *, step: int, val_loss: float, tokens: int, seconds: float, ts: float) -> None:
         self._val = self._val or CsvFile(self._folder / names.VAL_CSV, VAL_COLUMNS)
         self._val.add({"step": step, "val_loss": val_loss, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
-        self._tensorboard.add_scalar("val/loss", val_loss, step)
+        self._tensorboard.add_scalar(VAL_LOSS, val_loss, step)
         self._tensorboard.flush()
         self._write_metrics({"val_loss": val_loss, "val_step": step})
 

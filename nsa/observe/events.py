@@ -25,6 +25,10 @@ class Kind(StrEnum):
     STOP = "stop"
     DONE = "done"
     ERROR = "error"
+    FINDING = "finding"
+    """The watchdog found a condition to hold, or to hold no more."""
+    HALT_ASKED = "halt_asked"
+    HALT_CLEARED = "halt_cleared"
 
 
 @dataclass(frozen=True)
@@ -35,25 +39,25 @@ class Event:
     details: dict[str, Any]
 
 
-class EventLog:
-    """Written by rank 0, or by the watchdog."""
+def add_event(run_folder: Path, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
+    """By rank 0, the launcher, the watchdog or an operator's command. Events are rare, so no file is held open: the
+    last save of a run may end, in a thread of its own, when everything else has been closed."""
+    iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
+    lines = JsonLines(run_folder / names.EVENTS)
+    try:
+        lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
+    finally:
+        lines.close()
 
-    def __init__(self, run_folder: Path) -> None:
-        self._lines = JsonLines(run_folder / names.EVENTS)
 
-    def add(self, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
-        iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
-        self._lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
-
-    def close(self) -> None:
-        self._lines.close()
+def event_of(record: dict[str, Any]) -> Event | None:
+    """None for kinds of a later version and records that are none."""
+    if record.get("event") not in list(Kind) or not {"ts", "step"} <= record.keys():
+        return None
+    details = {name: value for name, value in record.items() if name not in ("ts", "iso", "event", "step")}
+    return Event(record["ts"], Kind(record["event"]), record["step"], details)
 
 
 def read_events(run_folder: Path) -> list[Event]:
     """Oldest first; torn lines and kinds of a later version are passed over."""
-    found = []
-    for record in read_records(run_folder / names.EVENTS):
-        details = {name: value for name, value in record.items() if name not in ("ts", "iso", "event", "step")}
-        if record.get("event") in list(Kind) and {"ts", "step"} <= record.keys():
-            found.append(Event(record["ts"], Kind(record["event"]), record["step"], details))
-    return found
+    return [event for record in read_records(run_folder / names.EVENTS) if (event := event_of(record)) is not None]

@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from nsa.observe import names
 
+ALIVE_EVERY_S = 15.0
+"""A run whose steps go on is silent no longer than this and one step."""
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 
 
@@ -63,6 +65,7 @@ class Beat:
     fallbacks_sliding: int | None = None
     data: str | None = None
     synthetic: bool | None = None
+    allowed: tuple[str, ...] | None = None
     detail: str | None = None
 
     @classmethod
@@ -81,9 +84,14 @@ class Beat:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """A record with fields this version does not know loses them; one without the fixed fields is no beat."""
-        known = {field.name for field in fields(cls)}
-        values = {name: value for name, value in record.items() if name in known}
-        return cls(**{name: _frozen(value) for name, value in values.items()})
+        known = cls.__dataclass_fields__
+        return cls(
+            **{
+                name: _frozen(value) if isinstance(value, list) else value
+                for name, value in record.items()
+                if name in known
+            }
+        )
 
 
 PROGRESS_FIELDS = tuple(
@@ -124,12 +132,21 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield {name: _read(value) for name, value in record.items()}
+        record = parse_record(line)
+        if record is not None:
+            yield record
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """One line as a record, or None if it was torn or is something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    spelled = "NaN" in line or "Infinity" in line  # few records are: most need no second look
+    return {name: _read(value) for name, value in record.items()} if spelled else record
 
 
 def read_beats(path: Path) -> Iterator[Beat]:

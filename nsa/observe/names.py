@@ -7,6 +7,7 @@ VAL_CSV = "val.csv"
 METRICS = "metrics.json"
 TENSORBOARD = "tb"
 CHECKPOINTS = "checkpoints"
+LATEST = "latest"
 MODEL = "model.pt"
 MODEL_SAFETENSORS = "model.safetensors"
 HALT = ".HALT"
@@ -15,6 +16,7 @@ GATE_COLLAPSE = "gate_collapse_details.json"
 HEALTH_LOG = "health_check.log"
 HEARTBEATS = "heartbeat_rank*.jsonl"
 STACKDUMPS = "stackdump_*.txt"
+COLLECTIVES = "collectives_*.json"
 
 
 def heartbeat(rank: int) -> str:
@@ -23,6 +25,11 @@ def heartbeat(rank: int) -> str:
 
 def stackdump(rank: int, pid: int) -> str:
     return f"stackdump_rank{rank}_{pid}.txt"
+
+
+def collectives(rank: int, pid: int) -> str:
+    """The record of a rank's process groups, written beside a stack dump."""
+    return f"collectives_rank{rank}_{pid}.json"
 
 
 # What a heartbeat's `msg` says.

@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa import __version__
 from nsa.config.schema import RunConfig
-from nsa.observe import names
+from nsa.observe import halt, names
 from nsa.observe.heartbeat import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
@@ -33,11 +33,8 @@ class RunFolder:
 
     def halt_reason(self) -> str | None:
         """What `.HALT` says, or None without one; an empty file is a reason too."""
-        try:
-            text = (self.path / names.HALT).read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            return None
-        return text.removeprefix("halt:").strip() or "no reason given"
+        asked = halt.read(self.path)
+        return None if asked is None else asked.reason
 
     def last_step(self) -> int:
         """The last step any earlier process of this run reported; 0 if none did."""

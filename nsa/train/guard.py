@@ -8,7 +8,6 @@ A skipped step counts as a step: it used up its batch, and the learning rate, a 
 had been made. Its gradients are dropped; weights, moments and the optimizer's own count stay as they were, bit for bit.
 """
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +100,8 @@ class Guard(Callback):
         self.heartbeat.beat(names.ROLLED_BACK, detail=detail, **counts(self.judge.memory))
         if self.story is None:
             return
-        log, now = self.story.log, time.time()
-        log.add(Kind.ROLLBACK, ts=now, step=failed_at, reason=reason, origin=str(path), left_out_batches=batches)
-        log.add(Kind.LOST_STEPS, ts=now, step=self.step, steps=failed_at - self.step, reason=reason)
+        self.story.add_at(failed_at, Kind.ROLLBACK, reason=reason, origin=str(path), left_out_batches=batches)
+        self.story.add(Kind.LOST_STEPS, steps=failed_at - self.step, reason=reason)
 
 
 class GuardedTrainModule(TransformerTrainModule):

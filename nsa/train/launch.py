@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.checkpoint.layout import CHECKPOINTS
 from nsa.train.exits import DONE, HALTED, PREEMPTED
@@ -28,7 +28,7 @@ LOGS = "logs"
 
 # Ordered: if ranks end for several reasons, the first of these is the cause and the others are its wake.
 _FINAL = {
-    ConfigError.exit_code: "the config or the preflight was refused",
+    ConfigError.exit_code: "the config was refused",
     2: "the command line or the preflight was refused",
     HALTED: "it was halted",
     NonFiniteError.exit_code: "the budget of non-finite steps is used up",
@@ -279,19 +279,16 @@ def _new_logs(plan: Launch) -> Path:
 
 
 def _record(plan: Launch, outcome: Outcome, newest: int, logs: Path, then: str) -> None:
-    log = EventLog(plan.run_folder)
-    try:
-        log.add(
-            Kind.ERROR if outcome.code not in (PREEMPTED, HALTED) else Kind.STOP,
-            ts=time.time(),
-            step=max(newest, 0),
-            launcher=then,
-            why=outcome.why,
-            code=outcome.code,
-            logs=str(logs),
-        )
-    finally:
-        log.close()
+    add_event(
+        plan.run_folder,
+        Kind.ERROR if outcome.code not in (PREEMPTED, HALTED) else Kind.STOP,
+        ts=time.time(),
+        step=max(newest, 0),
+        launcher=then,
+        why=outcome.why,
+        code=outcome.code,
+        logs=str(logs),
+    )
 
 
 def _killed_by(code: int) -> str:

@@ -1,12 +1,14 @@
 """One run from its description to an exit code. The order of things is here; what each does is in its own module."""
 
+import errno
 import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +21,9 @@ from nsa.config.schema import RunConfig
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
 from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
-from nsa.observe import names
-from nsa.observe.copies import Copies
-from nsa.observe.events import EventLog, Kind
+from nsa.observe import halt, names
+from nsa.observe.copies import VAL_LOSS, Copies, scalars
+from nsa.observe.events import Kind
 from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
@@ -37,12 +39,15 @@ from nsa.train.checkpoint.load import export
 from nsa.train.checkpoint.lock import RunLock
 from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver, signing_key
+from nsa.train.collectives import keep_record
 from nsa.train.exits import DONE, HALTED
 from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
+from nsa.train.preflight import demand_fitness
 from nsa.train.ranks import Agreement, Ranks
+from nsa.train.tracking import start_tracking
 
-LONG_RUN_STEPS = 5000
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
 
@@ -55,12 +60,20 @@ class Reporter(Protocol):
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, resume_from: Path | None = None, reporter: Reporter | None = None
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    resume_from: Path | None = None,
+    clear_halt: bool = False,
+    allowed: Sequence[str] = (),
+    reporter: Reporter | None = None,
 ) -> int:
     """Train, or go on training, until done or asked to stop; returns the exit code.
 
     `resume` goes on from the newest good checkpoint of the run folder, or begins if there is none; `resume_from` from
-    this checkpoint, or from the newest good one of this folder. Errors that carry an exit code are raised.
+    this checkpoint, or from the newest good one of this folder. A `.HALT` that is there already refuses the start;
+    `clear_halt` puts it aside. `allowed`: rules of preflight that this run may break. Errors that carry an exit code
+    are raised.
     """
     ranks = Ranks.from_environment()
     check(config, ranks)
@@ -70,17 +83,24 @@ def train(
     with ExitStack() as open_things:
         folder = RunFolder(config.train.out_dir)
         folder.make()
-        signals = Signals(folder.path / names.stackdump(ranks.rank, os.getpid()))
+        here = ranks.rank, os.getpid()
+        signals = Signals(folder.path / names.stackdump(*here), folder.path / names.collectives(*here))
         open_things.callback(signals.close)
         signals.install()
         open_things.enter_context(_environment(config, ranks, device))
-        if (
-            halt := _on_first(ranks, lambda: _claim(config, folder, resume or bool(resume_from), open_things))
-        ) is not None:
+        _on_first(ranks, lambda: _claim(config, folder, resume or bool(resume_from), open_things))
+        asked = _on_first(ranks, lambda: _halted_before(folder, clear_halt))
+        if asked is not None:
             if ranks.first and reporter is not None:
-                reporter.line(f"not started: {names.HALT} is in {folder.path} ({halt}). Remove it to go on.")
+                reporter.line(
+                    f"not started: {names.HALT} is in {folder.path} from before ({asked}). Look at what it says; then "
+                    f"add --clear-halt, or remove the file, to go on."
+                )
             return HALTED
-        run = _Run(config, ranks, device, folder, signals, reporter if ranks.first else None, open_things)
+        resuming = resume or resume_from is not None
+        run = _Run(
+            config, ranks, device, folder, signals, reporter if ranks.first else None, open_things, resuming, allowed
+        )
         return run.go(resume, resume_from)
 
 
@@ -89,6 +109,7 @@ def _environment(config: RunConfig, ranks: Ranks, device: torch.device) -> Itera
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
     # Before the engine configures logging: it would put its handler on everything.
     logging.getLogger("olmo_core").setLevel(logging.WARNING)
+    keep_record()
     prepare_training_environment(
         seed=config.train.seed,
         backend=backend if ranks.distributed else None,
@@ -118,18 +139,26 @@ def _on_first(ranks: Ranks, act: Callable[[], Any]) -> Any:
     return value
 
 
-def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: ExitStack) -> str | None:
-    """Take the run folder for this run; returns what a `.HALT` in it says."""
+def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: ExitStack) -> None:
+    """Take the run folder for this run."""
     lock = RunLock(folder.path).acquire(wait_s=_LOCK_WAIT_S if resuming else 0.0)
     open_things.callback(lock.release)
     checkpoints = CheckpointFolder(folder.checkpoints, key=signing_key(config))
     checkpoints.tidy()
     if not resuming and (steps := checkpoints.steps()):
-        raise CheckpointError(
+        raise ConfigError(
             f"{folder.path} already holds a run, up to step {steps[-1]}: a new one would mix with it. Add --resume to "
             f"go on with it, or set train.out_dir to another folder."
         )
-    return folder.halt_reason()
+
+
+def _halted_before(folder: RunFolder, clear: bool) -> str | None:
+    """What a `.HALT` in the folder says, who wrote it and when; None without one, or when it was put aside."""
+    now = time.time()
+    if clear:
+        halt.put_aside(folder.path, now=now, step=folder.last_step())
+    asked = halt.read(folder.path)
+    return None if asked is None else asked.describe(now)
 
 
 class _Run:
@@ -142,12 +171,20 @@ class _Run:
         signals: Signals,
         reporter: Reporter | None,
         open_things: ExitStack,
+        resuming: bool,
+        allowed: Sequence[str],
     ) -> None:
         self.config, self.ranks, self.device, self.folder = config, ranks, device, folder
         self.signals, self.reporter = signals, reporter
         self.agreement = Agreement(config.parallel.timeout_s)
         self.judge = make_judge(config)
         self.vocab_size = config.model.vocab_size or rows.vocabulary(config)
+        self.allowed = tuple(allowed)
+        _on_first(
+            ranks, lambda: demand_fitness(config, self.vocab_size, ranks, resuming=resuming, allowed=self.allowed)
+        )
+        if self.allowed:
+            self._line(f"WARNING: this run may break rules of preflight (--allow): {', '.join(self.allowed)}")
         self.data = self._choose_rows()
         self.loader = RowLoader(
             self.data,
@@ -159,9 +196,12 @@ class _Run:
         )
         open_things.callback(self.loader.close)
         self.copies = Copies(folder.path) if ranks.first else None
-        self.story = Story(EventLog(folder.path)) if ranks.first else None
+        self.story = Story(folder.path) if ranks.first else None
         if self.copies is not None:
             open_things.callback(self.copies.close)
+        self.couriers = start_tracking(config, folder.path, ranks.first, self._line)
+        for courier in self.couriers:
+            open_things.callback(courier.close)
         self._documents_told = 0
 
     def go(self, resume: bool, resume_from: Path | None) -> int:
@@ -177,6 +217,13 @@ class _Run:
             if isinstance(error.__cause__, NSAError):
                 raise error.__cause__ from error
             raise
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise CheckpointError(
+                f"{self.folder.path} could not be written ({error.strerror}): what is saved there is untouched. Free "
+                f"disk space and add --resume."
+            ) from error
         self._finish(trainer, wishes)
         return wishes.exit_code
 
@@ -193,6 +240,7 @@ class _Run:
             synthetic=isinstance(self.data, SyntheticData),
             say=self._hear,
             counts=lambda: counts(self.judge.memory),
+            allowed=self.allowed,
         )
         module.guard = Guard(self.judge, self.agreement, saver, heartbeat, self.story)
         wishes = Wishes(
@@ -253,11 +301,6 @@ class _Run:
         self._stands_in = False
         if not config.data.synthetic_on_fail or config.data.dataset == "synthetic":
             return wanted
-        if config.train.steps >= LONG_RUN_STEPS:
-            raise ConfigError(
-                f"data.synthetic_on_fail is set and train.steps is {config.train.steps}: a long run on made-up data is "
-                f"lost. Set data.synthetic_on_fail=false, or train fewer than {LONG_RUN_STEPS} steps."
-            )
         problem = _on_first(self.ranks, lambda: _why_no_data(wanted))
         if problem is None:
             return wanted
@@ -274,19 +317,19 @@ class _Run:
             device=str(self.device),
             threads=torch.get_num_threads(),
             world_size=self.ranks.world,
+            local_world_size=self.ranks.local_world,
             data=str(self.data),
             vocab_size=self.vocab_size,
+            allowed=list(self.allowed),
         )
-        log, now, lost = self.story.log, time.time(), self.folder.last_step() - origin.step
+        tell, lost = partial(self.story.add_at, origin.step), self.folder.last_step() - origin.step
         kind = Kind.RESTART if origin.path is not None or self.ranks.restarts else Kind.START
-        log.add(
-            kind, ts=now, step=origin.step, world=self.ranks.world, origin=str(origin.path or ""), data=str(self.data)
-        )
+        tell(kind, world=self.ranks.world, origin=str(origin.path or ""), data=str(self.data))
         for finding in origin.passed_over:
-            log.add(Kind.CHECKPOINT_REJECTED, ts=now, step=origin.step, problem=str(finding))
+            tell(Kind.CHECKPOINT_REJECTED, problem=str(finding))
             self._line(f"WARNING: a checkpoint was passed over: {finding}")
         if kind == Kind.RESTART and lost > 0:
-            log.add(Kind.LOST_STEPS, ts=now, step=origin.step, steps=lost)
+            tell(Kind.LOST_STEPS, steps=lost)
         if origin.path is not None:
             self._line(f"going on from {origin.path}")
             for difference in RunRecord.read(origin.path).differences(config.model_dump(mode="json")):
@@ -306,22 +349,28 @@ class _Run:
         last = self.folder.checkpoints / f"step{trainer.global_step}"
         if code == DONE:
             written = export(last, self.folder.path, key=signing_key(self.config))
-            with_ts = EventLog(self.folder.path)  # the engine has closed the other one
-            with_ts.add(Kind.DONE, ts=time.time(), step=trainer.global_step)
-            with_ts.close()
+            assert self.story is not None
+            self.story.add_at(trainer.global_step, Kind.DONE)
             self._line(f"done: step {trainer.global_step}, {', '.join(str(path) for path in written)}")
         else:
-            self._line(f"stopped at step {trainer.global_step}, saved in {last}; --resume goes on from there")
+            how = "--clear-halt --resume" if code == HALTED else "--resume"
+            self._line(f"stopped at step {trainer.global_step}, saved in {last}; {how} goes on from there")
 
     def _hear(self, beat: Beat) -> None:
         if self.copies is not None and beat.msg == names.PROGRESS:
             self.copies.take(beat)
+            self._send(beat.step, scalars(beat))
         if self.reporter is not None:
             self.reporter.beat(beat, self.config.train.steps)
+
+    def _send(self, step: int, numbers: dict[str, float]) -> None:
+        for courier in self.couriers:
+            courier.take(step, numbers)
 
     def _hear_verdict(self, verdict: Verdict) -> None:
         if self.copies is not None and self.story is not None:
             self.copies.take_evaluation(**verdict._asdict(), ts=time.time())
+            self._send(verdict.step, {VAL_LOSS: verdict.val_loss})
             self.story.add(Kind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
         if self.reporter is not None:
             self.reporter.verdict(verdict)

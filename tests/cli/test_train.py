@@ -21,8 +21,8 @@ def called(monkeypatch):
     """Arguments of the trainer and the launcher, which do not run."""
     seen = {}
 
-    def fake_train(config, *, resume, resume_from, reporter):
-        seen.update(config=config, resume=resume, resume_from=resume_from)
+    def fake_train(config, *, resume, resume_from, clear_halt, allowed, reporter):
+        seen.update(config=config, resume=resume, resume_from=resume_from, clear_halt=clear_halt, allowed=allowed)
         return 10
 
     def fake_launch(words, nproc, *rest):
@@ -104,3 +104,13 @@ def test_the_prime_script_picks_the_config_that_fits(tmp_path, mib, config):
 @pytest.mark.parametrize("script", ["train_showcase.py", "train_m7c_prime.sh"])
 def test_scripts_are_thin(script):
     assert len((ROOT / "scripts" / script).read_text().splitlines()) <= 10
+
+
+def test_a_step_that_was_not_taken_is_told_and_ends_nothing(capsys):
+    from nsa.cli.train import _Plain
+    from nsa.observe import names
+    from nsa.observe.heartbeat import Beat
+
+    skipped = Beat.now(ts=0.0, rank=0, step=7, msg=names.SKIPPED, loss=float("nan"), detail="loss is nan")
+    _Plain().beat(skipped, 10)
+    assert capsys.readouterr().out == "skipped_step at step 7: loss is nan\n"

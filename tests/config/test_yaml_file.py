@@ -192,7 +192,8 @@ class TestUnknownNames:
             ("trian:\n  lr: 1", "run.yaml:1: unknown section trian. Did you mean train?"),
             (
                 "xyz:\n  lr: 1",
-                "run.yaml:1: unknown section xyz. Sections are model, nsa, runtime, kernels, train, parallel, data.",
+                "run.yaml:1: unknown section xyz. Sections are model, nsa, runtime, kernels, train, parallel, data, "
+                "track.",
             ),
             (
                 "kernels:\n  qqq: 1",

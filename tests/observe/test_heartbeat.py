@@ -4,7 +4,7 @@ import math
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import EventLog, Kind, read_events
+from nsa.observe.events import Kind, add_event, read_events
 from nsa.observe.heartbeat import Beat, JsonLines, last_beat, mib, read_beats
 from nsa.observe.run_folder import RunFolder
 
@@ -59,9 +59,7 @@ def test_memory_is_in_mib():
 
 def test_events_of_several_starts_are_one_story(tmp_path):
     for start in (Kind.START, Kind.RESTART):
-        log = EventLog(tmp_path)
-        log.add(start, ts=1.0, step=0, world=2)
-        log.close()
+        add_event(tmp_path, start, ts=1.0, step=0, world=2)
     with (tmp_path / names.EVENTS).open("a") as file:
         file.write('{"ts":1,"event":"unheard of","step":1}\n{"ts": 2, "eve')
     found = read_events(tmp_path)

@@ -35,6 +35,7 @@ class Job:
     """`key=value` words on top of BASE."""
     resume: bool = False
     resume_from: str | None = None
+    allowed: list[str] = field(default_factory=list)
 
 
 def run_all(*jobs: Job, timeout_s: float = 200) -> list[list[int]]:
@@ -49,7 +50,7 @@ def run_all(*jobs: Job, timeout_s: float = 200) -> list[list[int]]:
         raise
     assert process.returncode == 0, err[-3000:]
     codes: list[list[int]] = json.loads(out.splitlines()[-1])
-    if any(code not in (0, 10, 11, 20, 21, 22, 23) for ranks in codes for code in ranks):
+    if any(code not in (0, 2, 10, 11, 20, 21, 22, 23) for ranks in codes for code in ranks):
         raise AssertionError(f"{codes}\n{err[-5000:]}")
     return codes
 
@@ -81,7 +82,8 @@ def _rank(job: Job, config_path: Path) -> int:
 
     config = load(config_path, overrides=[*job.changes, f"train.out_dir={job.out_dir}"])
     try:
-        return train(config, resume=job.resume, resume_from=Path(job.resume_from) if job.resume_from else None)
+        origin = Path(job.resume_from) if job.resume_from else None
+        return train(config, resume=job.resume, resume_from=origin, allowed=job.allowed)
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -27,7 +27,7 @@ from nsa.kernels.portable.chunk import (
 
 # Arithmetic on hidden keys that a shared load may cost, as a multiple of what the queries chose. A copied key costs
 # about as much as this many products with one; measured on a CPU, see docs/LOG.md.
-_UNION_FACTOR = 6
+UNION_FACTOR = 6
 
 
 class _Chunk(NamedTuple):
@@ -104,7 +104,7 @@ def _union(
     chose_BcGJ.scatter_(3, idx_BcGN.long().masked_fill(idx_BcGN < 0, n_blocks), True)
     used_BGJ = chose_BcGJ[..., :n_blocks].any(1)
     n_used = int(used_BGJ.sum(-1).max())
-    if n_used > _UNION_FACTOR * idx_BcGN.shape[3]:
+    if n_used > UNION_FACTOR * idx_BcGN.shape[3]:
         return None
     # Used blocks first; a group that uses fewer than another gets some that all its queries hide.
     block_BGJ = used_BGJ.byte().argsort(dim=-1, descending=True, stable=True)[..., :n_used]

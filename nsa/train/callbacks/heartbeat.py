@@ -20,12 +20,11 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.kernels.registry import BRANCHES
 from nsa.observe import names
-from nsa.observe.heartbeat import Beat, JsonLines, gib, mib, resident_mib
+from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat, JsonLines, gib, mib, resident_mib
 from nsa.train.forward_clock import ForwardClock
 from nsa.train.ranks import Agreement, Ranks
 
 GRAD_NORM_METRIC = "optim/total grad norm"
-ALIVE_EVERY_S = 15.0
 _WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
 
 
@@ -44,6 +43,8 @@ class Heartbeat(Callback):
     say: Callable[[Beat], None]
     counts: Callable[[], dict[str, int]]
     """Skipped steps so far, by name."""
+    allowed: tuple[str, ...] = ()
+    """Rules of preflight that this run may break."""
     _probes: dict[str, Probe] = field(default_factory=dict)
     _probing: ExitStack = field(default_factory=ExitStack)
     _fetch_began: float = 0.0
@@ -59,7 +60,9 @@ class Heartbeat(Callback):
         self._lines = JsonLines(self.path)
 
     def beat(self, msg: str, **more: Any) -> None:
-        always: dict[str, Any] = dict(rank=self.ranks.rank, data=self.data, synthetic=self.synthetic)
+        always: dict[str, Any] = dict(
+            rank=self.ranks.rank, data=self.data, synthetic=self.synthetic, allowed=self.allowed
+        )
         beat = Beat.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
         self._lines.append(beat.to_line())
         self._last_beat = time.monotonic()

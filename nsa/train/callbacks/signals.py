@@ -1,14 +1,20 @@
 """Signals as wishes: a handler only notes them, a step boundary acts on them.
 
-USR1 is different: it must answer while a rank hangs in a collective, where no Python handler runs, so faulthandler
-writes the stacks from C.
+USR1 is different: it must answer while a rank hangs in a collective, where no Python handler runs. faulthandler writes
+the stacks from C, then hands the signal on to Python's own handler in C, which writes its number into a pipe; a thread
+that waits there writes the record of the process groups.
 """
 
 import faulthandler
+import os
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
+
+from nsa.train.collectives import write_record
 
 LEAVE = (signal.SIGTERM, signal.SIGINT)
 SAVE = signal.SIGUSR2
@@ -18,19 +24,29 @@ DUMP = signal.SIGUSR1
 class Signals:
     """Installed once at the start, and again after the engine has put its own handlers in place."""
 
-    def __init__(self, stackdump: Path) -> None:
+    def __init__(self, stackdump: Path, collectives: Path | None = None) -> None:
         self.leave: str | None = None
         self.save = False
         self._file: TextIO = stackdump.open("a", encoding="utf-8")
+        self._collectives = collectives
+        self._heard, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        self._listener = threading.Thread(target=self._listen, name="nsa-signals", daemon=True)
+        self._listener.start()
 
     def install(self) -> None:
-        faulthandler.register(DUMP, file=self._file, all_threads=True, chain=False)
-        for number in (*LEAVE, SAVE):
+        faulthandler.unregister(DUMP)  # or it would take itself for the handler to hand on to
+        for number in (*LEAVE, SAVE, DUMP):
             signal.signal(number, self._note)
+        signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
+        faulthandler.register(DUMP, file=self._file, all_threads=True, chain=True)
 
     def close(self) -> None:
         """USR1 and USR2 end a process that does not handle them, and the run is over: ignore them."""
         faulthandler.unregister(DUMP)
+        signal.set_wakeup_fd(-1)
+        os.close(self._tell)  # the listener reads to the end and leaves
+        self._listener.join()
         for number in (DUMP, SAVE):
             signal.signal(number, signal.SIG_IGN)
         for number in LEAVE:
@@ -43,5 +59,12 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self.save = True
-        else:
+        elif number in LEAVE:
             self.leave = signal.Signals(number).name
+
+    def _listen(self) -> None:
+        with os.fdopen(self._heard, "rb", buffering=0) as heard:
+            while numbers := heard.read(64):
+                if DUMP in numbers and self._collectives is not None:
+                    with suppress(OSError):  # a full disk now must not cost the next answer
+                        write_record(self._collectives)

@@ -7,17 +7,20 @@ from pathlib import Path
 from olmo_core.aliases import PathOrStr
 from olmo_core.train.callbacks import Callback
 
-from nsa.observe.events import EventLog, Kind
+from nsa.observe.events import Kind, add_event
 from nsa.train.checkpoint import layout
 
 
 @dataclass
 class Story(Callback):
-    log: EventLog
+    run_folder: Path
     _begun: bool = False
 
     def add(self, kind: Kind, **details: object) -> None:
-        self.log.add(kind, ts=time.time(), step=self.step, **details)
+        self.add_at(self.step, kind, **details)
+
+    def add_at(self, step: int, kind: Kind, **details: object) -> None:
+        add_event(self.run_folder, kind, ts=time.time(), step=step, **details)
 
     def post_train_batch(self) -> None:
         if not self._begun:
@@ -28,10 +31,7 @@ class Story(Callback):
         """In the thread that finished the save, when the run is steps further already."""
         step = layout.step_of(Path(path).name)
         assert step is not None
-        self.log.add(Kind.SAVE, ts=time.time(), step=step, path=str(path))
+        self.add_at(step, Kind.SAVE, path=str(path))
 
     def on_error(self, exc: BaseException) -> None:
         self.add(Kind.ERROR, error=f"{type(exc).__name__}: {exc}")
-
-    def close(self) -> None:
-        self.log.close()

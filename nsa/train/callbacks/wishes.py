@@ -3,7 +3,6 @@
 One small all-reduce; a file that one rank sees, or a signal that one rank gets, then counts for all at the same step.
 """
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,5 +54,5 @@ class Wishes(Callback):
         self.exit_code = code
         self.heartbeat.beat(msg, detail=detail)
         if self.story is not None:
-            self.story.log.add(kind, ts=time.time(), step=self.step, reason=detail)
+            self.story.add(kind, reason=detail)
         self.trainer.cancel_run(detail, no_sync=True)

@@ -19,6 +19,8 @@ class Condition:
     """When it holds, in words, with the limit's name in braces where `Limits` has one."""
     advice: str
     """The first thing to do."""
+    over: bool = False
+    """The process has ended by itself: there is nothing to halt, and a launcher may be starting it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,19 @@ class Limits:
     stall_steps: float = 4.0
     """A beat may also be this many of the run's own step times late, where that is longer."""
     startup_s: float = 600.0
-    """Instead of stall_s until the first progress record of a process: compiling, filling buffers."""
+    """Instead of stall_s where silence is usual: until the first progress record of a process (compiling, filling
+    buffers), and where a save, an evaluation, the way back to a checkpoint or the end of the run may have begun."""
+    evaluation_s: float = 1800.0
+    """Beats without a new step while it evaluates."""
     gone_s: float = 300.0
+    nonfinite_records: int = 3
+    """Progress records in a row that are not finite although the run skips such steps."""
     plateau_steps: int = 1000
-    plateau_gain: float = 0.002
+    plateau_gain: float = 0.001
     """Relative improvement of the mean loss, second half of the window against the first, that is no plateau."""
+    plateau_share: float = 0.25
+    """The window is at least this share of the steps so far: a loss that falls as a power of the steps gains less and
+    less in any thousand of them, and about the same in any quarter."""
     throughput_drop: float = 0.5
     throughput_drop_s: float = 600.0
     entropy_warning: float = 0.3
@@ -41,11 +51,16 @@ class Limits:
     collapse_warning: float = 0.1
     collapse_critical: float = 0.2
     gate_max: float = 0.9
+    gate_records: int = 3
+    """Records in a row that must say so: one batch may be odd."""
     selection_at_max: float = 0.1
+    """Or twice 1/l_sel, the share that is at its most by position alone, where that is larger."""
     fetch_s: float = 2.0
     fetch_records: int = 5
     creep: float = 0.2
-    """Growth of memory over the window that is creeping."""
+    """Growth of memory that is creeping, over what the watcher remembers (up to 240 spans of at least 30 s)."""
+    creep_mib: float = 256.0
+    """Growth below this is nobody's trouble."""
     spike_sigma: float = 6.0
     spike_records: int = 3
     """Spikes within the window that are a finding; one is noise."""
@@ -68,6 +83,10 @@ class Finding:
     """The values, against the limit."""
 
     @property
+    def name(self) -> str:
+        return self.condition.name
+
+    @property
     def level(self) -> Level:
         return self.condition.level
 
@@ -80,17 +99,33 @@ _C, _W = Level.CRITICAL, Level.WARNING
 
 CONDITIONS = _table(
     Condition("heartbeat_stall", _C, "no beat for {stall_s} s", "look at the stack dumps; then halt, resume"),
-    Condition("process_gone", _C, "process gone for {gone_s} s without a last word", "system log; then resume"),
+    Condition("process_gone", _C, "process gone for {gone_s} s without a last word", "system log; then resume", True),
     Condition(
-        "run_failed", _C, "the last word of a process is an error", "read the error; its exit code says whom to ask"
+        "run_failed",
+        _C,
+        "the last word of a process is an error",
+        "read the error; its exit code says whom to ask",
+        True,
     ),
     Condition("loss_nonfinite", _C, "NaN or infinite loss in a step that was taken", "resume from before it, lower lr"),
     Condition("grad_nonfinite", _C, "NaN or infinite gradient norm in a step that was taken", "resume, lower lr"),
     Condition("throughput_zero", _C, "beats without a new step for {stall_s} s", "look at the stack dumps"),
-    Condition("gate_entropy_critical", _C, "gate entropy below {entropy_critical} nats", "gate_collapse_details.json"),
-    Condition("gate_collapse_critical", _C, "more than {collapse_critical} of the gates collapsed", "as for entropy"),
-    Condition("loader_timeout", _C, "data gave no batch within the loader's timeout", "nsa data verify; the server"),
-    Condition("out_of_memory", _C, "a process ran out of memory", "nsa estimate; smaller batch, checkpointing"),
+    Condition(
+        "gate_entropy_critical",
+        _C,
+        "gate entropy below {entropy_critical} nats",
+        "gate_collapse_details.json; lower lr",
+    ),
+    Condition(
+        "gate_collapse_critical",
+        _C,
+        "more than {collapse_critical} of the gates collapsed",
+        "gate_collapse_details.json; lower lr",
+    ),
+    Condition(
+        "loader_timeout", _C, "data gave no batch within the loader's timeout", "nsa data verify; the server", True
+    ),
+    Condition("out_of_memory", _C, "a process ran out of memory", "nsa estimate; smaller batch, checkpointing", True),
     Condition("steps_skipped", _W, "steps skipped by the run itself, non-finite or spiking", "look at events.jsonl"),
     Condition("loss_plateau", _W, "loss flat over {plateau_steps} steps", "lr schedule, data order, held-out loss"),
     Condition("loss_spike", _W, "loss {spike_sigma} sigma above its window, repeatedly", "lower lr, look at the data"),
@@ -102,7 +137,12 @@ CONDITIONS = _table(
     Condition("gate_max_high", _W, "largest gate {gate_max} or more on average", "watch it; gate_temperature"),
     Condition("selection_at_max", _W, "more than {selection_at_max} of the queries at their most keys", "nsa.n_sel"),
     Condition("reads_differ", _W, "keys read are not the keys predicted", "nsa doctor --prove"),
-    Condition("data_slow", _W, "more than {fetch_s} s wait for data, {fetch_records} records in a row", "queue_depth"),
+    Condition(
+        "data_slow",
+        _W,
+        "more than {fetch_s} s wait for data, {fetch_records} records in a row",
+        "data.queue_depth, source",
+    ),
     Condition(
         "memory_creep", _W, "memory grew by more than {creep} over the window", "restart at a checkpoint; report"
     ),

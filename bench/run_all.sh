@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Every figure of the attention on this machine, into bench/results. Run it with nothing else running: hours on two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-bench/results}
+mkdir -p "$out"
+
+record() { # name, then the words of the command
+  local name=$1
+  shift
+  nsa bench "$@" --json "$out/$name.json" --markdown "$out/$name.md"
+}
+
+nsa bench machine --json "$out/machine.json"
+record attention_seed attention --lengths 2k,4k,8k,16k,32k,64k --plot "$out/attention_seed.svg"
+record attention_smooth attention --lengths 4k,16k,64k --data smooth --no-peers
+record attention_gqa16 attention --lengths 2k,8k,32k --shape gqa16 --no-peers
+record prefill prefill --lengths 4k,16k,64k --plot "$out/prefill.svg"
+record decode decode --plot "$out/decode.svg"
+record train train
+record memory memory --lengths 4k,8k,16k,32k,64k,128k

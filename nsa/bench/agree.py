@@ -1,0 +1,201 @@
+"""The gate: no speed is divided by another unless both gave the right answer, in this run, on this machine.
+
+The truth is the reference in fp64 on the very tensors that were timed. Up to a few blocks more than selection needs to
+matter, all queries are judged, with all gradients. Beyond, the reference would not fit: a short case of the same shape
+and dtype is judged whole, and of the long one some query rows, which the reference computes exactly, alone. Among them
+are the last ones: keys that only they see have gradients that only they make, so those are judged at full length too.
+
+B batch · S queries · C compressed blocks · J selection blocks · G kv groups · N chosen blocks
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nsa.bench.case import Case, Task
+from nsa.bench.contenders import Contender
+from nsa.bench.ours import compressed_by_phi
+from nsa.bench.runner import Results, Runner
+from nsa.core.gating import BRANCH_ORDER
+from nsa.kernels import reference
+
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TAIL_ROWS, SCATTERED_ROWS = 24, 8
+DECODE_STEPS = 20  # more than a compression stride, so that a block is completed on the way
+_FLOOR = 0.1  # a row's error is relative to its own length, but at least to this share of a typical row's
+
+
+@dataclass(frozen=True)
+class Agreement:
+    agrees: bool
+    errors: dict[str, float] = field(default_factory=dict)
+    """The worst row's relative error: of the output, of each gradient, of the chosen blocks' scores."""
+    limit: float = 0.0
+    judged: str = ""
+    reason: str = ""
+    """Why not, if it does not agree."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+
+def judge(contender: Contender, task: Task, case: Case, runner: Runner) -> Agreement:
+    """Run the contender once, which also warms it up, and compare."""
+    if contender.kind == "other":
+        runner.results(task.backward)
+        return Agreement(False, reason=contender.differs)
+    if task.op == "decode":
+        steps = min(DECODE_STEPS, case.length - task.length)
+        outputs = [runner.results(False)["out"] for _ in range(steps)]
+        rows = torch.arange(task.length, task.length + steps)
+        errors = _errors(contender, task, case, runner, {"out": torch.cat(outputs, 1)}, rows, rows_only=True)
+        return _verdict(errors, case, f"{steps} steps after {task.length} tokens, exactly")
+    short = short_length(case)
+    if case.length <= short:
+        errors = _errors(contender, task, case, runner, runner.results(task.backward), torch.arange(case.length))
+        return _verdict(errors, case, f"all {case.length} queries")
+    short_case, short_task = Case(case.shape, short, case.dtype, case.data), replace(task, length=short)
+    short_runner = contender.make[task.op](short_case, short_task)
+    errors = _errors(
+        contender, short_task, short_case, short_runner, short_runner.results(task.backward), torch.arange(short)
+    )
+    rows = sampled_rows(case.length)
+    at_length = _errors(contender, task, case, runner, runner.results(task.backward), rows)
+    errors = {name: max(errors[name], at_length[name]) for name in errors}
+    return _verdict(errors, case, f"all {short} queries of a short case and {len(rows)} of {case.length}")
+
+
+def short_length(case: Case) -> int:
+    """Some queries choose among blocks, the window has moved on, and the last block is partial."""
+    g = case.shape.geometry
+    return g.n_sel * g.l_sel + g.w + g.l_sel + 1
+
+
+def sampled_rows(length: int) -> Tensor:
+    begin = length - TAIL_ROWS
+    scattered = torch.randperm(begin, generator=torch.Generator().manual_seed(length))[:SCATTERED_ROWS]
+    return torch.cat((scattered.sort().values, torch.arange(begin, length)))
+
+
+def _verdict(errors: dict[str, float], case: Case, judged: str) -> Agreement:
+    limit = LIMITS[case.dtype]
+    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
+    reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
+    return Agreement(not wrong, errors, limit, judged, reason)
+
+
+def _errors(
+    contender: Contender, task: Task, case: Case, runner: Runner, got: Results, rows: Tensor, *, rows_only: bool = False
+) -> dict[str, float]:
+    """`rows_only`: the output holds these rows alone."""
+    errors = {}
+    compressed = compressed_by_phi(case) if task.op in ("prefill", "decode") else (case.k_BCGK, case.v_BCGV)
+    idx_BSGN = runner.chosen(rows) if runner.chosen else None
+    if task.part == "select" and contender.kind == "nsa":
+        return {"blocks": choice_error(case, compressed[0], rows, got["out"][:, rows])}
+    if idx_BSGN is not None:
+        errors["blocks"] = choice_error(case, compressed[0], rows, idx_BSGN)
+    want = exact(case, contender.kind, task.part, rows, idx_BSGN, compressed)
+    # The first key that only the judged rows can see: all of them where every query is judged.
+    seen_from = 0 if len(rows) == case.length else case.length - TAIL_ROWS
+    first_block = max(0, -(-(seen_from - case.shape.geometry.l + 1) // case.shape.geometry.d))
+    for name, x in got.items():
+        if name in ("out", "q", "gates"):
+            errors[name] = row_error(x if rows_only else x[:, rows], want[name])
+        else:
+            begin = first_block if name.endswith("cmp") else seen_from
+            errors[name] = row_error(x[:, begin:], want[name][:, begin:])
+    return errors
+
+
+def row_error(got: Tensor, want: Tensor) -> float:
+    """The worst row's distance from the truth, relative to its length. Rows are along dimension 1."""
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.double().flatten(2), want.double().flatten(2)
+    length = want.norm(dim=-1)
+    error = (got - want).norm(dim=-1) / length.clamp(min=max(_FLOOR * length.mean().item(), 1e-30))
+    return error.nan_to_num(nan=torch.inf).max().item()
+
+
+def exact(
+    case: Case, kind: str, part: str, rows: Tensor, idx_BSGN: Tensor | None, compressed: tuple[Tensor, Tensor]
+) -> Results:
+    """Output and all gradients of these query rows by the reference, in fp64, one group after the other."""
+    inputs = case.inputs() | {"k_cmp": compressed[0], "v_cmp": compressed[1]}
+    by_group = []
+    for group in range(case.shape.n_kv_groups):
+        here = slice(group, group + 1)
+        leaves = {
+            name: (x[:, rows] if name in ("q", "gates") else x)[:, :, here].double().requires_grad_()
+            for name, x in inputs.items()
+        }
+        chosen = idx_BSGN[:, :, here] if idx_BSGN is not None else None
+        out = _reference(case, kind, part, leaves, rows, chosen)
+        gradients = torch.autograd.grad(
+            out, tuple(leaves.values()), case.dout_BSGRV[:, rows][:, :, here].double(), materialize_grads=True
+        )
+        by_group.append({"out": out.detach(), **dict(zip(leaves, gradients, strict=True))})
+    return {name: torch.cat([results[name] for results in by_group], 2) for name in by_group[0]}
+
+
+def _reference(case: Case, kind: str, part: str, x: dict[str, Tensor], rows: Tensor, idx_BSGN: Tensor | None) -> Tensor:
+    g, scale, pos_BS, zero_BS = case.shape.geometry, case.scale, rows[None], torch.zeros_like(rows)[None]
+
+    def sliding(k: Tensor, v: Tensor, w: int) -> Tensor:
+        return reference.sliding_attention(x["q"], k, v, pos_BS, zero_BS, w=w, scale=scale)  # type: ignore[return-value]
+
+    if kind == "dense":
+        return sliding(x["k_sel"], x["v_sel"], case.length)
+    branches = {
+        "compressed": lambda: reference.compressed_attention(
+            x["q"], x["k_cmp"], x["v_cmp"], pos_BS, zero_BS, l=g.l, d=g.d, scale=scale
+        ),
+        "selected": lambda: reference.selected_attention(
+            x["q"], x["k_sel"], x["v_sel"], idx_BSGN, pos_BS, zero_BS, l_sel=g.l_sel, scale=scale  # type: ignore[arg-type]
+        ),
+        "sliding": lambda: sliding(x["k_win"], x["v_win"], g.w),
+    }  # fmt: skip
+    if part != "all":
+        return branches[part]()  # type: ignore[return-value]
+    gates = x["gates"].unbind(-1)
+    return sum(gate[..., None] * branches[name]() for gate, name in zip(gates, BRANCH_ORDER, strict=True))  # type: ignore
+
+
+def choice_error(case: Case, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor) -> float:
+    """How much worse the chosen blocks score than the reference's choice, relative; 0 where they are the same.
+
+    Blocks that score the same but for rounding may be exchanged; nothing else may.
+    """
+    g, pos_BS, zero_BS = case.shape.geometry, rows[None], torch.zeros_like(rows)[None]
+    q, k = case.q_BSGRK[:, rows].double(), k_BCGK.double()
+    want_BSGN = reference.select_blocks(
+        q, k, pos_BS, zero_BS, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=case.scale
+    )
+    got_BSGN = idx_BSGN.to(want_BSGN.dtype)
+    if torch.equal(got_BSGN, want_BSGN):
+        return 0.0
+    present = got_BSGN[..., 1:] >= 0
+    if (
+        not (got_BSGN[..., 1:] > got_BSGN[..., :-1])[present].all()
+        or (got_BSGN > pos_BS[..., None, None] // g.l_sel).any()
+    ):
+        return float("inf")  # a block twice, out of order, or in the future
+    # The probability of each compressed block, read off the branch's output when its values are unit vectors.
+    n = k.shape[1]
+    unit_BCGC = torch.eye(n, dtype=torch.float64)[None, :, None].expand(1, -1, k.shape[2], -1)
+    mass_BSGC = reference.compressed_attention(q, k, unit_BCGC, pos_BS, zero_BS, l=g.l, d=g.d, scale=case.scale).sum(3)  # type: ignore[union-attr]
+    n_blocks = int(rows.max()) // g.l_sel + 1
+    score_BSGJ = mass_BSGC @ reference.overlap(n, n_blocks, g.l, g.d, g.l_sel).double()
+    own_BS11, j_J = (pos_BS // g.l_sel)[..., None, None], torch.arange(n_blocks)
+    forced = (j_J == 0) | (j_J == own_BS11) | (j_J == own_BS11 - 1)
+    score_BSGJ = score_BSGJ.masked_fill(forced, 1e3)
+
+    def ranked(idx_BSGN: Tensor) -> Tensor:
+        score = score_BSGJ.gather(-1, idx_BSGN.long().clamp(min=0)).masked_fill(idx_BSGN < 0, -1e3)
+        return score.sort(-1).values
+
+    want, got = ranked(want_BSGN), ranked(got_BSGN)
+    return ((got - want).abs() / want.abs().clamp(min=1e-9)).max().item()

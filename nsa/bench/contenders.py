@@ -1,0 +1,73 @@
+"""Who races: dense attention, every registered backend, and peers where installed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nsa.bench import dense, ours, peers
+from nsa.bench.case import TORCH_DTYPES, Case, Task
+from nsa.bench.machine import available_bytes
+from nsa.bench.runner import Runner
+from nsa.bench.shapes import spell
+from nsa.kernels.registry import BACKENDS, BRANCHES
+
+DENSE = "dense SDPA"
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    kind: str
+    """`dense`, `nsa`, or `other`: it computes something else, so it is timed but never divided by."""
+    make: dict[str, Callable[[Case, Task], Runner]]
+    """By operation, from the case's tensors and the task; a decode case has the task's length and room to grow."""
+    why_not: Callable[[Task], str | None]
+    needs_bytes: Callable[[Task], int]
+    differs: str = ""
+
+    def refusal(self, task: Task) -> str | None:
+        """Why it does not race, memory included: a benchmark must not take the machine down."""
+        if reason := self.why_not(task):
+            return reason
+        if task.op not in self.make:
+            return f"it has no {task.op}"
+        needed, available = self.needs_bytes(task), available_bytes()
+        if needed > 0.8 * available:
+            return (
+                f"about {needed / 2**30:.0f} GiB would be needed at {spell(task.length)} and "
+                f"{available / 2**30:.0f} GiB are free"
+            )
+        return None
+
+
+def _backend_why_not(name: str) -> Callable[[Task], str | None]:
+    def why_not(task: Task) -> str | None:
+        for branch in BRANCHES if task.part == "all" else (task.part,):
+            if reason := BACKENDS[name].why_not(
+                branch, torch.device("cpu"), TORCH_DTYPES[task.dtype], task.shape.kernel
+            ):
+                return f"{branch}: {reason}"
+        return "selection has no gradient" if task.part == "select" and task.backward else None
+
+    return why_not
+
+
+def _dense_why_not(task: Task) -> str | None:
+    return None if task.shape.d_v <= task.shape.d_k else "it has no kernel for d_v above d_k"
+
+
+def contenders() -> dict[str, Contender]:
+    """Dense first; backends in the registry's order of preference."""
+    dense_ops: dict[str, Callable[[Case, Task], Runner]] = {"attention": dense.attention, "prefill": dense.prefill}
+    dense_ops["decode"] = dense.decode
+    every = [Contender(DENSE, "dense", dense_ops, _dense_why_not, dense.needs_bytes)]
+    for name in BACKENDS:
+        ops = {"attention": ours.attention(name), "prefill": ours.prefill(name), "decode": ours.decode(name)}
+        every.append(Contender(name, "nsa", ops, _backend_why_not(name), ours.needs_bytes(name)))
+    every.append(
+        Contender("lucidrains", "other", {"attention": peers.lucidrains}, peers.lucidrains_why_not,
+                  peers.lucidrains_needs_bytes, differs=peers.LUCIDRAINS_DIFFERS)
+    )  # fmt: skip
+    every.append(Contender("fla naive", "nsa", {"attention": peers.fla}, peers.fla_why_not, peers.fla_needs_bytes))
+    return {contender.name: contender for contender in every}

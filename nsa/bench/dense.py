@@ -1,0 +1,149 @@
+"""The limit to beat: PyTorch's scaled_dot_product_attention, causal, grouped, in the layout and form it likes best.
+
+Keys and values are one set per group. Of the forms that compute the same thing the fastest here is raced against:
+`enable_gqa`, heads repeated beforehand, or, for one query, the heads of a group as rows of one matrix.
+
+B batch · H heads · G kv groups · R heads per group · S tokens · X width
+"""
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.bench.case import TORCH_DTYPES, Case, Task
+from nsa.bench.runner import Results, Runner, leaf
+from nsa.bench.shapes import BenchShape
+
+_TRIAL_LENGTH, _TRIALS = 2048, 3
+
+
+def attention(case: Case, task: Task) -> Runner:
+    form = fastest_form(case.shape, case.dtype, case.length, task.backward)
+    leaves = _tensors(case)
+    attend, (q, k, v) = FORMS[form], leaves.values()
+
+    def forward() -> Tensor:
+        return attend(q, k, v, case.shape)
+
+    dout = F.pad(_heads_first(case.dout_BSGRV.flatten(2, 3)), (0, leaves["v_sel"].shape[-1] - case.shape.d_v))
+    return Runner(forward, leaves, dout, lambda results: _to_case(results, case), note=form)
+
+
+def prefill(case: Case, task: Task) -> Runner:
+    """Copy the prompt's keys and values into a new cache and attend over the whole prompt at once."""
+    attend = FORMS[fastest_form(case.shape, case.dtype, case.length, False)]
+    q, k, v = (x.detach() for x in _tensors(case).values())
+
+    def forward() -> Tensor:
+        cached_k, cached_v = torch.zeros_like(k), torch.zeros_like(v)
+        return attend(q, cached_k.copy_(k), cached_v.copy_(v), case.shape)
+
+    return Runner(forward, to_case=lambda results: _to_case(results, case))
+
+
+def decode(case: Case, task: Task) -> Runner:
+    """Write one token's key and value into a preallocated cache and attend with its query over all that it holds."""
+    form = fastest_decode_form(case.shape, case.dtype, task.length)
+    attend = DECODE_FORMS[form]
+    q, k, v = (x.detach() for x in _tensors(case).values())
+    cached_k, cached_v = k.clone(), v.clone()
+    steps = [(q[:, :, t : t + 1], k[:, :, t], v[:, :, t], t) for t in range(task.length, case.length)]
+    step = 0
+
+    def forward() -> Tensor:
+        nonlocal step
+        new_q, new_k, new_v, t = steps[step]
+        step = (step + 1) % len(steps)
+        cached_k[:, :, t], cached_v[:, :, t] = new_k, new_v
+        return attend(new_q, cached_k[:, :, : t + 1], cached_v[:, :, : t + 1], case.shape)
+
+    return Runner(forward, to_case=lambda results: _to_case(results, case), note=form)
+
+
+@cache
+def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: bool) -> str:
+    case = Case(shape, min(length, _TRIAL_LENGTH), dtype)
+    q, k, v = _tensors(case).values()
+
+    def trial(attend: Callable[..., Tensor]) -> Callable[[], object]:
+        def run() -> None:
+            with torch.set_grad_enabled(backward):
+                out = attend(q, k, v, shape)
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+        return run
+
+    return _fastest({name: trial(attend) for name, attend in FORMS.items()})
+
+
+@cache
+def fastest_decode_form(shape: BenchShape, dtype: torch.dtype, length: int) -> str:
+    k = torch.randn(1, shape.n_kv_groups, length, shape.d_k).to(dtype)
+    q = torch.randn(1, shape.n_heads, 1, shape.d_k).to(dtype)
+    return _fastest({name: partial(attend, q, k, k, shape) for name, attend in DECODE_FORMS.items()})
+
+
+def _fastest(trials: dict[str, Callable[[], object]]) -> str:
+    best = dict.fromkeys(trials, float("inf"))
+    for _ in range(_TRIALS + 1):
+        for name, run in trials.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return min(best, key=lambda name: best[name])
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
+    k, v = (x.repeat_interleave(shape.heads_per_group, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _grouped_decode(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def _rows_decode(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
+    rows = q.view(q.shape[0], shape.n_kv_groups, shape.heads_per_group, -1)
+    return F.scaled_dot_product_attention(rows, k, v).view(q.shape[0], shape.n_heads, 1, -1)
+
+
+FORMS = {"enable_gqa": _grouped, "repeated heads": _repeated}
+DECODE_FORMS = {"enable_gqa": _grouped_decode, "heads as rows": _rows_decode}
+
+
+def _tensors(case: Case) -> dict[str, Tensor]:
+    """q, k, v as SDPA wants them. Without a kernel for d_k ≠ d_v the values are stored padded, which costs it least."""
+    q, k, v = (_heads_first(x) for x in (case.q_BSGRK.flatten(2, 3), case.raw.k_sel, case.raw.v_sel))
+    if case.shape.d_v < case.shape.d_k:
+        v = F.pad(v, (0, case.shape.d_k - case.shape.d_v))
+    return {"q": leaf(q), "k_sel": leaf(k), "v_sel": leaf(v)}
+
+
+def _heads_first(x_BSHX: Tensor) -> Tensor:
+    return x_BSHX.transpose(1, 2).contiguous()
+
+
+def _to_case(results: Results, case: Case) -> Results:
+    moved = {name: x.transpose(1, 2) for name, x in results.items()}
+    for name in ("out", "v_sel"):
+        if name in moved:
+            moved[name] = moved[name][..., : case.shape.d_v]
+    for name in ("out", "q"):
+        if name in moved:
+            moved[name] = moved[name].unflatten(2, (case.shape.n_kv_groups, -1))
+    return moved
+
+
+def needs_bytes(task: Task) -> int:
+    """Inputs, output and gradients, heads repeated."""
+    s = task.shape
+    return 8 * task.length * s.n_heads * max(s.d_k, s.d_v) * TORCH_DTYPES[task.dtype].itemsize

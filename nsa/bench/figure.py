@@ -1,0 +1,135 @@
+"""One figure: a task, everyone who raced, what they took, and which ratios may be printed."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from nsa.bench import roof
+from nsa.bench.agree import Agreement, judge
+from nsa.bench.case import TORCH_DTYPES, Case, Task
+from nsa.bench.clock import Now, Spread, interleave, ratio, spread
+from nsa.bench.contenders import DENSE, Contender, contenders
+from nsa.bench.roof import Peaks
+from nsa.bench.runner import Runner
+from nsa.errors import ConfigError
+from nsa.kernels.registry import BACKENDS
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    kind: str
+    absent: str = ""
+    """Why it did not race."""
+    agreement: Agreement = field(default_factory=lambda: Agreement(False))
+    samples_s: list[float] = field(default_factory=list)
+    ratio: Spread | None = None
+    """How many times faster than dense; None where it may not be said."""
+    refused: str = ""
+    """Why the ratio is withheld."""
+    achieved: float | None = None
+    note: str = ""
+
+    @property
+    def time_s(self) -> Spread | None:
+        return spread(self.samples_s) if self.samples_s else None
+
+
+@dataclass(frozen=True)
+class Figure:
+    task: Task
+    data: str
+    threads: int
+    bound: str
+    """What bounds the allowed ratio: FLOPs or bytes."""
+    allowed: float
+    entries: list[Entry]
+
+    def to_json(self) -> dict[str, Any]:
+        rows = []
+        for entry in self.entries:
+            time_s = entry.time_s
+            rows.append(
+                asdict(entry)
+                | {"time_s": asdict(time_s) | {"noise": time_s.noise} if time_s else None}
+                | {"rounds": len(entry.samples_s)}
+            )
+        return asdict(self) | {"entries": rows}
+
+
+def chosen_contenders(backends: Iterable[str], with_peers: bool) -> list[Contender]:
+    """Dense, the backends named (or all that are chosen by default), and peers if wanted."""
+    every, wanted = contenders(), list(backends)
+    for name in wanted:
+        if name not in BACKENDS:
+            raise ConfigError(f"--backend is {name!r}: there is no such backend. Use one of: {', '.join(BACKENDS)}.")
+    named = wanted or [name for name, backend in BACKENDS.items() if backend.by_default]
+    peers = [name for name in every if name != DENSE and name not in BACKENDS] if with_peers else []
+    return [every[name] for name in (DENSE, *named, *peers)]
+
+
+def measure(
+    task: Task,
+    who: list[Contender],
+    *,
+    data: str,
+    threads: int,
+    budget_s: float,
+    peaks: Peaks | None,
+    say: Say,
+    now: Now = time.perf_counter,
+) -> Figure:
+    """Judge each contender, then time all of them side by side."""
+    room = min(1024, max(64, task.length // 16)) if task.op == "decode" else 0
+    refusals = {c.name: c.refusal(task) for c in who}
+    entries, runners = {}, {}
+    racing = [c for c in who if not refusals[c.name]]
+    case = Case(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data) if racing else None
+    for contender in who:
+        if case is None or refusals[contender.name]:
+            entries[contender.name] = Entry(contender.name, contender.kind, absent=refusals[contender.name] or "")
+            continue
+        say(f"judging {contender.name}")
+        runner = contender.make[task.op](case, task)
+        agreement = judge(contender, task, case, runner)
+        runners[contender.name] = runner
+        entries[contender.name] = Entry(contender.name, contender.kind, agreement=agreement, note=runner.note)
+    say(f"timing {', '.join(runners)}")
+    samples = interleave(
+        {name: _subject(runner, task) for name, runner in runners.items()},
+        budget_s=budget_s,
+        repeat=task.op == "decode",
+        now=now,
+    ) if runners else {}  # fmt: skip
+    bound, allowed = roof.allowed(task)
+    finished = [finish(entry, samples, entries, task, peaks) for entry in entries.values()]
+    return Figure(task, data, threads, bound, allowed, finished)
+
+
+def _subject(runner: Runner, task: Task) -> Callable[[], object]:
+    return runner.forward_backward if task.backward else runner.forward_only
+
+
+def finish(
+    entry: Entry, samples: dict[str, list[float]], entries: dict[str, Entry], task: Task, peaks: Peaks | None
+) -> Entry:
+    """Add times, and the ratio if both sides gave the right answer."""
+    if entry.name not in samples:
+        return entry
+    mine, dense = samples[entry.name], entries.get(DENSE)
+    times, refused = None, ""
+    if entry.kind == "dense" or not entry.agreement.agrees:
+        refused = entry.agreement.reason
+    elif dense is None or DENSE not in samples:
+        refused = f"{DENSE} did not race: {dense.absent if dense else 'it was not asked to'}"
+    elif not dense.agreement.agrees:
+        refused = f"{DENSE} {dense.agreement.reason}"
+    else:
+        times = ratio(samples[DENSE], mine)
+    reached = None
+    if peaks and entry.agreement.agrees:
+        reached = roof.achieved(task, entry.kind, spread(mine).median, peaks)
+    return Entry(entry.name, entry.kind, entry.absent, entry.agreement, mine, times, refused, reached, entry.note)

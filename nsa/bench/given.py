@@ -1,0 +1,52 @@
+"""The attention module with its projections taken out: what is left, exactly as it runs in a model, is measured."""
+
+import torch
+from torch import Tensor, nn
+
+from nsa.bench.case import Case
+from nsa.core.kv_cache import LayerCache, Streams
+from nsa.core.nsa_attention import NSAAttention
+from nsa.kernels.registry import Wanted
+
+
+class _Given(nn.Module):
+    """Stands where the gates' projection was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Tensor = torch.empty(0)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.value
+
+
+class GivenAttention(NSAAttention):
+    """`NSAAttention` whose queries, keys, values and gates are set from outside; its output is not projected."""
+
+    def __init__(self, case: Case, backend: str) -> None:
+        s, g = case.shape, case.shape.geometry
+        super().__init__(
+            1, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w, kernels=Wanted(*[backend] * 4)
+        )
+        self.to(case.dtype)
+        self.w_out = nn.Identity()  # type: ignore[assignment]
+        self.gates = _Given()  # type: ignore[assignment]
+        self.q_BSGRK: Tensor = torch.empty(0)
+        self.streams: Streams | None = None
+        self.compressed: tuple[Tensor, Tensor] | None = None
+        """Compressed keys and values to use as they are; None: φ makes them, as in the module."""
+
+    def give(self, q: Tensor, streams: Streams, gates: Tensor, compressed: tuple[Tensor, Tensor] | None) -> None:
+        self.q_BSGRK, self.streams, self.compressed = q, streams, compressed
+        self.gates.value = gates
+
+    def fill(self, cache: LayerCache, streams: Streams) -> None:
+        """Let a cache take in tokens without attending to anything."""
+        cache.append(streams, None, super()._compress)
+
+    def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
+        assert self.streams is not None
+        return self.q_BSGRK, self.streams
+
+    def _compress(self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor) -> tuple[Tensor, Tensor]:
+        return self.compressed or super()._compress(k, v, begin_BC, block_pos_BC)

@@ -1,0 +1,101 @@
+"""Where a figure was measured: processor, torch, commit, load; and holding the process to so many cores."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa import __version__
+from nsa.errors import ConfigError
+
+# The instruction sets that decide how fast attention can be; the rest of the flags is noise.
+TELLING_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+
+
+def describe_machine() -> dict[str, Any]:
+    commit, dirty = _commit()
+    cpuinfo = _cpuinfo()
+    flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    return {
+        "cpu": cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        "cores": len(available_cores()),
+        "isa": [flag for flag in TELLING_FLAGS if flag in flags],
+        "memory_gib": round(_meminfo("MemTotal") / 2**30, 1),
+        "load_average": list(os.getloadavg()),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "nsa": __version__,
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def available_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def available_bytes() -> int:
+    """Memory that could be had without swapping."""
+    return _meminfo("MemAvailable")
+
+
+@contextmanager
+def pinned(threads: int) -> Iterator[None]:
+    """Compute on so many threads, confined to as many cores: the lowest-numbered ones that we may use."""
+    cores, threads_before = available_cores(), torch.get_num_threads()
+    if threads > len(cores):
+        raise ConfigError(
+            f"--threads is {threads} and this process may use {len(cores)} cores: threads that share a core measure "
+            f"each other. Set --threads {len(cores)} or fewer."
+        )
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(cores)[:threads])
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit this package stands at, and whether files differ from it; (None, None) outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An installed package may lie inside some other project's checkout: then git does not know this file.
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None, None
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def _cpuinfo() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _meminfo(field: str) -> int:
+    path = Path("/proc/meminfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError(f"/proc/meminfo has no {field}: benchmarks guard the machine's memory by it. Run them on Linux.")

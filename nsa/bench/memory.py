@@ -1,0 +1,78 @@
+"""Memory of forward and backward above the inputs, measured in a process of its own so that nothing else counts."""
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nsa.bench.case import TORCH_DTYPES, Case, Task
+from nsa.bench.contenders import Contender, contenders
+from nsa.bench.machine import pinned
+from nsa.bench.shapes import SHAPES
+from nsa.errors import ConfigError
+
+_WARM_LENGTH = 256
+
+
+def measure_memory(contender: Contender, task: Task, shape: str, *, threads: int, timeout_s: float) -> dict[str, Any]:
+    """Peak resident memory above what the inputs take, in MiB."""
+    answer: dict[str, Any] = dict(
+        length=task.length, dtype=task.dtype, shape=shape, contender=contender.name, peak_mib=None, absent=""
+    )
+    if reason := contender.refusal(task):
+        return answer | {"absent": reason}
+    asked = json.dumps([contender.name, shape, task.length, task.dtype, threads])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "nsa.bench.memory", asked], capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return answer | {"absent": f"not done after {timeout_s:.0f} s"}
+    if done.returncode:
+        last_words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return answer | {"absent": last_words[0]}
+    return answer | {"peak_mib": json.loads(done.stdout)}
+
+
+def peak_above_inputs_mib(name: str, shape: str, length: int, dtype: str, threads: int) -> float:
+    """To be called in a process that has done nothing else."""
+    contender = contenders()[name]
+    task = Task("attention", SHAPES[shape], length, dtype, backward=True)
+    with pinned(threads):
+        warm = Case(task.shape, _WARM_LENGTH, TORCH_DTYPES[dtype])
+        contender.make["attention"](warm, replace(task, length=_WARM_LENGTH)).forward_backward()
+        case = Case(task.shape, length, TORCH_DTYPES[dtype])
+        runner = contender.make["attention"](case, task)
+        del warm
+        gc.collect()
+        before = _forget_peak_mib()
+        kept = runner.forward_backward()
+        peak = _status_mib("VmHWM")
+        del kept
+    return peak - before
+
+
+def _forget_peak_mib() -> float:
+    """Set the kernel's high-water mark of this process back to what it holds now, and return that.
+
+    First the allocator gives back what earlier work freed: reused, it would not show.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_mib("VmRSS")
+
+
+def _status_mib(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise ConfigError(f"/proc/self/status has no {field}: memory is measured by it. Run this on Linux.")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(peak_above_inputs_mib(*json.loads(sys.argv[1]))))

@@ -1,0 +1,94 @@
+"""Other implementations, where they are installed. Never a dependency: what is absent says so and is left out."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.bench.case import Case, Task
+from nsa.bench.ours import chooser
+from nsa.bench.runner import Runner, leaf
+
+LUCIDRAINS = "native_sparse_attention_pytorch"
+LUCIDRAINS_DIFFERS = (
+    "it computes another function: a memory slot in the compressed branch, scores averaged over selection blocks "
+    "instead of the paper's overlap, no forced blocks, one set of keys and values for all branches"
+)
+
+
+def lucidrains_why_not(task: Task) -> str | None:
+    if find_spec(LUCIDRAINS) is None:
+        return "not installed: pip install native-sparse-attention-pytorch"
+    if task.op != "attention" or task.part != "all":
+        return "it is compared as a whole, forward and backward"
+    if task.shape.d_k != task.shape.d_v:
+        return "it has one width for keys and values"
+    return None
+
+
+def lucidrains_needs_bytes(task: Task) -> int:
+    """It gathers every query's keys with an int64 index as large as they are."""
+    g, s = task.shape.geometry, task.shape
+    gathered = task.length * (g.n_sel + 1) * g.l_sel * s.d_k * s.n_kv_groups
+    return gathered * (16 + (24 if task.backward else 8))
+
+
+def lucidrains(case: Case, task: Task) -> Runner:
+    """Its module with the projections taken out and the mean as compression, like ours."""
+    s, g = case.shape, case.shape.geometry
+    width = (s.n_heads + 2 * s.n_kv_groups) * s.d_k
+    module = import_module(LUCIDRAINS).SparseAttention(
+        dim=width, dim_head=s.d_k, heads=s.n_heads, kv_heads=s.n_kv_groups, sliding_window_size=g.w,
+        compress_block_size=g.l, compress_block_sliding_stride=g.d, selection_block_size=g.l_sel,
+        num_selected_blocks=g.n_sel, causal=True, norm=False, compress_mlp=_BlockMean(),
+    ).to(case.dtype)  # fmt: skip
+    gates = leaf(case.gates_BSGR3.flatten(2, 3).transpose(1, 2).to(case.dtype))
+    module.to_qkv, module.combine_heads, module.to_strategy_combine = nn.Identity(), nn.Identity(), _Constant(gates)
+    x = leaf(torch.cat([y.flatten(2) for y in (case.q_BSGRK, case.raw.k_sel, case.raw.v_sel)], -1))
+    return Runner(lambda: module(x), {"x": x, "gates": gates}, case.dout_BSGRV.flatten(2))
+
+
+class _BlockMean(nn.Module):
+    def forward(self, x_bhwnd: Tensor) -> Tensor:
+        return x_bhwnd.mean(-2)
+
+
+class _Constant(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value
+
+
+def fla_why_not(task: Task) -> str | None:
+    for package, install in (("fla", "flash-linear-attention"), ("triton", "triton"), ("einops", "einops")):
+        if find_spec(package) is None:
+            return f"not installed: pip install {install}"
+    if task.op != "attention" or task.part != "selected":
+        return "its naive form has the selected part alone without a GPU (flash-attn computes its window)"
+    return None
+
+
+def fla_needs_bytes(task: Task) -> int:
+    s, g = task.shape, task.shape.geometry
+    per_query = g.n_sel * g.l_sel * s.n_heads * (s.d_k + s.d_v) * 4
+    return 6 * task.length * s.n_heads * (s.d_k + s.d_v) * 4 + (2 * task.length * per_query if task.backward else 0)
+
+
+def fla(case: Case, task: Task) -> Runner:
+    """A loop over queries in Python; the blocks are chosen by our portable backend."""
+    select: Any = import_module("fla.ops.nsa.naive").naive_nsa_selection
+    leaves = {name: leaf(case.inputs()[name]) for name in ("q", "k_sel", "v_sel")}
+    choose = chooser(case, "portable")
+    idx_BSGN = choose(torch.arange(case.length)).long()
+
+    def forward() -> Tensor:
+        q, k, v = leaves.values()
+        out: Tensor = select(q.flatten(2, 3), k, v, idx_BSGN, case.shape.geometry.l_sel, case.scale)
+        return out.unflatten(2, (case.shape.n_kv_groups, -1))
+
+    return Runner(forward, leaves, case.dout_BSGRV, chosen=choose)

@@ -1,0 +1,65 @@
+"""The registry of what is measured: shapes by name, lengths and dtypes as a user spells them."""
+
+from dataclasses import dataclass
+
+from nsa.core.geometry import Geometry
+from nsa.errors import ConfigError
+from nsa.kernels.registry import Shape
+
+SEED = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
+
+
+@dataclass(frozen=True)
+class BenchShape:
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    geometry: Geometry
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.n_heads // self.n_kv_groups
+
+    @property
+    def kernel(self) -> Shape:
+        g = self.geometry
+        return Shape(self.n_kv_groups, self.heads_per_group, self.d_k, self.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
+
+    def describe(self) -> str:
+        g = self.geometry
+        return (
+            f"{self.n_heads} heads, {self.n_kv_groups} groups, d_k={self.d_k} d_v={self.d_v}, "
+            f"l={g.l} d={g.d} l_sel={g.l_sel} n_sel={g.n_sel} w={g.w}"
+        )
+
+
+SHAPES: dict[str, BenchShape] = {
+    "seed": BenchShape(12, 2, 64, 64, SEED),
+    "gqa16": BenchShape(32, 2, 64, 64, SEED),
+    "paper": BenchShape(64, 4, 192, 128, SEED),
+    "tiny": BenchShape(6, 2, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=16)),
+}
+DTYPES = ("fp32", "bf16")
+PARTS = ("all", "compressed", "select", "selected", "sliding")
+
+
+def shape_named(name: str) -> BenchShape:
+    if name not in SHAPES:
+        raise ConfigError(f"--shape is {name!r}: there is no such shape. Use one of: {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
+
+def parse_lengths(text: str) -> list[int]:
+    """'2k,4096' → [2048, 4096]; k is 1,024."""
+    lengths = []
+    for word in text.lower().split(","):
+        number, thousands = (word.strip()[:-1], 1024) if word.strip().endswith("k") else (word.strip(), 1)
+        if not number.isdigit() or int(number) < 1:
+            raise ConfigError(f"--lengths has {word!r}: a length is a number of tokens. Write e.g. --lengths 2k,4k.")
+        lengths.append(int(number) * thousands)
+    return lengths
+
+
+def spell(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

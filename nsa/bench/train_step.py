@@ -1,0 +1,178 @@
+"""One optimizer step of the 125M configuration, against the same model with dense attention in NSA's place.
+
+Both in one process on the same tokens: forward, loss, backward, clip, AdamW, as `nsa train` takes them (bf16 is
+autocast over fp32 weights). The dense layer has the same queries, one set of keys and values per group, RoPE, SDPA.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa.bench.agree import Agreement, short_length
+from nsa.bench.case import Case, Task
+from nsa.bench.clock import interleave
+from nsa.bench.contenders import DENSE, Contender
+from nsa.bench.figure import Entry, Figure, Say, finish
+from nsa.bench.roof import BACKWARD_FACTOR
+from nsa.bench.shapes import BenchShape
+from nsa.core.init import init_weights
+from nsa.core.nsa_attention import NSAAttention, Where
+from nsa.core.rope import rotate
+from nsa.kernels import reference
+from nsa.kernels.registry import Wanted
+from nsa.model.transformer import NSATransformer
+
+VOCABULARY, DIM, LAYERS = 32_768, 768, 12
+GRADIENT_LIMIT = {"fp32": 1e-3, "bf16": 5e-2}
+
+Attend = Callable[[Tensor, Tensor, Tensor, BenchShape], Tensor]
+
+
+def sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def plain(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> Tensor:
+    """The same by the reference: a window over everything."""
+    pos_BS = torch.arange(q_BSHK.shape[1]).expand(q_BSHK.shape[0], -1)
+    q_BSGRK = q_BSHK.unflatten(2, (shape.n_kv_groups, -1))
+    out = reference.sliding_attention(
+        q_BSGRK, k_BSGK, v_BSGV, pos_BS, torch.zeros_like(pos_BS), w=q_BSHK.shape[1], scale=shape.d_k**-0.5
+    )
+    assert isinstance(out, Tensor)
+    return out.flatten(2, 3)
+
+
+class DenseAttention(nn.Module):
+    """What a grouped-query layer has: w_q, one w_k and w_v, RoPE, causal attention, w_out."""
+
+    def __init__(self, nsa: NSAAttention, shape: BenchShape, attend: Attend) -> None:
+        super().__init__()
+        s = shape
+        self.shape, self.attend, self.locate = s, attend, nsa.locate
+        self.w_q = nn.Linear(nsa.dim, s.n_heads * s.d_k, bias=False)
+        self.w_k = nn.Linear(nsa.dim, s.n_kv_groups * s.d_k, bias=False)
+        self.w_v = nn.Linear(nsa.dim, s.n_kv_groups * s.d_v, bias=False)
+        self.w_out = nn.Linear(s.n_heads * s.d_v, nsa.dim, bias=False)
+        init_weights(self)
+
+    def forward(self, x_BSD: Tensor, *, where: Where, **unused: Any) -> Tensor:
+        s = self.shape
+        q_BSHK = rotate(self.w_q(x_BSD).unflatten(-1, (s.n_heads, 1, s.d_k)), where.tables).squeeze(3)
+        k_BSGK = rotate(self.w_k(x_BSD).unflatten(-1, (s.n_kv_groups, s.d_k)), where.tables)
+        v_BSGV = self.w_v(x_BSD).unflatten(-1, (s.n_kv_groups, s.d_v))
+        return self.w_out(self.attend(q_BSHK, k_BSGK, v_BSGV, s).flatten(2))
+
+
+def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: str | Attend) -> NSATransformer:
+    """The model with a backend's kernels, or dense with that function; the same seed whichever it is."""
+    torch.manual_seed(0)
+    s, g = shape, shape.geometry
+    model = NSATransformer(
+        vocabulary, dim, n_layers, n_heads=s.n_heads, n_kv_groups=s.n_kv_groups, d_k=s.d_k, d_v=s.d_v, l=g.l, d=g.d,
+        l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, kernels=Wanted(*[kernels] * 4) if isinstance(kernels, str) else Wanted(),
+    )  # fmt: skip
+    if not isinstance(kernels, str):
+        for block in model.blocks:
+            block.attention = DenseAttention(block.attention, s, kernels)  # type: ignore[arg-type]
+    return model
+
+
+class Step:
+    """One training step, again and again on the same tokens."""
+
+    def __init__(self, model: NSATransformer, length: int, dtype: str) -> None:
+        self.model, self.dtype = model, dtype
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = model.embeddings.num_embeddings
+        self.tokens_BS, self.labels_BS = (torch.randint(vocabulary, (1, length), generator=generator) for _ in range(2))
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+
+    def gradients(self) -> dict[str, Tensor]:
+        with self._arithmetic():
+            loss = self.model.loss(self.tokens_BS, self.labels_BS)
+        loss.backward()
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def __call__(self) -> None:
+        self.gradients()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def judge_step(shape: BenchShape, kernels: str | Attend, truth: str | Attend, dtype: str, dim: int) -> Agreement:
+    """Gradients of every weight of a one-layer model on a short row, against the reference's in the same dtype."""
+    length = short_length(Case(shape, 1, torch.float32))
+    got, want = (Step(build(shape, 1, dim, 257, which), length, dtype).gradients() for which in (kernels, truth))
+    assert got.keys() == want.keys()
+    scale = max(g.norm() for g in want.values())
+    errors = {
+        name: ((got[name] - g).norm() / g.norm().clamp(min=1e-3 * scale)).nan_to_num(nan=torch.inf).item()
+        for name, g in want.items()
+    }
+    limit = GRADIENT_LIMIT[dtype]
+    wrong = [f"the gradient of {name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
+    reason = f"differs from the reference: {', '.join(wrong[:3])} (at most {limit:g})" if wrong else ""
+    return Agreement(not wrong, errors, limit, f"all gradients of one layer on {length} tokens", reason)
+
+
+def measure_train(
+    task: Task,
+    who: list[Contender],
+    *,
+    threads: int,
+    budget_s: float,
+    say: Say,
+    n_layers: int = LAYERS,
+    dim: int = DIM,
+    vocabulary: int = VOCABULARY,
+) -> Figure:
+    entries, steps = {}, {}
+    for contender in who:
+        kernels = sdpa if contender.name == DENSE else contender.name
+        if contender.kind == "other" or "decode" not in contender.make:
+            continue
+        if reason := contender.refusal(replace(task, op="attention")):
+            entries[contender.name] = Entry(contender.name, contender.kind, absent=reason)
+            continue
+        say(f"judging {contender.name}")
+        truth = plain if contender.name == DENSE else "reference"
+        agreement = judge_step(task.shape, kernels, truth, task.dtype, dim)
+        entries[contender.name] = Entry(contender.name, contender.kind, agreement=agreement)
+        steps[contender.name] = Step(build(task.shape, n_layers, dim, vocabulary, kernels), task.length, task.dtype)
+        say(f"warming up {contender.name}")
+        steps[contender.name]()
+    say(f"timing {', '.join(steps)}")
+    samples = interleave(steps, budget_s=budget_s)
+    nsa = build_meta(task.shape, n_layers, dim, vocabulary)
+    dense_flops, nsa_flops = step_flops(nsa, task, dense=True), step_flops(nsa, task, dense=False)
+    finished = [finish(entry, samples, entries, task, None) for entry in entries.values()]
+    return Figure(task, "random tokens", threads, "FLOPs", dense_flops / nsa_flops, finished)
+
+
+def build_meta(shape: BenchShape, n_layers: int, dim: int, vocabulary: int) -> NSATransformer:
+    with torch.device("meta"):
+        return build(shape, n_layers, dim, vocabulary, "portable")
+
+
+def step_flops(model: NSATransformer, task: Task, *, dense: bool) -> float:
+    """Least FLOPs per token of a step: weights six times, attention forward and backward; selection shares scores."""
+    s, n = task.shape, task.length
+    reads = n * (n + 1) / 2 if dense else sum(s.geometry.total_reads(n).values())
+    attention = 2 * s.n_heads * (s.d_k + s.d_v) * reads / n * (1 + BACKWARD_FACTOR)
+    weights = model.lm_head.w_out.weight.numel()
+    for block in model.blocks:
+        weights += sum(p.numel() for p in block.parameters())
+        if dense:  # one set of keys and values instead of three
+            weights -= (block.attention.w_k.weight.numel() + block.attention.w_v.weight.numel()) * 2 // 3  # type: ignore
+    return 6.0 * weights + len(model.blocks) * attention

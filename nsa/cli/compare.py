@@ -1,0 +1,71 @@
+"""`nsa compare`: several runs side by side."""
+
+from pathlib import Path
+
+import typer
+
+from nsa.errors import ConfigError
+
+MOST_RUNS = 6
+_STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
+
+
+def compare(
+    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"Run folders, 2 to {MOST_RUNS}."),
+    out: Path = typer.Option(None, "--out", help="Also write an HTML file with all curves on common axes."),
+) -> None:
+    """Print the settings in which runs differ, their figures and their losses on common axes.
+
+    **Example:** `nsa compare artifacts/a artifacts/b --out compare.html`
+    """
+    if not 2 <= len(runs) <= MOST_RUNS:
+        raise ConfigError(
+            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more lines than that cannot "
+            f"be told apart. Name fewer or more."
+        )
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nsa.observe.view.comparison import differing_settings, figures, labels
+    from nsa.observe.view.monitor.lines import plain_ascii, title
+    from nsa.observe.view.monitor.plot import Curve, Plot
+    from nsa.observe.view.report.run_report import spelled
+    from nsa.observe.view.series import load
+    from nsa.observe.view.summary import summarize
+
+    console = Console(highlight=False, markup=False)
+    unicode = console.encoding.startswith("utf")
+    loaded = [load(folder) for folder in runs]
+    names = labels(loaded)
+
+    def show(head: str, rows: list[tuple[str, list[str]]]) -> None:
+        made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        made.add_column(head)
+        for name, style in zip(names, _STYLES, strict=False):
+            made.add_column(Text(name, f"bold {style}"), overflow="fold")
+        for name, values in rows:
+            made.add_row(Text(name, "dim"), *map(Text, values))
+        console.print(made)
+
+    show("", figures([summarize(run) for run in loaded]))
+    console.print()
+    differing = [(key, [spelled(value) for value in values]) for key, values in differing_settings(loaded)]
+    if differing:
+        show("settings that differ", differing)
+    else:
+        console.print("all settings are the same")
+    console.print()
+    curves = [
+        Curve(run.lead.counted("step"), run.lead.counted("loss"), style, letter=name[0])
+        for run, name, style in zip(loaded, names, _STYLES, strict=False)
+    ]
+    width = min(console.width, 120)
+    lines = [title("loss", "nats per token", width), *Plot(curves).draw(width, 16)]
+    for line in lines:
+        console.print(line if unicode else plain_ascii(line), no_wrap=True, overflow="crop")
+    if out is not None:
+        from nsa.cli.report import write
+        from nsa.observe.view.report.compare_report import render
+
+        write(out, render(loaded))

@@ -1,0 +1,159 @@
+"""`nsa estimate`: what a run needs and costs, before anything is rented."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.cli.config import resolve
+
+if TYPE_CHECKING:
+    from nsa.guard.estimate import Estimate
+
+ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.seq_len=8192."
+TARGET_HELP = "Hardware: NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
+EFFICIENCY_HELP = "Share of the peak FLOP/s that the model's own FLOPs reach, e.g. 0.3 (default: an assumption)."
+PRICE_HELP = "USD per GPU and hour (default: an assumption)."
+
+
+def estimate(
+    arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
+    target: str = typer.Option("here", help=TARGET_HELP),
+    efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
+    price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),
+) -> None:
+    """Reckon parameters, FLOPs, memory, time and price of a run.
+
+    Weights, gradients and optimizer states are exact; activations are reckoned tensor by tensor, within 15 % of what
+    was measured on a CPU. Time and price rest on an assumed efficiency: give your own once you know it.
+
+    **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
+    `nsa estimate configs/train_50k.yaml train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
+    """
+    config = resolve(arguments or [])
+
+    from nsa.guard.estimate import estimate as reckon
+    from nsa.guard.hardware import parse_target
+    from nsa.train.rows import vocabulary
+
+    vocab_size = config.model.vocab_size or vocabulary(config)
+    hardware = parse_target(target, config.runtime.device)
+    found = reckon(config, hardware, vocab_size, efficiency=efficiency, price=price)
+    if as_json:
+        print(json.dumps(as_dict(found), indent=2))
+    else:
+        _print(found)
+
+
+def as_dict(found: "Estimate") -> dict[str, Any]:
+    parameters, memory = found.parameters, found.memory
+    return {
+        "target": str(found.target),
+        "vocab_size": found.vocab_size,
+        "parameters": {**vars(parameters), "total": parameters.total},
+        "flops_per_token": dict(found.flops_per_token),
+        "recomputed_flops_per_token": found.recomputed_flops_per_token,
+        "memory_bytes": {
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations_kept": memory.activations.kept,
+            "activations_recomputed": memory.activations.recomputed,
+            "activations": memory.activations.peak(memory.gradient_checkpointing),
+            "kernel_workspace": memory.activations.workspace,
+            "optimizer_step": memory.optimizer_step,
+            "communication": memory.communication,
+            "reserve": memory.reserve,
+            "total": memory.total,
+            "available": memory.available,
+        },
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "cache_bytes_per_row": found.cache_bytes,
+        "tokens_per_step": found.tokens_per_step,
+        "steps": found.steps,
+        "step_s": found.step_s,
+        "step_s_is_measured": found.measured,
+        "timing": found.timing,
+        "tokens_per_s": found.tokens_per_s,
+        "wall_s": found.wall_s,
+        "usd_per_hour": found.usd_per_hour,
+        "usd": found.usd,
+    }
+
+
+def summary(found: "Estimate") -> Iterator[tuple[str, str]]:
+    """Memory, time and price, a line each."""
+    memory = found.memory
+    yield "memory", f"{size(memory.total)} of {size(memory.available)} on each device"
+    yield "time", f"{duration(found.wall_s)} for {found.steps:,} steps, {found.tokens_per_s:,.0f} tokens/s"
+    yield "", found.timing
+    yield "price", f"{found.usd:,.2f} USD at {found.usd_per_hour:.2f} an hour for {found.target} (assumed unless given)"
+
+
+def size(n_bytes: float) -> str:
+    """In GiB or MiB, whichever is readable."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 / 10 else f"{n_bytes / 2**20:.2f} MiB"
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def _print(found: "Estimate") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
+    for part, figure, note in _rows(found):
+        table.add_row(part, figure, note)
+    console.print(table)
+
+
+def _rows(found: "Estimate") -> Iterator[tuple[str, str, str]]:
+    parameters, memory, flops = found.parameters, found.memory, found.flops_per_token
+    yield "target", str(found.target), f"{memory.available / 2**30:.1f} GiB each; time and price below are for all"
+    yield from (("", "", ""), ("parameters", f"{parameters.total:,}", "exact"))
+    for part in ("embeddings", "attention", "feed_forward", "norms", "head"):
+        yield f"  {part}", f"{getattr(parameters, part):,}", _share(getattr(parameters, part), parameters.total)
+    total = sum(flops.values())
+    yield from (("", "", ""), ("MFLOP per token", f"{total / 1e6:,.1f}", "forward and backward"))
+    for part, count in flops.items():
+        yield f"  {part}", f"{count / 1e6:,.1f}", _share(count, total)
+    if found.recomputed_flops_per_token:
+        note = "on top: gradient checkpointing computes the blocks twice"
+        yield "  recomputed", f"{found.recomputed_flops_per_token / 1e6:,.1f}", note
+    yield from (("", "", ""), ("memory per device", size(memory.total), "at the worst moment of a step"))
+    yield "  weights", size(memory.weights), "exact; fp32"
+    yield "  gradients", size(memory.gradients), "exact; fp32"
+    yield "  optimizer", size(memory.optimizer), "exact; AdamW's two moments"
+    on = memory.gradient_checkpointing
+    other = f"{size(memory.activations.peak(not on))} {'without' if on else 'with'} gradient checkpointing"
+    yield "  activations", size(memory.activations.peak(on)), other
+    yield "    of it kernels", size(memory.activations.workspace), "at most; what they use and nothing keeps"
+    if memory.communication:
+        yield "  communication", size(memory.communication), "between ranks; reckoned, not measured"
+    yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
+    yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer, on disk"))
+    yield "cache", size(found.cache_bytes), "keys and values of one row when the model is used"
+    yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
+    yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing
+    yield (
+        "time",
+        duration(found.wall_s),
+        f"{found.steps:,} steps, {found.steps * found.tokens_per_step / 1e6:,.0f} M tokens",
+    )
+    yield "price", f"{found.usd:,.2f} USD", f"at {found.usd_per_hour:.2f} an hour in all, assumed unless given"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}"

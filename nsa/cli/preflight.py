@@ -1,0 +1,123 @@
+"""`nsa preflight`: everything that could make a run a waste, looked at before it begins."""
+
+import json
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.cli.config import resolve
+from nsa.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
+from nsa.errors import PreflightError
+
+if TYPE_CHECKING:
+    from nsa.guard.facts import Facts
+    from nsa.guard.preflight import Verdict
+
+ALLOW_HELP = "Let the run break this rule; again for each. Recorded in env.json and in every heartbeat."
+_STYLES = {"pass": "green", "fail": "bold red", "allowed": "yellow", "not checked": "cyan"}
+
+
+def preflight(
+    arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
+    target: str = typer.Option("here", help=TARGET_HELP),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
+    efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
+    price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
+    fetch: bool = typer.Option(False, "--fetch", help="Also try data that lies on another machine."),
+    dry_run: bool = typer.Option(True, help="Try one batch, one step and one checkpoint."),
+    resume: bool = typer.Option(False, "--resume", help="The run will go on from what is in its folder."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: verdicts and estimate."),
+) -> None:
+    """Judge a run before it begins: every rule at once, exit 2 if any fails. `nsa train` does the same at its start.
+
+    A dry run measures what can be measured: on the hardware that is here a real batch, step and checkpoint; with
+    `--target` for other hardware the step runs with fake tensors. What could not be checked is listed with the reason.
+
+    **Examples:** `nsa preflight configs/train_50k.yaml --target a100-80gb`, and on the machine itself
+    `nsa preflight configs/train_50k.yaml --fetch`
+    """
+    config = resolve(arguments or [])
+
+    from nsa.guard.hardware import parse_target
+    from nsa.guard.preflight import Status, check_names, judge
+    from nsa.train.preflight import gather
+
+    check_names(allow)
+    with ExitStack() as shown:
+        facts = gather(
+            config,
+            parse_target(target, config.runtime.device),
+            efficiency=efficiency,
+            price=price,
+            try_it=dry_run,
+            fetch_remote=fetch,
+            resuming=resume,
+            say=_progress(shown),
+        )
+    verdicts = judge(facts, allow)
+    if as_json:
+        print(json.dumps(_as_dict(facts, verdicts), indent=2))
+    else:
+        _print(facts, verdicts)
+    if any(verdict.status == Status.FAIL for verdict in verdicts):
+        raise typer.Exit(PreflightError.exit_code)
+
+
+def _progress(shown: ExitStack) -> Any:
+    """A line that changes, on a terminal only; beside the output, so that JSON stays JSON."""
+    from rich.console import Console
+
+    status = shown.enter_context(Console(stderr=True).status("looking"))
+    return lambda text: status.update(f"dry run: {text}")
+
+
+def _as_dict(facts: "Facts", verdicts: list["Verdict"]) -> dict[str, Any]:
+    from nsa.guard.rules import is_long
+
+    return {
+        "target": str(facts.target),
+        "long_run": is_long(facts),
+        "refused": any(verdict.status == "fail" for verdict in verdicts),
+        "verdicts": [vars(verdict) for verdict in verdicts],
+        "estimate": as_dict(facts.estimate) if facts.estimate is not None else None,
+    }
+
+
+def _print(facts: "Facts", verdicts: list["Verdict"]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nsa.guard.rules import LONG_RUN_STEPS, is_long
+
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+    steps, long = facts.config.train.steps, is_long(facts)
+    console.print(f"{steps:,} steps on {facts.target}: a {'long' if long else 'short'} run", style="bold")
+    if not long:
+        console.print(f"Rules for long runs ({LONG_RUN_STEPS:,} steps, or hours on a GPU) do not apply.", style="dim")
+    console.print()
+    table = Table("", "rule", "found", box=None, pad_edge=False)
+    for verdict in verdicts:
+        found = Text(verdict.message)
+        if verdict.fix:
+            found.append(f"\n{verdict.fix}", style="bold")
+        table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, found)
+    console.print(table)
+    console.print()
+    if facts.estimate is not None:
+        reckoned = Table(box=None, show_header=False, pad_edge=False)
+        for name, line in summary(facts.estimate):
+            reckoned.add_row(name, line)
+        console.print(reckoned)
+        console.print()
+    failed = [verdict.rule for verdict in verdicts if verdict.status == "fail"]
+    if failed:
+        rules = "1 rule is" if len(failed) == 1 else f"{len(failed)} rules are"
+        console.print(f"Refused: {rules} broken. To run it anyway, name them:", style="bold red")
+        console.print(" ".join(f"--allow={rule}" for rule in failed))
+    else:
+        unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
+        rest = f", {unchecked} rules could not be checked" if unchecked else ""
+        console.print(f"Nothing stands against this run{rest}.", style="bold green")

@@ -1,0 +1,29 @@
+"""`nsa report`: one HTML file about a run."""
+
+from pathlib import Path
+
+import typer
+
+DEFAULT_NAME = "report.html"
+
+
+def report(
+    run: Path = typer.Argument(..., metavar="RUN", help="A run folder (train.out_dir)."),
+    out: Path = typer.Option(None, "--out", help=f"The file to write; RUN/{DEFAULT_NAME} without it."),
+) -> None:
+    """Write curves, timeline, goodput, findings, settings with origins and environment into one file for a browser.
+
+    **Example:** `nsa report artifacts/run --out run.html`
+    """
+    from nsa.observe.view.look import look_once
+    from nsa.observe.view.report.run_report import render
+
+    text = render(look_once(run))
+    path = out or run / DEFAULT_NAME
+    write(path, text)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")

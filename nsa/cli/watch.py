@@ -1,0 +1,253 @@
+"""`nsa watch`, `nsa status`, `nsa halt`, `nsa smoke`: what an operator does beside a run."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nsa.observe.watch.conditions import Limits
+    from nsa.observe.watch.status import Status
+
+_RUN = typer.Argument(None, metavar="RUN", help="The run folder.")
+_DIR = typer.Option(None, "--dir", help="The run folder, in an older spelling.")
+_LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Another limit, e.g. stall_s=600. Repeatable.")
+_HALTED = 11
+
+
+def watch(
+    run: Path = _RUN,
+    directory: Path = _DIR,
+    halt: int = typer.Option(0, "--halt", min=0, max=1, help="1 writes .HALT at a critical finding."),
+    interval: float = typer.Option(30.0, "--interval", min=0.1, help="Seconds between looks."),
+    once: bool = typer.Option(False, "--once", help="Look once. A single look never halts for a stall."),
+    limit: list[str] = _LIMIT,
+) -> None:
+    """Watch a run until it is finished or halted; tell what is wrong, once, and what is over.
+
+    Every line also goes to health_check.log. A critical finding names itself in .anomaly_type and, with --halt 1,
+    asks the run to halt; at a stall the run is first asked for its stacks and its last collectives. What ended by
+    itself is told and not halted. Exit 0 finished, 11 halted; with --once as `nsa status`.
+
+    **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
+    """
+    from nsa.observe.watch.health import Phase
+    from nsa.observe.watch.watchdog import Watchdog
+    from nsa.observe.watch.watchdog import watch as go
+
+    folder = _folder(run, directory)
+    dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), say=_say)
+    try:
+        if once:
+            dog.begin()
+            dog.look()
+            raise typer.Exit(_status(folder, _limits(limit)).exit_code)
+        ended = go(dog, interval_s=interval)
+    finally:
+        dog.close()
+    raise typer.Exit(_HALTED if ended == Phase.HALTED else 0)
+
+
+def status(
+    run: Path = _RUN,
+    directory: Path = _DIR,
+    as_json: bool = typer.Option(False, "--json", help="One JSON record."),
+    log: bool = typer.Option(False, "--log", help="Also add one line to health_check.log: the 15-minute health check."),
+    limit: list[str] = _LIMIT,
+) -> None:
+    """Show where a run is and what is wrong with it. Exit 0 well or finished, 1 look at it, 2 critical, failed or hung.
+
+    A process that is gone for less than five minutes, a halted and a stopped run are 1: somebody may be at it.
+
+    **Examples:** `nsa status artifacts/run`, and every 15 minutes from cron: `nsa status artifacts/run --log || mail …`
+    """
+    folder = _folder(run, directory)
+    found = _status(folder, _limits(limit))
+    if as_json:
+        print(json.dumps(found.as_dict(), default=str))
+    else:
+        _show(folder, found)
+    if log:
+        from nsa.observe.watch.watchdog import append_health
+
+        append_health(folder, _line(found))
+    raise typer.Exit(found.exit_code)
+
+
+def halt(
+    run: Path = _RUN,
+    directory: Path = _DIR,
+    reason: str = typer.Option("manual stop", "--reason", help="What the run and the next person will read."),
+    wait: bool = typer.Option(False, "--wait", help="Stay until the run has saved and halted."),
+    timeout: float = typer.Option(600.0, "--timeout", help="Seconds --wait stays at most; then exit 1."),
+) -> None:
+    """Ask a run to save and halt at the end of its step, on all ranks. `nsa train --clear-halt --resume` goes on.
+
+    **Example:** `nsa halt artifacts/run --reason "node maintenance" --wait`
+    """
+    from nsa.observe import names
+    from nsa.observe.halt import ask, read
+
+    folder = _folder(run, directory)
+    who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
+    if ask(folder, reason, who):
+        print(f"asked {folder} to halt: {reason}", flush=True)
+    elif (asked := read(folder)) is not None:
+        print(f"{names.HALT} is there already: {asked.describe(time.time())}", flush=True)
+    if wait:
+        _wait_for_end(folder, timeout)
+
+
+def smoke(
+    run: Path = _RUN,
+    csv: Path = typer.Option(None, "--csv", help="training.csv, where it is not in a run folder."),
+    heartbeat: Path = typer.Option(None, "--heartbeat", help="heartbeat_rank0.jsonl, where it is not in a run folder."),
+    min_steps: int = typer.Option(50, "--min-steps", help="Steps the run must have done."),
+) -> None:
+    """Check that a run really trained: steps, finite and falling loss, counted reads, whole files. Exit 1 if not.
+
+    **Example:** `nsa smoke artifacts/run --min-steps 100`
+    """
+    from nsa.observe import names
+    from nsa.observe.watch.smoke import smoke as ask
+
+    if run is None and (csv is None or heartbeat is None):
+        raise ConfigError("nsa smoke needs a run folder, or both --csv and --heartbeat: it compares the two.")
+    folder = _folder(run, None) if run is not None else None
+    beats = heartbeat or _inside(folder, names.heartbeat(0))
+    answers = list(
+        ask(
+            training_csv=csv or _inside(folder, names.TRAINING_CSV), heartbeat=beats, min_steps=min_steps, folder=folder
+        )
+    )
+    for answer in answers:
+        print(f"{'ok    ' if answer.good else 'FAILED'}  {answer.text}")
+    raise typer.Exit(0 if all(answer.good for answer in answers) else 1)
+
+
+def _wait_for_end(folder: Path, timeout_s: float) -> None:
+    from nsa.observe.watch.health import phase
+    from nsa.observe.watch.history import HistoryReader
+
+    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
+    while True:
+        history = reader.update()
+        logs = list(history.present.values())
+        ended = bool(logs) and all(log.ended for log in logs)
+        if ended and not reader.leaving():
+            last = logs[0].last
+            print(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
+            return
+        if history.gone & history.present.keys():
+            print(f"the process of rank {min(history.gone)} is gone without a last word")
+            raise typer.Exit(1)
+        if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
+            shown = line
+            print(line, flush=True)
+        if time.monotonic() > until:
+            print(f"not halted within {timeout_s:g} s; {folder} may hang: nsa status says more")
+            raise typer.Exit(1)
+        time.sleep(0.2)
+
+
+def _status(folder: Path, limits: "Limits") -> "Status":
+    from nsa.observe.watch.health import examine
+    from nsa.observe.watch.history import HistoryReader
+    from nsa.observe.watch.status import status_of
+
+    reader = HistoryReader(folder)
+    try:
+        history = reader.update()
+        findings = examine(history, now=reader.now.steady, limits=limits)
+        return status_of(folder, history, findings, now=reader.now.steady, wall=reader.now.wall)
+    finally:
+        reader.close()
+
+
+def _show(folder: Path, found: "Status") -> None:
+    from rich.console import Console
+
+    from nsa.observe.halt import age
+    from nsa.observe.watch.conditions import Level
+    from nsa.observe.watch.health import Phase
+    from nsa.observe.watch.watchdog import by_condition, ranks_of
+
+    console = Console(highlight=False)
+    colour = ("green", "yellow", "red")[found.exit_code]
+    console.print(f"[bold {colour}]{found.phase}[/]  {folder}", soft_wrap=True)
+    of = f" of {found.steps:,} ({found.step / found.steps:.1%})" if found.steps else ""
+    rows = [("step", f"{found.step:,}{of}")]
+    if found.loss is not None:
+        rows.append(("loss", f"{found.loss:.4f}"))
+    if found.toks_per_s is not None:
+        rows.append(("pace", f"{found.toks_per_s:,.0f} tokens/s"))
+    if found.left_s is not None:
+        rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {age(found.left_s)} left")
+    if found.beat_age_s is not None:
+        world = f" of {found.world}" if found.world and found.world != found.ranks else ""
+        rows.append(("last beat", f"{age(found.beat_age_s)} ago, {found.ranks}{world} rank{'s' * (found.ranks != 1)}"))
+    rows.append(("checkpoint", found.checkpoint or "none"))
+    if found.halt is not None:
+        rows.append((".HALT", found.halt))
+    for name, text in rows:
+        console.print(f"  {name:11}{text}", markup=False, soft_wrap=True)
+    for same in by_condition(found.findings):
+        first, ranks = same[0], ranks_of(same)
+        colour = "red" if first.level == Level.CRITICAL else "yellow"
+        where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
+        console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
+        console.print(f"  {first.message}", markup=False)
+        console.print(f"  → {first.condition.advice}", markup=False)
+    if found.phase == Phase.EMPTY:
+        console.print("no process has written a heartbeat here")
+    elif not found.findings:
+        console.print("nothing found wrong")
+
+
+def _line(found: "Status") -> str:
+    from nsa.observe.watch.watchdog import by_condition, describe
+
+    word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
+    loss = f", loss {found.loss:.4f}" if found.loss is not None else ""
+    wrong = "".join(f"; {describe(same)}" for same in by_condition(found.findings))
+    return f"{word} {found.phase} at step {found.step}{loss}{wrong}"
+
+
+def _limits(changes: list[str] | None) -> "Limits":
+    from nsa.observe.watch.conditions import Limits
+
+    limits, known = Limits(), Limits.__dataclass_fields__
+    for change in changes or []:
+        name, _, value = change.partition("=")
+        try:
+            limits = replace(limits, **{name: type(getattr(limits, name))(value)})
+        except (AttributeError, ValueError):
+            raise ConfigError(
+                f"--limit {change} is not NAME=NUMBER with a known name. The names: {', '.join(known)}."
+            ) from None
+    return limits
+
+
+def _folder(run: Path | None, directory: Path | None) -> Path:
+    folder = run or directory
+    if folder is None:
+        raise ConfigError("the run folder is missing: name it, e.g. artifacts/run (train.out_dir of its config).")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: a run writes its heartbeat into train.out_dir. Check the path.")
+    return folder
+
+
+def _inside(folder: Path | None, name: str) -> Path:
+    assert folder is not None
+    return folder / name
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)

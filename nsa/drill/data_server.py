@@ -1,0 +1,72 @@
+"""A data server on the loopback that can be made to hang: it accepts a request and never answers."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from nsa.drill.corpus import write_parquet
+
+NAME = "/drill.parquet"
+
+
+class DataServer:
+    """Serves one parquet file by byte ranges."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / NAME[1:]
+        write_parquet(file, 400)
+        self._content = file.read_bytes()
+        self._answering = threading.Event()
+        self._answering.set()
+        self._closed = False
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer._answering.wait()
+                if outer._closed:
+                    self.close_connection = True
+                else:
+                    outer._answer(self)
+
+            def log_message(self, *args: object) -> None: ...
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """A client that hung up while it waited is what this server is for."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}{NAME}"
+
+    def hang(self) -> None:
+        self._answering.clear()
+
+    def recover(self) -> None:
+        self._answering.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._answering.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        size, asked = len(self._content), request.headers.get("Range", "bytes=0-")
+        first_word, _, last_word = asked.removeprefix("bytes=").partition("-")
+        first = int(first_word) if first_word else max(0, size - int(last_word))
+        last = min(int(last_word), size - 1) if first_word and last_word else size - 1
+        body = self._content[first : last + 1]
+        request.send_response(206)
+        request.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("ETag", '"drill"')
+        request.end_headers()
+        request.wfile.write(body)

@@ -1,0 +1,114 @@
+"""Data that does not come, or comes damaged."""
+
+import time
+from pathlib import Path
+
+from nsa.drill import evidence
+from nsa.drill.corpus import write_jsonl
+from nsa.drill.data_server import DataServer
+from nsa.drill.row import NotSeen, Row
+from nsa.drill.scenarios.going_on import finish
+from nsa.drill.stage import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, Stage
+from nsa.errors import DataError
+from nsa.observe.events import Kind
+
+_LOADER_TIMEOUT_S = 12.0
+
+
+def stalled_data(stage: Stage, row: Row) -> None:
+    server = DataServer(stage.folder)
+    stage.at_end(server.close)
+    launched = stage.launch(
+        "data.dataset=local",
+        f"data.path={server.url}",
+        f"data.loader_timeout_s={_LOADER_TIMEOUT_S:g}",
+        "data.prefetch=true",
+        "data.queue_depth=1",
+        nproc=1,
+    )
+    stage.wait_for_step(SAVE_EVERY + 1, launched)
+    server.hang()
+    at = time.time()
+
+    verdict = stage.wait_for("the launcher's record", lambda: evidence.launcher_verdicts(stage.run), launched)[0]
+    server.recover()
+    why, error = str(verdict.details["why"]), evidence.events(stage.run, Kind.ERROR)[0]
+    row.detected(f"loader: {_first_words(error.details.get('error'))}", error.ts - at, within_s=_LOADER_TIMEOUT_S + 10)
+    row.demand(f"ended with {DataError.exit_code}" in why, f"the launcher says {why!r}, not exit {DataError.exit_code}")
+    step = evidence.newest_good_step(stage.run)
+    row.demand(step, "no verified checkpoint")
+    row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}, the address in the event"
+    row.demand(server.url in str(error.details.get("error")), "the event does not name the address")
+    finish(stage, row, launched)
+    row.resumed = f"by the launcher: {row.resumed}"
+
+
+def corrupt_shard(stage: Stage, row: Row) -> None:
+    prepared = _prepare(stage)
+    settings = ["data.dataset=prepared", f"data.path={prepared}"]
+    shard, offset, due = _late_block(prepared)
+    _flip(shard, offset)
+    at = time.time()
+    process = stage.train(*settings)
+    row.demand_equal("exit code", process.end(), DataError.exit_code)
+    errors = evidence.events(stage.run, Kind.ERROR)
+    row.demand(errors, "no error event")
+    if errors:
+        text = str(errors[-1].details.get("error"))
+        row.demand(f"{shard.stem}.tok" in text and "SHA-256" in text, f"the event does not name the shard: {text}")
+        began = evidence.beats(stage.run)[-1].ts if evidence.beats(stage.run) else at
+        row.detected(f"reader: SHA-256 of {shard.name}, block by block", errors[-1].ts - began, within_s=10)
+    row.demand_equal("last step trained", evidence.last_step(stage.run), due - 1)
+    verify = stage.start("nsa.cli", "data", "verify", str(prepared))
+    row.demand_equal("exit code of nsa data verify", verify.end(), DataError.exit_code)
+    row.demand(shard.name in verify.said(), "nsa data verify does not name the shard")
+    step = evidence.newest_good_step(stage.run)
+    row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}; no damaged row trained on"
+    _flip(shard, offset)
+    finish(stage, row, stage.train("--resume", *settings))
+
+
+def _prepare(stage: Stage) -> Path:
+    corpus, prepared = stage.folder / "corpus.jsonl", stage.folder / "set"
+    write_jsonl(corpus, 4000)
+    command = ["data", "prepare", str(corpus), str(prepared), "--tokenizer", "byte", "--workers", "1"]
+    process = stage.start("nsa.cli", *command)
+    if (code := process.end()) != 0:
+        raise NotSeen(f"nsa data prepare ended with {code}: {process.said()[-300:]}")
+    return prepared
+
+
+def _late_block(prepared: Path) -> tuple[Path, int, int]:
+    """A shard file, a byte in it, and the step that first reads the block around it: the latest there is."""
+    import numpy as np
+
+    from nsa.config.schema import TrainConfig
+    from nsa.data.rows.prepared import PreparedRows, Shuffle
+    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.reader import ShardReader
+    from nsa.data.shards.writer import BLOCK_BYTES
+
+    reader = ShardReader(Folder(str(prepared)))
+    rows = PreparedRows(reader, SEQ_LEN, shuffle=Shuffle(TrainConfig().seed))
+    row_bytes = SEQ_LEN * reader.manifest.numpy_dtype.itemsize
+    stored = rows.stored_rows(np.arange(STEPS * BATCH_ROWS, dtype=np.int64)) * row_bytes
+    first_step: dict[int, int] = {}
+    for place, start in enumerate(stored.tolist()):
+        for block in {start // BLOCK_BYTES, (start + row_bytes - 1) // BLOCK_BYTES}:
+            first_step.setdefault(block, place // BATCH_ROWS + 1)
+    block, due = max(first_step.items(), key=lambda item: item[1])
+    (shard,) = sorted(prepared.rglob("*.tok"), key=lambda path: path.stat().st_size)[-1:]
+    return shard, block * BLOCK_BYTES + 100, due
+
+
+def _flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def _first_words(text: object, most: int = 60) -> str:
+    words = str(text).removeprefix("DataError: ")
+    return words if len(words) <= most else f"{words[:most]}…"

@@ -1,0 +1,49 @@
+"""Nothing wrong, and all the unrest of a healthy machine: the watchdog must be silent."""
+
+import signal
+
+from nsa.drill import evidence
+from nsa.drill.corpus import write_jsonl
+from nsa.drill.fault import Kind as FaultKind
+from nsa.drill.row import Row
+from nsa.drill.stage import PATIENCE_S, Stage
+from nsa.observe import names
+from nsa.observe.events import Kind
+
+_STEPS, _SAVE_EVERY, _SLOWEST_FETCH_S = 500, 50, 1.5
+
+
+def healthy(stage: Stage, row: Row) -> None:
+    """Text and a rate that the model learns from: at ten times the rate its gates do collapse."""
+    corpus = stage.folder / "corpus.jsonl"
+    write_jsonl(corpus, 4000)
+    settings = [
+        f"train.steps={_STEPS}",
+        f"train.save_every={_SAVE_EVERY}",
+        "train.eval_every=100",
+        "train.eval_batches=8",
+    ]
+    settings += ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.05", "train.lr=1e-3"]
+    watchdog = stage.watch()
+    noise = stage.fault(FaultKind.BENIGN_NOISE, seconds=_SLOWEST_FETCH_S)
+    process = stage.train(*settings, "train.log_every=5", fault=noise)
+    pid = stage.wait_for_step(50, process)
+    process.send(signal.SIGUSR1)
+    stage.wait_for_step(120, process)
+    process.send(signal.SIGUSR2)
+    row.demand_equal("exit code", process.end(4 * PATIENCE_S), 0)
+    row.demand_equal("last step", evidence.last_step(stage.run), _STEPS)
+    row.demand_equal("newest verified checkpoint", evidence.newest_good_step(stage.run), _STEPS)
+    row.demand(names.stackdump(0, pid) in evidence.stack_dumps(stage.run), "USR1 left no stacks")
+    saves = [event.step for event in evidence.events(stage.run, Kind.SAVE)]
+    row.demand(any(step % _SAVE_EVERY for step in saves), "USR2 left no checkpoint")
+    row.demand(watchdog.running or watchdog.end() == 0, "the watchdog itself ended badly")
+    found = [str(event.details.get("condition")) for event in evidence.findings(stage.run)]
+    row.demand_equal("findings", found, [])
+    row.demand_equal("the anomaly file", evidence.anomaly(stage.run), "")
+    row.demand(not (stage.run / names.HALT).exists(), "a halt file")
+    slow = sum((beat.dt_fetch_s or 0) > 0.2 for beat in evidence.beats(stage.run))
+    row.demand(slow >= 5, f"only {slow} slow fetches: the noise was not there, so its silence proves nothing")
+    row.detected_by = ", ".join(found) or "nothing, as demanded"
+    row.left_behind = f"{len(evidence.beats(stage.run))} records, {slow} with a slow fetch, stacks, checkpoints"
+    row.resumed = "not needed"

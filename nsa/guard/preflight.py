@@ -1,0 +1,64 @@
+"""From facts to verdicts: every rule that applies, all of them, before a run may begin."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nsa.config.layer import nearest
+from nsa.errors import ConfigError, PreflightError
+from nsa.guard.facts import Facts
+from nsa.guard.rules import NAMES, RULES, Finding, is_long
+
+
+class Status(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    ALLOWED = "allowed"
+    """It fails, and somebody said by name that it may."""
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    rule: str
+    asks: str
+    status: Status
+    message: str
+    fix: str = ""
+
+
+def judge(facts: Facts, allowed: Sequence[str] = ()) -> list[Verdict]:
+    """A verdict for every rule that applies to this run."""
+    check_names(allowed)
+    long = is_long(facts)
+    rules = [rule for rule in RULES if (long or not rule.long_runs_only) and rule.applies(facts)]
+    return [_verdict(rule.name, rule.asks, rule.check(facts), allowed) for rule in rules]
+
+
+def demand(verdicts: Iterable[Verdict]) -> None:
+    """Raise with every rule that failed."""
+    failed = [verdict for verdict in verdicts if verdict.status == Status.FAIL]
+    if not failed:
+        return
+    count = "1 rule" if len(failed) == 1 else f"{len(failed)} rules"
+    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failed]
+    override = " ".join(f"--allow={verdict.rule}" for verdict in failed)
+    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, f"To run it anyway: {override}"]))
+
+
+def check_names(allowed: Sequence[str]) -> None:
+    """An override that names no rule would allow nothing, in silence."""
+    for name in allowed:
+        if name not in NAMES:
+            guess = nearest(name, NAMES)
+            hint = f"Did you mean {guess}?" if guess else f"Rules are {', '.join(NAMES)}."
+            raise ConfigError(f"--allow {name}: there is no such rule of preflight. {hint}")
+
+
+def _verdict(name: str, asks: str, finding: Finding, allowed: Sequence[str]) -> Verdict:
+    if finding.holds is None:
+        return Verdict(name, asks, Status.NOT_CHECKED, finding.what)
+    if finding.holds:
+        return Verdict(name, asks, Status.PASS, finding.what)
+    status = Status.ALLOWED if name in allowed else Status.FAIL
+    return Verdict(name, asks, status, finding.what, finding.fix)

@@ -1,0 +1,1 @@
+"""What a run tells other people's systems: Prometheus with its alerts, Weights & Biases, MLflow."""

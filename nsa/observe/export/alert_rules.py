@@ -1,0 +1,194 @@
+"""Prometheus alert rules: one expression per condition, with the limits of `conditions.Limits` written in.
+
+`nsa alert-rules` prints them as the file that Prometheus reads. Expressions judge the figures of `nsa exporter`. Trends
+over records (plateau, spikes, creep) and kinds of errors it has judged already, with the code of the watchdog: PromQL
+knows seconds and not records, and error messages are no labels.
+
+NaN is the one value that differs from itself. Figures of a run that is done or was asked to leave are no longer served,
+so that nothing but silence needs to ask for the state of a run.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+
+import yaml
+
+from nsa.observe.watch.conditions import CONDITIONS, Level, Limits
+
+RUNBOOK = "docs/RUNBOOK.md"
+REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
+EXPORTER_DOWN = "exporter_down"
+"""Not a condition of a run: nobody can see the runs."""
+
+RECENT_S = 900.0
+"""How long something that happened once stays an alert."""
+MOMENT_S, STEADY_S = 60.0, 300.0
+"""How long a figure must be bad for a page, and for a ticket: one bad record is noise."""
+BASELINE_S = 24 * 3600.0
+"""Throughput is measured against its best over this."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    signal: str
+    """The row of the health table: a critical alert silences the warning of its own signal."""
+    expr: str
+    for_s: float = 0.0
+
+
+_AGE = "time() - nsa_heartbeat_timestamp_seconds"
+
+
+_BY_RUN = "by (instance, job, run)"
+"""Where all ranks tell the same story it is one alert, not one for each."""
+
+
+def _judged(condition: str) -> str:
+    return f'nsa_findings{{{{condition="{condition}"}}}} > 0'
+
+
+def _not_finite(condition: str, gauge: str, counter: str) -> str:
+    """The gauge may be overwritten between two scrapes, the counter remembers; skipped steps are in neither."""
+    taken = f"{gauge} != {gauge} or abs({gauge}) == Inf or increase({counter}[{{recent}}]) > 0"
+    return f"count {_BY_RUN} ({taken}) or sum {_BY_RUN} ({_judged(condition)})"
+
+
+_USUAL_FORWARD = (
+    "((quantile by (instance, run) (0.5, nsa_forward_seconds) and count by (instance, run) (nsa_forward_seconds) > 2)"
+    " or min by (instance, run) (nsa_forward_seconds))"
+)
+"""The median of the ranks; of two ranks it would be the mean, so there it is the other one's."""
+
+RULES = {
+    "heartbeat_stall": Rule(
+        "heartbeat",
+        f"{_AGE} > nsa_heartbeat_limit_seconds / {{speed}} unless nsa_process_up == 0 "
+        "or nsa_missing_ranks > 0 and time() - nsa_start_timestamp_seconds > {startup_s}",
+    ),
+    "process_gone": Rule("process", f"{_AGE} > {{gone_s}} and nsa_process_up == 0"),
+    "run_failed": Rule(
+        "run",
+        'nsa_run_state{{state="failed"}} == 1 '
+        'unless on (instance, run) nsa_findings{{condition=~"out_of_memory|loader_timeout"}} > 0',
+    ),
+    "loss_nonfinite": Rule("loss", _not_finite("loss_nonfinite", "nsa_loss_nats", "nsa_nonfinite_losses_total")),
+    "grad_nonfinite": Rule(
+        "grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")
+    ),
+    "throughput_zero": Rule("throughput", _judged("throughput_zero")),
+    "gate_entropy_critical": Rule(
+        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", MOMENT_S
+    ),
+    "gate_collapse_critical": Rule(
+        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", MOMENT_S
+    ),
+    "loader_timeout": Rule("data", _judged("loader_timeout")),
+    "out_of_memory": Rule("memory", _judged("out_of_memory")),
+    "steps_skipped": Rule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
+    "loss_plateau": Rule("loss", _judged("loss_plateau")),
+    "loss_spike": Rule("loss", _judged("loss_spike")),
+    "throughput_drop": Rule(
+        "throughput",
+        f"min {_BY_RUN} (nsa_tokens_per_second and nsa_heartbeat_limit_seconds) < (1 - {{throughput_drop}}) * "
+        f"max {_BY_RUN} (max_over_time(nsa_tokens_per_second[{{baseline}}]))",
+        for_s=Limits.throughput_drop_s,
+    ),
+    "gate_entropy_low": Rule("gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", STEADY_S),
+    "gate_collapse_high": Rule(
+        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", STEADY_S
+    ),
+    "gate_max_high": Rule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", STEADY_S),
+    "selection_at_max": Rule("selection", _judged("selection_at_max")),
+    "reads_differ": Rule("reads", "nsa_reads_counted != nsa_reads_predicted"),
+    "data_slow": Rule("data", _judged("data_slow")),
+    "memory_creep": Rule("memory", _judged("memory_creep")),
+    "grad_spikes": Rule("grad_norm", _judged("grad_spikes")),
+    "straggler": Rule(
+        "forward",
+        f"nsa_forward_seconds / on (instance, run) group_left () {_USUAL_FORWARD} > {{straggler}} "
+        f"and nsa_forward_seconds - on (instance, run) group_left () {_USUAL_FORWARD} > 0.1 * nsa_step_seconds",
+        STEADY_S,
+    ),
+    "checkpoint_overdue": Rule(
+        "checkpoint",
+        f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
+        "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
+    ),
+    "synthetic_data": Rule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
+}
+"""`nsa_heartbeat_limit_seconds` is there for as long as a rank has not said its last word."""
+
+_EXPORTER_DOWN_S = 120.0
+
+
+def alert_name(condition: str) -> str:
+    return "NSA" + "".join(word.capitalize() for word in condition.split("_"))
+
+
+def faster(limits: Limits, speed: float) -> Limits:
+    """The same limits where a second stands for `speed` seconds: drills need not take hours."""
+    seconds = {field.name: getattr(limits, field.name) / speed for field in fields(limits) if field.name.endswith("_s")}
+    kept = {"fetch_s": limits.fetch_s}  # compared with a figure, not with a clock
+    return replace(limits, **(seconds | kept))
+
+
+def rule_file(speed: float = 1.0) -> str:
+    """The YAML text of all rules."""
+    limits = faster(Limits(), speed)
+    groups = [
+        {"name": f"nsa-{level.value}", "rules": list(_of_level(level, limits, speed))}
+        for level in (Level.CRITICAL, Level.WARNING)
+    ]
+    groups[0]["rules"].append(_exporter_down(speed))  # type: ignore[attr-defined]
+    note = f"# Written by `{REFRESH}`. Edit its source, nsa/observe/export/alert_rules.py, instead.\n"
+    return note + yaml.safe_dump({"groups": groups}, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _of_level(level: Level, limits: Limits, speed: float) -> Iterator[dict[str, object]]:
+    numbers = {name: f"{value:g}" for name, value in asdict(limits).items()}
+    spans = {"speed": f"{speed:g}", "recent": _span(RECENT_S / speed), "baseline": _span(BASELINE_S / speed)}
+    for condition in CONDITIONS.values():
+        if condition.level != level:
+            continue
+        rule = RULES[condition.name]
+        yield _alert(
+            condition.name,
+            rule.expr.format(**numbers, **spans),
+            rule.for_s / speed,
+            {"severity": level.value, "condition": condition.name, "signal": rule.signal},
+            summary=f"run {{{{ $labels.run }}}}{_RANK}: {condition.rule.format(**numbers)}",
+            advice=condition.advice,
+        )
+
+
+_RANK = "{{ if $labels.rank }} rank {{ $labels.rank }}{{ end }}"
+
+
+def _exporter_down(speed: float) -> dict[str, object]:
+    return _alert(
+        EXPORTER_DOWN,
+        'up{job="nsa"} == 0',
+        _EXPORTER_DOWN_S / speed,
+        {"severity": Level.CRITICAL.value, "condition": EXPORTER_DOWN, "signal": "exporter"},
+        summary="exporter {{ $labels.instance }} does not answer: its runs are not watched",
+        advice="start nsa exporter again; nsa status DIR looks meanwhile",
+    )
+
+
+def _alert(
+    name: str, expr: str, for_s: float, labels: dict[str, str], *, summary: str, advice: str
+) -> dict[str, object]:
+    rule: dict[str, object] = {"alert": alert_name(name), "expr": expr}
+    if for_s:
+        rule["for"] = _span(for_s)
+    annotations = {
+        "summary": summary,
+        "value": "{{ $value | humanize }}",
+        "advice": advice,
+        "runbook_url": f"{RUNBOOK}#{name}",
+    }
+    return rule | {"labels": labels, "annotations": annotations}
+
+
+def _span(seconds: float) -> str:
+    return f"{max(1, round(seconds))}s"

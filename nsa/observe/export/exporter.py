@@ -1,0 +1,134 @@
+"""Serves the figures of run folders to Prometheus, from a process of its own: a run does not know that it is watched.
+
+Files are read when somebody asks. A folder that cannot be read for a while keeps its last figures, so that the age of
+its heartbeat grows and is noticed.
+"""
+
+import errno
+import ipaddress
+import json
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from nsa.errors import ConfigError
+from nsa.observe import names
+from nsa.observe.export.run_metrics import CountedHistory, Sample, run_info, samples
+from nsa.observe.watch.history import HistoryReader
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class RunsCollector(Collector):
+    """Run folders, and folders of run folders; runs that begin later are found."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = [folder.resolve() for folder in folders]
+        self._readers: dict[Path, HistoryReader] = {}
+        self._turn = threading.Lock()  # the server answers in threads
+
+    def collect(self) -> Iterator[Family]:
+        with self._turn:
+            self._find()
+            found = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
+        yield from _families(found)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def _find(self) -> None:
+        for folder in self._folders:
+            for path in (folder, *sorted(folder.glob("*/"))):
+                if path not in self._readers and any(path.glob(names.HEARTBEATS)):
+                    self._readers[path] = HistoryReader(path)
+                    self._readers[path].history = CountedHistory()
+
+    def _read(self, path: Path) -> list[Sample]:
+        reader = self._readers[path]
+        with suppress(OSError):
+            reader.update()
+        assert isinstance(reader.history, CountedHistory)
+        info: list[Sample] = []
+        with suppress(OSError):
+            info = list(run_info(path))
+        return [*samples(reader.history, reader.now, {log.rank for log in reader.local()}), *info]
+
+
+def run_names(paths: Iterable[Path]) -> dict[Path, str]:
+    """The folder's own name, and its parent's before it where two are called the same."""
+    paths = list(paths)
+    count = Counter(path.name for path in paths)
+    return {path: path.name if count[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths}
+
+
+class Exporter:
+    def __init__(self, folders: Sequence[Path], *, host: str, port: int, file_sd: Path | None = None) -> None:
+        self._collector = RunsCollector(folders)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._collector)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:  # a host that is no address, an address of another machine, a port in use
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}): nobody could read the figures. Choose another "
+                f"{'--port' if error.errno == errno.EADDRINUSE else '--host'}."
+            ) from None
+        self.address = _address(host, self._server)
+        self._file_sd = file_sd
+        if file_sd is not None:
+            _register(file_sd, self.address)
+
+    def close(self) -> None:
+        if self._file_sd is not None:
+            self._file_sd.unlink(missing_ok=True)
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self._collector.close()
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _address(host: str, server: WSGIServer) -> str:
+    """How others reach it."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
+
+
+def _register(path: Path, address: str) -> None:
+    """For Prometheus' file_sd_configs, which reads the file again whenever it changes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps([{"targets": [address]}]) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def _families(found: Iterable[tuple[str, Sample]]) -> Iterator[Family]:
+    """Samples of the same metric together, as the format wants them."""
+    families: dict[tuple[str, tuple[str, ...]], Family] = {}
+    for run, (metric, labels, value) in found:
+        label_names = ("run", *labels)
+        family = families.get((metric.name, label_names))
+        if family is None:
+            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = families[metric.name, label_names] = make(metric.name, metric.help, labels=label_names)
+        family.add_metric([run, *labels.values()], value)
+    yield from families.values()

@@ -1,0 +1,107 @@
+"""Numbers as people read them: durations, memory, shares, counts. What is not known is a dash."""
+
+import math
+from datetime import UTC, datetime
+
+UNKNOWN = "–"
+NOT_FINITE = "not finite"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Significant digits, thousands separated, no exponent between a ten-thousandth and ten million."""
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    if math.isinf(value):
+        return NOT_FINITE
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-4 or size >= 1e7:
+        mantissa, _, exponent = f"{value:.{max(0, min(digits, 3) - 1)}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
+
+
+def tick(value: float, step: float) -> str:
+    """A round number on an axis whose ticks are `step` apart."""
+    if value == 0:
+        return "0"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size and step >= size / 100:
+            return _round(value / size, step / size) + letter
+    if abs(value) < 1e-3 or step < 1e-4:
+        digits = max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(step) + 1e-9) + 1)
+        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    return _round(value, step)
+
+
+def _round(value: float, step: float) -> str:
+    """As many decimals as a multiple of the step has: one more than its size, for steps of 2.5."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) + 1
+    return f"{value:.{decimals}f}".rstrip("0").rstrip(".")
+
+
+def count(value: float | None) -> str:
+    """1,234,567 · 12.3 M · 4.56 G"""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e7, "M")):
+        if abs(value) >= size:
+            return f"{value / (size if letter != 'M' else 1e6):.3g} {letter}"
+    return f"{value:,.0f}"
+
+
+def share(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    if math.isinf(value):
+        return NOT_FINITE
+    if 0 < value < 0.0995:
+        return f"{100 * value:.1f} %" if value >= 0.0005 else "< 0.1 %"
+    return f"{100 * value:.0f} %" if value < 0.995 or value >= 1 else "> 99 %"
+
+
+def memory(mib: float | None) -> str:
+    if mib is None or not math.isfinite(mib):
+        return UNKNOWN
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
+
+
+def duration(seconds: float | None) -> str:
+    """The two largest units."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 0:
+        return "0 s"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else f"{1000 * seconds:.1f} ms" if seconds else "0 s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    days, hours, minutes, rest = whole // 86400, whole // 3600 % 24, whole // 60 % 60, whole % 60
+    if days:
+        return f"{days} d {hours:02d} h"
+    if hours:
+        return f"{hours} h {minutes:02d} m"
+    return f"{minutes} m {rest:02d} s" if minutes else f"{rest} s"
+
+
+def clock(ts: float) -> str:
+    return datetime.fromtimestamp(ts, UTC).strftime("%H:%M:%S")
+
+
+def moment(ts: float) -> str:
+    return datetime.fromtimestamp(ts, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def plain(text: object, most: int = 500) -> str:
+    """One line that moves no cursor and changes no colour, whatever a file said."""
+    line = "".join(letter if letter.isprintable() else " " for letter in str(text)[: most + 1])
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def as_float(value: object) -> float:
+    """A number of a record, NaN where it is none."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

@@ -1,0 +1,248 @@
+"""Where a run's wall time went. The causes share out the whole of it: what is in none of them is in no sum.
+
+What the records cannot tell is said in `KNOWN` and shown beside the figure.
+"""
+
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from nsa.observe import names
+from nsa.observe.events import Event, Kind
+from nsa.observe.view.series import Evaluation, RankSeries
+from nsa.observe.watch.conditions import CONDITIONS, Limits
+
+
+class Cause(StrEnum):
+    PRODUCTIVE = "productive steps"
+    LOST = "steps done again"
+    SKIPPED = "skipped steps"
+    DATA = "waiting for data"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoints"
+    START_UP = "start-up"
+    STALL = "stalls"
+    DOWN = "down"
+
+
+KNOWN: Mapping[Cause, str] = {
+    Cause.PRODUCTIVE: "what is left of the time between records when all below is taken off",
+    Cause.LOST: "measured between records; steps after the last record of a killed process are in down",
+    Cause.SKIPPED: "their count × the step time around them",
+    Cause.DATA: "sampled: the wait for the last batch of each record × its steps",
+    Cause.EVALUATION: "measured, from val.csv",
+    Cause.CHECKPOINT: "estimated: time beyond the neighbouring step time where a save falls, and after the last step",
+    Cause.START_UP: "measured, from the start event to the first step; compiling is in it",
+    Cause.STALL: "time beyond the usual step time where it exceeds the stall limit, or what the watchdog saw",
+    Cause.DOWN: "from a process's last sign of life to the next start event; loading the program is in it",
+}
+
+_GONE = CONDITIONS["process_gone"].name
+Spent = dict[Cause, float]
+_STARTS = (Kind.START, Kind.RESTART)
+_ENDS = (Kind.SAVE, Kind.HALT, Kind.STOP, Kind.DONE, Kind.ERROR)
+
+
+class Life(NamedTuple):
+    """One process on the wall clock."""
+
+    begin: float
+    first_step: float
+    """Equal to `end` where it made none."""
+    end: float
+    ending: str | None
+
+
+@dataclass
+class Goodput:
+    begin: float
+    end: float
+    seconds: dict[Cause, float]
+    lives: list[Life] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        return self.end - self.begin
+
+    def share(self, cause: Cause) -> float:
+        return self.seconds[cause] / self.total if self.total > 0 else 0.0
+
+
+class _Span(NamedTuple):
+    """A process: when the start event came, its rows, its last sign of life."""
+
+    begin: float
+    rows: range
+    last: float
+    last_step: int
+    ending: str | None
+
+
+def goodput(
+    lead: RankSeries, events: Sequence[Event], evaluations: Sequence[Evaluation] = (), limits: Limits | None = None
+) -> Goodput | None:
+    """None for a run that has told nothing yet. Time after the last sign of life belongs to no cause."""
+    spans = _spans(lead, events)
+    if not spans:
+        return None
+    spent = dict.fromkeys(Cause, 0.0)
+    intervals = _Intervals(lead, events, evaluations, limits or Limits())
+    lives = []
+    for span, after in zip(spans, [*spans[1:], None], strict=True):
+        first = lead.ts[span.rows[0]] if span.rows else span.last
+        spent[Cause.START_UP] += first - span.begin
+        intervals.share_out(span.rows, spent)
+        if span.rows:
+            intervals.share_out_end(span, spent)
+        lives.append(Life(span.begin, first, span.last, span.ending))
+        if after is not None:
+            _share_out_gap(span.last, after.begin, events, spent)
+    found = Goodput(spans[0].begin, spans[-1].last, spent, lives)
+    assert math.isclose(sum(spent.values()), found.total, rel_tol=1e-6, abs_tol=1e-3), (spent, found.total)
+    return found
+
+
+def _spans(lead: RankSeries, events: Sequence[Event]) -> list[_Span]:
+    """Beats and start events of the same process, put together; a process that died before its first beat counts."""
+    begins = sorted(event.ts for event in events if event.kind in _STARTS)
+    lives = lead.processes
+    row_ends = [*(process.first_row for process in lives[1:]), len(lead)][: len(lives)]
+    found = []
+    for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
+        earlier = lives[number - 1].last if number else -math.inf
+        mine = [ts for ts in begins if earlier < ts <= process.begin]
+        found += [_Span(ts, range(0), ts, 0, None) for ts in mine[:-1]]
+        begin = mine[-1] if mine else process.begin
+        found.append(_Span(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending))
+    latest = lives[-1].last if lives else -math.inf
+    found += [_Span(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
+    followers: list[_Span | None] = [*found[1:], None]
+    return [_with_last_event(span, after, events) for span, after in zip(found, followers, strict=False)]
+
+
+def _with_last_event(span: _Span, after: _Span | None, events: Sequence[Event]) -> _Span:
+    """A save ends after the last beat of a process that leaves; its event is the later sign of life.
+
+    What the launcher writes about a dead process is no sign of life of it.
+    """
+    until = after.begin if after else math.inf
+    signs = [
+        event.ts
+        for event in events
+        if span.begin <= event.ts < until and event.kind in _ENDS and "launcher" not in event.details
+    ]
+    return span._replace(last=max([span.last, *signs]))
+
+
+class _Intervals:
+    """The time between one row and the next, by cause."""
+
+    def __init__(
+        self, lead: RankSeries, events: Sequence[Event], evaluations: Sequence[Evaluation], limits: Limits
+    ) -> None:
+        self._lead, self._stall_s = lead, limits.stall_s
+        self._evaluated = _sums(lead, [(each.ts, each.seconds) for each in evaluations])
+        self._skipped = _sums(lead, [(event.ts, 1.0) for event in events if event.kind == Kind.SKIPPED_STEP])
+        self._saved = {_row_of_save(lead, event) for event in events if event.kind == Kind.SAVE}
+        self._pace = self._usual_pace()
+
+    def _usual_pace(self) -> float:
+        """Seconds per step that are neither fast nor slow for this run."""
+        lead = self._lead
+        firsts = {process.first_row for process in lead.processes}
+        paces = [
+            (lead.ts[row] - lead.ts[row - 1]) / lead.steps[row]
+            for row in range(1, len(lead))
+            if row not in firsts and row - 1 not in self._saved and row - 1 not in self._evaluated
+        ]
+        return statistics.median(paces) if paces else 0.0
+
+    def share_out(self, rows: range, spent: Spent) -> None:
+        """All intervals of a process. Most hold steps and nothing else; those are summed here, for speed."""
+        lead, fetches = self._lead, self._lead.column("dt_fetch_s")
+        special = self._saved | self._evaluated.keys() | self._skipped.keys()
+        limit, waited, stepped = self._stall_s, 0.0, 0.0
+        for row in rows[:-1]:
+            duration, steps, fetch = lead.ts[row + 1] - lead.ts[row], lead.steps[row + 1], fetches[row + 1]
+            if row in special or lead.superseded[row + 1] or not 0 <= duration <= limit or not math.isfinite(fetch):
+                self._share_out(row, duration, steps, fetch, bool(lead.superseded[row + 1]), spent)
+                continue
+            wait = min(duration, fetch * steps)
+            waited += wait
+            stepped += duration - wait
+        spent[Cause.DATA] += waited
+        spent[Cause.PRODUCTIVE] += stepped
+
+    def share_out_end(self, span: _Span, spent: Spent) -> None:
+        """From the last row to the last sign of life: steps that were not told, then saving and leaving."""
+        lead, row = self._lead, span.rows[-1]
+        duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
+        evaluated = min(duration, self._evaluated.get(row, 0.0))
+        stepping = min(duration - evaluated, steps * self._pace)
+        left = duration - evaluated - stepping
+        spent[Cause.EVALUATION] += evaluated
+        spent[Cause.LOST if lead.superseded[row] else Cause.PRODUCTIVE] += stepping
+        leaving = span.ending in (names.DONE, names.HALTED, names.STOPPED) or row in self._saved
+        spent[Cause.CHECKPOINT if leaving else Cause.STALL] += left
+
+    def _share_out(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: Spent) -> None:
+        evaluated = min(duration, self._evaluated.get(row, 0.0))
+        spent[Cause.EVALUATION] += evaluated
+        left = duration - evaluated
+        if row in self._saved:
+            saving = max(0.0, left - steps * self._pace_around(row))
+            spent[Cause.CHECKPOINT] += saving
+            left -= saving
+        elif left - steps * self._pace > self._stall_s:
+            spent[Cause.STALL] += left - steps * self._pace
+            left = steps * self._pace
+        if superseded:
+            spent[Cause.LOST] += left
+            return
+        waited = min(left, fetch * steps) if math.isfinite(fetch) else 0.0
+        skipped = (left - waited) * min(1.0, self._skipped.get(row, 0.0) / steps)
+        spent[Cause.DATA] += waited
+        spent[Cause.SKIPPED] += skipped
+        spent[Cause.PRODUCTIVE] += left - waited - skipped
+
+    def _pace_around(self, row: int) -> float:
+        """Seconds per step of the intervals next to this one: a machine's pace drifts."""
+        lead = self._lead
+        paces = [
+            (lead.ts[end] - lead.ts[end - 1] - self._evaluated.get(end - 1, 0.0)) / lead.steps[end]
+            for end in (row, row + 2)
+            if 0 < end < len(lead) and end - 1 not in self._saved and lead.steps[end] > 0
+        ]
+        return max(0.0, statistics.fmean(paces)) if paces else self._pace
+
+
+def _sums(lead: RankSeries, timed: Sequence[tuple[float, float]]) -> dict[int, float]:
+    """Amounts by the row after which they came."""
+    sums: defaultdict[int, float] = defaultdict(float)
+    for ts, amount in timed:
+        # What ends with a record belongs to the interval before it.
+        sums[max(0, bisect_left(lead.ts, ts) - 1)] += amount
+    return dict(sums)
+
+
+def _row_of_save(lead: RankSeries, event: Event) -> int:
+    """The row that the run was at when it stopped to save; the event comes when the last byte is written."""
+    row = bisect_right(lead.ts, event.ts) - 1
+    while row > 0 and lead.step[row] > event.step:
+        row -= 1
+    return row
+
+
+def _share_out_gap(last: float, begin: float, events: Sequence[Event], spent: Spent) -> None:
+    """Between two processes: down, or hanging where a watchdog saw that, until somebody ended it."""
+    inside = [event for event in events if last < event.ts < begin]
+    ended = next((event.ts for event in inside if event.kind in (Kind.ERROR, Kind.STOP)), begin)
+    stalled = any(event.kind == Kind.STALL and event.details.get("condition") != _GONE for event in inside)
+    hung = ended - last if stalled else 0.0
+    spent[Cause.STALL] += hung
+    spent[Cause.DOWN] += begin - last - hung

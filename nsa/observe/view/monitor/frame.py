@@ -1,0 +1,310 @@
+"""One frame of the monitor: lines for a terminal of a given size, complete at 80 × 24, with more where there is room.
+
+Pure: a run, what is found wrong with it and the time go in; lines come out.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from rich.text import Text
+
+from nsa.observe.events import Event, Kind
+from nsa.observe.view.event_words import told
+from nsa.observe.view.figures import as_float, clock, count, duration, memory, number, plain, share
+from nsa.observe.view.goodput import Cause
+from nsa.observe.view.look import Look
+from nsa.observe.view.monitor.lines import QUIET, beside, ends, fit, level, line, title
+from nsa.observe.view.monitor.plot import Curve, Plot
+from nsa.observe.view.series import BRANCHES, Run
+from nsa.observe.watch.conditions import Level
+from nsa.observe.watch.watchdog import describe
+
+MARKS = {
+    "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
+    "halted": ("■", "bold yellow"), "stopped": ("■", "bold yellow"), "failed": ("✗", "bold red"),
+    "gone": ("✗", "bold red"), "hung": ("▲", "bold red"), "no run": ("○", "dim"),
+}  # fmt: skip
+LEVEL_MARKS = {Level.CRITICAL: ("✗ critical", "bold red"), Level.WARNING: ("▲ warning", "yellow")}
+_ENDED = ("finished", "halted", "stopped", "failed")
+_PACE_RECORDS = 20
+
+
+def frame(look: Look, width: int, height: int) -> list[Text]:
+    """`height` lines of `width` cells."""
+    plan = _plan(look, height)
+    left = (width - 2) // 2
+    lines = [_header(look, width), _facts(look, width)]
+    lines += _charts(look, width, plan.charts, plan.two_rows)
+    gates, figures = _gates(look.run, left, plan.gates), _figures(look.run, width - 2 - left, plan.two_rows)
+    lines += beside(gates, figures, left)
+    lines += _findings(look, width, plan.findings)
+    lines += _events(look.run.events, width, height - 1 - len(lines))
+    lines = lines[: height - 1]
+    lines += [Text("")] * (height - 1 - len(lines))
+    return [fit(each, width) for each in [*lines, _footer(look, width)]]
+
+
+class _Plan(NamedTuple):
+    """Lines of each part; what is left goes to the events."""
+
+    charts: int = 8
+    two_rows: bool = False
+    gates: int = 4
+    findings: int = 2
+
+
+def _plan(look: Look, height: int) -> _Plan:
+    """At 24 lines everything is there; more lines make charts taller, then show gates by layer, then findings."""
+    two_rows = height >= 36
+    spare = height - 24 - (_Plan().charts if two_rows else 0)
+    if spare <= 0:
+        return _Plan(two_rows=two_rows)
+    taller = min(spare // (4 if two_rows else 2), 6)
+    spare -= taller * (2 if two_rows else 1)
+    layers = min(spare // 2, max(0, _n_layers(look.run) + 1 - _Plan().gates))
+    findings = min(max(0, len(look.grouped()) - _Plan().findings), (spare - layers) // 2)
+    return _Plan(_Plan().charts + taller, two_rows, _Plan().gates + layers, _Plan().findings + findings)
+
+
+def _header(look: Look, width: int) -> Text:
+    mark, style = MARKS.get(look.state, ("?", "bold"))
+    run, lead = look.run, look.run.lead
+    left = line((f"{mark} {look.state}", style), "  ", (plain(run.name, 60), "bold"))
+    step, target = lead.last.get("step", 0), run.target_steps
+    words = f"step {step:,}"
+    if target:
+        words += f" of {target:,} · {share(min(1.0, step / target))}"
+        if look.state == "running" and (pace := _pace(run)):
+            words += f" · {duration(max(0, target - step) * pace)} left"
+    return ends(left, line((words, "bold")), width)
+
+
+def _pace(run: Run) -> float | None:
+    recent = [pace for pace in run.lead.column("step_s")[-_PACE_RECORDS:] if math.isfinite(pace)]
+    return statistics.median(recent) if recent else None
+
+
+def _facts(look: Look, width: int) -> Text:
+    """As many as fit, what an operator asks first first."""
+    run, lead, wall = look.run, look.run.lead, look.wall
+    restarts = sum(event.kind == Kind.RESTART for event in run.events)
+    saves = [event for event in run.events if event.kind == Kind.SAVE]
+    facts = [f"{restarts} restart{'' if restarts == 1 else 's'}"]
+    facts.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
+    if wall is not None and wall.total > 0:
+        facts = [duration(wall.total), f"goodput {share(wall.share(Cause.PRODUCTIVE))}", *facts]
+    if look.state not in _ENDED and lead.last:
+        age = max(0.0, look.now - lead.last["ts"])
+        facts.insert(0, f"beat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
+    if run.halt is not None:
+        facts.insert(0, f".HALT: {plain(run.halt, 40)}")
+    if tokens := lead.last_progress.get("tokens_seen"):
+        facts.append(f"{count(tokens)} tokens")
+    words = facts[0]
+    for fact in facts[1:]:
+        words += f" · {fact}" if len(words) + len(fact) + 3 <= width else ""
+    return line((words, QUIET))
+
+
+def _charts(look: Look, width: int, height: int, two_rows: bool) -> list[Text]:
+    left = (width - 2) // 2
+    right = width - 2 - left
+    lines = beside(_loss(look.run, left, height), _throughput(look.run, right, height), left)
+    if two_rows:
+        lines += beside(_grad_norm(look.run, left, height), _memory(look.run, right, height), left)
+    return lines
+
+
+def _plot(run: Run, name: str, *, from_zero: bool, style: str, points: Sequence[tuple[float, float]] = ()) -> Plot:
+    lead = run.lead
+    curve = Curve(lead.counted("step"), lead.counted(name), style)
+    restarts = [event.step for event in run.events if event.kind in (Kind.RESTART, Kind.ROLLBACK)]
+    last = max([*lead.step[-1:], 1])
+    return Plot([curve], list(points), restarts, from_zero, (0.0, float(last)))
+
+
+def _latest(run: Run, name: str) -> float:
+    column = run.lead.column(name)
+    return column[-1] if len(column) else math.nan
+
+
+def _loss(run: Run, width: int, height: int) -> list[Text]:
+    evaluations = run.counted_evaluations()
+    loss = _latest(run, "loss")
+    about = line((number(loss), "bold cyan" if math.isfinite(loss) else "bold red"))
+    about.append(" nats" if math.isfinite(loss) else "", QUIET)
+    if evaluations:
+        held_out = number(evaluations[-1].val_loss)
+        about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (" held out", QUIET)))
+    points = [(float(each.step), each.val_loss) for each in evaluations]
+    skips = [event for event in run.events if event.kind == Kind.SKIPPED_STEP]
+    points += [(float(event.step), math.inf) for event in skips if event.step <= run.lead.last.get("step", 0)]
+    plot = _plot(run, "loss", from_zero=False, style="cyan", points=points)
+    return [title("loss", about, width), *plot.draw(width, height - 1)]
+
+
+def _throughput(run: Run, width: int, height: int) -> list[Text]:
+    about = line((count(_latest(run, "toks_per_s")), "bold cyan"), (" tokens/s", QUIET))
+    plot = _plot(run, "toks_per_s", from_zero=True, style="cyan")
+    return [title("speed", about, width), *plot.draw(width, height - 1)]
+
+
+def _grad_norm(run: Run, width: int, height: int) -> list[Text]:
+    about = line((number(_latest(run, "grad_norm")), "bold cyan"), (" before clipping", QUIET))
+    return [
+        title("gradient norm", about, width),
+        *_plot(run, "grad_norm", from_zero=True, style="cyan").draw(width, height - 1),
+    ]
+
+
+def _memory(run: Run, width: int, height: int) -> list[Text]:
+    on_gpu = _latest(run, "gpu_mem_reserved") > 0
+    name, words = ("gpu_mem_reserved", "reserved on the GPU") if on_gpu else ("host_mem_rss", "on the host")
+    about = line((memory(_latest(run, name)), "bold cyan"), (f" {words}, MiB", QUIET))
+    return [title("memory", about, width), *_plot(run, name, from_zero=True, style="cyan").draw(width, height - 1)]
+
+
+def _n_layers(run: Run) -> int:
+    return len(run.lead.last_progress.get("gate_shares_by_layer") or ())
+
+
+def _gates(run: Run, width: int, height: int) -> list[Text]:
+    """Layers side by side, one row per branch; where there is room, a line of figures per layer instead."""
+    gates = run.lead.gates()
+    if not gates:
+        return [title("gates by layer", "", width), Text("no record yet", QUIET)]
+    layers, last = gates[-1].shares, run.lead.last_progress
+    lines = [title("gates by layer", f"0 to {len(layers) - 1}", width)]
+    if len(layers) > 3 and height > len(layers):
+        lines += [_layer(number_, shares, width) for number_, shares in enumerate(layers)]
+    else:
+        means = last.get("gate_branch_shares") or [math.nan] * 3
+        room = width - 11 - 7
+        for branch, (name, mean) in enumerate(zip(BRANCHES, means, strict=False)):
+            values = [layer[branch] for layer in layers]
+            strip = _strip(values, room)
+            lines.append(line((f"{name:10} ", ""), (f"{share(as_float(mean)):>6} ", "bold"), (strip, "cyan")))
+    entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
+    collapsed = _latest(run, "gate_collapse_frac")
+    uniform = " of 1.10 nats" if width >= 54 else ""
+    words = f"entropy {entropy:.2f}{uniform} · max {largest:.2f}"
+    return [*lines, line(words, (f" · collapsed {share(collapsed)}", "bold red" if collapsed > 0.1 else ""))]
+
+
+def _strip(values: Sequence[float], room: int) -> str:
+    """A block per layer, with its share in percent beside it where there is room."""
+    if 5 * len(values) <= room:
+        return " ".join(f"{level(each)}{100 * each:<3.0f}" if math.isfinite(each) else "?   " for each in values)
+    return "".join(level(each) for each in _squeezed(values, room))
+
+
+def _layer(index: int, shares: Sequence[float], width: int) -> Text:
+    room = max(3, width - 5 - 15)
+    figures = " ".join(f"{100 * each:3.0f}%" if math.isfinite(each) else "  ? " for each in shares)
+    whole = [each if math.isfinite(each) else 0.0 for each in shares]
+    first, second = round(whole[0] * room), round(sum(whole[:2]) * room)
+    bar = [("c" * first, "cyan"), ("s" * (second - first), "magenta"), ("w" * max(0, room - second), QUIET)]
+    return line((f"{index:3}  ", QUIET), *bar, " ", figures)
+
+
+def _squeezed(values: Sequence[float], room: int) -> list[float]:
+    """Means of neighbours where there are more values than cells."""
+    if len(values) <= room:
+        return list(values)
+    cuts = [round(i * len(values) / room) for i in range(room + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+
+
+def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
+    last = run.lead.last_progress
+    if not last:
+        return [title("figures", "", width), Text("no record yet", QUIET)]
+    k_mean, k_max, at_max = (_latest(run, name) for name in ("sel_k_mean", "sel_k_max", "sel_pct_at_max"))
+    predicted, counted = last.get("reads_pred"), last.get("reads_act_total")
+    same = line(("reads = predicted", "")) if predicted == counted else line(("reads ≠ predicted", "bold red"))
+    lines = [
+        title("figures", "", width),
+        line("selects ", (number(k_mean, 3), "bold"), f"/{number(k_max, 3)} keys · {share(at_max)} at max"),
+        line(same, (f" {count(as_float(counted))} keys", QUIET)),
+        line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
+        line(
+            "lr ", (f"{_latest(run, 'lr'):.2e}", "bold"), " · ",
+            *([("forward ", ""), (duration(_latest(run, "forward_s")), "bold")] if two_rows
+              else [("grad norm ", ""), (number(_latest(run, "grad_norm"), 3), "bold")]),
+        ),
+    ]  # fmt: skip
+    if len(run.ranks) > 1 and two_rows:
+        lines.append(_ranks(run))
+    elif len(run.ranks) > 1:
+        spare = 2 if predicted == counted else 4
+        lines[spare] = _ranks(run)
+    if two_rows:
+        kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
+        lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold")))
+    return lines
+
+
+def _memory_words(run: Run) -> Text:
+    """The most that any rank has."""
+    of_ranks = [series.last_progress for series in run.ranks.values() if series.last_progress]
+    on_gpu = max((as_float(each.get("gpu_mem_reserved")) for each in of_ranks), default=math.nan)
+    host = max((as_float(each.get("host_mem_rss")) for each in of_ranks), default=math.nan)
+    words = f"GPU {memory(on_gpu)}" if on_gpu > 0 else f"host {memory(host)}"
+    return line((words, "bold"))
+
+
+def _ranks(run: Run) -> Text:
+    forward = {rank: as_float(each.last_progress.get("forward_s")) for rank, each in run.ranks.items()}
+    known = {rank: seconds for rank, seconds in forward.items() if math.isfinite(seconds)}
+    words = line((f"{len(run.ranks)} ranks", "bold"))
+    if known:
+        slowest = max(known, key=lambda rank: known[rank])
+        usual = statistics.median(known.values())
+        words.append(f" · slowest {slowest}: {duration(known[slowest])} / {duration(usual)}")
+    return words
+
+
+def _findings(look: Look, width: int, room: int) -> list[Text]:
+    groups = look.grouped()
+    if not groups:
+        return [title("findings", "", width), line(("✓ nothing is wrong", "green"))]
+    levels = [group[0].level for group in groups]
+    counts = [f"{n} {each.value}" for each in (Level.CRITICAL, Level.WARNING) if (n := levels.count(each))]
+    shown = groups if len(groups) <= room else groups[: room - 1]
+    lines = [title("findings", ", ".join(counts), width)]
+    for group in shown:
+        mark, style = LEVEL_MARKS[group[0].level]
+        lines.append(line((mark, style), " ", plain(describe(group), 300)))
+    if rest := groups[len(shown) :]:
+        lines.append(line((f"and {len(rest)} more: {', '.join(group[0].name for group in rest)}", QUIET)))
+    return lines
+
+
+_EVENT_STYLES = {
+    Kind.ERROR: "bold red", Kind.HALT: "bold yellow", Kind.STALL: "bold red", Kind.SKIPPED_STEP: "yellow",
+    Kind.ROLLBACK: "yellow", Kind.RESTART: "yellow", Kind.CHECKPOINT_REJECTED: "bold red", Kind.DONE: "green",
+    Kind.FINDING: "yellow", Kind.HALT_ASKED: "bold yellow",
+}  # fmt: skip
+
+
+def _events(events: Sequence[Event], width: int, room: int) -> list[Text]:
+    if room < 2:
+        return []
+    lines = [title("events", f"{len(events):,}, newest first, UTC", width)]
+    if not events:
+        lines.append(Text("none yet", QUIET))
+    for event in list(events)[:-room:-1]:
+        style = _EVENT_STYLES.get(event.kind, "")
+        words = event.kind.value.replace("_", " ")
+        lines.append(
+            line((f"{clock(event.ts)} ", QUIET), (f"{words:12}", style), f" step {event.step:<8,} ", told(event))
+        )
+    return lines
+
+
+def _footer(look: Look, width: int) -> Text:
+    keys = "q quit" if look.state not in _ENDED else "q quit · this run has ended; the figures are its last"
+    return ends(line((keys, QUIET)), line((f"{clock(look.now)} UTC", QUIET)), width)

@@ -1,0 +1,69 @@
+"""Lines of a fixed width: the pieces that a frame is put together from."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from rich.text import Text
+
+QUIET = "dim"
+LEVELS = " ▁▂▃▄▅▆▇█"
+
+Pieces = str | Text | tuple[str, str]
+
+
+def line(*pieces: Pieces) -> Text:
+    return Text.assemble(*pieces, no_wrap=True, overflow="ellipsis")
+
+
+def fit(text: Text, width: int) -> Text:
+    """Exactly so wide: cut with an ellipsis, or filled with blanks."""
+    fitted = text.copy()
+    fitted.truncate(max(0, width), overflow="ellipsis", pad=True)
+    return fitted
+
+
+def ends(left: Text, right: Text, width: int) -> Text:
+    """One piece at each end; the right one is kept whole if it can be."""
+    room = max(0, width - right.cell_len - 1)
+    joined = fit(left, room)
+    joined.append(" ")
+    joined.append_text(right)
+    return fit(joined, width)
+
+
+def title(words: str, about: Text | str, width: int) -> Text:
+    """A heading with its unit or figures, and a rule to the end of the width."""
+    head = line((words, "bold"), " ")
+    if about:
+        head.append_text(line(about if isinstance(about, Text) else (about, QUIET), " "))
+    head.truncate(width, overflow="ellipsis")
+    head.append("─" * max(0, width - head.cell_len), QUIET)
+    return head
+
+
+def beside(left: Sequence[Text], right: Sequence[Text], left_width: int, gap: int = 2) -> list[Text]:
+    return [
+        line(fit(a if a is not None else Text(), left_width), " " * gap, b if b is not None else Text())
+        for a, b in zip_longest(left, right)
+    ]
+
+
+def level(share: float) -> str:
+    """A share from 0 to 1 as the height of a block."""
+    if not 0 <= share <= 1:
+        return "?" if share != share or share in (float("inf"), float("-inf")) else "█"
+    return LEVELS[max(1, round(share * 8))] if share > 0 else LEVELS[1]
+
+
+def plain_ascii(text: Text) -> Text:
+    """The same picture for a terminal without Unicode."""
+    styled = Text(text.plain.translate(_ASCII), no_wrap=True, overflow="ellipsis")
+    styled.spans = list(text.spans)
+    return styled
+
+
+_ASCII = {
+    **dict.fromkeys(range(0x2801, 0x2900), "*"),
+    **dict(zip(map(ord, LEVELS[1:]), "12345678", strict=True)),
+    **{ord(a): b for a, b in zip("─│┤┊·×↑…–●○✓■✗▲≈→µ", "-||:.x^.-*o+#x!~>u", strict=True)},
+}

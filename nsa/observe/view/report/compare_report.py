@@ -1,0 +1,113 @@
+"""Several runs in one page: what differs, the figures side by side, and their curves on common axes."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from math import isfinite
+
+from nsa.observe.view.buckets import buckets
+from nsa.observe.view.comparison import differing_settings, figures, labels
+from nsa.observe.view.figures import count, memory, number, share
+from nsa.observe.view.report.chart import Chart, Line
+from nsa.observe.view.report.charts import time_unit, worst
+from nsa.observe.view.report.page import chart_figure, page, section, table
+from nsa.observe.view.report.run_report import spelled
+from nsa.observe.view.series import Run
+from nsa.observe.view.summary import summarize
+
+_POINTS = 250
+STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
+
+
+def render(runs: Sequence[Run]) -> str:
+    names = labels(runs)
+    summaries = [summarize(run) for run in runs]
+    side_by_side = table(("", *names), [(name, *values) for name, values in figures(summaries)])
+    differing = differing_settings(runs)
+    if differing:
+        rows = [(key, *(spelled(value) for value in values)) for key, values in differing]
+        settings = table(("setting", *names), rows, codes=range(len(names) + 1))
+    else:
+        settings = '<p class="quiet">All settings are the same.</p>'
+    title = " · ".join(names)
+    head = f"<header><h1>{len(runs)} runs</h1><p>{escape(title)}</p></header>"
+    body = [
+        head,
+        section("Figures", "figures", f'<div class="even">{side_by_side}</div>'),
+        section("Settings that differ", "settings", f'<div class="even">{settings}</div>'),
+        section("Curves", "curves", '<p class="quiet">Lines are means, bands reach from least to largest; steps that '
+                "were done again are left out. × not finite · ▲ above the axis.</p>", '<div class="charts">',
+                *(chart_figure(chart) for chart in _charts(runs, names)), "</div>"),
+    ]  # fmt: skip
+    return page(f"{title} · nsa compare", body)
+
+
+def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
+    return [
+        _over_steps(runs, names, "loss", "loss", "nats per token", number, from_zero=False),
+        _loss_over(runs, names, "tokens"),
+        _loss_over(runs, names, "time"),
+        _held_out(runs, names),
+        _over_steps(runs, names, "toks_per_s", "throughput", "tokens per second", count),
+        _over_steps(runs, names, "grad_norm", "gradient norm", "before clipping", number),
+        _over_steps(runs, names, "lr", "learning rate", "", number),
+        _over_steps(runs, names, "gate_entropy_mean", "gate entropy", "nats; ln 3 = 1.0986 is uniform", number),
+        _over_steps(runs, names, "sel_pct_at_max", "queries at their most keys", "share of the queries", share),
+        _memory(runs, names),
+    ]
+
+
+def _style(place: int) -> str:
+    return STYLES[place % len(STYLES)]
+
+
+def _last_step(runs: Sequence[Run]) -> float:
+    return float(max((max(run.lead.step) for run in runs if len(run.lead)), default=1))
+
+
+def _over_steps(
+    runs: Sequence[Run], names: Sequence[str], column: str, title: str, unit: str, say: Callable[[float], str],
+    from_zero: bool = True,
+) -> Chart:  # fmt: skip
+    lines = [
+        Line(name, buckets(run.lead.counted("step"), run.lead.counted(column), _POINTS), _style(place))
+        for place, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
+    return Chart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=say)
+
+
+def _loss_over(runs: Sequence[Run], names: Sequence[str], what: str) -> Chart:
+    """Runs with other batch sizes or speeds are compared by tokens, or by the clock."""
+    seconds, unit = time_unit(max((run.lead.ts[-1] - run.lead.ts[0] for run in runs if len(run.lead)), default=0.0))
+    lines, last = [], 0.0
+    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
+        lead = run.lead
+        if what == "tokens":
+            pairs = list(zip(lead.counted("tokens_seen"), lead.counted("loss"), strict=True))
+            x = [tokens for tokens, _ in pairs if isfinite(tokens)]
+            y = [loss for tokens, loss in pairs if isfinite(tokens)]
+        else:
+            x = [(ts - lead.ts[0]) / seconds for ts in lead.counted("ts")]
+            y = list(lead.counted("loss"))
+        last = max([last, *x[-1:]])
+        lines.append(Line(name, buckets(x, y, _POINTS), _style(place)))
+    about = "over tokens" if what == "tokens" else "over the clock, from the first record"
+    x_unit = "tokens" if what == "tokens" else unit
+    return Chart(f"loss {about}", "nats per token", lines, (0.0, last or 1.0), x_unit=x_unit, from_zero=False)
+
+
+def _held_out(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+    lines = []
+    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
+        found = run.counted_evaluations()
+        steps, losses = [float(each.step) for each in found], [each.val_loss for each in found]
+        lines.append(Line(name, buckets(steps, losses, _POINTS), _style(place)))
+    return Chart("held-out loss", "nats per token", lines, (0.0, _last_step(runs)), from_zero=False)
+
+
+def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+    on_gpu = any(value > 0 for run in runs for value in run.lead.column("gpu_mem_reserved"))
+    column, what = ("gpu_mem_reserved", "GPU, reserved") if on_gpu else ("host_mem_rss", "host")
+    lines = [
+        Line(name, worst(run, column), _style(place)) for place, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
+    return Chart("memory", f"MiB, {what}, most of any rank", lines, (0.0, _last_step(runs)), format=memory)

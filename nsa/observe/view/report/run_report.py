@@ -1,0 +1,237 @@
+"""The report of one run: sections in the order in which a reader asks."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from nsa.observe import names
+from nsa.observe.events import Event, Kind
+from nsa.observe.view.event_words import told
+from nsa.observe.view.figures import UNKNOWN, count, duration, moment, number, plain, share
+from nsa.observe.view.goodput import KNOWN, Cause, Goodput
+from nsa.observe.view.look import Look
+from nsa.observe.view.report.charts import charts, gate_pictures
+from nsa.observe.view.report.page import Html, chart_figure, filter_field, page, section, table, tiles
+from nsa.observe.view.report.timeline import timeline
+from nsa.observe.view.series import Run
+from nsa.observe.view.summary import Summary, flat, summarize
+from nsa.observe.watch.conditions import Finding, Level
+from nsa.observe.watch.watchdog import ranks_of
+
+SIGNS = {
+    "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
+    "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
+}  # fmt: skip
+SWATCHES = {
+    Cause.PRODUCTIVE: "s-good", Cause.LOST: "s-waste1", Cause.SKIPPED: "s-waste2", Cause.DATA: "s-data",
+    Cause.EVALUATION: "s-eval", Cause.CHECKPOINT: "s-save", Cause.START_UP: "s-start", Cause.STALL: "s-stall",
+    Cause.DOWN: "s-down",
+}  # fmt: skip
+_MOST_EVENTS, _MOST_LOG_LINES = 300, 200
+_LEGEND = (
+    "Lines are means, bands reach from the least to the largest value of the records drawn together. "
+    "↻ restart · ↶ rollback · × not finite or not taken · ▲ above the axis · grey dots: done again later. "
+    "Point at a chart for its values."
+)
+
+
+def render(look: Look) -> str:
+    run, summary = look.run, summarize(look.run)
+    body = [
+        _head(look, summary),
+        section("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
+                '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
+        section("Gates by layer over time", "gates", _gates(run)),
+        section("Timeline", "timeline", _timeline(run, look.wall)),
+        section("Goodput", "goodput", _goodput(look.wall)),
+        section("Findings", "findings", _findings(look)),
+        section("Events", "events", _events(run.events)),
+        section("Configuration", "configuration", _config(run)),
+        section("Environment", "environment", _environment(run)),
+    ]  # fmt: skip
+    return page(f"{plain(run.name)} · nsa report", body)
+
+
+def _head(look: Look, summary: Summary) -> str:
+    run = look.run
+    sign, style = SIGNS.get(look.state, ("?", ""))
+    parts = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")
+    links = "".join(f'<a href="#{part}">{part}</a>' for part in parts)
+    began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
+    about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data not known')}"
+    return (
+        f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
+        f'<p><span class="state {style}">{sign} {escape(look.state)}</span> · {escape(about)} · '
+        f"as of {moment(look.now)}</p>"
+        f"\n{tiles(_tiles(look, summary))}\n<nav>{links}</nav>\n</header>"
+    )
+
+
+def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
+    levels = [group[0].level for group in look.grouped()]
+    target = f"of {summary.target:,}" if summary.target else "target not known"
+    wall = summary.wall
+    return [
+        ("steps", f"{summary.step:,}", target),
+        ("loss, nats per token", number(summary.loss),
+         f"mean of {summary.loss_records} records · least {number(summary.best_loss)} at {summary.best_step:,}"
+         if summary.loss_records else "no record yet"),
+        ("held-out loss", number(summary.held_out),
+         f"at {summary.held_out_step:,} · best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
+         if summary.held_out_step else "never evaluated"),
+        ("tokens", count(summary.tokens), "seen, all ranks"),
+        ("throughput", count(summary.toks_per_s), "tokens per second, median"),
+        ("goodput", share(summary.goodput), f"of {duration(wall.total)}" if wall else "no time recorded"),
+        ("restarts", str(summary.restarts),
+         f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps done again · {summary.skipped} skipped"),
+        ("findings", str(len(levels)), f"{levels.count(Level.CRITICAL)} critical" if levels else "nothing is wrong"),
+    ]  # fmt: skip
+
+
+def _gates(run: Run) -> str:
+    made = gate_pictures(run)
+    if made is None:
+        return '<p class="quiet">No record has gates by layer.</p>'
+    pictures, low, high, layers, (first, last) = made
+    height = max(40, min(300, layers * 14))
+    figures = []
+    for branch, uri in pictures:
+        figures.append(
+            f"<figure><h3>{branch} <small>layer 0 on top, {layers - 1} at the bottom</small></h3>"
+            f'<img src="{uri}" style="height:{height}px" alt="share of the {branch} gate by layer and step">'
+            f'<div class="ends"><span>step {first:,}</span><span>step {last:,}</span></div></figure>'
+        )
+    scale = f'<p class="quiet">share of the gate: {share(low)}<span class="scale"></span>{share(high)}</p>'
+    newest = run.lead.gates()[-1]
+    rows = [[str(layer), *(share(value) for value in shares)] for layer, shares in enumerate(newest.shares)]
+    figures_now = table(("layer", "compressed", "selected", "sliding"), rows, numbers=(1, 2, 3))
+    return (
+        f'<div class="heat">{"".join(figures)}</div>{scale}'
+        f"<details><summary>the figures of step {newest.step:,}</summary>{figures_now}</details>"
+    )
+
+
+def _timeline(run: Run, wall: Goodput | None) -> str:
+    if wall is None:
+        return '<p class="quiet">No process has told anything yet.</p>'
+    words = f"From {moment(wall.begin)} to {moment(wall.end)}; time since the start below. Outlined: start-up."
+    return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
+
+
+def _goodput(wall: Goodput | None) -> str:
+    if wall is None or wall.total <= 0:
+        return '<p class="quiet">No time recorded yet.</p>'
+    bar: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for cause in Cause:
+        part = wall.share(cause)
+        if part > 0:
+            words = f"{cause.value} {share(part)}" if part > 0.14 else share(part) if part > 0.05 else ""
+            bar.append(
+                f'<i class="{SWATCHES[cause]}" style="flex:{part:.5f}" title="{cause.value}: {share(part)}">{words}</i>'
+            )
+        name = Html(f'<span class="swatch {SWATCHES[cause]}"></span>{cause.value}')
+        rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), KNOWN[cause]))
+    rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last sign of life"))
+    made = table(("where the time went", "time", "share", "how it is known"), rows, numbers=(1, 2))
+    return f'<div class="bar">{"".join(bar)}</div>{made}'
+
+
+def _findings(look: Look) -> str:
+    told_now = (
+        "Judged on the records of the newest process as they were when this report was made; below, what a watchdog "
+        "found while it ran, if one did."
+    )
+    if look.findings:
+        made = table(
+            ("level", "condition", "rank", "step", "values", "first thing to do"),
+            [_finding_row(group) for group in look.grouped()],
+        )
+    else:
+        made = '<p class="good">✓ nothing is wrong</p>'
+    return f'<p class="quiet">{told_now}</p>{made}{_found_before(look.run.events)}{_health_log(look.run.folder)}'
+
+
+def _finding_row(group: Sequence[Finding]) -> Sequence[str]:
+    finding = group[0]
+    critical = finding.level == Level.CRITICAL
+    level = Html(f'<span class="{"crit" if critical else "warn"}">{"✗ critical" if critical else "▲ warning"}</span>')
+    ranks = ", ".join(map(str, ranks_of(group)[:8])) + (f" of {len(group)}" if len(group) > 8 else "")
+    condition = finding.condition
+    return (level, condition.name, ranks or "all", f"{finding.step:,}", plain(finding.message), condition.advice)
+
+
+def _found_before(events: Sequence[Event]) -> str:
+    """What the watchdog told, from when to when; the newest first."""
+    rows: list[tuple[str, ...]] = []
+    open_ones: dict[str, int] = {}
+    for event in events:
+        name = str(event.details.get("condition") or "")
+        if event.kind not in (Kind.FINDING, Kind.STALL) or not name:
+            continue
+        if not event.details.get("over"):
+            open_ones[name] = len(rows)
+            level = str(event.details.get("level") or "")
+            values = plain(event.details.get("message") or "")
+            rows.append((plain(name), plain(level), f"{event.step:,}", moment(event.ts), UNKNOWN, values))
+        elif (place := open_ones.pop(name, None)) is not None:
+            rows[place] = (*rows[place][:4], moment(event.ts), rows[place][5])
+    if not rows:
+        return ""
+    made = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
+    return f"<h3>found by the watchdog <small>newest first</small></h3>{made}"
+
+
+def _health_log(folder: Path) -> str:
+    try:
+        lines = (folder / names.HEALTH_LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    shown = "\n".join(plain(line) for line in lines[-_MOST_LOG_LINES:])
+    words = f"the last {min(len(lines), _MOST_LOG_LINES)} of {len(lines)} lines of {names.HEALTH_LOG}"
+    return f"<details><summary>{words}</summary><pre>{escape(shown)}</pre></details>"
+
+
+def _events(events: Sequence[Event]) -> str:
+    if not events:
+        return '<p class="quiet">None yet.</p>'
+    rows = [
+        (moment(event.ts), event.kind.value.replace("_", " "), f"{event.step:,}", told(event))
+        for event in reversed(events[-_MOST_EVENTS:])
+    ]
+    made = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")
+    some = f"the newest {_MOST_EVENTS} of {len(events):,}" if len(events) > _MOST_EVENTS else f"all {len(events)}"
+    opened = " open" if len(events) <= 20 else ""
+    return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{made}</details>"
+
+
+def _config(run: Run) -> str:
+    settings = flat(run.config)
+    if not settings:
+        return f'<p class="quiet">{names.ENV} is not there.</p>'
+    found = run.env.get("origins")
+    origins: dict[str, Any] = found if isinstance(found, dict) else {}
+    order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
+    rows = [(key, spelled(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
+    classes = ["default" if origins.get(key) == "default" else "" for key in order]
+    given = sum(not each for each in classes)
+    made = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
+    words = f"{given} settings were given, {len(order) - given} are defaults; what was given comes first."
+    return f'<p class="quiet">{words}</p>{filter_field("settings")}{made}'
+
+
+def _environment(run: Run) -> str:
+    left_out = ("config", "origins", "packages")
+    facts = {name: value for name, value in run.env.items() if name not in left_out}
+    packages = run.env.get("packages")
+    facts |= packages if isinstance(packages, dict) else {}
+    last = run.lead.last_progress
+    facts |= {name.replace("_", " "): value for name, value in last.items() if name.startswith("kernel_")}
+    facts |= {"ranks that told something": len(run.ranks), "records of the first": len(run.lead)}
+    return table(("", ""), [(plain(name), spelled(value)) for name, value in facts.items()], codes=(1,))
+
+
+def spelled(value: Any) -> str:
+    return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

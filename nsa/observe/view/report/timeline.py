@@ -1,0 +1,120 @@
+"""The run on the wall clock: processes as bars, what happened as signs in lanes."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from nsa.observe.events import Event, Kind
+from nsa.observe.view.buckets import nice_step
+from nsa.observe.view.event_words import told
+from nsa.observe.view.figures import clock, duration
+from nsa.observe.view.goodput import Goodput
+from nsa.observe.view.report.charts import time_unit
+from nsa.observe.watch.conditions import Level
+
+WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
+_TOGETHER = 7.0
+"""Pixels; signs that are closer become one that tells of all."""
+
+
+class _Sign(NamedTuple):
+    lane: str
+    sign: str
+    style: str
+
+
+_SIGNS = {
+    Kind.START: _Sign("starts and ends", "▶", "good"),
+    Kind.RESTART: _Sign("starts and ends", "↻", "warn"),
+    Kind.DONE: _Sign("starts and ends", "✓", "good"),
+    Kind.STOP: _Sign("starts and ends", "■", "warn"),
+    Kind.HALT: _Sign("starts and ends", "■", "warn"),
+    Kind.ERROR: _Sign("starts and ends", "✗", "crit"),
+    Kind.SAVE: _Sign("checkpoints", "◆", "calm"),
+    Kind.CHECKPOINT_REJECTED: _Sign("checkpoints", "✗", "crit"),
+    Kind.EVALUATION: _Sign("evaluations", "○", "calm"),
+    Kind.SKIPPED_STEP: _Sign("trouble", "×", "warn"),
+    Kind.ROLLBACK: _Sign("trouble", "↶", "warn"),
+    Kind.STALL: _Sign("trouble", "▲", "crit"),
+    Kind.FINDING: _Sign("findings", "▲", "warn"),
+    Kind.HALT_ASKED: _Sign("findings", "■", "warn"),
+}
+LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "trouble", "findings")
+
+
+def timeline(events: Sequence[Event], wall: Goodput) -> str:
+    height = TOP + LANE * len(LANES) + 26
+    bottom = TOP + LANE * len(LANES)
+    end = max([wall.end, *(event.ts for event in events)])
+    total = max(1e-9, end - wall.begin)
+
+    def x(ts: float) -> float:
+        return LEFT + min(1.0, max(0.0, (ts - wall.begin) / total)) * (WIDTH - LEFT - RIGHT)
+
+    parts = [f'<svg class="wide" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="timeline of the run">']
+    for number, lane in enumerate(LANES):
+        y = TOP + LANE * (number + 0.5)
+        parts.append(f'<text class="lane" x="{LEFT - 10}" y="{y + 4:.1f}">{lane}</text>')
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+    parts += _axis(total, bottom, x, wall.begin)
+    for life in wall.lives:
+        y, tall = TOP + 4, LANE - 8
+        words = f"{clock(life.begin)} to {clock(life.end)} UTC, {life.ending or 'no last word'}"
+        parts.append(
+            f"<g><title>{escape(words)}</title>"
+            f'<rect class="startup" x="{x(life.begin):.1f}" y="{y}" height="{tall}" '
+            f'width="{max(1.0, x(life.first_step) - x(life.begin)):.1f}"/>'
+            f'<rect class="alive" x="{x(life.first_step):.1f}" y="{y}" height="{tall}" '
+            f'width="{max(1.0, x(life.end) - x(life.first_step)):.1f}"/></g>'
+        )
+    for kind_group in _grouped(events, x):
+        sign = _sign(kind_group)
+        at = sum(x(event.ts) for event in kind_group) / len(kind_group)
+        y = TOP + LANE * (LANES.index(sign.lane) + 0.5) + 5
+        said = [
+            f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {told(event)}".rstrip()
+            for event in kind_group
+        ]
+        words = "\n".join(said if len(said) <= 12 else [*said[:5], f"and {len(said) - 10} more", *said[-5:]])
+        parts.append(
+            f'<text class="sign {sign.style}" x="{at:.1f}" y="{y:.1f}">{sign.sign}<title>{escape(words)}</title></text>'
+        )
+    return "".join(parts) + "</svg>"
+
+
+def _sign(group: Sequence[Event]) -> _Sign:
+    sign = _SIGNS[group[0].kind]
+    if group[0].kind != Kind.FINDING:
+        return sign
+    if any(event.details.get("level") == Level.CRITICAL for event in group):
+        return sign._replace(style="crit")
+    return sign._replace(sign="△", style="calm") if all(event.details.get("over") for event in group) else sign
+
+
+def _grouped(events: Sequence[Event], x: Callable[[float], float]) -> list[list[Event]]:
+    groups: list[list[Event]] = []
+    newest: dict[Kind, list[Event]] = {}
+    for event in events:
+        if event.kind not in _SIGNS:
+            continue
+        group = newest.get(event.kind)
+        if group is not None and x(event.ts) - x(group[0].ts) < _TOGETHER:
+            group.append(event)
+        else:
+            newest[event.kind] = [event]
+            groups.append(newest[event.kind])
+    return groups
+
+
+def _axis(total: float, bottom: int, x: Callable[[float], float], begin: float) -> list[str]:
+    unit = time_unit(total)[0]
+    step = nice_step(total / unit, 8) * unit
+    parts = []
+    for number in range(int(total / step) + 1):
+        at = x(begin + number * step)
+        anchor = ' style="text-anchor:end"' if at > WIDTH - 50 else ""
+        words = duration(number * step) if number else "0"
+        parts.append(f'<path class="tick" d="M{at:.1f} {bottom}v5"/>')
+        parts.append(f'<text class="x" x="{at:.1f}" y="{bottom + 19}"{anchor}>{words}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>')
+    return parts

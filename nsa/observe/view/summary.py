@@ -1,0 +1,86 @@
+"""The figures that people quote about a run."""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from nsa.observe.events import Kind
+from nsa.observe.view.goodput import Cause, Goodput, goodput
+from nsa.observe.view.series import Run
+
+_TREND_RECORDS = 20
+
+
+@dataclass(frozen=True)
+class Summary:
+    """NaN is not known, infinite is not finite."""
+
+    step: int
+    target: int | None
+    loss: float
+    """Mean over the last records: one batch is noise."""
+    loss_records: int
+    best_loss: float
+    """The lowest that one record told."""
+    best_step: int
+    held_out: float
+    held_out_step: int
+    best_held_out: float
+    best_held_out_step: int
+    tokens: float
+    toks_per_s: float
+    """Median of the records that count."""
+    restarts: int
+    rollbacks: int
+    lost_steps: int
+    skipped: int
+    wall: Goodput | None
+
+    @property
+    def goodput(self) -> float:
+        return self.wall.share(Cause.PRODUCTIVE) if self.wall is not None and self.wall.total > 0 else math.nan
+
+
+def summarize(run: Run) -> Summary:
+    lead = run.lead
+    told = zip(lead.counted("loss"), lead.counted("step"), strict=True)
+    losses = [pair for pair in told if not math.isnan(pair[0])]
+    recent = [value for value, _ in losses[-_TREND_RECORDS:]]
+    finite = [pair for pair in losses if math.isfinite(pair[0])]
+    best, best_step = min(finite, default=(math.nan, 0))
+    evaluations = run.counted_evaluations()
+    scored = [(each.val_loss, each.step) for each in evaluations if math.isfinite(each.val_loss)]
+    best_held_out, best_held_out_step = min(scored, default=(math.nan, 0))
+    speeds = [value for value in lead.counted("toks_per_s") if math.isfinite(value)]
+    kinds = [event.kind for event in run.events]
+    lost = [event.details.get("steps") for event in run.events if event.kind == Kind.LOST_STEPS]
+    return Summary(
+        step=int(lead.last.get("step", 0)),
+        target=run.target_steps,
+        loss=statistics.fmean(recent) if recent else math.nan,
+        loss_records=len(recent),
+        best_loss=best,
+        best_step=int(best_step),
+        held_out=evaluations[-1].val_loss if evaluations else math.nan,
+        held_out_step=evaluations[-1].step if evaluations else 0,
+        best_held_out=best_held_out,
+        best_held_out_step=best_held_out_step,
+        tokens=lead.column("tokens_seen")[-1] if len(lead) else math.nan,
+        toks_per_s=statistics.median(speeds) if speeds else math.nan,
+        restarts=kinds.count(Kind.RESTART),
+        rollbacks=kinds.count(Kind.ROLLBACK),
+        lost_steps=sum(steps for steps in lost if isinstance(steps, int)),
+        skipped=kinds.count(Kind.SKIPPED_STEP),
+        wall=goodput(lead, run.events, run.evaluations),
+    )
+
+
+def flat(config: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Settings by their dotted names."""
+    found: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,334 @@
+"""Is a run well? History in, findings out: no file, no clock. The conditions and their limits are in `conditions`."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from statistics import median
+
+from nsa.observe import names
+from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat
+from nsa.observe.watch.conditions import CONDITIONS, Finding, Level, Limits
+from nsa.observe.watch.history import History, RankLog
+from nsa.observe.watch.trends import creep, gain, lasting_drop, spikes
+
+# The last is a feeding process that the kernel killed.
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|Cannot allocate memory|exit code -9")
+_TOO_LATE = re.compile(r"did not come within")
+_APART = 8
+_ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc")
+
+
+class Phase(StrEnum):
+    EMPTY = "no run"
+    STARTING = "starting"
+    RUNNING = "running"
+    HUNG = "hung"
+    GONE = "gone"
+    FINISHED = "finished"
+    HALTED = "halted"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+_ENDED = {
+    names.DONE: Phase.FINISHED, names.HALTED: Phase.HALTED, names.STOPPED: Phase.STOPPED, names.FAILED: Phase.FAILED,
+}  # fmt: skip
+
+
+def examine(history: History, *, now: float, limits: Limits) -> list[Finding]:
+    """Everything that is wrong, critical first. `now` is on the steady clock that the history's ages are on."""
+    found = list(_of_ranks(history, now, limits))
+    found += _failure(history) or _missing_ranks(history, now, limits)
+    if history.first is not None:
+        found += _of_run(history, history.first, limits)
+    return sorted(found, key=lambda finding: (finding.level != Level.CRITICAL, list(CONDITIONS).index(finding.name)))
+
+
+def phase(history: History, findings: Sequence[Finding]) -> Phase:
+    """What the run is doing, as one word."""
+    logs = list(history.present.values())
+    if history.failure is not None:
+        return Phase.FAILED
+    if not logs:
+        return Phase.STARTING if history.started_at is not None else Phase.EMPTY
+    words = {log.last.msg for log in logs}
+    for word in (names.FAILED, names.HALTED, names.STOPPED):
+        if word in words:
+            return _ENDED[word]
+    if all(log.ended for log in logs):
+        return Phase.FINISHED
+    if history.gone & history.present.keys():
+        return Phase.GONE
+    if any(finding.name in ("heartbeat_stall", "throughput_zero") for finding in findings):
+        return Phase.HUNG
+    return Phase.RUNNING if any(log.progress for log in logs) else Phase.STARTING
+
+
+def stall_limit_s(log: RankLog, history: History, limits: Limits) -> float:
+    """How long this process may be silent where it is now."""
+    limit = max(limits.stall_s, limits.stall_steps * log.step_s)
+    if not log.progress or log.last.msg in (names.SKIPPED, names.ROLLED_BACK) or _pause_ahead(log, history):
+        return max(limit, limits.startup_s)
+    return limit
+
+
+def _finding(name: str, log: RankLog | None, step: int, message: str) -> Finding:
+    return Finding(CONDITIONS[name], None if log is None else log.rank, step, message)
+
+
+def _of_ranks(history: History, now: float, limits: Limits) -> Iterator[Finding]:
+    for log in history.present.values():
+        for name, message in _of_rank(log, history, now, limits):
+            yield _finding(name, log, log.last.step, message)
+
+
+def _of_rank(log: RankLog, history: History, now: float, limits: Limits) -> Iterator[tuple[str, str]]:
+    yield from _ending(log)
+    if not log.ended:
+        yield from _silence(log, history, now, limits)
+    if log.progress:
+        yield from _memory(log, limits)
+        yield from _data(log, limits)
+
+
+def _ending(log: RankLog) -> Iterator[tuple[str, str]]:
+    if log.last.msg != names.FAILED:
+        return
+    detail = log.last.detail or "no detail"
+    if _OUT_OF_MEMORY.search(detail):
+        yield "out_of_memory", detail
+    elif _TOO_LATE.search(detail):
+        yield "loader_timeout", detail
+    else:
+        yield "run_failed", detail
+
+
+def _silence(log: RankLog, history: History, now: float, limits: Limits) -> Iterator[tuple[str, str]]:
+    age, limit = now - log.last_at, stall_limit_s(log, history, limits)
+    if log.rank in history.gone:
+        if age > limits.gone_s:
+            yield (
+                "process_gone",
+                f"process {log.last.pid} is gone, last beat {age:.0f} s ago, limit {limits.gone_s:g} s",
+            )
+        return  # until then whoever started it may be starting it again
+    if age > limit:
+        yield "heartbeat_stall", f"last beat {age:.0f} s ago at step {log.last.step}, limit {limit:.0f} s"
+        return
+    still, limit = now - log.step_at, max(limit, limits.evaluation_s if _evaluates(log, history) else 0.0)
+    if log.last.msg == names.ALIVE and still > limit:
+        yield "throughput_zero", f"no new step for {still:.0f} s although beats come, limit {limit:.0f} s"
+
+
+def _pause_ahead(log: RankLog, history: History) -> bool:
+    """Whether a save, an evaluation or the end may have begun since the last beat: all of them take their time."""
+    facts, step = history.facts, log.last.step
+    since = math.ceil(ALIVE_EVERY_S / log.step_s) + 1 if log.step_s else 1  # steps that may be done and not yet told
+    furthest = step + min(since, facts.log_every or since)
+    if facts.steps is not None and furthest >= facts.steps:
+        return True
+    return any(every and furthest // every * every >= step for every in (facts.save_every, facts.eval_every))
+
+
+def _evaluates(log: RankLog, history: History) -> bool:
+    facts, step = history.facts, log.last.step
+    return bool(facts.eval_every) and (step % (facts.eval_every or 1) == 0 or step == facts.steps)
+
+
+def _numbers(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    for field, name, word in (("loss", "loss_nonfinite", "loss"), ("grad_norm", "grad_nonfinite", "gradient norm")):
+        bad = [not _finite(getattr(beat, field)) for beat in log.progress]
+        taken = [beat for beat, is_bad in zip(log.progress, bad, strict=True) if is_bad and not _was_skipped(beat, log)]
+        lately = bad[-limits.nonfinite_records :]
+        if taken:
+            yield name, f"{word} {getattr(taken[-1], field)} at step {taken[-1].step}, and the step was taken"
+        elif len(lately) == limits.nonfinite_records and all(lately):
+            yield name, f"{word} not finite in {len(lately)} records in a row, up to step {log.last.step}"
+
+
+def _was_skipped(beat: Beat, log: RankLog) -> bool:
+    """The run's own guard told so, at the step or in its count."""
+    if any(skip.step == beat.step for skip in log.skipped):
+        return True
+    earlier = [past for past in log.progress if past.step < beat.step]
+    before = (earlier[-1].nonfinite_steps if earlier else 0) or 0
+    return (beat.nonfinite_steps or 0) > before
+
+
+def _memory(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    for field in _ROOM_OF_MEMORY:
+        values = [getattr(span, field) for span in log.spans]
+        grown = creep(values, limits.creep_mib)
+        if grown is not None and grown > limits.creep:
+            minutes = sum(span.seconds for span in log.spans) / 60
+            yield (
+                "memory_creep",
+                f"{field} grew by {grown:.0%} to {values[-1]:,.0f} MiB in {minutes:.0f} min, limit {limits.creep:.0%}",
+            )
+            return
+
+
+def _data(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    slow = _streak(log.progress, lambda beat: (beat.dt_fetch_s or 0.0) > limits.fetch_s)
+    if slow >= limits.fetch_records:
+        yield (
+            "data_slow",
+            f"waited {log.progress[-1].dt_fetch_s:.1f} s for a batch, more than {limits.fetch_s:g} s in each of the "
+            f"last {slow} records",
+        )
+    last = log.progress[-1]
+    if last.reads_pred is not None and last.reads_act_total is not None and last.reads_pred != last.reads_act_total:
+        yield "reads_differ", f"{last.reads_act_total} keys read, {last.reads_pred} predicted, at step {last.step}"
+
+
+def _chosen(log: RankLog, history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+    last = log.progress[-1]
+    if last.synthetic and history.facts.dataset not in (None, "synthetic"):
+        yield "synthetic_data", f"training on {last.data} where {history.facts.dataset} was asked for"
+    at_max = [beat.sel_pct_at_max for beat in log.progress if beat.sel_pct_at_max is not None][-limits.gate_records :]
+    # A query reads its most keys when it is the last of its block, so 1/l_sel of them always do.
+    most = max(limits.selection_at_max, 2 / history.facts.l_sel if history.facts.l_sel else 0.0)
+    if len(at_max) == limits.gate_records and min(at_max) > most:
+        yield "selection_at_max", f"{at_max[-1]:.1%} of the queries read their most keys, limit {most:.1%}"
+
+
+def _gates(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    def lately(field: str) -> list[float]:
+        values = [getattr(beat, field) for beat in log.progress][-limits.gate_records :]
+        return values if len(values) == limits.gate_records and None not in values else []
+
+    if entropy := lately("gate_entropy_mean"):
+        worst = max(entropy)
+        for name, limit in (
+            ("gate_entropy_critical", limits.entropy_critical),
+            ("gate_entropy_low", limits.entropy_warning),
+        ):
+            if worst < limit:
+                yield name, f"gate entropy {entropy[-1]:.3f} nats, limit {limit:g}, over {len(entropy)} records"
+                break
+    if collapsed := lately("gate_collapse_frac"):
+        least = min(collapsed)
+        for name, limit in (
+            ("gate_collapse_critical", limits.collapse_critical),
+            ("gate_collapse_high", limits.collapse_warning),
+        ):
+            if least > limit:
+                yield (
+                    name,
+                    f"{collapsed[-1]:.1%} of the gates collapsed, limit {limit:.0%}, over {len(collapsed)} records",
+                )
+                break
+    if (largest := lately("gate_max_mean")) and min(largest) >= limits.gate_max:
+        yield "gate_max_high", f"largest gate {largest[-1]:.3f} on average, limit {limits.gate_max:g}"
+
+
+def _failure(history: History) -> list[Finding]:
+    """An end that only the events tell of: before the first beat, or of all ranks at once."""
+    failure = history.failure
+    if failure is None or any(log.last.msg == names.FAILED for log in history.present.values()):
+        return []
+    why = failure.details.get("error") or failure.details.get("why") or "no reason told"
+    return [_finding("run_failed", None, failure.step, str(why))]
+
+
+def _missing_ranks(history: History, now: float, limits: Limits) -> list[Finding]:
+    """Ranks that never spoke since the run was started."""
+    began = history.started_at
+    if began is None or now - began <= limits.startup_s or history.failure is not None:
+        return []
+    message = f"no beat since the run was started {now - began:.0f} s ago, limit {limits.startup_s:g} s"
+    missing = (rank for rank in range(history.facts.world or 1) if rank not in history.present)
+    return [Finding(CONDITIONS["heartbeat_stall"], rank, history.step, message) for rank in missing]
+
+
+def _of_run(history: History, log: RankLog, limits: Limits) -> Iterator[Finding]:
+    """What is one number for all ranks, or a comparison between them."""
+    found = [*_skips(log, limits), *_saves(history, log, limits)]
+    if log.progress:
+        found += [*_numbers(log, limits), *_losses(log, limits), *_pace(log, limits)]
+        found += [*_gates(log, limits), *_chosen(log, history, limits)]
+    for name, message in found:
+        yield _finding(name, None, log.last.step, message)
+    yield from _stragglers(history, limits)
+
+
+def _skips(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    since = log.progress[-limits.window].step if len(log.progress) >= limits.window else -1
+    recent = [beat for beat in log.skipped if beat.step >= since]
+    if recent:
+        steps = f"{len(recent)} step{'s' * (len(recent) > 1)}"
+        yield (
+            "steps_skipped",
+            f"{steps} skipped, the last at step {recent[-1].step}: {recent[-1].detail or 'no reason told'}",
+        )
+
+
+def _losses(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    # Later in a run a thousand steps gain less; a share of the steps so far gains about the same.
+    steps = max(limits.plateau_steps, int(limits.plateau_share * log.last.step))
+    gained = gain(log.losses, steps)
+    if gained is not None and gained < limits.plateau_gain:
+        yield "loss_plateau", f"loss changed by {-gained:+.2%} over {steps} steps, less than −{limits.plateau_gain:.2%}"
+    for field, name, word in (("loss", "loss_spike", "loss"), ("grad_norm", "grad_spikes", "gradient norm")):
+        recent = list(log.progress)[-limits.window :]
+        values = [math.nan if value is None else value for value in (getattr(beat, field) for beat in recent)]
+        found = spikes(values, limits.spike_sigma)
+        if len(found) >= limits.spike_records:
+            worst = max(values[i] for i in found)
+            yield name, f"{word} spiked {len(found)} times in {len(recent)} records, up to {worst:.4g}"
+
+
+def _pace(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    pairs = [(span.seconds, span.toks_per_s) for span in log.spans]
+    slow_s, usual = lasting_drop(pairs, [span.toks_per_s for span in log.first_spans], limits.throughput_drop)
+    if slow_s > limits.throughput_drop_s:
+        now = log.spans[-1].toks_per_s
+        yield "throughput_drop", f"{now:,.0f} tokens/s where {usual:,.0f} are usual, for {slow_s / 60:.0f} min"
+
+
+def _saves(history: History, log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+    every, behind = history.facts.save_every or 0, log.last.step - history.saved_step
+    if every > 0 and not log.ended and behind > limits.checkpoint_overdue * every:
+        yield "checkpoint_overdue", f"{behind} steps since the last checkpoint, train.save_every is {every}"
+
+
+def _stragglers(history: History, limits: Limits) -> Iterator[Finding]:
+    """Forward time of a rank against the others', at the same steps: nobody waits in it, so the slow one shows."""
+    logs, records = history.present, limits.straggler_records
+    if len(logs) < 2:
+        return
+    # Some ranks have told a step that others have yet to tell: a few records more are enough to find common ones.
+    told = [{beat.step for beat in list(log.progress)[-records - _APART :]} for log in logs.values()]
+    shared = sorted(set.intersection(*told))[-records:]
+    if len(shared) < records:
+        return
+    own: dict[int, list[float]] = {}
+    for rank, log in logs.items():
+        by_step = {beat.step: beat.forward_s or 0.0 for beat in log.progress}
+        own[rank] = [by_step[step] for step in shared]
+    for rank, times in own.items():
+        log = logs[rank]
+        others = [median(values) for values in zip(*(t for other, t in own.items() if other != rank), strict=True)]
+        # What it costs must be worth a look too: a tenth of the step.
+        behind = [
+            mine > limits.straggler * other and mine - other > 0.1 * log.step_s
+            for mine, other in zip(times, others, strict=True)
+        ]
+        if all(behind):
+            message = f"forward takes {times[-1]:.3f} s, {times[-1] / max(others[-1], 1e-9):.1f} times the other ranks'"
+            yield _finding("straggler", log, log.last.step, message)
+
+
+def _streak(beats: Sequence[Beat], holds: Callable[[Beat], bool]) -> int:
+    """How many of the last beats in a row it holds for."""
+    count = 0
+    for beat in reversed(beats):
+        if not holds(beat):
+            break
+        count += 1
+    return count
+
+
+def _finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)

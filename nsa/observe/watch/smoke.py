@@ -1,0 +1,101 @@
+"""Did a run really train? Questions about what it left behind, each with an answer and the numbers for it."""
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from nsa.observe import names
+from nsa.observe.heartbeat import Beat, read_beats
+
+_LEAST_BEATS = 4
+"""Progress records that a first and a last quarter can be told apart in."""
+_FOLDER = (names.ENV, names.EVENTS, names.METRICS)
+_FINISHED = (names.MODEL, names.MODEL_SAFETENSORS)
+
+
+@dataclass(frozen=True)
+class Answer:
+    good: bool
+    text: str
+
+
+def smoke(*, training_csv: Path, heartbeat: Path, min_steps: int, folder: Path | None = None) -> Iterator[Answer]:
+    """Of the two files, and of the whole run folder where one is given."""
+    beats = list(read_beats(heartbeat))
+    progress = [beat for beat in beats if beat.msg == names.PROGRESS]
+    rows = _rows(training_csv)
+    yield Answer(bool(progress), f"{heartbeat.name} has {len(progress)} progress records")
+    yield Answer(bool(rows), f"{training_csv.name} has {len(rows)} rows")
+    if not progress or not rows:
+        return
+    last = max(beat.step for beat in progress)
+    yield Answer(last >= min_steps, f"{last} steps done, at least {min_steps} wanted")
+    yield _losses(progress)
+    yield _falling(progress)
+    yield _rows_agree(rows, progress)
+    wrong = [beat for beat in progress if beat.reads_pred != beat.reads_act_total]
+    yield Answer(not wrong, f"keys read differ from those predicted in {len(wrong)} of {len(progress)} records")
+    still = [beat for beat in progress if beat.toks_per_s is not None and not beat.toks_per_s > 0]
+    yield Answer(not still, f"{len(still)} records without any tokens per second")
+    ended = beats[-1].msg
+    yield Answer(ended != names.FAILED, f"the last record is {ended!r}{_colon(beats[-1].detail)}")
+    if folder is not None:
+        yield from _files(folder, finished=ended == names.DONE)
+
+
+def _losses(progress: list[Beat]) -> Answer:
+    bad = [beat.step for beat in progress if beat.loss is None or not math.isfinite(beat.loss)]
+    skipped = progress[-1].skipped_steps or 0
+    return Answer(not bad, f"loss not finite in {len(bad)} of {len(progress)} records, {skipped} steps skipped")
+
+
+def _falling(progress: list[Beat]) -> Answer:
+    losses = [beat.loss for beat in progress if beat.loss is not None and math.isfinite(beat.loss)]
+    if len(losses) < _LEAST_BEATS:
+        return Answer(
+            False, f"{len(losses)} losses are too few to see whether they fall, at least {_LEAST_BEATS} needed"
+        )
+    size = max(1, len(losses) // 4)
+    first, last = fmean(losses[:size]), fmean(losses[-size:])
+    return Answer(last < first, f"mean loss of the first quarter {first:.4f}, of the last {last:.4f}")
+
+
+def _rows_agree(rows: list[dict[str, str]], progress: list[Beat]) -> Answer:
+    """A resumed or rolled back run tells a step twice; a heartbeat that was rotated begins later than the CSV."""
+    told: dict[int, list[float]] = {}
+    for beat in progress:
+        told.setdefault(beat.step, []).append(math.nan if beat.loss is None else beat.loss)
+    try:
+        pairs = [(int(row["step"]), float(row["loss"])) for row in rows]
+    except (KeyError, ValueError, TypeError) as problem:
+        return Answer(False, f"a row of the CSV cannot be read: {problem!r}")
+    first = min(told)
+    other = [step for step, loss in pairs if step >= first and not any(_same(loss, by) for by in told.get(step, ()))]
+    return Answer(not other, f"{len(other)} of {len(rows)} rows tell another loss than the heartbeat")
+
+
+def _files(folder: Path, *, finished: bool) -> Iterator[Answer]:
+    wanted = [*_FOLDER, *(_FINISHED if finished else ())]
+    absent = [name for name in wanted if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
+    yield Answer(not absent, f"files missing or empty: {', '.join(absent) or 'none'}")
+    halted = (folder / names.HALT).exists()
+    yield Answer(not halted, f"{names.HALT} is {'there' if halted else 'not there'}")
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            return list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _colon(detail: str | None) -> str:
+    return f": {detail}" if detail else ""

@@ -1,0 +1,87 @@
+"""The state of a run as one record: what a person, a cron job or a script asks first."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nsa.observe import halt, names
+from nsa.observe.watch.conditions import Finding, Level
+from nsa.observe.watch.health import Phase, phase
+from nsa.observe.watch.history import History
+
+_BAD = (Phase.FAILED, Phase.HUNG, Phase.EMPTY)
+_DOUBTFUL = (Phase.GONE, Phase.HALTED, Phase.STOPPED)
+
+
+@dataclass(frozen=True)
+class Status:
+    phase: Phase
+    step: int
+    steps: int | None
+    loss: float | None
+    toks_per_s: float | None
+    left_s: float | None
+    """Seconds to the last step at the usual pace."""
+    beat_age_s: float | None
+    """Of the rank that was heard of least."""
+    ranks: int
+    world: int | None
+    checkpoint: str | None
+    checkpoint_step: int | None
+    halt: str | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 well or finished, 1 somebody should look, 2 somebody must."""
+        critical = any(finding.level == Level.CRITICAL for finding in self.findings)
+        if critical or self.phase in _BAD:
+            return 2
+        if self.phase == Phase.FINISHED:
+            return 0
+        return 1 if self.findings or self.phase in _DOUBTFUL or self.halt is not None else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        values = asdict(self) | {"phase": self.phase.value, "exit_code": self.exit_code}
+        values["findings"] = [
+            {
+                "condition": f.name, "level": f.level.value, "rank": f.rank, "step": f.step, "message": f.message,
+                "advice": f.condition.advice,
+            }
+            for f in self.findings
+        ]  # fmt: skip
+        return values
+
+
+def status_of(folder: Path, history: History, findings: Sequence[Finding], *, now: float, wall: float) -> Status:
+    """`now` is on the steady clock of the history, `wall` the time of day."""
+    present, first = history.present, history.first
+    last = first.progress[-1] if first is not None and first.progress else None
+    steps, asked = history.facts.steps, halt.read(folder)
+    doing, checkpoint = phase(history, findings), newest_checkpoint(folder)
+    step_s = first.step_s if first is not None and doing == Phase.RUNNING else 0.0
+    return Status(
+        phase=doing,
+        step=history.step,
+        steps=steps,
+        loss=last.loss if last is not None else None,
+        toks_per_s=last.toks_per_s if last is not None else None,
+        left_s=(steps - history.step) * step_s if steps is not None and step_s else None,
+        beat_age_s=max((now - log.last_at for log in present.values()), default=None),
+        ranks=len(present),
+        world=history.facts.world,
+        checkpoint=checkpoint,
+        checkpoint_step=int(checkpoint.removeprefix("step")) if checkpoint is not None else None,
+        halt=asked.describe(wall) if asked is not None else None,
+        findings=tuple(findings),
+    )
+
+
+def newest_checkpoint(folder: Path) -> str | None:
+    """What `latest` points at."""
+    try:
+        name = (folder / names.CHECKPOINTS / names.LATEST).readlink().name
+    except OSError:  # none yet, or kept elsewhere
+        return None
+    return name if name.removeprefix("step").isdigit() else None

@@ -1,0 +1,258 @@
+"""The process that watches a run: looks, tells what is new and what is over, and acts on what is critical.
+
+It acts in an order that loses nothing: at a stall it first asks the run where it hangs, then writes down what it found,
+and halts last. What has ended by itself is not halted: a launcher may be starting it again.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nsa.observe import halt, names
+from nsa.observe.events import Kind, add_event
+from nsa.observe.watch.conditions import Finding, Level, Limits
+from nsa.observe.watch.health import Phase, examine, phase
+from nsa.observe.watch.history import HistoryReader, RankLog
+from nsa.observe.watch.inquiry import Inquiry
+
+_BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
+_GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
+_RECENT = 20
+_FEW = 8
+_Key = tuple[str, int | None]
+_T = TypeVar("_T")
+
+
+class Watchdog:
+    """`say` takes every line that also goes to health_check.log."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        halt: bool,
+        limits: Limits,
+        say: Callable[[str], None],
+        reader: HistoryReader | None = None,
+    ) -> None:
+        self.folder, self.limits = folder, limits
+        self.phase = Phase.EMPTY
+        self._halts, self._say = halt, say
+        self._reader = reader or HistoryReader(folder)
+        self._began = self._reader.now.steady
+        self._holding: dict[_Key, Finding] = {}
+        self._acted: set[_Key] = set()
+        self._named: str | None = None
+
+    def begin(self) -> None:
+        """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
+        self.log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
+        now = time.time()
+        if (asked := halt.read(self.folder)) is not None:
+            self.log(f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start.")
+        if (anomaly := read_anomaly(self.folder)) is not None:
+            name, since = anomaly
+            self.log(
+                f"{names.ANOMALY} is there already: {name}, {halt.age(now - since)} old. It is of an earlier watch."
+            )
+
+    def look(self) -> list[Finding]:
+        """Once; returns what is wrong now."""
+        history = self._reader.update()
+        findings = examine(history, now=self._reader.now.steady, limits=self.limits)
+        found = phase(history, findings)
+        if found != self.phase:
+            self.phase = found
+            self.log(f"{found} at step {history.step}")
+        now = {(finding.name, finding.rank): finding for finding in findings}
+        before, self._holding = self._holding, now
+        for same in by_condition([finding for key, finding in now.items() if key not in before]):
+            self._tell(same)
+        for same in by_condition([finding for key, finding in before.items() if key not in now]):
+            self._tell_over(same)
+        self._acted &= now.keys()
+        due = [f for key, f in now.items() if f.level == Level.CRITICAL and key not in self._acted and self._is_sure(f)]
+        if due:
+            self._acted |= {(finding.name, finding.rank) for finding in due}
+            self._act(due)
+        return findings
+
+    def log(self, line: str) -> None:
+        """To whoever listens and to health_check.log."""
+        self._say(line)
+        self._try(lambda: append_health(self.folder, line))
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _is_sure(self, finding: Finding) -> bool:
+        """An age that the watcher has not lived through itself may be a clock that was set: wait for as long again."""
+        if finding.name not in _BY_AGE or finding.condition.over:
+            return True
+        log = self._reader.history.ranks.get(finding.rank) if finding.rank is not None else None
+        watched_s = self._reader.now.steady - self._began
+        return (log is not None and log.last_at >= self._began) or watched_s > self.limits.stall_s
+
+    def _act(self, due: Sequence[Finding]) -> None:
+        if any(finding.name in _BY_AGE and not finding.condition.over for finding in due):
+            for line in Inquiry(self.folder, list(self._reader.local())).ask():
+                self.log(line)
+        first = due[0]
+        self._name_cause(first)
+        if gates := [finding for finding in due if finding.name in _GATES]:
+            self._write_gates(gates)
+        self._halt([finding for finding in due if not finding.condition.over])
+
+    def _name_cause(self, first: Finding) -> None:
+        """What ends after this watch has found a cause ends because of it: the cause stays named."""
+        if first.condition.over and self._named:
+            self.log(f"{names.ANOMALY} stays {self._named}: {first.name} came of it")
+            return
+        earlier, self._named = read_anomaly(self.folder), first.name
+        self._try(lambda: write_whole(self.folder / names.ANOMALY, f"{first.name}\n"))
+        if earlier is not None and earlier[0] != first.name:
+            self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
+
+    def _halt(self, findings: Sequence[Finding]) -> None:
+        if not findings or not self._halts:
+            return
+        first = findings[0]
+        reason, who = f"{first.name}: {first.message}", f"nsa watch, process {os.getpid()} on {socket.gethostname()}"
+        asked = self._try(lambda: halt.ask(self.folder, reason, who))
+        if asked:
+            self.log(f"{names.HALT} written: {reason}")
+            self._event(Kind.HALT_ASKED, [first], reason=reason)
+        elif asked is not None:
+            self.log(f"{names.HALT} is there already, not overwritten")
+
+    def _tell(self, same: Sequence[Finding]) -> None:
+        first = same[0]
+        self.log(f"{first.level.upper()} {describe(same)}")
+        self._event(Kind.STALL if first.name in _BY_AGE else Kind.FINDING, same, message=first.message)
+        if first.name in _GATES and first.level == Level.WARNING:
+            self._write_gates(same)
+
+    def _tell_over(self, same: Sequence[Finding]) -> None:
+        self.log(f"over: {same[0].name}{_where(same)}")
+        self._event(Kind.FINDING, same, over=True)
+
+    def _event(self, kind: Kind, same: Sequence[Finding], **details: Any) -> None:
+        which = {"condition": same[0].name, "level": same[0].level.value, "ranks": ranks_of(same)}
+        self._try(lambda: add_event(self.folder, kind, ts=time.time(), step=same[0].step, **which, **details))
+
+    def _write_gates(self, findings: Sequence[Finding]) -> None:
+        log = self._reader.history.first
+        if log is None or not log.progress:
+            return
+        content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **gate_details(log)}
+        content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_LIMITS)}
+        self._try(lambda: write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
+
+    def _try(self, write: Callable[[], _T]) -> _T | None:
+        """A full disk is one of the things to report, not a reason to stop watching; None where it could not write."""
+        try:
+            return write()
+        except OSError as problem:
+            self._say(f"could not write: {problem}")
+            return None
+
+
+_LIMITS = ("entropy_", "collapse_", "gate_")
+
+
+def gate_details(log: RankLog) -> dict[str, Any]:
+    """What is known of the gates: the last record, the layers from the most one-sided on, and how it came about."""
+    last = log.progress[-1]
+    layers = [
+        {"layer": i, "shares": shares, "largest": max(shares)}
+        for i, shares in enumerate(last.gate_shares_by_layer or ())
+    ]
+    fields = (
+        "gate_entropy_mean",
+        "gate_max_mean",
+        "gate_collapse_frac",
+        "gate_branch_shares",
+        "loss",
+        "grad_norm",
+        "lr",
+    )
+    return {
+        "step": last.step,
+        "rank": log.rank,
+        "ts": last.ts,
+        "branches": ["compressed", "selected", "sliding"],
+        "layers": sorted(layers, key=lambda layer: -layer["largest"]),
+        "recent": [
+            {"step": beat.step} | {name: _strict(getattr(beat, name)) for name in fields}
+            for beat in list(log.progress)[-_RECENT:]
+        ],
+    }
+
+
+def by_condition(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings of the same condition on several ranks belong together."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name, []).append(finding)
+    return list(groups.values())
+
+
+def ranks_of(same: Sequence[Finding]) -> list[int]:
+    return [finding.rank for finding in same if finding.rank is not None]
+
+
+def describe(same: Sequence[Finding]) -> str:
+    """One line for findings of one condition."""
+    return f"{same[0].name}{_where(same)}: {same[0].message}"
+
+
+def read_anomaly(folder: Path) -> tuple[str, float] | None:
+    """What `.anomaly_type` says and since when; None without one."""
+    path = folder / names.ANOMALY
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip(), path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def append_health(folder: Path, line: str) -> None:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+    with (folder / names.HEALTH_LOG).open("a", encoding="utf-8") as file:
+        file.write(f"[{stamp}] {line}\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> Phase:
+    """Until the run is finished or halted; what failed, stopped or is gone may come back and is watched on."""
+    watchdog.begin()
+    while True:
+        try:
+            watchdog.look()
+        except OSError as problem:  # a file server that is away for a moment
+            watchdog.log(f"could not look: {problem}")
+        if watchdog.phase in (Phase.FINISHED, Phase.HALTED):
+            return watchdog.phase
+        pause(interval_s)
+
+
+def _where(same: Sequence[Finding]) -> str:
+    ranks = ranks_of(same)
+    if not ranks:
+        return f" (step {same[0].step})"
+    few = ", ".join(map(str, ranks[:_FEW])) + (f" and {len(ranks) - _FEW} more" if len(ranks) > _FEW else "")
+    return f" (rank{'s' * (len(ranks) > 1)} {few}, step {same[0].step})"
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    return str(value) if isinstance(value, float) and value - value != 0 else value

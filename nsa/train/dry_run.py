@@ -1,0 +1,247 @@
+"""Before a run: one batch of its data, its model, one step, one checkpoint written and read back.
+
+On the hardware the run is meant for, the step is real and timed. For hardware that is not here it runs with fake
+tensors, which have shapes and dtypes and no values: what does not fit together shows, what does not fit into memory
+does not. Nothing is left behind.
+"""
+
+import logging
+import math
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa.config.schema import RunConfig
+from nsa.data.feed.feeder import Feeder, FeedSettings
+from nsa.errors import NSAError
+from nsa.guard.facts import Attempt, DryRun
+from nsa.guard.hardware import GIB, Target
+from nsa.train import rows
+from nsa.train.build import build_train_module, choose_device
+from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.checkpoint.layout import CHECKPOINTS, step_name
+from nsa.train.checkpoint.load import read_model
+from nsa.train.checkpoint.record import RunRecord
+from nsa.train.checkpointing import make_checkpointer, signing_key
+from nsa.train.guard import GuardedTrainModule
+from nsa.train.loader import Tensors, to_engine
+from nsa.train.mixer import transformer_config
+from nsa.train.ranks import Ranks
+
+Say = Callable[[str], None]
+
+# A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
+_FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError)
+_REPEAT_BELOW_S = 30.0
+_PREFIX = ".preflight-"
+
+
+def dry_run(config: RunConfig, vocab_size: int, target: Target, *, fetch_remote: bool, say: Say) -> DryRun:
+    """`fetch_remote`: try data that lies on another machine too; `say` hears what is being done."""
+    say("fetching a batch")
+    data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
+    if away := _why_not_here(config, target):
+        say("one step with fake tensors")
+        model, step = _try_fake(config, vocab_size, target.count)
+        return DryRun(data, model, step, Attempt(not_tried=f"{away}: the run writes its first one itself"))
+    say("building the model")
+    quiet = logging.getLogger("olmo_core")
+    level = quiet.level
+    quiet.setLevel(logging.WARNING)
+    try:
+        return _try_here(config, vocab_size, target.count, data, batch, say)
+    finally:
+        quiet.setLevel(level)
+
+
+def _why_not_here(config: RunConfig, target: Target) -> str | None:
+    """One process stands for one rank of ddp; a whole model may be too large where its ranks hold parts of it."""
+    if not target.here:
+        return f"{target} is not here"
+    if target.count > 1 and config.parallel.data != "ddp":
+        return f"parallel.data={config.parallel.data} shards the model over {target.count} ranks, and this is one"
+    return None
+
+
+def _try_here(config: RunConfig, vocab_size: int, world: int, data: Attempt, batch: Tensors | None, say: Say) -> DryRun:
+    try:
+        device = choose_device(config, Ranks())
+        alone = _share_of_one(config, world)
+        module = build_train_module(alone, vocab_size, Ranks(), device)
+    except _FAILURES as error:
+        no_model = Attempt(not_tried="there is no model")
+        return DryRun(data, Attempt(problem=_tell(error)), no_model, no_model)
+    model = Attempt(seen=f"{module.model.num_params:,} parameters on {device}")
+    say("one step")
+    made_up = "" if batch is not None else ", on made-up tokens"
+    batch = batch or _made_up(alone, vocab_size)
+    try:
+        step_s, peak = _step(module, alone, batch)
+    except _FAILURES as error:
+        return DryRun(data, model, Attempt(problem=_tell(error)), Attempt(not_tried="there was no step"))
+    step = Attempt(seen=f"{step_s:.3g} s a step{peak}{made_up}")
+    say("one checkpoint")
+    return DryRun(data, model, step, _try_checkpoint(config, module), step_s)
+
+
+def _share_of_one(config: RunConfig, world: int) -> RunConfig:
+    """The run as one of its ranks computes it."""
+    rows_of_one = max(1, config.train.batch_size // world)
+    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": rows_of_one})})
+
+
+def _try_data(config: RunConfig, vocab_size: int, world: int, fetch_remote: bool) -> tuple[Attempt, Tensors | None]:
+    if not fetch_remote and (place := _remote(config)):
+        return Attempt(not_tried=f"{place} is on another machine; --fetch tries it"), None
+    data, began = config.data, time.monotonic()
+    settings = FeedSettings(queue_depth=1, timeout_s=data.loader_timeout_s)
+    try:
+        wanted = rows.training_rows(config, vocab_size)
+        with Feeder(wanted, global_rows=rows.global_rows(config), world=world, settings=settings) as feeder:
+            feeder.warm_up()
+            batch = next(feeder)
+    except _FAILURES as error:
+        return Attempt(problem=_tell(error)), None
+    return Attempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(batch)
+
+
+def _remote(config: RunConfig) -> str | None:
+    """Where the data is, if that is not a folder or a file here."""
+    if config.data.dataset == "synthetic":
+        return None
+    path = config.data.path
+    if path is None:
+        return config.data.dataset
+    return path if "://" in path or (config.data.dataset == "fineweb_edu" and not Path(path).exists()) else None
+
+
+def _made_up(config: RunConfig, vocab_size: int) -> Tensors:
+    generator = torch.Generator().manual_seed(config.train.seed)
+    shape = (config.train.batch_size, config.train.seq_len)
+    tokens = torch.randint(min(vocab_size, config.model.vocab_size or vocab_size), shape, generator=generator)
+    return {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
+
+
+def _step(module: GuardedTrainModule, config: RunConfig, batch: Tensors) -> tuple[float, str]:
+    """Seconds of one optimizer step, and the peak of the GPU's memory in words. Raises if it is not finite."""
+    device, on_gpu = module.device, module.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    share = {name: value[: config.train.batch_size] for name, value in batch.items()}
+    loss, pass_s = _timed(lambda: _pass(module, share), on_gpu)
+    if pass_s < _REPEAT_BELOW_S:  # the first one also compiles and warms up
+        loss, pass_s = _timed(lambda: _pass(module, share), on_gpu)
+    norm = float(module._clip_grad_norm(config.train.grad_clip or float("inf")))
+    _, optimizer_s = _timed(module.optim.step, on_gpu)
+    module.zero_grads()
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise RuntimeError(f"the first step is not finite: loss {loss}, gradient norm {norm}")
+    peak = f", {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if on_gpu else ""
+    return config.train.accumulate_grad_batches * pass_s + optimizer_s, peak
+
+
+def _pass(module: GuardedTrainModule, share: Tensors) -> float:
+    """A forward and a backward pass as the engine makes them."""
+    micro_batch = {name: value.to(module.device) if _is_tokens(name) else value for name, value in share.items()}
+    input_ids, labels, more = module._prepare_batch(micro_batch)
+    with module._train_microbatch_context(0, 1):
+        output = module.model_forward(
+            input_ids,
+            labels=labels,
+            ignore_index=module.label_ignore_index,
+            loss_reduction="mean",
+            return_logits=False,
+            **more,
+        )
+        output.loss.backward()
+    return float(output.loss.detach())
+
+
+def _is_tokens(name: str) -> bool:
+    return name in ("input_ids", "labels")
+
+
+def _timed(act: Callable[[], Any], on_gpu: bool) -> tuple[Any, float]:
+    began = time.perf_counter()
+    result = act()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - began
+
+
+def _try_checkpoint(config: RunConfig, module: GuardedTrainModule) -> Attempt:
+    began = time.monotonic()
+    try:
+        with _scratch(Path(config.train.out_dir)) as scratch:
+            checkpoints, key = scratch / CHECKPOINTS, signing_key(config)
+            record = RunRecord(step=1, world_size=1, config=config.model_dump(mode="json"), data_cursor={})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is no process group
+                make_checkpointer(config, scratch, lambda: record).save(checkpoints / step_name(1), module, {})
+            found = CheckpointFolder(checkpoints, key=key).find_resumable()
+            if found.path is None:
+                problem = "; ".join(str(finding) for finding in found.passed_over)
+                return Attempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
+            read, size = read_model(found.path), _size(found.path)
+            wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
+    except _FAILURES as error:
+        return Attempt(problem=_tell(error))
+    if wrong:
+        return Attempt(problem=f"{len(wrong)} tensors read back differently, {wrong[0]} first: suspect the disk")
+    return Attempt(seen=f"{size / GIB:.2f} GiB written, read back and compared in {time.monotonic() - began:.1f} s")
+
+
+def _weights(module: GuardedTrainModule) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in module.model.state_dict().items():
+        yield name, value.detach()
+
+
+@contextmanager
+def _scratch(out_dir: Path) -> Iterator[Path]:
+    """A folder on the disk where the run will write: in the run folder, or where that will be made."""
+    there = next(path for path in (out_dir, *out_dir.absolute().parents) if path.is_dir())
+    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=there))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[Attempt, Attempt]:
+    """Forward, loss and backward of one rank's share, with shapes alone."""
+    alone = _share_of_one(config, world)
+    with FakeTensorMode():
+        try:
+            model = transformer_config(alone, vocab_size).build(init_device="cpu")
+        except _FAILURES as error:
+            return Attempt(problem=_tell(error)), Attempt(not_tried="there is no model")
+        built = Attempt(seen=f"{model.num_params:,} parameters, as fake tensors")
+        tokens = torch.zeros(alone.train.batch_size, alone.train.seq_len, dtype=torch.long)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=alone.runtime.precision == "bf16"):
+                output = model(tokens, labels=tokens, loss_reduction="mean", return_logits=False)
+            output.loss.backward()
+        except _FAILURES as error:
+            return built, Attempt(problem=_tell(error))
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    if without:
+        return built, Attempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
+    return built, Attempt(seen="shapes alone, with fake tensors: time and memory were not measured")
+
+
+def _tell(error: BaseException) -> str:
+    """In one line; a type says more than some messages do."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NSAError) else f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,142 @@
+"""Writes nsa.json, the Grafana dashboard of runs: `python ops/grafana/make_dashboard.py`.
+
+Rows of panels, three to a row. Every expression keeps to the run and rank chosen at the top.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("nsa.json")
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+RANK, RUN = 'run=~"$run", rank=~"$rank"', 'run=~"$run"'
+SPAN = "$__rate_interval"
+
+# Title, unit, expressions with the legend of each.
+Panel = tuple[str, str, list[tuple[str, str]]]
+ROWS: dict[str, list[Panel]] = {
+    "Progress": [
+        ("Loss (nats per token)", "none", [
+            (f'nsa_loss_nats{{{RUN}, rank="0"}}', "{{run}} training"),
+            (f"nsa_eval_loss_nats{{{RUN}}}", "{{run}} held out"),
+        ]),
+        ("Tokens per second, all ranks", "short", [(f'nsa_tokens_per_second{{{RUN}, rank="0"}}', "{{run}}")]),
+        ("Step, of all", "percentunit", [
+            (f"max by (run) (nsa_step{{{RUN}}}) / max by (run) (nsa_steps_target)", "{{run}}"),
+        ]),
+        ("Learning rate", "sci", [(f'nsa_learning_rate{{{RUN}, rank="0"}}', "{{run}}")]),
+        ("Gradient norm, before clipping", "none", [(f'nsa_grad_norm{{{RUN}, rank="0"}}', "{{run}}")]),
+        ("Skipped and non-finite steps", "short", [
+            (f'increase(nsa_skipped_steps_total{{{RUN}, rank="0"}}[{SPAN}])', "{{run}} skipped"),
+            (f'increase(nsa_nonfinite_steps_total{{{RUN}, rank="0"}}[{SPAN}])', "{{run}} non-finite"),
+        ]),
+    ],
+    "Gates and selection": [
+        ("Gate entropy (nats; 1.0986 is uniform, 0.3 low, 0.2 critical)", "none", [
+            (f"nsa_gate_entropy_nats{{{RANK}}}", "{{run}} rank {{rank}}"),
+        ]),
+        ("Collapsed gates, largest gate", "percentunit", [
+            (f"nsa_gate_collapse_ratio{{{RANK}}}", "{{run}} rank {{rank}} collapsed"),
+            (f"nsa_gate_max_ratio{{{RANK}}}", "{{run}} rank {{rank}} largest"),
+        ]),
+        ("Share of each branch", "percentunit", [(f"nsa_gate_share_mean_ratio{{{RANK}}}", "{{run}} {{branch}}")]),
+        ("Share of each branch, by layer", "percentunit", [
+            (f'nsa_gate_share_ratio{{{RUN}, rank="0"}}', "{{run}} layer {{layer}} {{branch}}"),
+        ]),
+        ("Keys per query, selected branch", "short", [
+            (f"nsa_selection_keys_mean{{{RANK}}}", "{{run}} mean"),
+            (f"nsa_selection_keys_max{{{RANK}}}", "{{run}} largest"),
+        ]),
+        ("Queries at their most keys; reads, counted of predicted", "percentunit", [
+            (f"nsa_selection_at_max_ratio{{{RANK}}}", "{{run}} at most"),
+            (f"nsa_reads_counted{{{RANK}}} / nsa_reads_predicted{{{RANK}}}", "{{run}} reads"),
+        ]),
+    ],
+    "Machine": [
+        ("Memory", "bytes", [(f"nsa_memory_bytes{{{RANK}}}", "{{run}} rank {{rank}} {{kind}}")]),
+        ("Wait for data", "s", [(f"nsa_data_wait_seconds{{{RANK}}}", "{{run}} rank {{rank}}")]),
+        ("Own forward time by rank; step", "s", [
+            (f"nsa_forward_seconds{{{RANK}}}", "{{run}} rank {{rank}}"),
+            (f"nsa_step_seconds{{{RANK}}}", "{{run}} step"),
+        ]),
+    ],
+    "Life": [
+        ("Age of the heartbeat, and how old it may be", "s", [
+            (f"time() - nsa_heartbeat_timestamp_seconds{{{RANK}}}", "{{run}} rank {{rank}}"),
+            (f"nsa_heartbeat_limit_seconds{{{RANK}}}", "{{run}} rank {{rank}} limit"),
+        ]),
+        ("State", "short", [(f"nsa_run_state{{{RANK}}} == 1", "{{run}} rank {{rank}} {{state}}")]),
+        ("Restarts, ways back, steps lost", "short", [
+            (f"nsa_restarts_total{{{RUN}}}", "{{run}} restarts"),
+            (f"nsa_rollbacks_total{{{RUN}}}", "{{run}} ways back"),
+            (f"nsa_lost_steps_total{{{RUN}}}", "{{run}} steps lost"),
+        ]),
+        ("Steps since the last checkpoint", "short", [
+            (f"max by (run) (nsa_step{{{RUN}}}) - max by (run) (nsa_last_checkpoint_step)", "{{run}}"),
+            (f"nsa_checkpoint_interval_steps{{{RUN}}}", "{{run}} interval"),
+        ]),
+        ("Age of the last checkpoint", "s", [
+            (f"time() - nsa_last_checkpoint_timestamp_seconds{{{RUN}}}", "{{run}}"),
+        ]),
+        ("Findings of the health table", "short", [(f"nsa_findings{{{RUN}}} > 0", "{{run}} {{condition}}")]),
+    ],
+}  # fmt: skip
+FIRING = 'ALERTS{alertstate="firing", alertname=~"NSA.*", run=~"$run|"}'
+
+
+def dashboard() -> dict[str, Any]:
+    panels = [_panel("Firing alerts", "short", [(FIRING, "{{alertname}} {{run}} {{rank}}")], "table", (0, 0, 24, 6))]
+    top = 6
+    for title, row in ROWS.items():
+        panels.append(
+            {"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": _place(0, top, 24, 1)}
+        )
+        for i, (name, unit, targets) in enumerate(row):
+            panels.append(_panel(name, unit, targets, "timeseries", (i % 3 * 8, top + 1 + i // 3 * 8, 8, 8)))
+        top += 1 + -(-len(row) // 3) * 8
+    for number, panel in enumerate(panels, 1):
+        panel["id"] = number
+    return {
+        "uid": "nsa-runs", "title": "NSA runs", "tags": ["nsa"], "schemaVersion": 39, "editable": True,
+        "refresh": "30s", "time": {"from": "now-6h", "to": "now"}, "timezone": "browser",
+        "templating": {"list": [
+            {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
+            _variable("run", "label_values(nsa_step, run)"),
+            _variable("rank", 'label_values(nsa_step{run=~"$run"}, rank)'),
+        ]},
+        "panels": panels,
+    }  # fmt: skip
+
+
+def _panel(
+    title: str, unit: str, targets: list[tuple[str, str]], kind: str, place: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    instant = {"format": "table", "instant": True} if kind == "table" else {}
+    return {
+        "type": kind, "title": title, "datasource": SOURCE, "gridPos": _place(*place),
+        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expr, "legendFormat": legend, **instant}
+            for i, (expr, legend) in enumerate(targets)
+        ],
+    }  # fmt: skip
+
+
+def _variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name, "label": name, "type": "query", "datasource": SOURCE, "refresh": 2, "multi": True,
+        "includeAll": True, "current": {"text": "All", "value": "$__all"}, "sort": 3,
+        "query": {"query": query, "refId": name}, "definition": query,
+    }  # fmt: skip
+
+
+def _place(x: int, y: int, w: int, h: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": w, "h": h}
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")

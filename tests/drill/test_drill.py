@@ -1,0 +1,54 @@
+"""The drill as an operator runs it: two scenarios by default, all of them when slow tests are asked for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.drill.program import SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+
+
+def drill(*words: str, timeout_s: float) -> tuple[int, list[dict], str]:
+    result = subprocess.run(
+        [sys.executable, "-m", "nsa.cli", "drill", "--json", *words],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip
+    return result.returncode, json.loads(result.stdout), result.stderr
+
+
+def test_a_killed_trainer_and_a_full_disk(tmp_path):
+    keep = tmp_path / "kept"
+    code, rows, said = drill("--only", "full_disk", "--only", "killed_trainer", "--keep", str(keep), timeout_s=280)
+    assert [row["unmet"] for row in rows] == [[], []], f"{rows}\n{said}"
+    assert code == 0
+    killed, full = rows
+    assert killed["detected_by"] == "watchdog: process_gone"
+    assert killed["after_s"] >= 2
+    assert "bits of the calm run" in killed["resumed"]
+    assert full["left_behind"].startswith("exit 22, verified checkpoint")
+    assert {"calm", "full_disk", "killed_trainer"} == {path.name for path in keep.iterdir()}
+    assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(keep) in line]
+    assert "2 of 2 rows hold" in said
+
+
+@pytest.fixture(scope="module")
+def rows(request) -> dict[str, dict]:
+    """Of one drill with the scenarios whose tests were selected."""
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_row_holds"]
+    names = [item.callspec.params["name"] for item in tests]
+    _, found, _ = drill(*(word for name in names for word in ("--only", name)), timeout_s=3500)
+    titles = {scenario.title: name for name, scenario in SCENARIOS.items()}
+    return {titles[row["fault"]]: row for row in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_row_holds(rows, name):
+    assert rows[name]["unmet"] == []
+    assert rows[name]["holds"]

@@ -1,0 +1,299 @@
+"""Heartbeats of runs that are well and of runs that are not: one recording for every condition.
+
+Plain beats per rank on a time axis in seconds (`Beat.ts`), with what env.json and events.jsonl would say. `end` is the
+moment to judge at. Every back-end that judges the conditions is tested on these.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nsa.observe import names
+from nsa.observe.events import Event, Kind
+from nsa.observe.heartbeat import Beat
+from nsa.observe.watch.conditions import CONDITIONS
+from nsa.observe.watch.history import Facts, History
+
+BEGAN = 1_700_000_000.0
+STEP_S = 2.0
+TOKENS_PER_STEP = 16_384
+
+
+@dataclass
+class Recording:
+    beats: dict[int, list[Beat]]
+    end: float
+    facts: Facts = field(
+        default_factory=lambda: Facts(
+            host="here", world=1, local_world=1, steps=50_000, log_every=1, save_every=200, eval_every=100, l_sel=64,
+            dataset="fineweb_edu", loader_timeout_s=120.0,
+        )
+    )  # fmt: skip
+    events: list[Event] = field(default_factory=list)
+    gone: frozenset[int] = frozenset()
+    """Ranks whose process does not exist at the end."""
+
+    def at(self, moment: float) -> "Recording":
+        """What was known at an earlier moment."""
+        beats = {rank: [beat for beat in log if beat.ts <= moment] for rank, log in self.beats.items()}
+        return replace(self, beats=beats, events=[event for event in self.events if event.ts <= moment], end=moment)
+
+    def history(self) -> History:
+        history = History(facts=self.facts, gone=self.gone)
+        for event in self.events:
+            history.add_event(event, event.ts)
+        for beat in sorted((beat for log in self.beats.values() for beat in log), key=lambda beat: beat.ts):
+            history.add(beat, beat.ts)
+        return history
+
+
+def a_beat(msg: str, step: int, ts: float, *, rank: int = 0, pid: int = 1000, **more: Any) -> Beat:
+    return replace(
+        Beat.now(ts=ts, rank=rank, step=step, msg=msg, data="fineweb", synthetic=False, **more), pid=pid + rank
+    )
+
+
+def progress(step: int, ts: float, *, step_s: float = STEP_S, **changed: Any) -> Beat:
+    """A record in which nothing is unusual."""
+    usual: dict[str, Any] = dict(
+        loss=3.0 + 5.0 * (step + 1) ** -0.3, toks_per_s=TOKENS_PER_STEP / step_s, step_s=step_s, forward_s=0.3 * step_s,
+        dt_fetch_s=0.01, grad_norm=0.8, lr=3e-4, tokens_seen=step * TOKENS_PER_STEP, skipped_steps=0, nonfinite_steps=0,
+        host_mem_rss=4000.0, gpu_mem_alloc=21_000.0, gpu_mem_reserved=30_000.0, gate_entropy_mean=1.05,
+        gate_max_mean=0.4, gate_collapse_frac=0.0, gate_branch_shares=(0.3, 0.3, 0.4),
+        gate_shares_by_layer=((0.3, 0.3, 0.4),) * 2,
+        sel_k_mean=200.0, sel_k_max=256, sel_pct_at_max=0.015, reads_pred=1_000_000, reads_act_total=1_000_000,
+    )  # fmt: skip
+    return a_beat(names.PROGRESS, step, ts, **(usual | changed))
+
+
+Change = Callable[[int], dict[str, Any]]
+
+
+def a_run(
+    steps: int,
+    change: Change = lambda step: {},
+    *,
+    first: int = 1,
+    began: float = BEGAN,
+    every: int = 1,
+    pid: int = 1000,
+    rank: int = 0,
+) -> list[Beat]:
+    """Start, then progress; `change` gives what is unusual at a step, `pause_s` among it."""
+    beats, now = [a_beat(names.START, first - 1, began, rank=rank, pid=pid)], began + 20.0
+    for step in range(first, first + steps):
+        what = dict(change(step))
+        now += what.get("step_s", STEP_S) + what.pop("pause_s", 0.0)
+        if step % every == 0 or step == first:
+            beats.append(replace(progress(step, now, **what), rank=rank, pid=pid + rank))
+    return beats
+
+
+def record(beats: Iterable[Beat], *, after_s: float = 1.0, **facts: Any) -> Recording:
+    """One rank's beats, judged a moment after the last, with a save at every due step."""
+    log = list(beats)
+    recording = Recording({0: log}, log[-1].ts + after_s)
+    recording.facts = replace(recording.facts, **facts)
+    recording.events = list(_events(log, recording.facts.save_every or 0))
+    return recording
+
+
+def _events(beats: list[Beat], save_every: int) -> Iterator[Event]:
+    for beat in beats:
+        if beat.msg == names.START:
+            yield Event(beat.ts - 1.0, Kind.RESTART if beat.step else Kind.START, beat.step, {})
+        if beat.msg == names.PROGRESS and save_every and beat.step % save_every == 0:
+            yield Event(beat.ts + 3.0, Kind.SAVE, beat.step, {})
+
+
+def noisy(seed: int = 0, steps: int = 500) -> Recording:
+    """Well, with what every run has: jitter, a slow fetch now and then, one large gradient, evaluations, saves."""
+    rng = random.Random(seed)
+    large = rng.randrange(60, steps)
+
+    def change(step: int) -> dict[str, Any]:
+        step_s = STEP_S * rng.uniform(0.9, 1.1)
+        return dict(
+            step_s=step_s,
+            toks_per_s=TOKENS_PER_STEP / step_s,
+            loss=3.0 + 5.0 * (step + 1) ** -0.3 + rng.gauss(0, 0.05),
+            grad_norm=0.8 + (5 if step == large else rng.gauss(0, 1)) * 0.08,
+            dt_fetch_s=1.5 if rng.random() < 0.03 else 0.01 + rng.random() * 0.1,
+            host_mem_rss=4000.0 + rng.uniform(-100, 100),
+            gate_entropy_mean=1.05 + rng.gauss(0, 0.01),
+            sel_pct_at_max=0.016 * rng.uniform(0.8, 1.2),
+            pause_s=40.0 if step % 100 == 1 and step > 1 else 0.0,
+        )
+
+    return record(a_run(steps, change))
+
+
+def sparse() -> Recording:
+    """Records 20 steps apart and slow steps: the beats between say only that it is alive."""
+    beats, now = [a_beat(names.START, 0, BEGAN)], BEGAN + 100
+    for step in range(1, 401):
+        now += 20.0
+        beats.append(
+            progress(step, now, step_s=20.0) if step % 20 == 0 or step == 1 else a_beat(names.ALIVE, step, now)
+        )
+    return record(beats, after_s=15.0, log_every=20)
+
+
+def evaluating() -> Recording:
+    """A quarter of an hour of evaluation: beats, and no step."""
+    beats = a_run(100)
+    beats += [a_beat(names.ALIVE, 100, beats[-1].ts + 16.0 * i) for i in range(1, 56)]
+    return record(beats)
+
+
+def saving() -> Recording:
+    """Five minutes of silence where a save is due."""
+    return record(a_run(200), after_s=290.0)
+
+
+def late() -> Recording:
+    """At step 32,000 a thousand steps gain next to nothing, and all is well."""
+    rng = random.Random(0)
+    loss = lambda step: {"loss": 3.0 + 5.0 * step**-0.3 + rng.gauss(0, 0.02)}  # noqa: E731
+    return record(a_run(12_000, loss, first=20_000, every=20), log_every=20)
+
+
+def compiling() -> Recording:
+    return record(a_run(0), after_s=500.0)
+
+
+def finished() -> Recording:
+    beats = a_run(300)
+    return record([*beats, a_beat(names.DONE, 300, beats[-1].ts + 30)], after_s=1e6, steps=300)
+
+
+def restarted() -> Recording:
+    """Killed at step 330, begun again from step 200 by another process: losses and times go back."""
+    killed = a_run(330, lambda step: {"host_mem_rss": 6000.0})
+    return record([*killed, *a_run(100, first=201, began=killed[-1].ts + 90, pid=2000)])
+
+
+def two_ranks(slow: float = 1.0) -> Recording:
+    """`slow` is the forward time of rank 1 against rank 0's."""
+    logs = {rank: a_run(60, rank=rank) for rank in (0, 1)}
+    logs[1] = [replace(b, forward_s=b.forward_s and b.forward_s * slow) for b in logs[1]]
+    recording = record(logs[0], world=2, local_world=2)
+    recording.beats = logs
+    return recording
+
+
+HEALTHY: dict[str, Callable[[], Recording]] = {
+    **{f"noisy {seed}": (lambda seed=seed: noisy(seed)) for seed in range(5)},  # type: ignore[misc]
+    "sparse": sparse,
+    "evaluating": evaluating,
+    "saving": saving,
+    "compiling": compiling,
+    "finished": finished,
+    "restarted": restarted,
+    "two ranks": two_ranks,
+    "late": late,
+}
+
+
+def _hung(after_s: float) -> Recording:
+    return record(a_run(150), after_s=after_s)
+
+
+def _gone() -> Recording:
+    return replace(record(a_run(150), after_s=301.0), gone=frozenset({0}))
+
+
+def _failed(detail: str) -> Recording:
+    beats = a_run(50)
+    return record([*beats, a_beat(names.FAILED, 51, beats[-1].ts + 1, detail=detail)], after_s=10.0)
+
+
+def _still() -> Recording:
+    beats = a_run(150)
+    return record([*beats, *(a_beat(names.ALIVE, 150, beats[-1].ts + 16.0 * i) for i in range(1, 14))])
+
+
+def _skipping() -> Recording:
+    """A step that was not finite and not taken; the record of that step still shows it."""
+    beats = a_run(120, lambda step: {"nonfinite_steps": int(step >= 90), "skipped_steps": int(step >= 90)})
+    (at,) = (i for i, beat in enumerate(beats) if beat.step == 90)
+    beats[at] = replace(beats[at], loss=math.nan, grad_norm=math.nan)
+    skip = a_beat(names.SKIPPED, 90, beats[at].ts - 0.1, loss=math.nan, grad_norm=math.nan, detail="loss is nan")
+    return record([*beats[:at], skip, *beats[at:]])
+
+
+def _skipping_uncounted() -> Recording:
+    """The same from a version that does not count."""
+    recording = _skipping()
+    recording.beats[0] = [replace(beat, nonfinite_steps=None, skipped_steps=None) for beat in recording.beats[0]]
+    return recording
+
+
+def _skipping_all() -> Recording:
+    """Every step skipped: the weights themselves are bad."""
+    beats = a_run(60)
+    for step in (61, 62, 63):
+        ts = beats[-1].ts + STEP_S
+        bad: dict[str, Any] = dict(loss=math.nan, nonfinite_steps=step - 60, skipped_steps=step - 60)
+        beats += [a_beat(names.SKIPPED, step, ts, detail="loss is nan", **bad), progress(step, ts, **bad)]
+    return record(beats)
+
+
+def _made_up() -> Recording:
+    return record(replace(beat, synthetic=True, data="synthetic copy") for beat in a_run(10))
+
+
+def _after(since: int, **changed: Any) -> Recording:
+    return record(a_run(since + 20, lambda step: changed if step > since else {}))
+
+
+def _at(steps: Iterable[int], **changed: Any) -> Recording:
+    return record(a_run(150, lambda step: changed if step in set(steps) else {}))
+
+
+def _without_saves() -> Recording:
+    recording = record(a_run(450))
+    recording.events = [event for event in recording.events if event.kind != Kind.SAVE]
+    return recording
+
+
+def _slow(since: int, steps: int) -> Recording:
+    slow = dict(step_s=5.0, toks_per_s=TOKENS_PER_STEP / 5.0)
+    return record(a_run(steps, lambda step: slow if step > since else {}))
+
+
+UNWELL: dict[str, list[Callable[[], Recording]]] = {
+    "heartbeat_stall": [lambda: _hung(181.0)],
+    "process_gone": [_gone],
+    "run_failed": [lambda: _failed("RuntimeError: a kernel went wrong")],
+    "loss_nonfinite": [lambda: _at([150], loss=math.nan), lambda: _at([140], loss=math.inf), _skipping_all],
+    "grad_nonfinite": [lambda: _at([150], grad_norm=math.inf)],
+    "throughput_zero": [_still],
+    "gate_entropy_critical": [lambda: _after(50, gate_entropy_mean=0.19)],
+    "gate_collapse_critical": [lambda: _after(50, gate_collapse_frac=0.25)],
+    "loader_timeout": [
+        lambda: _failed("_TooLate: a batch from fineweb did not come within 120 s (the process is alive …)")
+    ],
+    "out_of_memory": [lambda: _failed("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")],
+    "steps_skipped": [_skipping, _skipping_uncounted],
+    "loss_plateau": [lambda: record(a_run(1100, lambda step: {"loss": 4.0}))],
+    "loss_spike": [lambda: _at([100, 120, 140], loss=9.0)],
+    "throughput_drop": [lambda: _slow(100, 240), lambda: _slow(100, 2000)],
+    "gate_entropy_low": [lambda: _after(50, gate_entropy_mean=0.29)],
+    "gate_collapse_high": [lambda: _after(50, gate_collapse_frac=0.15)],
+    "gate_max_high": [lambda: _after(50, gate_max_mean=0.9)],
+    "selection_at_max": [lambda: _after(50, sel_pct_at_max=0.12)],
+    "reads_differ": [lambda: _at([150], reads_act_total=999_999)],
+    "data_slow": [lambda: _after(50, dt_fetch_s=2.1)],
+    "memory_creep": [
+        lambda: record(a_run(400, lambda step: {"host_mem_rss": 4000.0 + 4.0 * step})),
+        lambda: record(a_run(400, lambda step: {"gpu_mem_alloc": 21_000.0 + 20.0 * step})),
+    ],
+    "grad_spikes": [lambda: _at([100, 120, 140], grad_norm=8.0)],
+    "straggler": [lambda: two_ranks(1.6)],
+    "checkpoint_overdue": [_without_saves],
+    "synthetic_data": [_made_up],
+}
+assert UNWELL.keys() == CONDITIONS.keys()

@@ -1,0 +1,170 @@
+"""Every condition is found where it holds, alone, and nothing is found in a run that is well."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from nsa.observe import names
+from nsa.observe.events import Event, Kind
+from nsa.observe.watch.conditions import CONDITIONS, Level, Limits
+from nsa.observe.watch.health import Phase, examine, phase
+from tests.observe import recorded
+from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
+
+LIMITS = Limits()
+
+
+def found(recording: Recording, limits: Limits = LIMITS) -> set[str]:
+    return {finding.name for finding in examine(recording.history(), now=recording.end, limits=limits)}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_found_in_a_run_that_is_well_at_any_moment(name):
+    recording = HEALTHY[name]()
+    moments = sorted({beat.ts + 0.5 for log in recording.beats.values() for beat in log})
+    for moment in [*moments[:: max(1, len(moments) // 40)], recording.end]:
+        now = recording.at(moment)
+        assert examine(now.history(), now=moment, limits=LIMITS) == []
+
+
+@pytest.mark.parametrize(("name", "which"), [(name, i) for name in UNWELL for i in range(len(UNWELL[name]))])
+def test_every_condition_is_found_and_no_other(name, which):
+    recording = UNWELL[name][which]()
+    expected = {name} | ({"steps_skipped"} if name == "loss_nonfinite" and which == 2 else set())
+    assert found(recording) == expected
+
+
+def test_messages_have_the_values_and_levels_come_from_the_table():
+    recording = UNWELL["heartbeat_stall"][0]()
+    (finding,) = examine(recording.history(), now=recording.end, limits=LIMITS)
+    assert finding.message == "last beat 181 s ago at step 150, limit 180 s"
+    assert (finding.rank, finding.step, finding.level) == (0, 150, Level.CRITICAL)
+
+
+def test_critical_comes_first():
+    recording = record(a_run(80, lambda step: {"dt_fetch_s": 9.0, "gate_entropy_mean": 0.1, "reads_pred": 1}))
+    levels = [finding.level for finding in examine(recording.history(), now=recording.end, limits=LIMITS)]
+    assert levels == sorted(levels, key=lambda level: level != Level.CRITICAL)
+    assert len(set(levels)) == 2
+
+
+@pytest.mark.parametrize("limits", [replace(LIMITS, stall_s=1000.0), replace(LIMITS, stall_steps=100.0)])
+def test_a_stall_is_measured_by_the_runs_own_steps_too(limits):
+    assert found(UNWELL["heartbeat_stall"][0](), limits) == set()
+
+
+@pytest.mark.parametrize("word", names.ENDINGS)
+def test_a_process_with_a_last_word_is_not_stalled(word):
+    beats = a_run(50)
+    recording = record([*beats, a_beat(word, 50, beats[-1].ts)], after_s=1e5)
+    assert found(recording) == ({"run_failed"} if word == names.FAILED else set())
+
+
+def test_a_process_that_is_gone_is_not_called_hung_and_gets_time_to_be_started_again():
+    recording = replace(record(a_run(150), after_s=299.0), gone=frozenset({0}))
+    assert found(recording) == set()
+    assert phase(recording.history(), []) == Phase.GONE
+
+
+def test_a_rank_that_never_spoke_is_missed():
+    recording = record(a_run(350), world=2)
+    (finding,) = examine(recording.history(), now=recording.end, limits=LIMITS)
+    assert (finding.name, finding.rank) == ("heartbeat_stall", 1)
+
+
+def test_an_error_is_forgotten_when_the_run_is_started_again():
+    failed = UNWELL["run_failed"][0]()
+    again = record([*failed.beats[0], *a_run(0, first=51, began=failed.end + 60, pid=3000)])
+    again.beats[0].pop()  # the start is in the events, the process has not spoken yet
+    assert found(again) == set()
+    assert phase(again.history(), []) == Phase.STARTING
+
+
+def test_one_spike_is_noise_and_so_is_one_odd_batch():
+    assert found(recorded._at([120], loss=9.0)) == set()
+    assert found(recorded._at([150], gate_entropy_mean=0.1, gate_collapse_frac=0.5, gate_max_mean=0.99)) == set()
+
+
+def test_selection_blocks_of_eight_have_a_larger_natural_share():
+    recording = record(a_run(50, lambda step: {"sel_pct_at_max": 0.125}), l_sel=8)
+    assert found(recording) == set()
+    assert found(replace(recording, facts=replace(recording.facts, l_sel=64))) == {"selection_at_max"}
+
+
+def test_a_slow_rank_counts_only_where_it_costs_something():
+    recording = recorded.two_ranks(1.6)
+    recording.beats = {
+        rank: [replace(b, forward_s=b.forward_s and b.forward_s / 20) for b in log]
+        for rank, log in recording.beats.items()
+    }
+    assert found(recording) == set()
+
+
+def test_a_straggler_is_found_while_the_others_are_records_ahead():
+    recording = recorded.two_ranks(1.6)
+    del recording.beats[1][-2:]
+    assert found(recording) == {"straggler"}
+
+
+def test_a_rank_that_waits_for_a_straggler_is_none():
+    (finding,) = examine(recorded.two_ranks(3.0).history(), now=recorded.two_ranks().end, limits=LIMITS)
+    assert finding.rank == 1
+
+
+def test_a_step_up_of_memory_is_no_creep():
+    recording = record(a_run(400, lambda step: {"host_mem_rss": 4000.0 if step < 200 else 6000.0}))
+    assert found(recording) == set()
+
+
+def test_a_rollback_repeats_steps_without_alarm_and_leaves_its_cause_behind():
+    before = a_run(100, lambda step: {"loss": 9.0} if step in (94, 96, 98) else {})
+    assert found(record(before)) == {"loss_spike"}
+    back = a_beat(names.ROLLED_BACK, 60, before[-1].ts + 30, detail="step 100: loss is nan; back to step 60")
+    again = a_run(40, first=61, began=back.ts)[1:]
+    recording = record([*before, back, *again])
+    assert found(recording) == set()
+    assert [step for step, _ in recording.history().ranks[0].losses] == list(range(1, 101))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"), [(None, {"run_failed"}), ("given up", {"run_failed"}), ("restarted", set())]
+)
+def test_an_end_that_only_the_events_tell_of_is_found_unless_it_is_started_again(launcher, expected):
+    """E.g. a checkpoint that cannot be read: the process ends before its first beat."""
+    details = {"why": "rank 0 crashed with 1", "launcher": launcher} if launcher else {"error": "OSError: disk"}
+    events = [Event(recorded.BEGAN, Kind.START, 0, {}), Event(recorded.BEGAN + 9, Kind.ERROR, 0, details)]
+    recording = Recording({}, recorded.BEGAN + 60, events=events)
+    assert found(recording) == expected
+    assert phase(recording.history(), []) == (Phase.FAILED if expected else Phase.STARTING)
+    assert found(replace(recording, end=recorded.BEGAN + 1e4)) == (expected or {"heartbeat_stall"})
+
+
+@pytest.mark.parametrize(
+    ("recording", "expected"),
+    [
+        (recorded.noisy(), Phase.RUNNING),
+        (recorded.finished(), Phase.FINISHED),
+        (recorded.compiling(), Phase.STARTING),
+        (UNWELL["heartbeat_stall"][0](), Phase.HUNG),
+        (UNWELL["run_failed"][0](), Phase.FAILED),
+        (UNWELL["process_gone"][0](), Phase.GONE),
+        (Recording({}, 0.0), Phase.EMPTY),
+    ],
+)
+def test_the_phase_is_one_word(recording, expected):
+    history = recording.history()
+    assert phase(history, examine(history, now=recording.end, limits=LIMITS)) == expected
+
+
+def test_every_limit_named_in_a_rule_exists():
+    values = {name: getattr(LIMITS, name) for name in Limits.__dataclass_fields__}
+    for condition in CONDITIONS.values():
+        assert "{" not in condition.rule.format(**values)
+
+
+def test_numbers_that_are_missing_are_nobodys_fault():
+    bare = [a_beat(names.START, 0, recorded.BEGAN)]
+    bare += [a_beat(names.PROGRESS, step, recorded.BEGAN + step, loss=1 / step) for step in range(1, 150)]
+    assert found(record(bare)) == set()
+    assert math.isfinite(record(bare).end)

@@ -1,0 +1,150 @@
+"""Real runs that hang and die, real process groups that wait for each other."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nsa.observe import names
+from nsa.observe.events import Kind, read_events
+from nsa.observe.heartbeat import JsonLines, last_beat
+from nsa.observe.watch.conditions import Limits
+from nsa.observe.watch.health import Phase
+from nsa.observe.watch.history import History
+from nsa.observe.watch.inquiry import Inquiry
+from nsa.observe.watch.smoke import smoke
+from nsa.observe.watch.watchdog import Watchdog
+from tests.observe.recorded import a_beat
+from tests.train.runs import ROOT, environment, free_port
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+from tests.train.test_signals import WAIT_S, start  # noqa: F401 - a fixture
+
+LIMITS = Limits(stall_s=4.0, stall_steps=20.0, startup_s=4.0, gone_s=1.0)
+
+
+def watch_until(dog: Watchdog, lines: list[str], wanted: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not any(wanted in line for line in lines):
+        assert time.monotonic() < deadline, f"{wanted!r} was not said, but {lines}"
+        dog.look()
+        time.sleep(0.3)
+
+
+def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(start):  # noqa: F811
+    run = start(ranks=2)
+    run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 3)
+    pids = [last_beat(run.folder / names.heartbeat(rank)).pid for rank in (0, 1)]
+    lines: list[str] = []
+    dog = Watchdog(run.folder, halt=True, limits=LIMITS, say=lines.append)
+    dog.begin()
+    dog.look()
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        watch_until(dog, lines, ".HALT written")
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    text = "\n".join(lines)
+    assert "CRITICAL heartbeat_stall (rank" in text
+    assert f"rank 0: stacks of process {pids[0]} are in" in text
+    assert f"rank 1: process {pids[1]} did not write its stacks; it is stopped by a signal" in text
+    assert "train_batch" in (run.folder / names.stackdump(0, pids[0])).read_text()
+    assert "pg_status" in (run.folder / names.collectives(0, pids[0])).read_text()
+    assert (run.folder / names.ANOMALY).read_text() == "heartbeat_stall\n"
+    run.end()
+    watch_until(dog, lines, "over: heartbeat_stall")
+    assert dog.phase == Phase.HALTED
+    kinds = [event.kind for event in read_events(run.folder)]
+    assert [kind for kind in kinds if kind in (Kind.STALL, Kind.HALT_ASKED, Kind.HALT)] == [
+        Kind.STALL, Kind.HALT_ASKED, Kind.HALT,
+    ]  # fmt: skip
+
+
+def test_a_killed_run_is_found_gone_and_goes_on_over_a_stale_halt_that_is_cleared(start):  # noqa: F811
+    run = start("train.save_every=5")
+    run.wait_for("a checkpoint", lambda: run.step() >= 8)
+    lines: list[str] = []
+    dog = Watchdog(run.folder, halt=True, limits=LIMITS, say=lines.append)
+    dog.look()
+    assert dog.phase == Phase.RUNNING
+    run.process.kill()
+    watch_until(dog, lines, "CRITICAL process_gone")
+    dog.look()
+    assert dog.phase == Phase.GONE
+    assert (run.folder / names.ANOMALY).read_text() == "process_gone\n"
+    assert not (run.folder / names.HALT).exists(), "there is nothing to halt"
+    run.process.wait()
+
+    (run.folder / names.HALT).write_text("halt: of before\n")
+    steps = run.step() + 3
+    again = start("--resume", "--clear-halt", f"train.steps={steps}")
+    assert again.end() == 0
+    assert not (run.folder / names.HALT).exists()
+    (aside,) = run.folder.glob(f"{names.HALT}.cleared-*")
+    assert aside.read_text() == "halt: of before\n"
+    cleared = [event.details for event in read_events(run.folder) if event.kind == Kind.HALT_CLEARED]
+    assert [(details["reason"], details["aside"]) for details in cleared] == [("of before", aside.name)]
+    dog.look()
+    assert dog.phase == Phase.FINISHED
+    answers = list(
+        smoke(
+            training_csv=run.folder / names.TRAINING_CSV,
+            heartbeat=run.folder / names.heartbeat(0),
+            min_steps=steps,
+            folder=run.folder,
+        )
+    )
+    # So few steps of a toy need not lower the loss; all else must hold.
+    assert [answer.text for answer in answers if not answer.good and "quarter" not in answer.text] == []
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from nsa.observe import names
+from nsa.train.callbacks.signals import Signals
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+import os
+here = rank, os.getpid()
+signals = Signals(folder / names.stackdump(*here), folder / names.collectives(*here))
+signals.install()
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{sys.argv[3]}")
+x = torch.ones(3)
+dist.all_reduce(x)
+print("ready", flush=True)
+if rank == 0:
+    dist.all_reduce(x)
+time.sleep(600)
+"""
+
+
+def test_a_missed_collective_names_the_rank_that_missed_it(tmp_path):
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path), port],
+            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    history = History()
+    try:
+        for rank, process in enumerate(ranks):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            JsonLines(tmp_path / names.heartbeat(rank)).close()
+            history.add(a_beat(names.ALIVE, 1, 0.0, rank=rank, pid=process.pid - rank), 0.0)
+        time.sleep(0.5)  # rank 0 enters its second collective
+        lines = list(Inquiry(tmp_path, list(history.ranks.values()), wait_s=20.0).ask())
+        assert all(process.poll() is None for process in ranks), "the question must not end a process"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert lines[-1] == "gloo group 0: ranks [0] are at collective 2, ranks [1] have not come to it", lines
+    assert [line for line in lines if "stacks of process" in line] == lines[:2]

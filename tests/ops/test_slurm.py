@@ -1,0 +1,155 @@
+"""ops/slurm/train.sbatch on a real Slurm: two virtual nodes on loopback, real ranks of a small model."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.observe import names
+from nsa.observe.events import Kind, read_events
+from nsa.observe.heartbeat import last_beat, read_beats
+from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.launch import LOGS
+from tests.ops.needs import programs, root
+from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
+from tests.train.runs import ROOT, write_config
+
+SCRIPT = ROOT / "ops/slurm/train.sbatch"
+STEPS = 100
+"""Enough for a signal to arrive before the last one."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    commands = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun")
+    root()
+    cluster = SlurmCluster(programs(*commands))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+    assert cluster.processes() == []
+
+
+class Training:
+    """The template with a small model, in a folder of its own."""
+
+    def __init__(self, cluster: SlurmCluster, at: Path, *words: str, options: tuple[str, ...] = ()) -> None:
+        self.cluster, self.folder, self.log = cluster, at / "run", at / "slurm.log"
+        self.job: SlurmJob = cluster.submit(
+            SCRIPT, "--gpus-per-node=2", "--cpus-per-task=2", f"--output={self.log}", *options,
+            words=[str(write_config(at)), f"train.out_dir={self.folder}", *words],
+            PREFLIGHT="0", GRACE="60", VENV=sys.prefix,
+        )  # fmt: skip
+
+    def wait_for_steps(self, more: int = 3) -> int:
+        goal = self.step() + more
+        self.cluster.wait_for(f"step {goal}", lambda: self.step() >= goal or self.over())
+        assert not self.over(), self.said()
+        return goal
+
+    def over(self) -> bool:
+        return self.job.facts().get("JobState") in ENDED
+
+    def end(self) -> tuple[str, str, str]:
+        facts = self.job.wait_for(*ENDED)
+        return facts["JobState"], facts["ExitCode"], facts["Restarts"]
+
+    def step(self, rank: int = 0) -> int:
+        beat = last_beat(self.folder / names.heartbeat(rank), names.PROGRESS)
+        return beat.step if beat else 0
+
+    def starts(self) -> list[int]:
+        """The step at which each life of the run began."""
+        return [beat.step for beat in read_beats(self.folder / names.heartbeat(0)) if beat.msg == names.START]
+
+    def steps(self) -> list[int]:
+        return [beat.step for beat in read_beats(self.folder / names.heartbeat(0)) if beat.msg == names.PROGRESS]
+
+    def newest(self) -> int | None:
+        return CheckpointFolder(self.folder / names.CHECKPOINTS).find_resumable().step
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster, tmp_path):
+    run = Training(cluster, tmp_path, f"train.steps={STEPS}")
+    run.wait_for_steps(1)
+    cluster.ask("scancel", "--batch", "--signal=USR1", run.job.number)  # what --signal=B:USR1@300 sends
+    assert run.end() == ("COMPLETED", "0:0", "1"), run.said()
+    first, second = run.starts()
+    assert first == 0
+    assert 0 < second < STEPS
+    assert run.steps() == list(range(1, STEPS + 1)), "no step is lost or done twice"
+    assert run.newest() == STEPS
+    assert [beat.msg for beat in read_beats(run.folder / names.heartbeat(1))].count(names.START) == 2
+    stops = [event.step for event in read_events(run.folder) if event.kind == Kind.STOP]
+    assert stops == [second, second], "the ranks' record and the launcher's"
+    assert sorted(path.name for path in (run.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
+    assert "in the queue again" in run.said()
+
+
+@pytest.mark.slow
+def test_pushed_aside_by_an_urgent_job_it_comes_back_after_it(cluster, tmp_path):
+    run = Training(cluster, tmp_path, f"train.steps={STEPS}")
+    run.wait_for_steps(1)
+    script = tmp_path / "urgent.sh"
+    script.write_text("#!/bin/sh\nsleep 1\n")
+    urgent = cluster.submit(script, "--partition=urgent", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log")
+    urgent.wait_for("COMPLETED")
+    assert run.end() == ("COMPLETED", "0:0", "1"), run.said()
+    assert len(run.starts()) == 2
+    assert run.steps() == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_replaced_by_another(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.steps=3000", "train.save_every=20")
+    cluster.wait_for("a checkpoint", lambda: (run.folder / names.CHECKPOINTS / "latest").exists())
+    lost = run.job.facts()["NodeList"]
+    cluster.lose(lost)
+    try:
+        cluster.wait_for("a second life", lambda: len(run.starts()) == 2)
+        facts = run.job.facts()
+        assert (facts["NodeList"] != lost, facts["Restarts"]) == (True, "1")
+        assert run.starts()[1] >= 20
+        (run.folder / names.HALT).write_text("enough seen\n")
+        assert run.end() == ("FAILED", "11:0", "1"), run.said()
+    finally:
+        cluster.bring_back(lost)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.steps=100000", options=("--nodes=2", "--gpus-per-node=1"))
+    run.wait_for_steps(1)
+    assert sorted(path.name for path in run.folder.glob(names.HEARTBEATS)) == [names.heartbeat(0), names.heartbeat(1)]
+    (run.folder / names.HALT).write_text("enough seen\n")
+    assert run.end() == ("FAILED", "11:0", "0"), run.said()
+    beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
+    assert [beat.msg for beat in beats if beat] == [names.HALTED, names.HALTED]
+    assert run.newest() == run.step()
+    assert "in the queue again" not in run.said()
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.steps=100000")
+    run.wait_for_steps(1)
+    cluster.ask("scancel", run.job.number)
+    assert run.job.wait_for("CANCELLED")["Restarts"] == "0"
+    cluster.wait_for("the end of the script", lambda: "nsa launch ended with 10" in run.said())
+    cluster.wait_for("idle nodes", cluster.idle)
+    assert run.job.facts()["JobState"] == "CANCELLED"
+    assert run.newest() == run.step()
+    assert "in the queue again" not in run.said()
+
+
+@pytest.mark.slow
+def test_a_wrong_config_fails_with_its_code_and_does_not_come_back(cluster, tmp_path):
+    run = Training(cluster, tmp_path, "train.stepz=3")
+    assert run.end() == ("FAILED", "20:0", "0"), run.said()
+    assert "Did you mean train.steps?" in run.said()
