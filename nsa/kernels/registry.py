@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from nsa.errors import KernelUnavailable
-from nsa.kernels import ops, portable, reference
+from nsa.kernels import cpu, ops, portable, reference
 from nsa.kernels.ops import Functions
 from nsa.kernels.settle import settle_vector_math
 
@@ -68,6 +68,7 @@ def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape)
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend("cpu", ops.bind("cpu", cpu), cpu.why_not),
         Backend("portable", ops.bind("portable", portable), _always),
         Backend(
             "reference",

@@ -1,0 +1,12 @@
+#define NSA_NAMESPACE amx
+#include "amx_gradient.h"
+#include "choose.h"
+#include "kernels.h"
+
+namespace nsa::amx {
+
+void forward(const Problem& p) { forward<AmxBackward>(p); }
+void choose(const Problem& p) { choose<AmxBackward>(p); }
+bool backward(const Problem& p) { return backward<AmxBackward>(p); }
+
+}  // namespace nsa::amx

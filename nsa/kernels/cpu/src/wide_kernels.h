@@ -1,0 +1,15 @@
+// Defines the kernels of one instruction set with the fp32 engine.
+#pragma once
+#include "choose.h"
+#include "kernels.h"
+#include "wide_gradient.h"
+
+namespace nsa {
+namespace NSA_NAMESPACE {
+
+void forward(const Problem& p) { forward<WideBackward>(p); }
+void choose(const Problem& p) { choose<WideBackward>(p); }
+bool backward(const Problem& p) { return backward<WideBackward>(p); }
+
+}  // namespace NSA_NAMESPACE
+}  // namespace nsa
