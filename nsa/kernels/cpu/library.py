@@ -47,7 +47,7 @@ class Problem(ctypes.Structure):
 def load() -> ctypes.CDLL:
     """The library, compiled if need be; raises `build.BuildError` where it cannot be."""
     library = ctypes.CDLL(str(build.library()))
-    for name in ("nsa_forward", "nsa_backward", "nsa_choose"):
+    for name in ("nsa_forward", "nsa_backward", "nsa_choose", "nsa_decode"):
         function = getattr(library, name)
         function.argtypes, function.restype = (POINTER(Problem),), c_int64
     library.nsa_best_isa.restype = library.nsa_problem_size.restype = c_int64
@@ -93,8 +93,8 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def call(name: str, made: Problem) -> None:
-    if outcome := getattr(load(), name)(byref(made)):
+def call(name: str, made: "Problem | ctypes.Array[Problem]") -> None:
+    if outcome := getattr(load(), name)(made if isinstance(made, ctypes.Array) else byref(made)):
         raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
 
 

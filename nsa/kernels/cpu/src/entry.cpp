@@ -104,3 +104,12 @@ NSA_EXPORT int64_t nsa_backward(const Problem* p) {
     return [&]() -> bool { NSA_DISPATCH(backward(*p)) }();
   });
 }
+
+// Three problems, one after the other: compressed (which also carries the selection), selected, sliding.
+NSA_EXPORT int64_t nsa_decode(const Problem* p) {
+  return nsa::guarded([&] {
+    using namespace nsa;
+    [&] { NSA_DISPATCH(decode_step(p[0], p[1], p[2])) }();
+    return true;
+  });
+}

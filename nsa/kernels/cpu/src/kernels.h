@@ -7,7 +7,8 @@ namespace nsa {
 #define NSA_KERNELS            \
   void forward(const Problem&); \
   void choose(const Problem&);  \
-  bool backward(const Problem&);
+  bool backward(const Problem&); \
+  void decode_step(const Problem& compressed, const Problem& selected, const Problem& sliding);
 
 namespace plain { NSA_KERNELS }
 namespace avx2 { NSA_KERNELS }

@@ -30,7 +30,13 @@ constexpr int kPair = 2 * W;  // rows of scores are padded to this, so that two 
 
 NSA_INLINE V load(const float* p) { return *reinterpret_cast<const VUnaligned*>(p); }
 NSA_INLINE void store(float* p, V x) { *reinterpret_cast<VUnaligned*>(p) = x; }
-NSA_INLINE V set1(float x) { return V{} + x; }
+#if defined(__AVX512F__)
+NSA_INLINE V set1(float x) { return _mm512_set1_ps(x); }
+#elif defined(__AVX2__)
+NSA_INLINE V set1(float x) { return _mm256_set1_ps(x); }
+#else
+NSA_INLINE V set1(float x) { return V{x, x, x, x}; }
+#endif
 
 #if defined(__AVX512F__)
 NSA_INLINE V vmax(V a, V b) { return _mm512_max_ps(a, b); }

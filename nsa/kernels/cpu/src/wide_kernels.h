@@ -1,6 +1,7 @@
 // Defines the kernels of one instruction set with the fp32 engine.
 #pragma once
 #include "choose.h"
+#include "decode.h"
 #include "kernels.h"
 #include "wide_gradient.h"
 
@@ -10,6 +11,9 @@ namespace NSA_NAMESPACE {
 void forward(const Problem& p) { forward<WideBackward>(p); }
 void choose(const Problem& p) { choose<WideBackward>(p); }
 bool backward(const Problem& p) { return backward<WideBackward>(p); }
+void decode_step(const Problem& compressed, const Problem& selected, const Problem& sliding) {
+  decode(compressed, selected, sliding);
+}
 
 }  // namespace NSA_NAMESPACE
 }  // namespace nsa
