@@ -57,7 +57,7 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert beat.reads_pred == beat.reads_act_total > 0
         assert beat.gate_entropy_mean == pytest.approx(math.log(3), abs=0.05)
         assert sum(beat.gate_branch_shares) == pytest.approx(1)
-        assert beat.kernel_sliding == "portable"
+        assert beat.kernel_sliding == "cpu"
         assert beat.fallbacks_selected == 0
         assert beat.synthetic is True
         assert beat.tokens_seen == beat.step * 4 * 64

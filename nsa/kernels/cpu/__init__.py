@@ -23,6 +23,11 @@ def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: object
     return _why_not_built()
 
 
+def describe() -> str:
+    """One line on what was compiled, or why nothing was."""
+    return _why_not_built() or f"{library.best_isa()}, compiled in {build.cache_folder()}"
+
+
 def _why_not_built() -> str | None:
     try:
         library.load()
@@ -114,9 +119,7 @@ def decode(
     held, made = [], []
     for branch, (k, v, pos, start), out in zip(branches, (compressed, selected, window), out_3B1GRV, strict=True):
         k, v, pos, start = dense(k), dense(v), _index(pos), _index(start)
-        one = problem(
-            branch, q, k, pos, start, scale, V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel
-        )
+        one = problem(branch, q, k, pos, start, scale, V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
         one.v, one.out, one.idx = rows(v), rows(out), idx_B1GN.data_ptr()
         held.append((k, v, pos, start))
         made.append(one)

@@ -44,11 +44,18 @@ def cache_folder() -> Path:
     return _folder or Path.home() / ".cache" / "nsa" / "kernels"
 
 
+def is_built() -> bool:
+    """Whether the next use compiles nothing: nothing is left to do, or it cannot be done."""
+    try:
+        return _path(_compiler(), _units()).exists()
+    except BuildError:
+        return True
+
+
 def library() -> Path:
     """The compiled kernels, built if they are not there yet."""
-    compiler = _compiler()
-    units = _units()
-    path = cache_folder() / f"nsa_cpu_{_fingerprint(compiler, units)}.so"
+    compiler, units = _compiler(), _units()
+    path = _path(compiler, units)
     if path.exists():
         return path
     try:
@@ -58,7 +65,9 @@ def library() -> Path:
             if not path.exists():
                 _build(compiler, units, path)
     except OSError as error:
-        raise BuildError(f"the compiled kernels cannot be kept in {path.parent} ({error})") from error
+        raise BuildError(
+            f"the compiled kernels cannot be kept in {path.parent} ({error}); set runtime.kernel_cache"
+        ) from error
     return path
 
 
@@ -71,10 +80,14 @@ def _compiler() -> str:
 
 def _units() -> dict[str, tuple[str, ...]]:
     """Source file (without suffix) → the flags it is compiled with."""
-    units = {"entry": FLAGS, "isa_plain": FLAGS}
+    units: dict[str, tuple[str, ...]] = {"entry": FLAGS, "isa_plain": FLAGS}
     if platform.machine() in ("x86_64", "AMD64"):
         units |= {name: (*FLAGS, *flags) for name, flags in X86_FLAGS.items()}
     return units
+
+
+def _path(compiler: str, units: dict[str, tuple[str, ...]]) -> Path:
+    return cache_folder() / f"nsa_cpu_{_fingerprint(compiler, units)}.so"
 
 
 def _fingerprint(compiler: str, units: dict[str, tuple[str, ...]]) -> str:

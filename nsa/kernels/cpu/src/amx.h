@@ -98,6 +98,7 @@ struct Amx {
   using Weight = Bf16;
   static constexpr bool kRough = true;
   static constexpr int64_t kColumns = 32;
+  static constexpr int64_t kRunKeys = 128;
 
   struct Thread {
     Scratch scratch;
@@ -173,28 +174,33 @@ struct Amx {
     }
   }
 
-  static NSA_INLINE void weigh_tiles(const Weight* weights, int64_t ld, const Cell* along, int64_t n, int64_t c0,
-                                     int64_t c1, float* out, bool add) {
-    const int64_t wide = width(n), tiles = wide / 16;
-    for (int64_t v = 0; v < tiles; v += 2) {  // a width is a multiple of two tiles
-      float* to = out + v * 16;
-      if (add)
-        tile_load<0>(to, wide * 4), tile_load<1>(to + 16, wide * 4);
-      else
-        tile_zero<0>(), tile_zero<1>();
-      for (int64_t c = c0; c < c1; c += 32) {
-        const Cell* b = along + (c / 32 * tiles + v) * kTileCells;
-        tile_load<4>(weights + c, ld * 2);
-        tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
-        tile_load<7>(b + kTileCells, 64), tile_multiply<1, 4, 7>();
-      }
-      tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
-    }
-  }
+  // Four tiles of sums at a time: a product takes three times as long to finish as the next one to start.
   static void weigh(const Weight* weights, int64_t ld, int64_t n_rows, const Cell* along, int64_t n, int64_t c0,
                     int64_t c1, float* out, bool add) {
-    for (int64_t i = 0; i < n_rows; i += 16)
-      weigh_tiles(weights + i * ld, ld, along, n, c0, c1, out + i * width(n), add);
+    const int64_t wide = width(n), tiles = wide / 16;
+    for (int64_t i = 0; i < n_rows; i += 32) {
+      const bool two = i + 16 < n_rows;
+      for (int64_t v = 0; v < tiles; v += 2) {  // a width is a multiple of two tiles
+        float *to = out + i * wide + v * 16, *below = to + 16 * wide;
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        if (add) {
+          tile_load<0>(to, wide * 4), tile_load<1>(to + 16, wide * 4);
+          if (two) tile_load<2>(below, wide * 4), tile_load<3>(below + 16, wide * 4);
+        }
+        for (int64_t c = c0; c < c1; c += 32) {
+          const Cell* b = along + (c / 32 * tiles + v) * kTileCells;
+          tile_load<4>(weights + i * ld + c, ld * 2);
+          tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
+          tile_load<7>(b + kTileCells, 64), tile_multiply<1, 4, 7>();
+          if (two) {
+            tile_load<5>(weights + (i + 16) * ld + c, ld * 2);
+            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+          }
+        }
+        tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
+        if (two) tile_store<2>(below, wide * 4), tile_store<3>(below + 16, wide * 4);
+      }
+    }
   }
   static NSA_INLINE void store_weights(Weight* to, V x, V y) { _mm512_storeu_si512(to, to_bf16(x, y)); }
   static Weight* weights_in(float*, Scratch& scratch, int64_t n) { return scratch.take<Weight>(n); }

@@ -38,6 +38,20 @@ struct Gathered {
   }
 };
 
+// delta = dout · out for every row of a tile: what the softmax takes off each product.
+inline void find_deltas(const Problem& p, const Tile& tile, float* deltas, Scratch scratch) {
+  const int64_t width = round_up(p.V, W);
+  float *dout = scratch.take<float>(width), *out = scratch.take<float>(width);
+  for (int64_t s = tile.begin; s < tile.begin + tile.n; ++s)
+    for (int64_t r = 0; r < p.R; ++r) {
+      widen_row(p.dtype, row(p, p.dout, tile.b, s, tile.g, r), dout, p.V, width);
+      widen_row(p.dtype, row(p, p.out, tile.b, s, tile.g, r), out, p.V, width);
+      V products{};
+      for (int64_t c = 0; c < width; c += W) products += load(dout + c) * load(out + c);
+      deltas[((tile.b * p.S + s) * p.G + tile.g) * p.R + r] = sum(products);
+    }
+}
+
 template <class E>
 void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_across, const Packed<E>& values_across,
                      const Packed<E>& keys_along, float* deltas) {
@@ -50,22 +64,12 @@ void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_a
     const int64_t n_rows = tile.n * R, step_rows = round_up(std::max(kStepRows, R), 32);
     Gathered<E> rows(scratch, n_rows + 32, K, V_), few(scratch, step_rows, K, V_);
     auto* sums = scratch.template take<float>((n_rows + 32) * K);
-    const int64_t width = round_up(p.V, W);
-    auto* part = scratch.template take<float>(std::max(step_rows * K, 2 * width));
+    auto* part = scratch.template take<float>(step_rows * K);
     auto* scores = scratch.template take<float>(step_rows * block_keys);
     auto* products = scratch.template take<float>(step_rows * block_keys);
     auto* weights = E::weights_in(scores, scratch, step_rows * block_keys);
     auto* at = scratch.template take<int64_t>(tile.n);
-    for (int64_t i = 0; i < n_rows; ++i) {
-      const int64_t s = tile.begin + i / R;
-      float *dout = part, *out = part + width;
-      widen_row(p.dtype, row(p, p.dout, tile.b, s, tile.g, i % R), dout, p.V, width);
-      widen_row(p.dtype, row(p, p.out, tile.b, s, tile.g, i % R), out, p.V, width);
-      V products_of_row{};
-      for (int64_t c = 0; c < width; c += W) products_of_row += load(dout + c) * load(out + c);
-      const float delta = sum(products_of_row);
-      deltas[((tile.b * p.S + s) * p.G + tile.g) * R + i % R] = delta;
-    }
+    find_deltas(p, tile, deltas, scratch);
     for (int64_t i = 0; i < tile.n; ++i) rows.load(p, deltas, tile.b, tile.begin + i, tile.g, i * R);
     memset(sums, 0, n_rows * K * sizeof(float));
 
@@ -209,7 +213,7 @@ void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide
 // Returns false where two documents share keys, which block-by-block gradients cannot express.
 template <class E>
 bool backward(const Problem& p) {
-  const Grid grid(p);
+  const Grid grid(p, E::kRunKeys);
   if (grid.documents_overlap) return false;
   const auto used = used_blocks(p, grid);
   Array<float> deltas(p.B * p.S * p.G * p.R);

@@ -9,7 +9,8 @@
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-constexpr int64_t kChooseRows = 48;
+// Scores of a tile: at most what a second-level cache holds beside the rest.
+inline int64_t choose_rows(const Problem& p) { return p.T <= 2048 ? kStepRows : kStepRows / 2; }
 
 // Sum over the group's heads of the probabilities that query `i` of the tile gives each compressed block of its document.
 inline void group_mass(const Problem& p, const float* scores, int64_t ld, const float* share, int64_t from, int64_t n,
@@ -30,7 +31,7 @@ inline void group_mass(const Problem& p, const float* scores, int64_t ld, const 
 // p.idx: the chosen blocks. p.out (may be null) and p.lse: the compressed branch. p.branch is kCompressed.
 template <class E>
 void choose(const Problem& p) {
-  const Grid grid(p);
+  const Grid grid(p, E::kRunKeys);
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
   const bool attend = p.out.data != nullptr;
@@ -41,7 +42,7 @@ void choose(const Problem& p) {
   const int64_t n_taps = p.l_sel / p.d + p.l / p.d - 1;
   std::vector<float> taps(n_taps);
   overlap_weights(p, taps.data());
-  const Tiles tiles(p, kChooseRows);
+  const Tiles tiles(p, choose_rows(p));
 
   parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
     Scratch scratch = thread.scratch;
@@ -67,7 +68,8 @@ void choose(const Problem& p) {
     auto* at = scratch.template take<float>(n_rows);
     auto* scores = scratch.template take<float>(padded_rows * ld);
     auto* weights = E::weights_in(scores, scratch, padded_rows * block_keys);
-    const int64_t ld_weights = static_cast<void*>(weights) == scores ? ld : block_keys;
+    const bool in_place = static_cast<void*>(weights) == scores;
+    const int64_t ld_weights = in_place ? ld : block_keys;
     auto* queries = scratch.template take<int64_t>(tile.n);
     for (int64_t i = 0; i < tile.n; ++i) queries[i] = tile.begin + i;
     for (int64_t i = 0; i < n_rows; ++i) {
@@ -105,12 +107,12 @@ void choose(const Problem& p) {
           const V y = exp2v<E::kRough>(load(of_row + c + W) * c2 - from);
           total += x + y;
           store(of_row + c, x), store(of_row + c + W, y);
-          if (attend && ld_weights != ld) E::store_weights(weights + i * ld_weights + c, x, y);
+          if (attend && !in_place) E::store_weights(weights + i * ld_weights + c, x, y);
         }
         store(totals + i * W, total);
       }
       if (attend)
-        E::weigh(weights + (ld_weights == ld ? j * block_keys : 0), ld_weights, n_rows, values.at(block, tile.g), p.V, 0,
+        E::weigh(weights + (in_place ? j * block_keys : 0), ld_weights, n_rows, values.at(block, tile.g), p.V, 0,
                  block_keys, sums, true);
     }
     auto* share = scratch.template take<float>(n_rows);

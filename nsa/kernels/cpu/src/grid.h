@@ -40,7 +40,7 @@ class Grid {
   std::vector<int64_t> first;    // range: per row, the number its key 0's block would have; else per query, block 0's
   bool documents_overlap = false;
 
-  explicit Grid(const Problem& p) : width(p.branch == kSelected ? p.l_sel : 64), spans(p.B * p.S) {
+  Grid(const Problem& p, int64_t run_keys) : width(p.branch == kSelected ? p.l_sel : run_keys), spans(p.B * p.S) {
     for (int64_t b = 0; b < p.B; ++b)
       for (int64_t s = 0; s < p.S; ++s) spans[b * p.S + s] = visible(p, b, s);
     p.branch == kSelected ? by_document(p) : by_range(p);
