@@ -32,20 +32,24 @@ def doctor(
 
     from nsa import __version__
     from nsa.core.nsa_attention import NSAAttention
+    from nsa.kernels.cpu import build, describe
     from nsa.kernels.registry import BACKENDS, BRANCHES
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if dtype not in dtypes:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}.", param_hint="--dtype")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    if where.type == "cpu" and not build.is_built():
+        console.print("compiling the CPU kernels, once for this machine …")
     with torch.device("meta"):  # only its shape is asked for
         attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
     chosen = {choice.branch: choice for choice in attention.plan(where, dtypes[dtype]).choices}
 
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
     accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
     console.print(f"nsa {__version__} · torch {torch.__version__} · Python {platform.python_version()}")
-    console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}\n")
+    console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}")
+    console.print(f"CPU kernels: {describe()}\n" if where.type == "cpu" else "")
     table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
     for branch in BRANCHES:
         for backend in BACKENDS.values():

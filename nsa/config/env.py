@@ -38,6 +38,7 @@ VARIABLES: dict[str, Variable] = {
     "NSA_SDPA_NO_FLASH": Variable(
         ("runtime.use_flash",), "A true value keeps kernels=auto to the portable backend.", negated=True
     ),
+    "NSA_KERNEL_CACHE": Variable(("runtime.kernel_cache",), "Folder that keeps the compiled CPU kernels."),
     "NSA_KERNEL": Variable(
         tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. portable or reference."
     ),

@@ -121,6 +121,10 @@ class RuntimeConfig(Section):
         default=None,
         description="CPU threads for torch; null leaves torch's choice. Bitwise resume needs the same number.",
     )
+    kernel_cache: Text | None = Field(
+        default=None,
+        description="Folder that keeps the compiled CPU kernels; null is the user's cache folder. First use fills it.",
+    )
 
 
 class KernelsConfig(Section):

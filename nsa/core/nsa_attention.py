@@ -191,16 +191,16 @@ class NSAAttention(nn.Module):
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """The branches' outputs in BRANCH_ORDER, and the chosen blocks."""
         g, scale = self.geometry, self.scale
-        run = self.plan(q_BSGRK.device, q_BSGRK.dtype).functions
-        idx_BSGN = run.select(
-            q_BSGRK, compressed.k, compressed.pos_BS, compressed.start_BS,
-            l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale,
-        )  # fmt: skip
+        run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
+        sizes = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+        if run.decode and q_BSGRK.shape[1] == 1 and not torch.is_grad_enabled():
+            return run.decode(q_BSGRK, compressed, selected, window, w=g.w, **sizes)
+        compressed_out, idx_BSGN = run.compressed_and_select(q_BSGRK, *compressed, **sizes)
         outputs = (
-            run.compressed(q_BSGRK, *compressed, l=g.l, d=g.d, scale=scale),
-            run.selected(q_BSGRK, selected.k, selected.v, idx_BSGN, selected.pos_BS, selected.start_BS,
-                         l_sel=g.l_sel, scale=scale),
-            run.sliding(q_BSGRK, *window, w=g.w, scale=scale),
+            compressed_out,
+            run.functions.selected(q_BSGRK, selected.k, selected.v, idx_BSGN, selected.pos_BS, selected.start_BS,
+                                   l_sel=g.l_sel, scale=scale),
+            run.functions.sliding(q_BSGRK, *window, w=g.w, scale=scale),
         )  # fmt: skip
         return outputs, idx_BSGN  # type: ignore[return-value]
 

@@ -1,7 +1,8 @@
 """Turns plain forward and backward functions into custom operators with the reference's signatures.
 
 A backend supplies `{sliding,compressed,selected}_{forward,backward}` and `select` on tensors; here they become one
-differentiable operator and one selection operator, opaque to `torch.compile` and known to fake tensors, so no backend
+differentiable operator and one selection operator (and, where a backend computes the compressed branch and the
+selection together, one for both), opaque to `torch.compile` and known to fake tensors, so no backend
 writes that twice. The log-sum-exp carries no gradient.
 """
 
@@ -53,6 +54,17 @@ def bind(name: str, kernels: ModuleType) -> Functions:
         return idx
 
     return Functions(compressed_attention, select_blocks, selected_attention, sliding_attention)
+
+
+def bind_fused(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A bound backend's `compressed_and_select` as one function: the compressed branch's output, the chosen blocks."""
+
+    def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int,
+                              l_sel: int, n_sel: int, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, _, idx = _compressed_and_select(q, k, v, pos, first, [l, d, l_sel, n_sel], scale, name)
+        return out, idx
+
+    return compressed_and_select
 
 
 @torch.library.custom_op("nsa::attend", mutates_args=())
@@ -115,3 +127,41 @@ def _(
     q: Tensor, k: Tensor, pos: Tensor, first: Tensor, l: int, d: int, l_sel: int, n_sel: int, scale: float, backend: str
 ) -> Tensor:
     return q.new_empty((*q.shape[:-2], n_sel), dtype=torch.int32)
+
+
+@torch.library.custom_op("nsa::compressed_and_select", mutates_args=())
+def _compressed_and_select(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    l, d, l_sel, n_sel = sizes
+    made: tuple[Tensor, Tensor, Tensor] = _KERNELS[backend].compressed_and_select(
+        q, k, v, pos, first, l, d, l_sel, n_sel, scale
+    )
+    return made
+
+
+@_compressed_and_select.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(q.shape[:-1], dtype=wide),
+        q.new_empty((*q.shape[:-2], sizes[3]), dtype=torch.int32),
+    )
+
+
+def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, pos, first, ctx.sizes, ctx.scale, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, pos, first, *output[:2])
+
+
+def _differentiate_fused(ctx: Any, dout: Tensor, dlse: Tensor, didx: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, pos, first, out, lse = ctx.saved_tensors
+    rest = ("compressed", ctx.sizes[:2], ctx.scale, ctx.backend)
+    dq, dk, dv = _attend_backward(dout, q, k, v, None, pos, first, out, lse, *rest)
+    return dq, dk, dv, None, None, None, None, None
+
+
+_compressed_and_select.register_autograd(_differentiate_fused, setup_context=_save_fused)

@@ -2,18 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nsa.errors import KernelUnavailable
-from nsa.kernels import ops, portable, reference
+from nsa.kernels import cpu, ops, portable, reference
 from nsa.kernels.ops import Functions
 from nsa.kernels.settle import settle_vector_math
 
 settle_vector_math()
 
 BRANCHES = Functions._fields
+
+Decoded = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
+"""The compressed, selected and sliding branch's outputs, and the chosen blocks."""
 
 
 class Shape(NamedTuple):
@@ -46,6 +51,10 @@ class Backend:
     why_not: Callable[[str, torch.device, torch.dtype, Shape], str | None]
     """The reason it cannot compute this branch for this device, dtype and shape; None if it can."""
     by_default: bool = True
+    compressed_and_select: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Both at once, where that is cheaper: they need the same probabilities."""
+    decode: Callable[..., Decoded] | None = None
+    """All branches of one new token per row at once, without gradients."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,10 @@ class Choice:
 class Plan(NamedTuple):
     functions: Functions
     choices: tuple[Choice, ...]
+    compressed_and_select: Callable[..., tuple[Tensor, Tensor]]
+    """The compressed branch's output and the chosen blocks: in one pass if one backend computes both and can."""
+    decode: Callable[..., Decoded] | None
+    """One backend's own step for one new token per row; None if no backend computes all branches so."""
 
 
 def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
@@ -68,6 +81,13 @@ def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape)
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend(
+            "cpu",
+            ops.bind("cpu", cpu),
+            cpu.why_not,
+            compressed_and_select=ops.bind_fused("cpu"),
+            decode=cpu.decode,
+        ),
         Backend("portable", ops.bind("portable", portable), _always),
         Backend(
             "reference",
@@ -88,7 +108,19 @@ def plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape)
     """One backend per branch; raises if a named one cannot run."""
     choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in wanted._asdict().items())
     functions = Functions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
-    return Plan(functions, choices)
+    compressed, select, selected, sliding = (BACKENDS[choice.backend] for choice in choices)
+    both = compressed.compressed_and_select if compressed is select else None
+    decode = compressed.decode if compressed is select is selected is sliding else None
+    return Plan(functions, choices, both or partial(_one_after_the_other, functions), decode)
+
+
+def _one_after_the_other(
+    run: Functions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int,
+    n_sel: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = run.compressed(q, k, v, pos, first, l=l, d=d, scale=scale)
+    assert isinstance(out, Tensor)
+    return out, run.select(q, k, pos, first, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=scale)
 
 
 def check_names(wanted: Wanted) -> None:

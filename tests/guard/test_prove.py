@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.guard.prove import prove
-from nsa.kernels.portable import shared
+from nsa.kernels import cpu
 
 CPU = torch.device("cpu")
 
@@ -17,12 +17,11 @@ def test_every_claim_holds_here(dtype):
 
 
 def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
-    def leaky(pos_BS, start_BS, sizes, n_keys):
-        lo, hi = honest(pos_BS, start_BS, sizes, n_keys)
-        return lo, (hi + 1).clamp(max=n_keys)
+    def leaky(q, k, v, idx, pos_BS, start_BS, sizes, scale):
+        return honest(q, k, v, idx, pos_BS + 1, start_BS, [sizes[0] + 1], scale)
 
-    honest = shared.window_bounds
-    monkeypatch.setattr(shared, "window_bounds", leaky)
+    honest = cpu.sliding_forward
+    monkeypatch.setattr(cpu, "sliding_forward", leaky)
     result = CliRunner().invoke(app, ["doctor", "--prove", "--dtype", "fp32", "--n-heads", "2", "--d-k", "16"])
     assert result.exit_code == 1
     assert "FAILS  values that differ when the future changes" in result.output
@@ -32,5 +31,5 @@ def test_doctor_names_a_kernel_for_every_branch():
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
     for branch in ("compressed", "select", "selected", "sliding"):
-        assert f"{branch:12}portable   chosen" in result.output
+        assert f"{branch:12}cpu        chosen" in result.output
     assert CliRunner().invoke(app, ["doctor", "--dtype", "int3"]).exit_code == 2

@@ -33,7 +33,7 @@ def test_auto_passes_over_a_backend_that_cannot_run_and_says_why(monkeypatch):
     sulky = Backend("sulky", BACKENDS["reference"].functions, lambda *_: "it needs a moon")
     monkeypatch.setattr(registry, "BACKENDS", {"sulky": sulky, **BACKENDS})
     choice = plan(Wanted(), CPU, torch.float32, SHAPE).choices[0]
-    assert (choice.backend, choice.reason) == ("portable", "sulky: it needs a moon")
+    assert (choice.backend, choice.reason) == ("cpu", "sulky: it needs a moon")
 
 
 def test_no_backend_for_integers():
@@ -42,5 +42,5 @@ def test_no_backend_for_integers():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(KernelUnavailable, match=r"kernels.select is 'tritn'.*auto, portable, reference"):
+    with pytest.raises(KernelUnavailable, match=r"kernels.select is 'tritn'.*auto, cpu, portable, reference"):
         check_names(Wanted(select="tritn"))

@@ -61,7 +61,7 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert all(sum(shares) == pytest.approx(1) for shares in beat.gate_shares_by_layer)
         assert 0 < beat.forward_s < beat.step_s or beat.step == 1
         assert 50 < beat.host_mem_rss < 50_000
-        assert beat.kernel_sliding == "portable"
+        assert beat.kernel_sliding == "cpu"
         assert beat.fallbacks_selected == 0
         assert beat.synthetic is True
         assert beat.tokens_seen == beat.step * 4 * 64

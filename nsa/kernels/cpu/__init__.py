@@ -1,0 +1,164 @@
+"""Compiled kernels for CPUs: fp32, bf16 and fp16, with AVX-512, AMX, AVX2 or plain C++, whichever the machine has.
+
+Every result is computed by one thread in an order that depends on the sizes alone: any number of threads gives the same
+bits. Shapes as in `nsa.kernels.reference`.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa.kernels.cpu import build, library
+from nsa.kernels.cpu.library import call, dense, problem, rows
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+Keys = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A branch's keys, values, positions of the queries, and where position 0 lies."""
+
+
+def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: object) -> str | None:
+    if device.type != "cpu":
+        return f"it runs on a CPU, not on {device.type}"
+    if dtype not in library.DTYPES:
+        return f"it computes {', '.join(str(d).removeprefix('torch.') for d in library.DTYPES)}, not {dtype}"
+    return _why_not_built()
+
+
+def describe() -> str:
+    """One line on what was compiled, or why nothing was."""
+    return _why_not_built() or f"{library.best_isa()}, compiled in {build.cache_folder()}"
+
+
+def _why_not_built() -> str | None:
+    try:
+        library.load()
+    except build.BuildError as error:
+        return str(error)
+    return None
+
+
+def sliding_forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward("sliding", q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, scale, w=sizes[0])
+
+
+def compressed_forward(
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward("compressed", q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, scale, l=sizes[0], d=sizes[1])
+
+
+def selected_forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
+    sizes: list[int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward("selected", q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, scale, l_sel=sizes[0])
+
+
+def sliding_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, out_BSGRV, lse_BSGR)
+    return _backward("sliding", *tensors, scale, w=sizes[0])
+
+
+def compressed_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    tensors = (dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, out_BSGRV, lse_BSGR)
+    return _backward("compressed", *tensors, scale, l=sizes[0], d=sizes[1])
+
+
+def selected_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, out_BSGRV, lse_BSGR)
+    return _backward("selected", *tensors, scale, l_sel=sizes[0])
+
+
+def select(
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int, n_sel: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    q, k, pos, first = dense(q_BSGRK), dense(k_BCGK), _index(pos_BS), _index(first_BS)
+    idx_BSGN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
+    made = problem("compressed", q, k, pos, first, scale, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+    made.idx = idx_BSGN.data_ptr()
+    call("nsa_choose", made)
+    return idx_BSGN
+
+
+def compressed_and_select(
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int,
+    n_sel: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v, pos, first = dense(q_BSGRK), dense(k_BCGK), dense(v_BCGV), _index(pos_BS), _index(first_BS)
+    out_BSGRV = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse_BSGR = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    idx_BSGN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
+    made = problem("compressed", q, k, pos, first, scale, V=v.shape[-1], l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+    made.v, made.out, made.lse, made.idx = rows(v), rows(out_BSGRV), lse_BSGR.data_ptr(), idx_BSGN.data_ptr()
+    call("nsa_choose", made)
+    return out_BSGRV, lse_BSGR, idx_BSGN
+
+
+def decode(
+    q_B1GRK: Tensor, compressed: Keys, selected: Keys, window: Keys, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
+    scale: float,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    """One new token per row: all branches in one call that reads the cache in place."""
+    q = dense(q_B1GRK)
+    out_3B1GRV = q.new_empty((3, *q.shape[:-1], compressed[1].shape[-1]))
+    idx_B1GN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
+    branches = ("compressed", "selected", "sliding")
+    held, made = [], []
+    for branch, (k, v, pos, start), out in zip(branches, (compressed, selected, window), out_3B1GRV, strict=True):
+        k, v, pos, start = dense(k), dense(v), _index(pos), _index(start)
+        one = problem(branch, q, k, pos, start, scale, V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+        one.v, one.out, one.idx = rows(v), rows(out), idx_B1GN.data_ptr()
+        held.append((k, v, pos, start))
+        made.append(one)
+    call("nsa_decode", (library.Problem * 3)(*made))
+    return (out_3B1GRV[0], out_3B1GRV[1], out_3B1GRV[2]), idx_B1GN
+
+
+def _forward(
+    branch: str, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, scale: float,
+    **sizes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v, pos, start = dense(q), dense(k), dense(v), _index(pos), _index(start)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    made = problem(branch, q, k, pos, start, scale, V=v.shape[-1], **sizes)
+    made.v, made.out, made.lse = rows(v), rows(out), lse.data_ptr()
+    if idx is not None:
+        idx = idx.to(torch.int32).contiguous()
+        made.idx, made.n_sel = idx.data_ptr(), idx.shape[-1]
+    call("nsa_forward", made)
+    return out, lse
+
+
+def _backward(
+    branch: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor,
+    out: Tensor, lse: Tensor, scale: float, **sizes: int,
+) -> Gradients:  # fmt: skip
+    q, k, v, pos, start = dense(q), dense(k), dense(v), _index(pos), _index(start)
+    dout, out, lse = dense(dout), dense(out), lse.contiguous()
+    dq, dk, dv = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    made = problem(branch, q, k, pos, start, scale, V=v.shape[-1], **sizes)
+    made.v, made.out, made.dout, made.lse = rows(v), rows(out), rows(dout), lse.data_ptr()
+    made.dq, made.dk, made.dv = rows(dq), rows(dk), rows(dv)
+    if idx is not None:
+        idx = idx.to(torch.int32).contiguous()
+        made.idx, made.n_sel = idx.data_ptr(), idx.shape[-1]
+    call("nsa_backward", made)
+    return dq, dk, dv
+
+
+def _index(x_BS: Tensor) -> Tensor:
+    return x_BS.to(torch.int64).contiguous()

@@ -1,0 +1,123 @@
+"""Compiles the C++ kernels on first use, once per machine, and says clearly why where that cannot be.
+
+The library has a plain C interface and no torch headers: it depends on the compiler and the sources alone, and builds
+in seconds. Its file name is a hash of everything that goes into it. Several processes may start at once: one builds,
+the others wait for it, and the finished file appears by one rename.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+COMPILERS = ("g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+# One file per instruction set: only what is in it may use that set, so the rest runs anywhere.
+X86_FLAGS: dict[str, tuple[str, ...]] = {
+    "isa_avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "isa_avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+    "isa_amx": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
+        *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
+}
+
+_folder: Path | None = None
+
+
+class BuildError(RuntimeError):
+    """The compiler is missing or failed; the message is a reason that `why_not` can give."""
+
+
+def set_cache_folder(folder: Path | None) -> None:
+    """Where compiled kernels are kept; None for the user's cache folder."""
+    global _folder
+    _folder = folder
+
+
+def cache_folder() -> Path:
+    return _folder or Path.home() / ".cache" / "nsa" / "kernels"
+
+
+def is_built() -> bool:
+    """Whether the next use compiles nothing: nothing is left to do, or it cannot be done."""
+    try:
+        return _path(_compiler(), _units()).exists()
+    except BuildError:
+        return True
+
+
+def library() -> Path:
+    """The compiled kernels, built if they are not there yet."""
+    compiler, units = _compiler(), _units()
+    path = _path(compiler, units)
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _build(compiler, units, path)
+    except OSError as error:
+        raise BuildError(
+            f"the compiled kernels cannot be kept in {path.parent} ({error}); set runtime.kernel_cache"
+        ) from error
+    return path
+
+
+def _compiler() -> str:
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise BuildError(f"no C++ compiler ({' or '.join(COMPILERS)}) on PATH; install one, e.g. apt-get install g++")
+
+
+def _units() -> dict[str, tuple[str, ...]]:
+    """Source file (without suffix) → the flags it is compiled with."""
+    units: dict[str, tuple[str, ...]] = {"entry": FLAGS, "isa_plain": FLAGS}
+    if platform.machine() in ("x86_64", "AMD64"):
+        units |= {name: (*FLAGS, *flags) for name, flags in X86_FLAGS.items()}
+    return units
+
+
+def _path(compiler: str, units: dict[str, tuple[str, ...]]) -> Path:
+    return cache_folder() / f"nsa_cpu_{_fingerprint(compiler, units)}.so"
+
+
+def _fingerprint(compiler: str, units: dict[str, tuple[str, ...]]) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(f"{compiler}\n{version}\n{platform.machine()}\n{sorted(units.items())}\n".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _build(compiler: str, units: dict[str, tuple[str, ...]], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        jobs = [
+            _start([compiler, *flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", f"{work}/{unit}.o"])
+            for unit, flags in units.items()
+        ]
+        for job in jobs:
+            _finish(job)
+        linked = f"{work}/{path.name}"
+        _finish(_start([compiler, "-shared", "-pthread", *(f"{work}/{unit}.o" for unit in units), "-o", linked]))
+        os.replace(linked, path)
+
+
+def _start(command: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _finish(job: "subprocess.Popen[str]") -> None:
+    output, _ = job.communicate()
+    if job.returncode:
+        assert isinstance(job.args, list)
+        tail = " / ".join(output.strip().splitlines()[-3:])
+        raise BuildError(f"{Path(job.args[0]).name} failed with code {job.returncode} on the CPU kernels ({tail})")

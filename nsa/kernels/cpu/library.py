@@ -1,0 +1,113 @@
+"""The compiled library as Python sees it: one structure in, one call, no torch in between.
+
+ctypes releases the interpreter while a kernel runs. Threads are torch's own where its OpenMP runtime can be found: its
+waiting threads spin, and a second set would run against them.
+"""
+
+import ctypes
+import functools
+from ctypes import POINTER, byref, c_double, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa.errors import KernelUnavailable
+from nsa.kernels.cpu import build
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+BRANCHES = {"sliding": 0, "compressed": 1, "selected": 2}
+ISAS = ("plain", "avx2", "avx512", "amx")
+_OUTCOMES = {
+    1: "documents overlap on the key axis: gradients of keys are summed per document. Set kernels.selected='portable'.",
+    2: "there is not enough memory for packed keys and values. Shorten the sequence or the batch.",
+}
+
+_forced: str | None = None
+
+
+class Rows(ctypes.Structure):
+    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "token", "group", "head")))
+
+
+class Problem(ctypes.Structure):
+    """src/problem.h, field by field."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "isa", "threads", "branch")),
+        *((name, c_int64) for name in ("B", "S", "T", "G", "R", "K", "V")),
+        *((name, c_int64) for name in ("w", "l", "d", "l_sel", "n_sel")),
+        ("scale", c_double),
+        *((name, Rows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
+        *((name, c_void_p) for name in ("lse", "pos", "start", "idx")),
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, compiled if need be; raises `build.BuildError` where it cannot be."""
+    library = ctypes.CDLL(str(build.library()))
+    for name in ("nsa_forward", "nsa_backward", "nsa_choose", "nsa_decode"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (POINTER(Problem),), c_int64
+    library.nsa_best_isa.restype = library.nsa_problem_size.restype = c_int64
+    assert library.nsa_problem_size() == ctypes.sizeof(Problem)
+    library.nsa_use_openmp.argtypes = (c_void_p,)
+    library.nsa_use_openmp(_openmp_parallel())
+    return library
+
+
+@functools.cache
+def best_isa() -> str:
+    return ISAS[load().nsa_best_isa()]
+
+
+def force_isa(name: str | None) -> None:
+    """Run on a lesser instruction set than the machine's best, to test it; None goes back."""
+    global _forced
+    if name is not None and ISAS.index(name) > ISAS.index(best_isa()):
+        raise KernelUnavailable(f"this machine has {best_isa()} at best and not {name}. Force a lesser one.")
+    _forced = name
+
+
+def problem(branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int) -> Problem:
+    isa = ISAS.index(_forced or best_isa())
+    if q.dtype != torch.bfloat16:
+        isa = min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone
+    B, S, G, R, K = q.shape
+    threads = torch.get_num_threads()
+    made = Problem(DTYPES[q.dtype], isa, threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes)
+    made.scale = scale
+    made.q, made.k = rows(q), rows(k)
+    made.pos, made.start = pos.data_ptr(), start.data_ptr()
+    return made
+
+
+def rows(x: Tensor) -> Rows:
+    """[B, T, G, (R,) width] with the width contiguous."""
+    return Rows(x.data_ptr(), *x.stride()[:-1])
+
+
+def dense(x: Tensor) -> Tensor:
+    """Any strides will do, but for the last axis."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def call(name: str, made: "Problem | ctypes.Array[Problem]") -> None:
+    if outcome := getattr(load(), name)(made if isinstance(made, ctypes.Array) else byref(made)):
+        raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
+
+
+def _openmp_parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch loaded; GNU's has it, LLVM's and Intel's do too."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if line.count(" ") >= 5 and "/" in line}
+    names = ("libgomp", "libomp", "libiomp5")
+    for path in sorted(p for p in paths if Path(p).name.startswith(names)):
+        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if function is not None:
+            return ctypes.cast(function, c_void_p).value
+    return None

@@ -1,0 +1,210 @@
+// The engine for bf16 on tile registers: products of bf16 summed in fp32, softmax in fp32, probabilities rounded to bf16
+// before the second product, as PyTorch's own attention rounds them.
+//
+// A tile is 16 rows of 64 bytes. C[16×16] += A[16 rows × 32] · B, with B holding pairs of its rows interleaved: row k of
+// a B tile is b[2k][0], b[2k+1][0], b[2k][1], b[2k+1][1] …
+#pragma once
+#include <algorithm>
+
+#include "pool.h"
+#include "vec.h"
+
+namespace nsa {
+namespace NSA_NAMESPACE {
+
+// The compiler's intrinsics do not say that they read and write memory; these do.
+template <int kTile>
+NSA_INLINE void tile_load(const void* from, int64_t bytes_per_row) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(bytes_per_row), "i"(kTile) : "memory");
+}
+template <int kTile>
+NSA_INLINE void tile_store(void* to, int64_t bytes_per_row) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(bytes_per_row), "i"(kTile) : "memory");
+}
+template <int kTile>
+NSA_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+}
+template <int kC, int kA, int kB>
+NSA_INLINE void tile_multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+struct TileConfig {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+constexpr int64_t kTileCells = 16 * 32;  // of bf16, and half of that of fp32
+
+// 16 rows of 16 32-bit values, transposed. `from` are row addresses.
+NSA_INLINE void transpose16(const __m512i* x, __m512i* y) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88);
+    a[4 + i] = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    a[8 + i] = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
+    a[12 + i] = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    y[i] = _mm512_shuffle_i32x4(a[i], a[8 + i], 0x88);
+    y[8 + i] = _mm512_shuffle_i32x4(a[i], a[8 + i], 0xdd);
+  }
+}
+
+// A B tile that sums over the width: pairs of cells of 16 rows, `from` being [16][ld].
+NSA_INLINE void pair_across(const Bf16* from, int64_t ld, Bf16* to) {
+  __m512i x[16], y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_si512(from + i * ld);
+  transpose16(x, y);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * 32, y[i]);
+}
+
+// A B tile that sums over rows: 32 rows of 16 cells, `from` being [32][ld].
+NSA_INLINE void pair_along(const Bf16* from, int64_t ld, Bf16* to) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (int i = 0; i < 16; ++i) {
+    const __m256i even = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 2 * i * ld));
+    const __m256i odd = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + (2 * i + 1) * ld));
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+    _mm512_storeu_si512(to + i * 32, _mm512_permutexvar_epi16(order, both));
+  }
+}
+
+NSA_INLINE __m512i to_bf16(V low, V high) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+struct Amx {
+  using Cell = Bf16;
+  using Weight = Bf16;
+  static constexpr bool kRough = true;
+  static constexpr int64_t kColumns = 32;
+  static constexpr int64_t kRunKeys = 128;
+
+  struct Thread {
+    Scratch scratch;
+    Thread() {
+      const TileConfig config;
+      asm volatile("ldtilecfg %0" : : "m"(config));
+    }
+    ~Thread() { asm volatile("tilerelease"); }
+  };
+
+  static int64_t width(int64_t n) { return round_up(n, 32); }
+
+  static void load_row(int64_t, const char* from, Cell* to, int64_t n) {
+    memcpy(to, from, n * sizeof(Cell));
+    memset(to + n, 0, (width(n) - n) * sizeof(Cell));
+  }
+
+  // [key tile][width tile][16][32]
+  static int64_t across_size(int64_t n, int64_t keys) { return width(n) * keys; }
+  static void pack_across(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
+                          Scratch& scratch) {
+    Cell* plain = scratch.take<Cell>(plain_size(n, keys));
+    pack_plain(dtype, rows, n_rows, n, keys, plain, scratch);
+    for (int64_t i = 0; i < keys; i += 16)
+      for (int64_t k = 0; k < width(n); k += 32, to += kTileCells) pair_across(plain + i * width(n) + k, width(n), to);
+  }
+  // [32 keys][width tile][16][32]
+  static int64_t along_size(int64_t n, int64_t keys) { return width(n) * keys; }
+  static void pack_along(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
+                         Scratch& scratch) {
+    Cell* plain = scratch.take<Cell>(plain_size(n, keys));
+    pack_plain(dtype, rows, n_rows, n, keys, plain, scratch);
+    for (int64_t i = 0; i < keys; i += 32)
+      for (int64_t k = 0; k < width(n); k += 16, to += kTileCells) pair_along(plain + i * width(n) + k, width(n), to);
+  }
+  // [keys][width]: the left side of a product.
+  static int64_t plain_size(int64_t n, int64_t keys) { return width(n) * keys; }
+  static void pack_plain(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
+                         Scratch&) {
+    for (int64_t i = 0; i < keys; ++i, to += width(n)) {
+      if (i < n_rows && rows[i])
+        load_row(dtype, rows[i], to, n);
+      else
+        memset(to, 0, width(n) * sizeof(Cell));
+    }
+  }
+
+  // Rows are computed in whole tiles: inputs and outputs must have room up to a multiple of 32, whatever lies there.
+  static void scores(const Cell* rows, int64_t n_rows, const Cell* across, int64_t n, int64_t keys, int64_t c0,
+                     int64_t c1, float* out, int64_t ld_out) {
+    const int64_t ld = width(n), depth = ld / 32;
+    for (int64_t i = 0; i < n_rows; i += 32) {
+      const bool two = i + 16 < n_rows;
+      for (int64_t c = c0; c < c1; c += 32) {
+        const Cell *a = rows + i * ld, *b = across + c / 16 * depth * kTileCells;
+        float* to = out + i * ld_out + c;
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        for (int64_t k = 0; k < depth; ++k) {
+          tile_load<4>(a + k * 32, ld * 2);
+          tile_load<6>(b + k * kTileCells, 64);
+          tile_multiply<0, 4, 6>();
+          tile_load<7>(b + (depth + k) * kTileCells, 64);
+          tile_multiply<1, 4, 7>();
+          if (two) {
+            tile_load<5>(a + 16 * ld + k * 32, ld * 2);
+            tile_multiply<2, 5, 6>();
+            tile_multiply<3, 5, 7>();
+          }
+        }
+        tile_store<0>(to, ld_out * 4), tile_store<1>(to + 16, ld_out * 4);
+        if (two) tile_store<2>(to + 16 * ld_out, ld_out * 4), tile_store<3>(to + 16 * ld_out + 16, ld_out * 4);
+      }
+    }
+  }
+
+  // Four tiles of sums at a time: a product takes three times as long to finish as the next one to start.
+  static void weigh(const Weight* weights, int64_t ld, int64_t n_rows, const Cell* along, int64_t n, int64_t c0,
+                    int64_t c1, float* out, bool add) {
+    const int64_t wide = width(n), tiles = wide / 16;
+    for (int64_t i = 0; i < n_rows; i += 32) {
+      const bool two = i + 16 < n_rows;
+      for (int64_t v = 0; v < tiles; v += 2) {  // a width is a multiple of two tiles
+        float *to = out + i * wide + v * 16, *below = to + 16 * wide;
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        if (add) {
+          tile_load<0>(to, wide * 4), tile_load<1>(to + 16, wide * 4);
+          if (two) tile_load<2>(below, wide * 4), tile_load<3>(below + 16, wide * 4);
+        }
+        for (int64_t c = c0; c < c1; c += 32) {
+          const Cell* b = along + (c / 32 * tiles + v) * kTileCells;
+          tile_load<4>(weights + i * ld + c, ld * 2);
+          tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
+          tile_load<7>(b + kTileCells, 64), tile_multiply<1, 4, 7>();
+          if (two) {
+            tile_load<5>(weights + (i + 16) * ld + c, ld * 2);
+            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+          }
+        }
+        tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
+        if (two) tile_store<2>(below, wide * 4), tile_store<3>(below + 16, wide * 4);
+      }
+    }
+  }
+  static NSA_INLINE void store_weights(Weight* to, V x, V y) { _mm512_storeu_si512(to, to_bf16(x, y)); }
+  static Weight* weights_in(float*, Scratch& scratch, int64_t n) { return scratch.take<Weight>(n); }
+};
+
+}  // namespace NSA_NAMESPACE
+}  // namespace nsa

@@ -1,0 +1,144 @@
+// Compressed attention and the choice of blocks in one pass: both need the same probabilities.
+//
+// A tile's scores against all compressed keys it sees fit a thread's cache, so they are kept until the rows' maxima are
+// known; then every probability is computed once. Equal keys get equal probabilities to the last bit, so ties stay ties.
+#pragma once
+#include "forward.h"
+#include "top_blocks.h"
+
+namespace nsa {
+namespace NSA_NAMESPACE {
+
+// Scores of a tile: at most what a second-level cache holds beside the rest.
+inline int64_t choose_rows(const Problem& p) { return p.T <= 2048 ? kStepRows : kStepRows / 2; }
+
+// Sum over the group's heads of the probabilities that query `i` of the tile gives each compressed block of its document.
+inline void group_mass(const Problem& p, const float* scores, int64_t ld, const float* share, int64_t from, int64_t n,
+                       float* mass) {
+  int64_t c = 0;
+  for (; c + W <= n; c += W) {
+    V total{};
+    for (int64_t r = 0; r < p.R; ++r) total += load(scores + r * ld + from + c) * set1(share[r]);
+    store(mass + c, total);
+  }
+  for (; c < n; ++c) {
+    float total = 0;  // one multiply-add per head, as the vectors do
+    for (int64_t r = 0; r < p.R; ++r) total = std::fma(scores[r * ld + from + c], share[r], total);
+    mass[c] = total;
+  }
+}
+
+// p.idx: the chosen blocks. p.out (may be null) and p.lse: the compressed branch. p.branch is kCompressed.
+template <class E>
+void choose(const Problem& p) {
+  const Grid grid(p, E::kRunKeys);
+  const auto used = used_blocks(p, grid);
+  const auto keys = across<E>(p, grid, used, p.k, p.K);
+  const bool attend = p.out.data != nullptr;
+  const Problem without_values = [&] { Problem q = p; q.G = 0; return q; }();
+  const auto values = along<E>(attend ? p : without_values, grid, used, p.v, p.V);
+  const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
+  const float scale2 = p.scale * kLog2e;
+  const int64_t n_taps = p.l_sel / p.d + p.l / p.d - 1;
+  std::vector<float> taps(n_taps);
+  overlap_weights(p, taps.data());
+  const Tiles tiles(p, choose_rows(p));
+
+  parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
+    Scratch scratch = thread.scratch;
+    const Tile tile = tiles[item];
+    const int64_t n_rows = tile.n * R, padded_rows = round_up(n_rows, 32);
+    int64_t most_blocks = 0;
+    Span all{p.T, 0};
+    for (int64_t i = 0; i < tile.n; ++i) {
+      const int64_t query = tile.b * p.S + tile.begin + i;
+      if (const Span& span = grid.spans[query]; !span.empty())
+        all = {std::min(all.begin, span.begin), std::max(all.end, span.end)};
+      const int64_t n_blocks = p.pos[query] / p.l_sel + 1;
+      most_blocks = std::max(most_blocks, n_blocks);
+      if (n_blocks <= p.n_sel) all_blocks(n_blocks, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel);
+    }
+    if (!attend && most_blocks <= p.n_sel) return;
+    const int64_t first = all.begin / grid.width, n_blocks = all.end > all.begin ? (all.end - 1) / grid.width + 1 - first : 0;
+    const int64_t ld = std::max<int64_t>(1, n_blocks) * block_keys;
+    auto* q = scratch.template take<typename E::Cell>(padded_rows * K);
+    auto* sums = scratch.template take<float>(padded_rows * V_);
+    auto* totals = scratch.template take<float>(n_rows * W);
+    auto* most = scratch.template take<float>(n_rows * W);
+    auto* at = scratch.template take<float>(n_rows);
+    auto* scores = scratch.template take<float>(padded_rows * ld);
+    auto* weights = E::weights_in(scores, scratch, padded_rows * block_keys);
+    const bool in_place = static_cast<void*>(weights) == scores;
+    const int64_t ld_weights = in_place ? ld : block_keys;
+    auto* queries = scratch.template take<int64_t>(tile.n);
+    for (int64_t i = 0; i < tile.n; ++i) queries[i] = tile.begin + i;
+    for (int64_t i = 0; i < n_rows; ++i) {
+      E::load_row(p.dtype, row(p, p.q, tile.b, tile.begin + i / R, tile.g, i % R), q + i * K, p.K);
+      store(most + i * W, set1(kHidden));
+      store(totals + i * W, V{});
+    }
+    memset(sums, 0, n_rows * V_ * sizeof(float));
+
+    for (int64_t j = 0; j < n_blocks; ++j) {
+      Scratch inner = scratch;
+      const int64_t block = grid.first[tile.b] + first + j;
+      const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, queries, tile.n, inner);
+      E::scores(q, n_rows, keys.at(block, tile.g), p.K, block_keys, 0, block_keys, scores + j * block_keys, ld);
+      for (int64_t i = 0; i < n_rows; ++i) {
+        float* of_row = scores + i * ld + j * block_keys;
+        hide(of_row, 0, block_keys, seen.begin[i / R], seen.end[i / R]);
+        V high = load(most + i * W);
+        for (int64_t c = 0; c < block_keys; c += W) high = vmax(high, load(of_row + c));
+        store(most + i * W, high);
+      }
+    }
+    for (int64_t i = 0; i < n_rows; ++i) {
+      const float high = top(load(most + i * W));
+      at[i] = high == kHidden ? 0.f : high * scale2;
+    }
+    for (int64_t j = 0; j < n_blocks; ++j) {
+      const int64_t block = grid.first[tile.b] + first + j;
+      for (int64_t i = 0; i < n_rows; ++i) {
+        float* of_row = scores + i * ld + j * block_keys;
+        const V c2 = set1(scale2), from = set1(at[i]);
+        V total = load(totals + i * W);
+        for (int64_t c = 0; c < block_keys; c += kPair) {
+          const V x = exp2v<E::kRough>(load(of_row + c) * c2 - from);
+          const V y = exp2v<E::kRough>(load(of_row + c + W) * c2 - from);
+          total += x + y;
+          store(of_row + c, x), store(of_row + c + W, y);
+          if (attend && !in_place) E::store_weights(weights + i * ld_weights + c, x, y);
+        }
+        store(totals + i * W, total);
+      }
+      if (attend)
+        E::weigh(weights + (in_place ? j * block_keys : 0), ld_weights, n_rows, values.at(block, tile.g), p.V, 0,
+                 block_keys, sums, true);
+    }
+    auto* share = scratch.template take<float>(n_rows);
+    for (int64_t i = 0; i < n_rows; ++i) {
+      const float total = sum(load(totals + i * W));
+      share[i] = total > 0 ? 1.f / total : 0.f;
+      if (attend) finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, total, at[i]);
+    }
+    auto* mass = scratch.template take<float>(most_blocks * (p.l_sel / p.d) + n_taps + W);
+    auto* of_blocks = scratch.template take<float>(most_blocks);
+    for (int64_t i = 0; i < tile.n; ++i) {
+      const int64_t query = tile.b * p.S + tile.begin + i, n_mine = p.pos[query] / p.l_sel + 1;
+      if (n_mine <= p.n_sel) continue;
+      Scratch inner = scratch;
+      const Span& span = grid.spans[query];
+      // Compressed block 0 of the document lies at `start`; blocks before key 0 are gone and have no mass.
+      const int64_t gone = std::max<int64_t>(0, -p.start[query]), lead = p.l / p.d - 1 + gone;
+      const int64_t size = n_mine * (p.l_sel / p.d) + p.l / p.d - 1, n = std::min(span.end - span.begin, size - lead);
+      memset(mass, 0, size * sizeof(float));
+      if (n > 0)
+        group_mass(p, scores + i * R * ld, ld, share + i * R, span.begin - first * grid.width, n, mass + lead);
+      block_scores(p, taps.data(), mass, n_mine, of_blocks);
+      best_blocks(of_blocks, n_mine, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel, inner);
+    }
+  });
+}
+
+}  // namespace NSA_NAMESPACE
+}  // namespace nsa

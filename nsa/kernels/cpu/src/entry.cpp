@@ -1,0 +1,115 @@
+// The C interface: which instruction sets this machine has, and one function per computation.
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "kernels.h"
+#include "pool.h"
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace nsa {
+OpenMpParallel openmp_parallel = nullptr;
+
+namespace {
+
+#if defined(__x86_64__)
+// Linux grants the tile registers only to a process that asks: they make every context switch dearer.
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_tiles() {
+  unsigned a, b, c, d;
+  __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+  const bool tiles = (d >> 24 & 1) && (d >> 22 & 1);
+  __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(1));
+  const bool narrows = a >> 5 & 1;  // AVX512-BF16
+  return tiles && narrows && may_use_tiles();
+}
+#endif
+
+int64_t best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    return has_tiles() ? kAmx : kAvx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
+#endif
+  return kPlain;
+}
+
+enum Outcome : int64_t { kDone = 0, kOverlap = 1, kNoMemory = 2 };
+
+template <class Run>
+int64_t guarded(Run&& run) {
+  try {
+    return run() ? kDone : kOverlap;
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  }
+}
+
+#if defined(__x86_64__)
+#define NSA_DISPATCH(call)                    \
+  switch (p->isa) {                           \
+    case kAmx: return amx::call;              \
+    case kAvx512: return avx512::call;        \
+    case kAvx2: return avx2::call;            \
+    default: return plain::call;              \
+  }
+#else
+#define NSA_DISPATCH(call) return plain::call;
+#endif
+
+}  // namespace
+}  // namespace nsa
+
+#define NSA_EXPORT extern "C" __attribute__((visibility("default")))
+
+using nsa::Problem;
+
+// The best instruction set of this machine, as nsa::Isa; all below it run here too.
+NSA_EXPORT int64_t nsa_best_isa() { return nsa::best_isa(); }
+
+NSA_EXPORT int64_t nsa_problem_size() { return sizeof(Problem); }
+
+NSA_EXPORT void nsa_use_openmp(void* parallel) {
+  nsa::openmp_parallel = reinterpret_cast<nsa::OpenMpParallel>(parallel);
+}
+
+NSA_EXPORT int64_t nsa_forward(const Problem* p) {
+  return nsa::guarded([&] {
+    using namespace nsa;
+    [&] { NSA_DISPATCH(forward(*p)) }();
+    return true;
+  });
+}
+
+NSA_EXPORT int64_t nsa_choose(const Problem* p) {
+  return nsa::guarded([&] {
+    using namespace nsa;
+    [&] { NSA_DISPATCH(choose(*p)) }();
+    return true;
+  });
+}
+
+NSA_EXPORT int64_t nsa_backward(const Problem* p) {
+  return nsa::guarded([&] {
+    using namespace nsa;
+    return [&]() -> bool { NSA_DISPATCH(backward(*p)) }();
+  });
+}
+
+// Three problems, one after the other: compressed (which also carries the selection), selected, sliding.
+NSA_EXPORT int64_t nsa_decode(const Problem* p) {
+  return nsa::guarded([&] {
+    using namespace nsa;
+    [&] { NSA_DISPATCH(decode_step(p[0], p[1], p[2])) }();
+    return true;
+  });
+}

@@ -1,0 +1,118 @@
+// Attention forward: online softmax over the blocks that a tile visits.
+#pragma once
+#include "tile.h"
+
+namespace nsa {
+namespace NSA_NAMESPACE {
+
+// Softmax state of a row, in powers of two. The reference point moves only when a score passes it by kSlack: until then
+// nothing has to be rescaled, and sums stay far from overflow.
+constexpr float kSlack = 8;
+struct RowState {
+  float at = -INFINITY, limit = -INFINITY;
+};
+
+// Scores c0 … c1 − 1 of a row become weights. `rescale(factor)` is called before if the reference point moves.
+template <class E, class Rescale>
+NSA_INLINE void softmax_row(float* scores, typename E::Weight* weights, int64_t c0, int64_t c1, int64_t begin,
+                            int64_t end, float scale2, RowState& state, float* total, Rescale&& rescale) {
+  if (begin >= end) {
+    for (int64_t c = c0; c < c1; c += kPair) E::store_weights(weights + c, V{}, V{});
+    return;
+  }
+  hide(scores, c0, c1, begin, end);
+  V most = load(scores + c0);
+  for (int64_t c = c0 + W; c < c1; c += W) most = vmax(most, load(scores + c));
+  V sums = load(total);
+  if (any_above(most, set1(state.limit))) {
+    const float at = top(most) * scale2;
+    const float factor = state.at == -INFINITY ? 0.f : std::exp2(state.at - at);
+    state = {at, (at + kSlack) / scale2};
+    sums *= set1(factor);
+    rescale(factor);
+  }
+  const V c2 = set1(scale2), at = set1(state.at);
+  for (int64_t c = c0; c < c1; c += kPair) {
+    const V x = exp2v<E::kRough>(load(scores + c) * c2 - at), y = exp2v<E::kRough>(load(scores + c + W) * c2 - at);
+    sums += x + y;
+    E::store_weights(weights + c, x, y);
+  }
+  store(total, sums);
+}
+
+NSA_INLINE void multiply_row(float* x, int64_t n, float by) {
+  for (int64_t i = 0; i < n; i += W) store(x + i, load(x + i) * set1(by));
+}
+
+// Writes a row's output and log-sum-exp; zeros and −inf where nothing was seen.
+template <class E>
+NSA_INLINE void finish_row(const Problem& p, int64_t b, int64_t s, int64_t g, int64_t r, float* sums, float total,
+                           float at) {
+  const bool nothing = !(total > 0);
+  multiply_row(sums, E::width(p.V), nothing ? 0.f : 1.f / total);
+  narrow_row(p.dtype, sums, row(p, p.out, b, s, g, r), p.V);
+  p.lse[((b * p.S + s) * p.G + g) * p.R + r] = nothing ? -INFINITY : kLn2 * (at + std::log2(total));
+}
+
+template <class E>
+void forward(const Problem& p) {
+  const Grid grid(p, E::kRunKeys);
+  const auto used = used_blocks(p, grid);
+  const auto keys = across<E>(p, grid, used, p.k, p.K);
+  const auto values = along<E>(p, grid, used, p.v, p.V);
+  const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
+  const float scale2 = p.scale * kLog2e;
+  const Tiles tiles(p, tile_rows(p));
+
+  parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
+    Scratch scratch = thread.scratch;
+    const Tile tile = tiles[item];
+    const int64_t n_rows = tile.n * R, step_rows = round_up(std::max(kStepRows, R), 32);
+    auto* q = scratch.template take<typename E::Cell>((n_rows + 32) * K);
+    auto* few = scratch.template take<typename E::Cell>(step_rows * K);
+    auto* sums = scratch.template take<float>((n_rows + 32) * V_);
+    auto* part = scratch.template take<float>(step_rows * V_);
+    auto* totals = scratch.template take<float>(n_rows * W);
+    auto* states = scratch.template take<RowState>(n_rows);
+    auto* scores = scratch.template take<float>(step_rows * block_keys);
+    auto* weights = E::weights_in(scores, scratch, step_rows * block_keys);
+    auto* at = scratch.template take<int64_t>(tile.n);
+    for (int64_t i = 0; i < n_rows; ++i)
+      E::load_row(p.dtype, row(p, p.q, tile.b, tile.begin + i / R, tile.g, i % R), q + i * K, p.K);
+    memset(sums, 0, n_rows * V_ * sizeof(float));
+    memset(totals, 0, n_rows * W * sizeof(float));
+    std::fill_n(states, n_rows, RowState{});
+
+    for_each_block(p, grid, tile, scratch, [&](int64_t block, const int32_t* queries, int64_t n) {
+      Scratch inner = scratch;
+      for (int64_t i = 0; i < n; ++i) at[i] = tile.begin + (queries ? queries[i] : i);
+      const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, at, n, inner);
+      if (seen.none()) return;
+      const typename E::Cell* rows = q;
+      if (queries) {
+        for (int64_t i = 0; i < n; ++i) memcpy(few + i * R * K, q + queries[i] * R * K, R * K * sizeof(*q));
+        rows = few;
+      }
+      E::scores(rows, n * R, keys.at(block, tile.g), p.K, block_keys, seen.c0, seen.c1, scores, block_keys);
+      for (int64_t i = 0; i < n * R; ++i) {
+        const int64_t target = queries ? queries[i / R] * R + i % R : i;
+        softmax_row<E>(scores + i * block_keys, weights + i * block_keys, seen.c0, seen.c1, seen.begin[i / R],
+                       seen.end[i / R], scale2, states[target], totals + target * W,
+                       [&](float factor) { multiply_row(sums + target * V_, V_, factor); });
+      }
+      E::weigh(weights, block_keys, n * R, values.at(block, tile.g), p.V, seen.c0, seen.c1, queries ? part : sums,
+               !queries);
+      if (queries)
+        for (int64_t i = 0; i < n; ++i) {
+          float* to = sums + queries[i] * R * V_;
+          for (int64_t c = 0; c < R * V_; c += W) store(to + c, load(to + c) + load(part + i * R * V_ + c));
+        }
+    });
+    for (int64_t i = 0; i < n_rows; ++i)
+      finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, sum(load(totals + i * W)),
+                    states[i].at);
+  });
+}
+
+}  // namespace NSA_NAMESPACE
+}  // namespace nsa

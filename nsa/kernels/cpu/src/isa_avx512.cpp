@@ -1,0 +1,2 @@
+#define NSA_NAMESPACE avx512
+#include "wide_kernels.h"

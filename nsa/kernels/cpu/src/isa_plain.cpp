@@ -1,0 +1,2 @@
+#define NSA_NAMESPACE plain
+#include "wide_kernels.h"

@@ -1,0 +1,18 @@
+// The computations, once per instruction set. Each file that defines one is compiled for that set alone.
+#pragma once
+#include "problem.h"
+
+namespace nsa {
+
+#define NSA_KERNELS            \
+  void forward(const Problem&); \
+  void choose(const Problem&);  \
+  bool backward(const Problem&); \
+  void decode_step(const Problem& compressed, const Problem& selected, const Problem& sliding);
+
+namespace plain { NSA_KERNELS }
+namespace avx2 { NSA_KERNELS }
+namespace avx512 { NSA_KERNELS }
+namespace amx { NSA_KERNELS }
+
+}  // namespace nsa

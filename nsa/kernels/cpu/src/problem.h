@@ -1,0 +1,32 @@
+// What Python hands over: raw pointers, strides in elements, sizes. Mirrored by nsa/kernels/cpu/library.py.
+//
+// B batch · S queries · T keys · G kv groups · R heads per group · K key width · V value width
+#pragma once
+#include <cstdint>
+
+namespace nsa {
+
+enum Dtype : int64_t { kFloat = 0, kBfloat16 = 1, kHalf = 2 };
+enum Branch : int64_t { kSliding = 0, kCompressed = 1, kSelected = 2 };
+enum Isa : int64_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+
+// [batch, token, group, head, width]; the last stride is 1. Keys and values have no head axis.
+struct Rows {
+  char* data;
+  int64_t batch, token, group, head;
+};
+
+struct Problem {
+  int64_t dtype, isa, threads, branch;
+  int64_t B, S, T, G, R, K, V;
+  int64_t w;                    // sliding
+  int64_t l, d;                 // compressed, and selection
+  int64_t l_sel, n_sel;         // selected, and selection
+  double scale;
+  Rows q, k, v, out, dout, dq, dk, dv;
+  float* lse;                   // [B, S, G, R]
+  const int64_t *pos, *start;   // [B, S]
+  int32_t* idx;                 // [B, S, G, n_sel]
+};
+
+}  // namespace nsa

@@ -1,0 +1,109 @@
+"""Compiling on first use: once, whoever asks, and with a reason where it cannot be."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from nsa.kernels.cpu import build, library, why_not
+from nsa.kernels.registry import Shape, Wanted, plan
+
+DEVICE, SHAPE = torch.device("cpu"), Shape(2, 6, 64, 64, 32, 16, 64, 16, 512)
+
+BUILD_IN_A_PROCESS = """
+import sys
+from pathlib import Path
+from nsa.kernels.cpu import build
+build.COMPILERS = (sys.argv[1],)
+build.SOURCES = Path(sys.argv[2])
+build.X86_FLAGS = {}
+build.set_cache_folder(Path(sys.argv[3]))
+print(build.library())
+"""
+
+
+@pytest.fixture
+def unloaded():
+    """The library forgotten for a test, and loaded again from the usual place after it."""
+    library.load.cache_clear()
+    yield
+    build.set_cache_folder(None)
+    library.load.cache_clear()
+
+
+@pytest.fixture
+def small_sources(tmp_path):
+    """Two units that compile in no time."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "entry.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    (folder / "isa_plain.cpp").write_text("int other() { return 0; }\n")
+    return folder
+
+
+def test_without_a_compiler_auto_takes_portable_and_says_why(monkeypatch, unloaded, tmp_path):
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    build.set_cache_folder(tmp_path)
+    choice = plan(Wanted(), DEVICE, torch.float32, SHAPE).choices[0]
+    assert choice.backend == "portable"
+    assert choice.reason.startswith("cpu: no C++ compiler (no-such-compiler) on PATH; install one")
+
+
+def test_a_compiler_that_fails_gives_its_last_words(monkeypatch, unloaded, small_sources, tmp_path):
+    (small_sources / "entry.cpp").write_text("#error the moon is missing\n")
+    monkeypatch.setattr(build, "SOURCES", small_sources)
+    monkeypatch.setattr(build, "X86_FLAGS", {})
+    build.set_cache_folder(tmp_path / "cache")
+    reason = why_not("sliding", DEVICE, torch.float32, SHAPE)
+    assert "failed with code 1 on the CPU kernels" in reason
+    assert "the moon is missing" in reason
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_a_folder_that_cannot_be_written_is_a_reason(unloaded, tmp_path):
+    (tmp_path / "file").write_text("")
+    build.set_cache_folder(tmp_path / "file" / "below")
+    assert "set runtime.kernel_cache" in why_not("sliding", DEVICE, torch.float32, SHAPE)
+
+
+def test_processes_that_start_together_compile_once(small_sources, tmp_path):
+    log = tmp_path / "compiled"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo run >> {log}; sleep 0.2 ;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    command = [sys.executable, "-c", BUILD_IN_A_PROCESS, str(compiler), str(small_sources), str(tmp_path / "cache")]
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(
+            pool.map(lambda _: subprocess.run(command, capture_output=True, text=True, check=True).stdout, "123")
+        )
+    assert len(set(paths)) == 1
+    assert log.read_text().split() == ["run"] * 3  # two units and the linker
+    assert [p.suffix for p in (tmp_path / "cache").glob("*.so")] == [".so"]
+
+
+def test_another_source_flag_or_compiler_is_another_file(small_sources, monkeypatch):
+    monkeypatch.setattr(build, "SOURCES", small_sources)
+    units = {"entry": ("-O1",)}
+    names = [build._fingerprint("g++", units), build._fingerprint("g++", {"entry": ("-O2",)})]
+    names.append(build._fingerprint("cc", units))
+    (small_sources / "entry.cpp").write_text("int changed;\n")
+    names.append(build._fingerprint("g++", units))
+    assert len(set(names)) == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [("cuda", torch.float32, "it runs on a CPU, not on cuda"), ("cpu", torch.float64, "not torch.float64")],
+)
+def test_what_it_cannot_compute_has_a_reason(device, dtype, reason):
+    assert reason in why_not("sliding", torch.device(device), dtype, SHAPE)
+
+
+def test_an_instruction_set_the_machine_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "best_isa", lambda: "avx2")
+    with pytest.raises(library.KernelUnavailable, match="has avx2 at best and not amx"):
+        library.force_isa("amx")
