@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import KernelUnavailable
-from nsa.kernels import cpu, ops, portable, reference
+from nsa.kernels import cpu, ops, portable, reference, triton
 from nsa.kernels.ops import Functions
 from nsa.kernels.settle import settle_vector_math
 
@@ -87,6 +87,13 @@ BACKENDS: dict[str, Backend] = {
             cpu.why_not,
             compressed_and_select=ops.bind_fused("cpu"),
             decode=cpu.decode,
+        ),
+        Backend(
+            "triton",
+            ops.bind("triton", triton),
+            triton.why_not,
+            by_default=False,  # until a GPU has proven it
+            compressed_and_select=ops.bind_fused("triton"),
         ),
         Backend("portable", ops.bind("portable", portable), _always),
         Backend(

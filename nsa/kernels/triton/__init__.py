@@ -1,9 +1,18 @@
-"""GPU kernels in Triton: any heads per group, packed documents, no atomics. Imported when first called.
+"""GPU kernels in Triton: any heads per group, packed documents, no atomics.
 
-`{sliding,compressed,selected}_{forward,backward}` and `select` with the signatures of `nsa.kernels.portable`.
+`{sliding,compressed,selected}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
+`nsa.kernels.portable`. The kernels, and Triton itself, are imported when one of them is first called.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256  # a row is at most a power of two and the next smaller one
+MOST_BLOCKS = 64  # chosen blocks that are kept in registers
 
 _HOMES = {
     "sliding_forward": "runs",
@@ -12,13 +21,30 @@ _HOMES = {
     "compressed_backward": "runs",
     "selected_forward": "selected",
     "selected_backward": "selected",
-    "select": "select",
+    "select": "selection",
+    "compressed_and_select": "selection",
 }
+
+
+def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -> str | None:
+    if find_spec("triton") is None:
+        return "the package triton is not installed (it comes with torch's GPU builds)"
+    if device.type != "cuda" and not (device.type == "cpu" and _interpreted()):
+        return f"it runs on a GPU, not on {device.type} (there only under TRITON_INTERPRET=1, for checking)"
+    if dtype not in DTYPES:
+        return f"it computes {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, not {dtype}"
+    if max(shape.d_k, shape.d_v) > WIDEST:
+        return f"rows are at most {WIDEST} wide, not {max(shape.d_k, shape.d_v)}"
+    if shape.n_sel > MOST_BLOCKS:
+        return f"it chooses at most {MOST_BLOCKS} blocks, not {shape.n_sel}"
+    return None
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(name)
-    from importlib import import_module
-
     return getattr(import_module(f"nsa.kernels.triton.{_HOMES[name]}"), name)
+
+
+def _interpreted() -> bool:
+    return bool(import_module("triton").knobs.runtime.interpret)

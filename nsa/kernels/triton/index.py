@@ -18,11 +18,11 @@ MOST_QUERIES = 32  # bits of a mask
 
 class Union(NamedTuple):
     begin: Tensor
-    """First key of each block that the tile's queries chose: int32 [B, tiles, G, Q·N], ascending, `count` of them."""
+    """First key of each block that the tile's queries chose: int32 [B, tiles, G, Q·N], ascending, `size` of them."""
     bits: Tensor
     """Which of the tile's queries chose it."""
-    count: Tensor
-    """[B, tiles, G]"""
+    size: Tensor
+    """How many there are: [B, tiles, G]."""
 
 
 class Chosen(NamedTuple):

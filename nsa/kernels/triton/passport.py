@@ -16,10 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton import runs_backward, runs_forward, select_kernel, selected_backward, selected_forward
+from nsa.kernels.triton.device import runs_backward, runs_forward, selected_backward, selected_forward
+from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.selected import PIECE, block_of, tile_of
-from nsa.kernels.triton.tile import split_width, widths
 from nsa.kernels.triton.tuning import choose
+from nsa.kernels.triton.widths import split_width, widths
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ class Passport:
 
 def jobs(model: Model) -> Iterator[Job]:
     """Every kernel with the constants its launcher gives it."""
-    sizes = dict(G=model.groups, R=model.heads_per_group, WIDE=False)
-    broad = widths(model.d_k, model.d_v)
+    sizes: dict[str, Any] = dict(G=model.groups, R=model.heads_per_group, WIDE=False)
+    broad: dict[str, Any] = widths(model.d_k, model.d_v)
     width = max(model.d_k, model.d_v)
-    keys = {name: broad[name] for name in ("K", "K1", "K2")}
+    keys: dict[str, Any] = {name: broad[name] for name in ("K", "K1", "K2")}
 
     def job(kernel: str, function: Any, tiles_of: str = "", n: int = 0, **constants: Any) -> Job:
         tiles = choose(tiles_of or kernel, width)
@@ -124,12 +125,12 @@ def jobs(model: Model) -> Iterator[Job]:
     v = split_width(model.d_v)
     add = dict(G=model.groups, X=v.n, X1=v.main, X2=v.rest, L=model.l_sel, BLOCK_N=block)
     yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2)
-    yield job("select_lse", select_kernel.runs_lse_kernel, "runs_forward", **keys)
+    yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = choose("select", width)
     keep = max(16, triton.next_power_of_2(model.n_sel))
     per = dict(PER_L=model.l // model.d, PER_SEL=model.l_sel // model.d, L_SEL=model.l_sel, N_SEL=model.n_sel)
     yield Job(
-        "select", select_kernel.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
+        "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
         tiles.warps, tiles.stages,
     )  # fmt: skip
 

@@ -8,10 +8,10 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.portable.shared import compressed_bounds, window_bounds
-from nsa.kernels.triton.runs_backward import runs_dkv_kernel, runs_dq_kernel
-from nsa.kernels.triton.runs_forward import runs_forward_kernel
-from nsa.kernels.triton.tile import is_wide, widths
+from nsa.kernels.triton.device.runs_backward import runs_dkv_kernel, runs_dq_kernel
+from nsa.kernels.triton.device.runs_forward import runs_forward_kernel
 from nsa.kernels.triton.tuning import Tiles, choose
+from nsa.kernels.triton.widths import is_wide, widths
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

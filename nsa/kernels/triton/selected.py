@@ -4,12 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.kernels.triton.device.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
+from nsa.kernels.triton.device.selected_forward import selected_forward_kernel
 from nsa.kernels.triton.index import MOST_QUERIES, chosen, union
 from nsa.kernels.triton.runs import Gradients, rows_contiguous
-from nsa.kernels.triton.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
-from nsa.kernels.triton.selected_forward import selected_forward_kernel
-from nsa.kernels.triton.tile import is_wide, split_width, widths
 from nsa.kernels.triton.tuning import Tiles, choose
+from nsa.kernels.triton.widths import is_wide, split_width, widths
 
 PIECE = 1024
 """Queries of one window that one program adds up."""
@@ -25,12 +25,12 @@ def selected_forward(
     T, V = v.shape[1], v.shape[-1]
     tiles = choose("selected_forward", max(K, V))
     queries, block_m = tile_of(tiles, R)
-    begin, bits, count = union(idx_BSGN, start_BS, l_sel, queries)
+    begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     n_tiles = triton.cdiv(S, queries)
     selected_forward_kernel[(n_tiles, B * G)](
-        q, k, v, _last(pos_BS, start_BS), begin, bits, count, out, lse, scale, S, T, n_tiles, begin.shape[-1],
+        q, k, v, _last(pos_BS, start_BS), begin, bits, size, out, lse, scale, S, T, n_tiles, begin.shape[-1],
         *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
         L=l_sel, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_of(l_sel), WIDE=is_wide(q.dtype), **tiles.options,
     )  # fmt: skip
@@ -52,10 +52,10 @@ def selected_backward(
 
     tiles = choose("selected_dq", max(K, V))
     queries, block_m = tile_of(tiles, R)
-    begin, bits, count = union(idx_BSGN, start_BS, l_sel, queries)
+    begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
     n_tiles = triton.cdiv(S, queries)
     selected_dq_kernel[(n_tiles, B * G)](
-        dout, q, k, v, last, begin, bits, count, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1], *strides,
+        dout, q, k, v, last, begin, bits, size, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1], *strides,
         QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_of(l_sel), **common, **tiles.options,
     )  # fmt: skip
 

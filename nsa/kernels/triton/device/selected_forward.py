@@ -7,7 +7,7 @@ unconditional: a branch around them would cost the software pipeline.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.tile import LN2, LOG2E, dot, load_rows, rounded, soften, store_rows
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, soften, store_rows
 
 
 @triton.jit

@@ -12,7 +12,7 @@ two are equal, so the choice is exact, and ties go to the lower index.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.tile import LN2, LOG2E, dot, load_rows
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows
 
 
 @triton.jit

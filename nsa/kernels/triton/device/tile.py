@@ -1,43 +1,17 @@
 """What the kernels share: tiles of rows, columns of any width, dot products in the inputs' precision.
 
 A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
-group fills a tile. A width that is no power of two is split in two, 192 as 128 + 64: padding it to 256 spills.
+group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.widths`).
 
 Under the interpreter `tl.dot` of bf16 is wrong (Triton 3.8): WIDE operands are converted to fp32 right before it, after
 having been rounded as the hardware would see them.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-class Width(NamedTuple):
-    """A row's length as the sum of a power of two and a second one, which may be absent (0)."""
-
-    n: int
-    main: int
-    rest: int
-
-
-def split_width(n: int) -> Width:
-    main = max(16, 1 << (n.bit_length() - 1))
-    rest = n - main
-    return Width(n, main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
-
-
-def widths(k: int, v: int) -> dict[str, int]:
-    kw, vw = split_width(k), split_width(v)
-    return dict(K=k, K1=kw.main, K2=kw.rest, V=v, V1=vw.main, V2=vw.rest)
-
-
-def is_wide(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
 
 
 @triton.jit

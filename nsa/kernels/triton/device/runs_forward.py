@@ -6,7 +6,7 @@ A tile loops from the smallest lo of its rows to the largest hi: no tile of keys
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.tile import LN2, LOG2E, dot, load_rows, rounded, soften, store_rows
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, soften, store_rows
 
 
 @triton.jit

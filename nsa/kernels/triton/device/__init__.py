@@ -1,0 +1,1 @@
+"""What runs on the GPU. The modules beside this package launch it."""

@@ -1,0 +1,61 @@
+"""Launches the choice of blocks, alone or after the compressed branch, whose log-sum-exp it then shares.
+
+Shapes as in `nsa.kernels.reference`.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.portable.shared import compressed_bounds
+from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
+from nsa.kernels.triton.runs import compressed_forward, rows_contiguous
+from nsa.kernels.triton.tuning import choose
+from nsa.kernels.triton.widths import is_wide, split_width
+
+
+def select(
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int, n_sel: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    B, S, G, R, K = q_BSGRK.shape
+    q, k = rows_contiguous(q_BSGRK, k_BCGK)
+    lse = q.new_empty((B, S, G, R), dtype=torch.float32)
+    lo, hi = (x.to(torch.int32).contiguous() for x in compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1]))
+    tiles = choose("runs_forward", K)
+    runs_lse_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
+        q, k, lo, hi, lse, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
+        BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
+    )  # fmt: skip
+    return _choose(q, k, pos_BS, first_BS, hi, lse, l, d, l_sel, n_sel, scale)
+
+
+def compressed_and_select(
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int,
+    n_sel: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    out, lse = compressed_forward(q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, [l, d], scale)
+    q, k = rows_contiguous(q_BSGRK, k_BCGK)
+    hi = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1])[1].to(torch.int32).contiguous()
+    return out, lse, _choose(q, k, pos_BS, first_BS, hi, lse, l, d, l_sel, n_sel, scale)
+
+
+def _choose(
+    q: Tensor, k: Tensor, pos_BS: Tensor, first_BS: Tensor, hi: Tensor, lse: Tensor, l: int, d: int, l_sel: int,
+    n_sel: int, scale: float,
+) -> Tensor:  # fmt: skip
+    B, S, G, R, K = q.shape
+    pos, first = (x.to(torch.int32).contiguous() for x in (pos_BS, first_BS))
+    idx = torch.empty((B, S, G, n_sel), dtype=torch.int32, device=q.device)
+    tiles = choose("select", K)
+    select_kernel[(triton.cdiv(S, tiles.m), B * G)](
+        q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
+        PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=max(16, triton.next_power_of_2(n_sel)),
+        BLOCK_Q=tiles.m, WIDE=is_wide(q.dtype), **tiles.options,
+    )  # fmt: skip
+    return idx
+
+
+def _keys(n: int) -> dict[str, int]:
+    width = split_width(n)
+    return dict(K=n, K1=width.main, K2=width.rest)
