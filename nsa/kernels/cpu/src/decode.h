@@ -203,7 +203,7 @@ inline void decode(const Problem& compressed, const Problem& selected, const Pro
         const V x = exp2v(load(scores.get() + (group * R + r) * ld + c) * scale2 - set1(at[r])) * set1(share[r]);
         store(mass + lead + c, load(mass + lead + c) + lanes_in(x, 0, n - c, 0.f));
       }
-    block_scores(p, taps.data(), mass, n_blocks, of_blocks);
+    block_scores(p, taps.data(), mass, n_blocks, of_blocks, scratch);
     best_blocks(of_blocks, n_blocks, p.n_sel, idx, scratch);
   });
 
