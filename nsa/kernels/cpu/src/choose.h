@@ -35,8 +35,9 @@ void choose(const Problem& p) {
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
   const bool attend = p.out.data != nullptr;
-  const Problem without_values = [&] { Problem q = p; q.G = 0; return q; }();
-  const auto values = along<E>(attend ? p : without_values, grid, used, p.v, p.V);
+  Problem of_values = p;
+  if (!attend) of_values.G = 0;  // no values were given: nothing is packed
+  const auto values = along<E>(of_values, grid, used, p.v, p.V);
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
   const float scale2 = p.scale * kLog2e;
   const int64_t n_taps = p.l_sel / p.d + p.l / p.d - 1;
