@@ -14,6 +14,7 @@ from nsa.config.schema import RunConfig
 from nsa.core.geometry import Geometry
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.selected import UNION_FACTOR
+from nsa.model.build import wanted_kernels
 
 FP32 = 4
 INT32, INT64 = 4, 8
@@ -163,7 +164,20 @@ def _head(config: RunConfig, one: Pass) -> int:
 
 
 def workspace_bytes(config: RunConfig, one: Pass) -> int:
-    """The largest temporaries of the portable kernels: those of the selected branch's backward pass.
+    """The largest temporaries of the kernels that will run: those of the selected branch's backward pass."""
+    if not one.on_gpu and wanted_kernels(config).selected in ("auto", "cpu"):
+        return _packed_keys(config, one)
+    return _portable_workspace(config, one)
+
+
+def _packed_keys(config: RunConfig, one: Pass) -> int:
+    """The compiled CPU kernels pack one branch's keys and values twice, in fp32, and add up their gradients in it."""
+    model = config.model
+    return 3 * FP32 * one.tokens * model.n_kv_groups * (model.d_k + model.d_v)
+
+
+def _portable_workspace(config: RunConfig, one: Pass) -> int:
+    """The portable kernels' temporaries.
 
     Either the union of the blocks that a chunk of queries chose, with scores and their gradients, or for each query a
     copy of its own keys and values, with their gradients. Which one depends on the data, so it is the larger.

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 
 from nsa.core.nsa_attention import NSAAttention
-from nsa.kernels.registry import BACKENDS, Wanted
+from nsa.kernels.registry import Wanted
 from tests.oracle import nsa_layer
-from tests.shapes import HEADS, attention_args
+from tests.shapes import HEADS, attention_args, fp64_backends
 
 TOLERANCE = 1e-10
 
@@ -32,7 +32,7 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
     return nsa_layer(x_SD.detach().numpy(), weights, **args)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", fp64_backends())
 @pytest.mark.parametrize(
     ("length", "args"),
     [

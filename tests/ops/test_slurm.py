@@ -124,7 +124,7 @@ def test_a_lost_node_is_replaced_by_another(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp_path):
-    run = Training(cluster, tmp_path, "train.steps=100000", options=("--nodes=2", "--gpus-per-node=1"))
+    run = Training(cluster, tmp_path, "train.steps=4900", options=("--nodes=2", "--gpus-per-node=1"))
     run.wait_for_steps(1)
     assert sorted(path.name for path in run.folder.glob(names.HEARTBEATS)) == [names.heartbeat(0), names.heartbeat(1)]
     (run.folder / names.HALT).write_text("enough seen\n")
@@ -137,7 +137,7 @@ def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp
 
 @pytest.mark.slow
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
-    run = Training(cluster, tmp_path, "train.steps=100000")
+    run = Training(cluster, tmp_path, "train.steps=4900")
     run.wait_for_steps(1)
     cluster.ask("scancel", run.job.number)
     assert run.job.wait_for("CANCELLED")["Restarts"] == "0"

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 
 from nsa.errors import CheckpointError  # noqa: E402
@@ -300,6 +301,29 @@ def test_the_bombs_are_live(folder, tmp_path):
         with contextlib.suppress(BaseException):
             Checkpointer(tmp_path / "work").load(path, Module(seed=1))
         assert canary.exists(), plant
+
+
+class Reached:
+    """Pickles as getattr(of, name), as members of enums do in Python up to 3.11.3."""
+
+    def __init__(self, of, name) -> None:
+        self.asked = of, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_getattr_reaches_members_of_an_enum_and_nothing_else(folder):
+    path = folder / "step2/model_and_optim/.metadata"
+    index = read_index(path)
+    index.planner_data["x"] = Reached(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    path.write_bytes(pickle.dumps(index))
+    assert read_index(path).planner_data["x"] is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for of, name in ((_MEM_FORMAT_ENCODING, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__reduce__")):
+        index.planner_data["x"] = Reached(of, name)
+        path.write_bytes(pickle.dumps(index))
+        with pytest.raises(CheckpointError, match=r"builtins\.getattr of something else"):
+            read_index(path)
 
 
 def test_an_index_that_points_elsewhere_is_refused(folder, tmp_path):

@@ -25,7 +25,7 @@ class Process:
         self.log = (tmp_path / "log").open("a")
         self.process = subprocess.Popen(
             [sys.executable, "-m", *(torchrun if ranks > 1 else []), "nsa.cli", "train", str(write_config(tmp_path)),
-             "train.steps=100000", f"train.out_dir={self.folder}", *words],
+             "train.steps=4900", f"train.out_dir={self.folder}", *words],
             cwd=ROOT, env=environment(), stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

@@ -28,6 +28,7 @@ def describe() -> str:
     return _why_not_built() or f"{library.best_isa()}, compiled in {build.cache_folder()}"
 
 
+@torch.compiler.assume_constant_result  # a graph is traced once and cannot look into the library
 def _why_not_built() -> str | None:
     try:
         library.load()

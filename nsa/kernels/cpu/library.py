@@ -71,6 +71,7 @@ def force_isa(name: str | None) -> None:
 
 
 def problem(branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int) -> Problem:
+    assert scale > 0, "the largest score must stay the largest when scaled"
     isa = ISAS.index(_forced or best_isa())
     if q.dtype != torch.bfloat16:
         isa = min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone

@@ -98,6 +98,7 @@ struct Amx {
   using Weight = Bf16;
   static constexpr bool kRough = true;
   static constexpr int64_t kColumns = 32;
+  static constexpr int64_t kTileRows = 3072;
   static constexpr int64_t kRunKeys = 128;
 
   struct Thread {

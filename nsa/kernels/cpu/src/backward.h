@@ -57,7 +57,7 @@ void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_a
                      const Packed<E>& keys_along, float* deltas) {
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
   const float scale2 = p.scale * kLog2e, scale = p.scale;
-  const Tiles tiles(p, tile_rows(p));
+  const Tiles tiles(p, tile_rows<E>(p));
   parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
     Scratch scratch = thread.scratch;
     const Tile tile = tiles[item];

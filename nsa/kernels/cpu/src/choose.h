@@ -10,7 +10,7 @@ namespace nsa {
 namespace NSA_NAMESPACE {
 
 // Scores of a tile: at most what a second-level cache holds beside the rest.
-inline int64_t choose_rows(const Problem& p) { return p.T <= 2048 ? kStepRows : kStepRows / 2; }
+inline int64_t choose_rows(const Problem& p) { return p.T <= 2048 ? kStepRows : 64; }
 
 // Sum over the group's heads of the probabilities that query `i` of the tile gives each compressed block of its document.
 inline void group_mass(const Problem& p, const float* scores, int64_t ld, const float* share, int64_t from, int64_t n,
@@ -35,8 +35,9 @@ void choose(const Problem& p) {
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
   const bool attend = p.out.data != nullptr;
-  const Problem without_values = [&] { Problem q = p; q.G = 0; return q; }();
-  const auto values = along<E>(attend ? p : without_values, grid, used, p.v, p.V);
+  Problem of_values = p;
+  if (!attend) of_values.G = 0;  // no values were given: nothing is packed
+  const auto values = along<E>(of_values, grid, used, p.v, p.V);
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
   const float scale2 = p.scale * kLog2e;
   const int64_t n_taps = p.l_sel / p.d + p.l / p.d - 1;
@@ -121,7 +122,7 @@ void choose(const Problem& p) {
       share[i] = total > 0 ? 1.f / total : 0.f;
       if (attend) finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, total, at[i]);
     }
-    auto* mass = scratch.template take<float>(most_blocks * (p.l_sel / p.d) + n_taps + W);
+    auto* mass = scratch.template take<float>(most_blocks * (p.l_sel / p.d) + n_taps + 2 * W);
     auto* of_blocks = scratch.template take<float>(most_blocks);
     for (int64_t i = 0; i < tile.n; ++i) {
       const int64_t query = tile.b * p.S + tile.begin + i, n_mine = p.pos[query] / p.l_sel + 1;
@@ -131,10 +132,10 @@ void choose(const Problem& p) {
       // Compressed block 0 of the document lies at `start`; blocks before key 0 are gone and have no mass.
       const int64_t gone = std::max<int64_t>(0, -p.start[query]), lead = p.l / p.d - 1 + gone;
       const int64_t size = n_mine * (p.l_sel / p.d) + p.l / p.d - 1, n = std::min(span.end - span.begin, size - lead);
-      memset(mass, 0, size * sizeof(float));
+      memset(mass, 0, (size + W) * sizeof(float));
       if (n > 0)
         group_mass(p, scores + i * R * ld, ld, share + i * R, span.begin - first * grid.width, n, mass + lead);
-      block_scores(p, taps.data(), mass, n_mine, of_blocks);
+      block_scores(p, taps.data(), mass, n_mine, of_blocks, inner);
       best_blocks(of_blocks, n_mine, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel, inner);
     }
   });

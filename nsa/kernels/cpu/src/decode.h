@@ -14,9 +14,7 @@ constexpr int64_t kPieceKeys = 256;
 // Softmax over some keys, for the R heads of a group: totals and sums relative to 2^at.
 struct Partial {
   float *at, *total, *sums;
-  Partial(float* memory, int64_t R, int64_t V_) : at(memory), total(memory + R), sums(memory + round_up(2 * R, W)) {
-    (void)V_;
-  }
+  Partial(float* memory, int64_t R) : at(memory), total(memory + R), sums(memory + round_up(2 * R, W)) {}
   static int64_t size(int64_t R, int64_t V_) { return round_up(2 * R, W) + R * V_; }
 };
 
@@ -116,10 +114,10 @@ inline void decode_merge(const Problem& p, int64_t b, int64_t g, float* pieces, 
   float* sums = scratch.take<float>(V_);
   for (int64_t r = 0; r < p.R; ++r) {
     float high = -INFINITY, total = 0;
-    for (int64_t i = 0; i < n_pieces; ++i) high = std::max(high, Partial(pieces + i * size, p.R, V_).at[r]);
+    for (int64_t i = 0; i < n_pieces; ++i) high = std::max(high, Partial(pieces + i * size, p.R).at[r]);
     memset(sums, 0, V_ * sizeof(float));
     for (int64_t i = 0; i < n_pieces; ++i) {
-      const Partial piece(pieces + i * size, p.R, V_);
+      const Partial piece(pieces + i * size, p.R);
       const float factor = std::exp2(piece.at[r] - high);
       total += piece.total[r] * factor;
       for (int64_t c = 0; c < V_; c += W)
@@ -170,13 +168,13 @@ inline void decode(const Problem& compressed, const Problem& selected, const Pro
     Scratch scratch = thread.scratch;
     const Span run = piece_of(all, at % n);
     float* memory = scratch.template take<float>(wide);
-    float* some = first ? scratch.template take<float>(R * kPieceKeys) : scratch.template take<float>(R * kPieceKeys);
+    float* some = scratch.template take<float>(R * kPieceKeys);
     decode_scores(branch, b, g, q.get() + group * R * K, run.begin, run.end - run.begin, some, kPieceKeys, memory);
     if (first)
       for (int64_t r = 0; r < R; ++r)
         memcpy(scores.get() + (group * R + r) * ld + at % n * kPieceKeys, some + r * kPieceKeys,
                round_up(run.end - run.begin, W) * sizeof(float));
-    Partial piece((first ? of_compressed : of_window) + at * size, R, V_);
+    Partial piece((first ? of_compressed : of_window) + at * size, R);
     decode_weigh(branch, b, g, &run, 1, some, kPieceKeys, round_up(run.end - run.begin, W), piece, memory);
   });
 
@@ -203,7 +201,7 @@ inline void decode(const Problem& compressed, const Problem& selected, const Pro
         const V x = exp2v(load(scores.get() + (group * R + r) * ld + c) * scale2 - set1(at[r])) * set1(share[r]);
         store(mass + lead + c, load(mass + lead + c) + lanes_in(x, 0, n - c, 0.f));
       }
-    block_scores(p, taps.data(), mass, n_blocks, of_blocks);
+    block_scores(p, taps.data(), mass, n_blocks, of_blocks, scratch);
     best_blocks(of_blocks, n_blocks, p.n_sel, idx, scratch);
   });
 
@@ -226,7 +224,7 @@ inline void decode(const Problem& compressed, const Problem& selected, const Pro
       runs[n_runs++] = run;
       n += round_up(run.end - run.begin, W);
     }
-    Partial piece(of_chosen + item * size, R, V_);
+    Partial piece(of_chosen + item * size, R);
     if (n_runs) {
       decode_weigh(selected, b, g, runs, n_runs, some, piece_keys, n, piece, memory);
     } else {

@@ -1,5 +1,4 @@
 // The C interface: which instruction sets this machine has, and one function per computation.
-#include <cstdio>
 #include <exception>
 #include <new>
 

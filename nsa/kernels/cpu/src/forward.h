@@ -62,7 +62,7 @@ void forward(const Problem& p) {
   const auto values = along<E>(p, grid, used, p.v, p.V);
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
   const float scale2 = p.scale * kLog2e;
-  const Tiles tiles(p, tile_rows(p));
+  const Tiles tiles(p, tile_rows<E>(p));
 
   parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
     Scratch scratch = thread.scratch;

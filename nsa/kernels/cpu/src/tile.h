@@ -33,10 +33,11 @@ class Tiles {
 
 // Rows per tile: small where all rows share their blocks, large where blocks should find several queries to serve. How
 // the queries are cut changes no bit of any result, so it may depend on the number of threads.
+template <class E>
 inline int64_t tile_rows(const Problem& p) {
   if (p.branch != kSelected) return kStepRows;
   const int64_t fair = p.B * p.G * p.S * p.R / (4 * p.threads);
-  return std::clamp<int64_t>(fair, kStepRows, 16 * kStepRows);
+  return std::clamp<int64_t>(fair, kStepRows, E::kTileRows);
 }
 
 // Calls visit(block, queries, n) for each block: queries are offsets in the tile, nullptr for all of them.

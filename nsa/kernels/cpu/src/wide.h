@@ -11,6 +11,7 @@ struct Wide {
   using Weight = float;    // as probabilities go into the second product
   static constexpr bool kRough = false;
   static constexpr int64_t kColumns = kPair;  // scores are computed and weighed in multiples of this many keys
+  static constexpr int64_t kTileRows = 2048;  // rows of a tile that chose blocks: their sums should stay in cache
   static constexpr int64_t kRunKeys = 64;  // keys per block where queries see runs of keys
   struct Thread {
     Scratch scratch;
