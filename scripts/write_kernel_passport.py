@@ -26,17 +26,17 @@ def table(passports: list[Passport]) -> str:
         "# Kernel passports",
         "",
         "Machine code of every Triton kernel, compiled ahead of time in bf16 and read, never run here. Written by",
-        "`python scripts/write_kernel_passport.py`. Seed: 12 heads, 2 groups, 64/64. Paper: 64 heads, 4 groups, 192/128.",
+        "`python scripts/write_kernel_passport.py`. Seed: 12 heads, 2 groups, 64/64; paper: 64, 4, 192/128.",
         "",
-        "| kernel | model | GPU | tile | registers | spilled | shared / limit | matrix | async copies | programs per unit |",
+        "| kernel | model | GPU | tile | registers | spilled | shared / limit | matrix | copies | programs/unit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for p in passports:
         matrix = ", ".join(f"{n} {kind}" for kind, n in p.matrix.items()) or "–"
         shared = f"{p.shared_bytes / 1024:.0f} / {p.shared_limit // 1024} KiB"
         lines.append(
-            f"| {p.kernel} | {p.model} | {p.device} | {p.tile} | {p.registers} | {p.spilled_bytes} B | {shared} | {matrix} "
-            f"| {p.async_copies} | {p.programs_per_unit} |"
+            f"| {p.kernel} | {p.model} | {p.device} | {p.tile} | {p.registers} | {p.spilled_bytes} B | {shared} "
+            f"| {matrix} | {p.async_copies} | {p.programs_per_unit} |"
         )
     faults = [(p, fault) for p in passports for fault in p.faults()]
     lines += ["", "## Faults", "", *(f"- {p.kernel}, {p.model}, {p.device}: {fault}" for p, fault in faults)]

@@ -19,7 +19,7 @@ import json, sys
 from dataclasses import asdict
 from nsa.kernels.triton.passport import MODELS, inspect, jobs
 model, device = sys.argv[1:]
-print(json.dumps([{**asdict(p), "faults": p.faults()} for p in (inspect(job, model, device) for job in jobs(MODELS[model]))]))
+print(json.dumps([asdict(inspect(job, model, device)) for job in jobs(MODELS[model])]))
 """
 
 
@@ -32,16 +32,18 @@ def inspected(model: str, device: str) -> list[dict]:
     return found
 
 
-def test_what_is_written_down_has_no_fault():
+def test_what_is_written_down_has_no_fault_on_nvidia_and_those_on_amd_are_listed():
     from nsa.kernels.triton.passport import DEVICES, MODELS, Passport
 
+    page = PASSPORTS.with_suffix(".md").read_text()
     entries = [Passport(**entry) for entry in json.loads(PASSPORTS.read_text())]
     assert {(p.model, p.device) for p in entries} >= {
         (model, device) for model in MODELS for device in ("sm_80", "sm_90", "sm_100", "gfx942")
     }
     assert all(p.device in DEVICES for p in entries)
     for p in entries:
-        assert not p.spilled_bytes, p
+        assert not (p.spilled_bytes and p.device.startswith("sm_")), p
+        assert all(f"{p.kernel}, {p.model}, {p.device}: {fault}" in page for fault in p.faults())
         assert p.shared_bytes <= p.shared_limit, p
 
 
@@ -58,10 +60,12 @@ def test_what_is_written_down_has_no_fault():
     ],
 )
 def test_the_machine_code_is_as_good_as_it_was(model, device):
-    written = {e["kernel"]: e for e in json.loads(PASSPORTS.read_text()) if (e["model"], e["device"]) == (model, device)}
+    written = {
+        e["kernel"]: e for e in json.loads(PASSPORTS.read_text()) if (e["model"], e["device"]) == (model, device)
+    }
     for found in inspected(model, device):
         before = written[found["kernel"]]
-        assert not found["spilled_bytes"]
+        assert found["spilled_bytes"] <= before["spilled_bytes"]
         assert found["shared_bytes"] <= min(found["shared_limit"], before["shared_bytes"])
         assert found["registers"] <= before["registers"] + 8, "more registers: look at it, then write the passport anew"
         assert bool(found["async_copies"]) == bool(before["async_copies"]), "the software pipeline"

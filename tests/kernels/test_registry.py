@@ -42,5 +42,5 @@ def test_no_backend_for_integers():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(KernelUnavailable, match=r"kernels.select is 'tritn'.*auto, cpu, portable, reference"):
+    with pytest.raises(KernelUnavailable, match=r"kernels.select is 'tritn'.*auto, cpu, triton, portable, reference"):
         check_names(Wanted(select="tritn"))

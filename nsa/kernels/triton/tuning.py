@@ -24,7 +24,7 @@ _NARROW = {
     "runs_dkv": Tiles(64, 64, 4, 2),
     "selected_forward": Tiles(64, 64, 4, 3),
     "selected_dq": Tiles(64, 64, 4, 2),
-    "selected_dkv": Tiles(64, 64, 4, 2),
+    "selected_dkv": Tiles(64, 32, 4, 2),
     "select": Tiles(32, 16, 4, 2),
 }
 _BROAD = {
@@ -34,7 +34,7 @@ _BROAD = {
     "selected_forward": Tiles(32, 64, 4, 2),
     "selected_dq": Tiles(32, 64, 4, 2),
     "selected_dkv": Tiles(32, 32, 4, 2),
-    "select": Tiles(32, 16, 4, 2),
+    "select": Tiles(32, 16, 8, 2),
 }
 _INTERPRETED = {"select": Tiles(32, 16)}
 
