@@ -8,18 +8,12 @@ import torch
 
 from nsa.core.geometry import Geometry
 from nsa.core.layout import packed_layout
-from nsa.kernels.registry import BACKENDS, BRANCHES, Shape
+from nsa.kernels.registry import BACKENDS, BRANCHES
+from tests.backends import RUN_HERE
 from tests.shapes import GEOMETRIES, HEADS
 
 REFERENCE = BACKENDS["reference"].functions
-PLAIN = Shape(n_kv_groups=2, heads_per_group=3, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=4, w=16)
-# Triton is among them under TRITON_INTERPRET=1, which CI has a run for.
-RUNS_HERE = [
-    name
-    for name, backend in BACKENDS.items()
-    if name != "triton" or backend.why_not("sliding", torch.device("cpu"), torch.float32, PLAIN) is None
-]
-TESTED = [name for name in RUNS_HERE if name != "reference"]
+TESTED = [name for name in RUN_HERE if name != "reference"]
 ATTENTION = [branch for branch in BRANCHES if branch != "select"]
 K, V = 8, 6
 
@@ -133,7 +127,7 @@ def _visible(case: Case, branch: str) -> torch.Tensor:
     return case.run(REFERENCE, branch, q.detach(), k.detach(), one_hot).amax(3) > 0
 
 
-@pytest.mark.parametrize("backend", RUNS_HERE)
+@pytest.mark.parametrize("backend", RUN_HERE)
 @pytest.mark.parametrize("branch", ATTENTION)
 def test_hidden_keys_change_no_bit(backend, branch):
     """Poison every key and value that no query of the first half may see; compare bit for bit."""
@@ -149,7 +143,7 @@ def test_hidden_keys_change_no_bit(backend, branch):
     assert torch.equal(clean, poisoned)
 
 
-@pytest.mark.parametrize("backend", RUNS_HERE)
+@pytest.mark.parametrize("backend", RUN_HERE)
 def test_rows_that_see_nothing_are_zero_with_zero_gradient(backend):
     functions = BACKENDS[backend].functions
     case = Case("plain", "showcase", (6, 2), torch.float32)
@@ -176,7 +170,7 @@ def test_lse_matches_reference(backend, branch):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("backend", RUNS_HERE)
+@pytest.mark.parametrize("backend", RUN_HERE)
 def test_ties_go_to_the_lower_index_and_forced_blocks_are_in(backend):
     """Equal keys: every block scores by its overlap alone, so the interior blocks are exact ties."""
     g = Geometry(**GEOMETRIES["tiny"])
@@ -191,7 +185,7 @@ def test_ties_go_to_the_lower_index_and_forced_blocks_are_in(backend):
     assert idx[0, 0, 0].tolist() == [0, 1, 2, 3, own - 1, own]
 
 
-@pytest.mark.parametrize("backend", RUNS_HERE)
+@pytest.mark.parametrize("backend", RUN_HERE)
 def test_a_valid_block_whose_score_underflows_still_beats_an_invalid_one(backend):
     g = Geometry(**GEOMETRIES["tiny"])
     t = 5 * g.l_sel - 1
@@ -205,7 +199,7 @@ def test_a_valid_block_whose_score_underflows_still_beats_an_invalid_one(backend
     assert idx[0, 0, 0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
-@pytest.mark.parametrize("backend", RUNS_HERE)
+@pytest.mark.parametrize("backend", RUN_HERE)
 @pytest.mark.parametrize("branch", ATTENTION)
 def test_large_logits_stay_finite(backend, branch):
     case = Case("plain", "tiny", (6, 2), torch.float32)
