@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from string import ascii_uppercase
 
+from nsa.config.dotted import flat
 from nsa.observe.view.figures import count, duration, number, plain, share
 from nsa.observe.view.series import Run
-from nsa.observe.view.summary import Summary, flat
+from nsa.observe.view.summary import Summary
 
 LETTERS = ascii_uppercase
 _OF_THE_PLACE = ("train.out_dir",)

@@ -73,14 +73,3 @@ def summarize(run: Run) -> Summary:
         skipped=kinds.count(Kind.SKIPPED_STEP),
         wall=goodput(lead, run.events, run.evaluations),
     )
-
-
-def flat(config: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """Settings by their dotted names."""
-    found: dict[str, object] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

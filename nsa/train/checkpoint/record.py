@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from nsa.config.dotted import flat
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint.layout import STATE, rank_state
 from nsa.train.checkpoint.store import write_durably
@@ -61,7 +62,7 @@ class RunRecord:
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Settings that a run about to resume has changed: `train.lr was 0.1, is 0.2`."""
-        then, now = _flat(self.config), _flat(config)
+        then, now = flat(self.config), flat(config)
         changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
         return [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in changed]
 
@@ -132,13 +133,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not a record.")
     return values
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

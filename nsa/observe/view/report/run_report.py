@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from nsa.config.dotted import flat
 from nsa.observe import names
 from nsa.observe.events import Event, Kind
 from nsa.observe.view.event_words import told
@@ -16,7 +17,7 @@ from nsa.observe.view.report.charts import charts, gate_pictures
 from nsa.observe.view.report.page import Html, chart_figure, filter_field, page, section, table, tiles
 from nsa.observe.view.report.timeline import timeline
 from nsa.observe.view.series import Run
-from nsa.observe.view.summary import Summary, flat, summarize
+from nsa.observe.view.summary import Summary, summarize
 from nsa.observe.watch.conditions import Finding, Level
 from nsa.observe.watch.watchdog import ranks_of
 
