@@ -12,9 +12,11 @@ from nsa.kernels.registry import Wanted
 class _Given(nn.Module):
     """Stands where the gates' projection was."""
 
+    value: Tensor
+
     def __init__(self) -> None:
         super().__init__()
-        self.value: Tensor = torch.empty(0)
+        vars(self)["value"] = torch.empty(0)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.value
@@ -31,22 +33,20 @@ class GivenAttention(NSAAttention):
         self.to(case.dtype)
         self.w_out = nn.Identity()  # type: ignore[assignment]
         self.gates = _Given()  # type: ignore[assignment]
-        self.q_BSGRK: Tensor = torch.empty(0)
-        self.streams: Streams | None = None
-        self.compressed: tuple[Tensor, Tensor] | None = None
-        """Compressed keys and values to use as they are; None: φ makes them, as in the module."""
+        self.given: tuple[Tensor, Streams, tuple[Tensor, Tensor] | None] | None = None
+        """Queries, streams, and compressed keys and values to use as they are; None: φ makes them, as in the module."""
 
     def give(self, q: Tensor, streams: Streams, gates: Tensor, compressed: tuple[Tensor, Tensor] | None) -> None:
-        self.q_BSGRK, self.streams, self.compressed = q, streams, compressed
-        self.gates.value = gates
+        vars(self)["given"] = q, streams, compressed  # past nn.Module's bookkeeping, which would be timed
+        vars(self.gates)["value"] = gates
 
     def fill(self, cache: LayerCache, streams: Streams) -> None:
         """Let a cache take in tokens without attending to anything."""
         cache.append(streams, None, super()._compress)
 
     def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
-        assert self.streams is not None
-        return self.q_BSGRK, self.streams
+        assert self.given is not None
+        return self.given[0], self.given[1]
 
     def _compress(self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor) -> tuple[Tensor, Tensor]:
-        return self.compressed or super()._compress(k, v, begin_BC, block_pos_BC)
+        return (self.given and self.given[2]) or super()._compress(k, v, begin_BC, block_pos_BC)

@@ -8,14 +8,17 @@ B batch · S new tokens · G kv groups · X width · E compressed blocks that S 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.core.geometry import Geometry
 from nsa.errors import ConfigError
+from nsa.kernels.decoder import Decoder, Remembered
 
+MakeDecoder = Callable[..., Decoder]
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -52,7 +55,7 @@ class LayerCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.geometry, self.max_len = geometry, max_len
+        self.geometry, self.max_len, self.dtype = geometry, max_len, dtype
 
         def slots(n: int, width: int) -> "_Slots":
             return _Slots(torch.zeros(batch, n + 1, n_groups, width, device=device, dtype=dtype))
@@ -65,19 +68,29 @@ class LayerCache:
         self.tail = slots(geometry.l, d_k), slots(geometry.l, d_v)
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.n_compressed_B = torch.zeros_like(self.length_B)
+        self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._window_pos_B1 = torch.zeros_like(self._pos_B1)
+        self._decoders: dict[MakeDecoder, Decoder] = {}
         self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
 
     def positions(self, n_new: int) -> Tensor:
         """Positions of the next n_new tokens: [B, S]."""
         return self.length_B[:, None] + torch.arange(n_new, device=self.length_B.device)
 
-    def append(self, new: Streams, new_lens_B: Tensor | None, compress: Compress) -> tuple[Keys, Keys, Keys]:
+    def append(
+        self, new: Streams, new_lens_B: Tensor | None, compress: Compress, decoder: Decoder | None = None
+    ) -> tuple[Keys, Keys, Keys]:
         """Take in the new tokens; return what the compressed, selected and window branches attend over.
 
-        `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding.
+        `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding. `decoder`
+        may take in one token per row faster than is done here.
         """
         n_new = new.k_sel.shape[1]
         self._check_room(n_new, new_lens_B)
+        if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
+            if decoder.take_in(new):
+                self._emit_compressed(compress)
+            return self._newest
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
         real_BS = pos_BS < end_B1
@@ -93,7 +106,29 @@ class LayerCache:
         window = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
         self.length_B += end_B1[:, 0] - self.length_B
         inside_BS = pos_BS.clamp(max=self.max_len - 1)  # padding may stand past the end, where there are no keys
+        if n_new == 1:
+            self._pos_B1.copy_(inside_BS)
+            return self._newest
         return Keys(k_cmp, v_cmp, inside_BS, zero_BS), Keys(k_sel, v_sel, inside_BS, zero_BS), window
+
+    def decoder(self, make: MakeDecoder, **sizes: float) -> Decoder:
+        """The decoder that `make` prepares for this cache, made once."""
+        if make not in self._decoders:
+            tail_k, tail_v = (slots.content() for slots in self.tail)
+            self._decoders[make] = make(Remembered((tail_k, tail_v), *self._newest, self.length_B), **sizes)
+        return self._decoders[make]
+
+    @cached_property
+    def _newest(self) -> tuple[Keys, Keys, Keys]:
+        """What one new token per row attends over: always the same tensors."""
+        zero_B1 = torch.zeros_like(self._pos_B1)
+        streams = ((self.compressed, self._pos_B1), (self.selected, self._pos_B1), (self.window, self._window_pos_B1))
+        compressed, selected, window = (Keys(k.content(), v.content(), pos, zero_B1) for (k, v), pos in streams)
+        return compressed, selected, window
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has tensors of its own, and what was prepared for these does not fit them."""
+        return {name: value for name, value in vars(self).items() if name != "_newest"} | {"_decoders": {}}
 
     def n_bytes(self) -> int:
         streams = (*self.selected, *self.window, *self.compressed, *self.tail)
@@ -114,13 +149,23 @@ class LayerCache:
         for tail, x in zip(self.tail, (k, v), strict=True):
             tail.write_ring(pos_BS, end_B1, x)
 
+    def _emit_compressed(self, compress: Compress) -> None:
+        """The entries of blocks that end with the newest token, for the rows where one does."""
+        g, zero_B1 = self.geometry, torch.zeros_like(self._pos_B1)
+        raw_k, raw_v = (tail.last(g.l, self.length_B) for tail in self.tail)
+        block_pos_B1 = self.length_B[:, None] - g.l
+        complete_B1 = (block_pos_B1 >= 0) & (block_pos_B1 % g.d == 0)
+        for slots, x in zip(self.compressed, compress(raw_k, raw_v, zero_B1, block_pos_B1), strict=True):
+            slots.write(block_pos_B1 // g.d, complete_B1, x)
+        self.n_compressed_B += complete_B1[:, 0]
+
     def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> Keys:
         w = self.geometry.w
         if pos_BS.shape[1] == 1:  # the ring is the window: read it in place, in whatever order it lies
             for ring, x in zip(self.window, (k, v), strict=True):
                 ring.write_ring(pos_BS, end_B1, x)
-            k, v = (ring.content() for ring in self.window)
-            return Keys(k, v, pos_BS.clamp(max=w - 1), torch.zeros_like(pos_BS))
+            self._window_pos_B1.copy_(pos_BS.clamp(max=w - 1))
+            return self._newest[2]
         seen = [torch.cat((ring.last(w - 1, self.length_B), x), 1) for ring, x in zip(self.window, (k, v), strict=True)]
         for ring, x in zip(self.window, (k, v), strict=True):
             ring.write_ring(pos_BS, end_B1, x)

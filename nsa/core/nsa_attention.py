@@ -19,6 +19,7 @@ from nsa.core.probe import Probe
 from nsa.core.reads import compressed_reads, selected_reads, sliding_reads
 from nsa.core.rope import Rotary, rotate
 from nsa.errors import ConfigError
+from nsa.kernels.decoder import Decoder
 from nsa.kernels.registry import Plan, Shape, Wanted, check_names, plan
 
 ROPE_COMPRESSED = ("before", "after")
@@ -147,19 +148,19 @@ class NSAAttention(nn.Module):
 
     def _forward(self, x_BSD: Tensor, where: Where, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
         q_BSGRK, streams = self._project(x_BSD, where.tables)
+        gates, decoder = self.gates(x_BSD), None
         if cache is None:
             assert where.layout is not None
-            compressed, selected, window = self._lay_out(streams, where.layout)
+            keys = self._lay_out(streams, where.layout)
         else:
-            compressed, selected, window = cache.append(streams, new_lens_B, self._compress)
-        branches, idx_BSGN = self._attend(q_BSGRK, compressed, selected, window)
-        gates = self.gates(x_BSD)
+            q_BSGRK = q_BSGRK.to(cache.dtype)
+            decoder = self._decoder(cache, q_BSGRK)
+            keys = cache.append(streams, new_lens_B, self._compress, decoder)
+        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)
         if self.probe is not None:
-            reads_BSG = self._count_reads(idx_BSGN, compressed, selected, window)
-            self.probe.record(gates, idx_BSGN, selected.pos_BS, reads_BSG, self.geometry)
-        mixed = sum(gate[..., None] * out for gate, out in zip(gates.unbind(-1), branches, strict=True))
-        assert isinstance(mixed, Tensor)
-        return self.w_out(mixed.flatten(2).to(q_BSGRK.dtype))
+            reads_BSG = self._count_reads(idx_BSGN, *keys)
+            self.probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry)
+        return self.w_out(mixed_BSGRV.flatten(2))
 
     def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
         heads = (self.n_kv_groups, -1)
@@ -186,23 +187,35 @@ class NSAAttention(nn.Module):
             k_BCGK = rotate(k_BCGK, self.rotary.tables(last_token_BC))
         return k_BCGK, v_BCGV
 
+    def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> Decoder | None:
+        """A backend's own way for one new token per row; a graph cannot look into it."""
+        if q_BSGRK.shape[1] > 1 or torch.compiler.is_compiling():
+            return None
+        make = self.plan(q_BSGRK.device, q_BSGRK.dtype).decoder
+        if make is None:
+            return None
+        g = self.geometry
+        return cache.decoder(make, heads_per_group=self.shape.heads_per_group, l=g.l, d=g.d, l_sel=g.l_sel,
+                             n_sel=g.n_sel, w=g.w, scale=self.scale)  # fmt: skip
+
     def _attend(
-        self, q_BSGRK: Tensor, compressed: Keys, selected: Keys, window: Keys
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """The branches' outputs in BRANCH_ORDER, and the chosen blocks."""
+        self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: Keys, selected: Keys, window: Keys
+    ) -> tuple[Tensor, Tensor]:
+        """The three branches mixed by the gates, and the chosen blocks."""
         g, scale = self.geometry, self.scale
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
-        sizes = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
-        if run.decode and q_BSGRK.shape[1] == 1 and not torch.is_grad_enabled():
-            return run.decode(q_BSGRK, compressed, selected, window, w=g.w, **sizes)
-        compressed_out, idx_BSGN = run.compressed_and_select(q_BSGRK, *compressed, **sizes)
-        outputs = (
-            compressed_out,
-            run.functions.selected(q_BSGRK, selected.k, selected.v, idx_BSGN, selected.pos_BS, selected.start_BS,
-                                   l_sel=g.l_sel, scale=scale),
-            run.functions.sliding(q_BSGRK, *window, w=g.w, scale=scale),
-        )  # fmt: skip
-        return outputs, idx_BSGN  # type: ignore[return-value]
+        compressed_out, idx_BSGN = run.compressed_and_select(
+            q_BSGRK, *compressed, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale
+        )
+        k, v, pos, start = selected
+        selected_out = run.functions.selected(q_BSGRK, k, v, idx_BSGN, pos, start, l_sel=g.l_sel, scale=scale)
+        sliding_out = run.functions.sliding(q_BSGRK, *window, w=g.w, scale=scale)
+        assert isinstance(selected_out, Tensor)
+        assert isinstance(sliding_out, Tensor)
+        outs = (compressed_out, selected_out, sliding_out)
+        mixed = sum(gate[..., None] * out for gate, out in zip(gates_BSGR3.unbind(-1), outs, strict=True))
+        assert isinstance(mixed, Tensor)
+        return mixed.to(q_BSGRK.dtype), idx_BSGN
 
     def _count_reads(self, idx_BSGN: Tensor, compressed: Keys, selected: Keys, window: Keys) -> Tensor:
         g = self.geometry

@@ -1,5 +1,6 @@
 """Which backend computes which branch: decided once, with a reason, never substituted."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +11,13 @@ from torch import Tensor
 
 from nsa.errors import KernelUnavailable
 from nsa.kernels import cpu, ops, portable, reference, triton
+from nsa.kernels.decoder import Decoder
 from nsa.kernels.ops import Functions
 from nsa.kernels.settle import settle_vector_math
 
 settle_vector_math()
 
 BRANCHES = Functions._fields
-
-Decoded = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
-"""The compressed, selected and sliding branch's outputs, and the chosen blocks."""
 
 
 class Shape(NamedTuple):
@@ -53,8 +52,8 @@ class Backend:
     by_default: bool = True
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Both at once, where that is cheaper: they need the same probabilities."""
-    decode: Callable[..., Decoded] | None = None
-    """All branches of one new token per row at once, without gradients."""
+    decoder: Callable[..., Decoder] | None = None
+    """Prepares for one new token per row over a cache (`Remembered`), all branches at once, without gradients."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class Plan(NamedTuple):
     choices: tuple[Choice, ...]
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]]
     """The compressed branch's output and the chosen blocks: in one pass if one backend computes both and can."""
-    decode: Callable[..., Decoded] | None
-    """One backend's own step for one new token per row; None if no backend computes all branches so."""
+    decoder: Callable[..., Decoder] | None
+    """One backend's own way for one new token per row; None if no backend computes all branches so."""
 
 
 def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
@@ -86,7 +85,7 @@ BACKENDS: dict[str, Backend] = {
             ops.bind("cpu", cpu),
             cpu.why_not,
             compressed_and_select=ops.bind_fused("cpu"),
-            decode=cpu.decode,
+            decoder=cpu.Decoder,
         ),
         Backend(
             "triton",
@@ -113,12 +112,20 @@ BACKENDS: dict[str, Backend] = {
 
 def plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape) -> Plan:
     """One backend per branch; raises if a named one cannot run."""
+    made = _plan if torch.compiler.is_compiling() else _plan_once
+    return made(wanted, device, dtype, shape)
+
+
+def _plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape) -> Plan:
     choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in wanted._asdict().items())
     functions = Functions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
     compressed, select, selected, sliding = (BACKENDS[choice.backend] for choice in choices)
     both = compressed.compressed_and_select if compressed is select else None
-    decode = compressed.decode if compressed is select is selected is sliding else None
-    return Plan(functions, choices, both or partial(_one_after_the_other, functions), decode)
+    decoder = compressed.decoder if compressed is select is selected is sliding else None
+    return Plan(functions, choices, both or partial(_one_after_the_other, functions), decoder)
+
+
+_plan_once = functools.cache(_plan)  # every layer asks at every step
 
 
 def _one_after_the_other(

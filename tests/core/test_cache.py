@@ -1,5 +1,7 @@
 """Whole, in chunks, token by token, rows of different lengths: the same output, and a cache no larger than promised."""
 
+import copy
+
 import pytest
 import torch
 
@@ -76,6 +78,31 @@ def test_rows_of_different_lengths_equal_each_row_alone(geometry):
         assert torch.equal(cache.length_B, lengths)
         for b, n in enumerate(lengths.tolist()):
             torch.testing.assert_close(torch.cat(got[b]), module(x[b : b + 1, :n])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_copied_cache_goes_its_own_way():
+    """As in beam search. What was prepared for the first cache's tensors must not be used for the copy's."""
+    module = make(**attention_args("tiny"))
+    x = torch.randn(2, 60, 24)
+    cache = module.new_cache(2, 60)
+    with torch.no_grad():
+        module(x[:, :40], cache=cache)
+        module(x[:, 40:41], cache=cache)
+        twin = copy.deepcopy(cache)
+        for _ in range(10):
+            module(torch.randn(2, 1, 24), cache=cache)
+        got = torch.cat([module(x[:, t : t + 1], cache=twin) for t in range(41, 60)], 1)
+        torch.testing.assert_close(got, module(x)[:, 41:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_computes_in_its_own_dtype_under_autocast():
+    module = make(**attention_args("tiny"))
+    x = torch.randn(2, 60, 24)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got, cache = in_chunks(module, x, [40, 1, 1, 18])
+    assert cache.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(got.float(), module(x), atol=0.05, rtol=0.05)
 
 
 def test_no_slot_is_written_twice_by_one_chunk(monkeypatch):

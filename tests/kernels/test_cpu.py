@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from nsa.core.geometry import Geometry
 from nsa.core.layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
-from nsa.kernels import cpu
 from nsa.kernels.cpu import library
 from nsa.kernels.registry import BACKENDS, Wanted
 from tests.core.test_against_oracle import cases, make
@@ -153,15 +152,15 @@ def test_decode_in_one_call_is_the_branches_one_by_one(isa, changes, dtype, set_
     module = NSAAttention(**args).to(dtype)
     plain = NSAAttention(**args, kernels=Wanted(*["reference"] * 4)).to(dtype)
     plain.load_state_dict(module.state_dict())
-    n = 8 * module.geometry.l_sel + 11
+    n, steps = 8 * module.geometry.l_sel + 11, 2 * module.geometry.d + 1  # every row ends a compressed block
     lengths = torch.tensor([0, 1, n // 2, n])
-    x = torch.randn(4, n + 3, 48).to(dtype)
+    x = torch.randn(4, n + steps, 48).to(dtype)
     for threads in (1, 3):
         set_threads(threads)
-        caches = [m.new_cache(4, n + 3) for m in (module, plain)]
+        caches = [m.new_cache(4, n + steps) for m in (module, plain)]
         for cache in caches:
             module(x[:, :n], cache=cache, new_lens_B=lengths)
-        for t in range(n, n + 3):
+        for t in range(n, n + steps):
             got, want = (m(x[:, t : t + 1], cache=c) for m, c in zip((module, plain), caches, strict=True))
             assert error(got, want.double()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -176,13 +175,10 @@ def test_decode_has_the_same_bits_for_any_number_of_threads(isa, set_threads):
         cache = module.new_cache(2, 701)
         module(x[:, :700], cache=cache)
         q, streams = module._project(x[:, 700:], module.rotary.tables(cache.positions(1)))
-        keys = cache.append(streams, None, module._compress)
+        decoder = module._decoder(cache, q)
+        cache.append(streams, None, module._compress, decoder)
         set_threads(threads)
-        branches, idx = cpu.decode(
-            q.detach(), *keys, **{name: getattr(module.geometry, name) for name in ("l", "d", "l_sel", "n_sel", "w")},
-            scale=module.scale,
-        )  # fmt: skip
-        outputs.append((*branches, idx))
+        outputs.append(decoder.attend(q.detach(), module.gates(x[:, 700:]).detach()))
     for got in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(got, outputs[0], strict=True))
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from nsa.kernels.cpu import build, library
+from nsa.kernels.cpu.decoder import Decoder as Decoder
 from nsa.kernels.cpu.library import call, dense, problem, rows
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-Keys = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A branch's keys, values, positions of the queries, and where position 0 lies."""
 
 
 def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: object) -> str | None:
@@ -106,26 +105,6 @@ def compressed_and_select(
     made.v, made.out, made.lse, made.idx = rows(v), rows(out_BSGRV), lse_BSGR.data_ptr(), idx_BSGN.data_ptr()
     call("nsa_choose", made)
     return out_BSGRV, lse_BSGR, idx_BSGN
-
-
-def decode(
-    q_B1GRK: Tensor, compressed: Keys, selected: Keys, window: Keys, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-    """One new token per row: all branches in one call that reads the cache in place."""
-    q = dense(q_B1GRK)
-    out_3B1GRV = q.new_empty((3, *q.shape[:-1], compressed[1].shape[-1]))
-    idx_B1GN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
-    branches = ("compressed", "selected", "sliding")
-    held, made = [], []
-    for branch, (k, v, pos, start), out in zip(branches, (compressed, selected, window), out_3B1GRV, strict=True):
-        k, v, pos, start = dense(k), dense(v), _index(pos), _index(start)
-        one = problem(branch, q, k, pos, start, scale, V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
-        one.v, one.out, one.idx = rows(v), rows(out), idx_B1GN.data_ptr()
-        held.append((k, v, pos, start))
-        made.append(one)
-    call("nsa_decode", (library.Problem * 3)(*made))
-    return (out_3B1GRV[0], out_3B1GRV[1], out_3B1GRV[2]), idx_B1GN
 
 
 def _forward(

@@ -43,15 +43,36 @@ class Problem(ctypes.Structure):
     )
 
 
+class Step(ctypes.Structure):
+    _fields_ = (
+        *((name, Problem) for name in ("compressed", "selected", "sliding")),
+        ("gates", c_void_p),
+        ("gates_per_group", c_int64),
+    )
+
+
+class Stream(ctypes.Structure):
+    _fields_ = (("fresh", Rows), ("slots", Rows), ("n_slots", c_int64), ("width", c_int64))
+
+
+class Arrival(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("element_bytes", "B", "G", "l", "d", "w")),
+        ("streams", Stream * 6),
+        *((name, c_void_p) for name in ("length", "pos", "window_pos")),
+    )
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library, compiled if need be; raises `build.BuildError` where it cannot be."""
     library = ctypes.CDLL(str(build.library()))
-    for name in ("nsa_forward", "nsa_backward", "nsa_choose", "nsa_decode"):
+    takes = dict(nsa_forward=Problem, nsa_backward=Problem, nsa_choose=Problem, nsa_decode=Step, nsa_take_in=Arrival)
+    for name, structure in takes.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = (POINTER(Problem),), c_int64
-    library.nsa_best_isa.restype = library.nsa_problem_size.restype = c_int64
-    assert library.nsa_problem_size() == ctypes.sizeof(Problem)
+        function.argtypes, function.restype = (POINTER(structure),), c_int64
+    library.nsa_best_isa.restype = library.nsa_sizes.restype = c_int64
+    assert library.nsa_sizes() == ctypes.sizeof(Step) + ctypes.sizeof(Arrival)
     library.nsa_use_openmp.argtypes = (c_void_p,)
     library.nsa_use_openmp(_openmp_parallel())
     return library
@@ -70,14 +91,17 @@ def force_isa(name: str | None) -> None:
     _forced = name
 
 
+def isa_for(dtype: torch.dtype) -> int:
+    isa = ISAS.index(_forced or best_isa())
+    return isa if dtype == torch.bfloat16 else min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone
+
+
 def problem(branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int) -> Problem:
     assert scale > 0, "the largest score must stay the largest when scaled"
-    isa = ISAS.index(_forced or best_isa())
-    if q.dtype != torch.bfloat16:
-        isa = min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone
+    assert q.dtype == k.dtype, "the library is told one dtype for all"
     B, S, G, R, K = q.shape
     threads = torch.get_num_threads()
-    made = Problem(DTYPES[q.dtype], isa, threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes)
+    made = Problem(DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes)
     made.scale = scale
     made.q, made.k = rows(q), rows(k)
     made.pos, made.start = pos.data_ptr(), start.data_ptr()
@@ -94,8 +118,8 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def call(name: str, made: "Problem | ctypes.Array[Problem]") -> None:
-    if outcome := getattr(load(), name)(made if isinstance(made, ctypes.Array) else byref(made)):
+def call(name: str, made: Problem | Step) -> None:
+    if outcome := getattr(load(), name)(byref(made)):
         raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
 
 

@@ -2,6 +2,7 @@
 #include <exception>
 #include <new>
 
+#include "arrival.h"
 #include "kernels.h"
 #include "pool.h"
 #if defined(__x86_64__)
@@ -75,7 +76,8 @@ using nsa::Problem;
 // The best instruction set of this machine, as nsa::Isa; all below it run here too.
 NSA_EXPORT int64_t nsa_best_isa() { return nsa::best_isa(); }
 
-NSA_EXPORT int64_t nsa_problem_size() { return sizeof(Problem); }
+// Of all that Python lays out, to notice when the two sides differ.
+NSA_EXPORT int64_t nsa_sizes() { return sizeof(nsa::Step) + sizeof(nsa::Arrival); }
 
 NSA_EXPORT void nsa_use_openmp(void* parallel) {
   nsa::openmp_parallel = reinterpret_cast<nsa::OpenMpParallel>(parallel);
@@ -104,11 +106,13 @@ NSA_EXPORT int64_t nsa_backward(const Problem* p) {
   });
 }
 
-// Three problems, one after the other: compressed (which also carries the selection), selected, sliding.
-NSA_EXPORT int64_t nsa_decode(const Problem* p) {
+NSA_EXPORT int64_t nsa_decode(const nsa::Step* step) {
   return nsa::guarded([&] {
     using namespace nsa;
-    [&] { NSA_DISPATCH(decode_step(p[0], p[1], p[2])) }();
+    const Problem* p = &step->compressed;
+    [&] { NSA_DISPATCH(decode_step(*step)) }();
     return true;
   });
 }
+
+NSA_EXPORT int64_t nsa_take_in(const nsa::Arrival* arrival) { return nsa::take_in(*arrival); }

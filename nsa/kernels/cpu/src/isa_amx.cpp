@@ -8,8 +8,6 @@ namespace nsa::amx {
 void forward(const Problem& p) { forward<AmxBackward>(p); }
 void choose(const Problem& p) { choose<AmxBackward>(p); }
 bool backward(const Problem& p) { return backward<AmxBackward>(p); }
-void decode_step(const Problem& compressed, const Problem& selected, const Problem& sliding) {
-  avx512::decode_step(compressed, selected, sliding);  // one query has too few rows to fill a tile
-}
+void decode_step(const Step& step) { avx512::decode_step(step); }  // one query has too few rows to fill a tile
 
 }  // namespace nsa::amx

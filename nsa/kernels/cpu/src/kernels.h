@@ -8,7 +8,7 @@ namespace nsa {
   void forward(const Problem&); \
   void choose(const Problem&);  \
   bool backward(const Problem&); \
-  void decode_step(const Problem& compressed, const Problem& selected, const Problem& sliding);
+  void decode_step(const Step&);
 
 namespace plain { NSA_KERNELS }
 namespace avx2 { NSA_KERNELS }

@@ -29,4 +29,23 @@ struct Problem {
   int32_t* idx;                 // [B, S, G, n_sel]
 };
 
+// One new token per row over a cache. `compressed` also carries q, the mixed output and the selection's idx.
+struct Step {
+  Problem compressed, selected, sliding;
+  const float* gates;           // [B, G, gates_per_group, 3]
+  int64_t gates_per_group;      // R or 1
+};
+
+// A stream of keys or values on its way into slots that are used in turn.
+struct Stream {
+  Rows fresh, slots;
+  int64_t n_slots, width;
+};
+
+struct Arrival {
+  int64_t element_bytes, B, G, l, d, w;
+  Stream streams[6];
+  int64_t *length, *pos, *window_pos;  // [B]; the latter two: where the new token stands, also in the window's ring
+};
+
 }  // namespace nsa

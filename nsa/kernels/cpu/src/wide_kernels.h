@@ -15,9 +15,7 @@ bool backward(const Problem& p) {
   run_gradients(p, Grid(p, WideBackward::kRunKeys));
   return true;
 }
-void decode_step(const Problem& compressed, const Problem& selected, const Problem& sliding) {
-  decode(compressed, selected, sliding);
-}
+void decode_step(const Step& step) { Decode(step).run(); }
 
 }  // namespace NSA_NAMESPACE
 }  // namespace nsa

@@ -1,0 +1,37 @@
+"""One new token per row: what a backend may offer instead of the four functions.
+
+It is prepared once per cache, because at batch 1 describing the cache takes as long as attending over it.
+
+B batch · n slots · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+Keys = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A branch's keys and values [B, n, G, K or V], where the newest token stands on that axis, where position 0 lies."""
+
+
+class Remembered(NamedTuple):
+    """A cache's own tensors: they are written in place and never replaced."""
+
+    tail: tuple[Tensor, Tensor]
+    """Rings of the last l raw tokens, from which compressed entries are made."""
+    compressed: Keys
+    selected: Keys
+    window: Keys
+    """A ring of the last w tokens."""
+    length_B: Tensor
+
+
+class Decoder(Protocol):
+    @property
+    def take_in(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
+        """Writes one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
+        V]), moves lengths and positions on, says whether a row now ends a compressed block. None: the cache does that.
+        """
+
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+        """The three branches mixed by the gates, [B, 1, G, R, V], and the chosen blocks, [B, 1, G, N]."""
