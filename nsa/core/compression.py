@@ -66,6 +66,8 @@ class Compressor(nn.Module):
 
 def _blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int) -> Tensor:
     B, T = raw_BTGX.shape[:2]
+    if l == T and begin_BC.shape[1] == 1:
+        return raw_BTGX[:, None]
     token_BCl = begin_BC[..., None] + torch.arange(l, device=begin_BC.device)
     row_BCl = token_BCl + torch.arange(B, device=begin_BC.device)[:, None, None] * T
     return raw_BTGX.flatten(0, 1).index_select(0, row_BCl.flatten()).view(*row_BCl.shape, *raw_BTGX.shape[2:])

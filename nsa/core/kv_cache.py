@@ -58,7 +58,7 @@ class LayerCache:
         self.geometry, self.max_len, self.dtype = geometry, max_len, dtype
 
         def slots(n: int, width: int) -> "_Slots":
-            return _Slots(torch.zeros(batch, n + 1, n_groups, width, device=device, dtype=dtype))
+            return _Slots(torch.zeros(batch, n_groups, n + 1, width, device=device, dtype=dtype))
 
         n_raw = geometry.n_blocks(max_len) * geometry.l_sel
         n_compressed = geometry.n_compressed(max_len)
@@ -151,12 +151,13 @@ class LayerCache:
 
     def _emit_compressed(self, compress: Compress) -> None:
         """The entries of blocks that end with the newest token, for the rows where one does."""
-        g, zero_B1 = self.geometry, torch.zeros_like(self._pos_B1)
+        g, zero_B1 = self.geometry, self._newest[0].start_BS
         raw_k, raw_v = (tail.last(g.l, self.length_B) for tail in self.tail)
         block_pos_B1 = self.length_B[:, None] - g.l
-        complete_B1 = (block_pos_B1 >= 0) & (block_pos_B1 % g.d == 0)
+        block_B1 = block_pos_B1 // g.d
+        complete_B1 = (block_pos_B1 >= 0) & (block_B1 * g.d == block_pos_B1)
         for slots, x in zip(self.compressed, compress(raw_k, raw_v, zero_B1, block_pos_B1), strict=True):
-            slots.write(block_pos_B1 // g.d, complete_B1, x)
+            slots.write(block_B1, complete_B1, x)
         self.n_compressed_B += complete_B1[:, 0]
 
     def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> Keys:
@@ -197,19 +198,22 @@ class NSACache:
 
 
 class _Slots:
-    """[B, n + 1, G, X]: n addressable slots and a spare one where writes that must not happen go."""
+    """n addressable slots and a spare one where writes that must not happen go: [B, G, n + 1, X].
+
+    A group's slots lie next to each other, because a group is what attends over them.
+    """
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self.n = data.shape[1] - 1
+        self.n = data.shape[2] - 1
+        self._row_B1 = torch.arange(data.shape[0], device=data.device)[:, None]
 
     def content(self) -> Tensor:
-        return self.data[:, : self.n]
+        """[B, n, G, X], in place."""
+        return self.data[:, :, : self.n].transpose(1, 2)
 
     def write(self, slot_BS: Tensor, keep_BS: Tensor, x_BSGX: Tensor) -> None:
-        row_BS = torch.arange(self.data.shape[0], device=slot_BS.device)[:, None] * (self.n + 1)
-        row_BS = row_BS + torch.where(keep_BS, slot_BS, self.n)
-        self.data.flatten(0, 1).index_copy_(0, row_BS.flatten(), x_BSGX.flatten(0, 1).to(self.data.dtype))
+        self.data.transpose(1, 2)[self._row_B1, torch.where(keep_BS, slot_BS, self.n)] = x_BSGX.to(self.data.dtype)
 
     def write_ring(self, pos_BS: Tensor, end_B1: Tensor, x_BSGX: Tensor) -> None:
         """Keep the last n tokens before `end`: two tokens never land in one slot, so order does not matter."""
@@ -218,5 +222,4 @@ class _Slots:
     def last(self, count: int, length_B: Tensor) -> Tensor:
         """The `count` tokens before position `length` of a ring, oldest first; zeros or leftovers before position 0."""
         slot_BN = (length_B[:, None] - count + torch.arange(count, device=length_B.device)) % self.n
-        batch_B1 = torch.arange(self.data.shape[0], device=length_B.device)[:, None]
-        return self.data[batch_B1, slot_BN]
+        return self.data.transpose(1, 2)[self._row_B1, slot_BN]

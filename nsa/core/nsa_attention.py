@@ -153,7 +153,7 @@ class NSAAttention(nn.Module):
             assert where.layout is not None
             keys = self._lay_out(streams, where.layout)
         else:
-            q_BSGRK = q_BSGRK.to(cache.dtype)
+            q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else q_BSGRK.to(cache.dtype)
             decoder = self._decoder(cache, q_BSGRK)
             keys = cache.append(streams, new_lens_B, self._compress, decoder)
         mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)

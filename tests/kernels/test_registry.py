@@ -32,6 +32,7 @@ def test_a_named_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch)
 def test_auto_passes_over_a_backend_that_cannot_run_and_says_why(monkeypatch):
     sulky = Backend("sulky", BACKENDS["reference"].functions, lambda *_: "it needs a moon")
     monkeypatch.setattr(registry, "BACKENDS", {"sulky": sulky, **BACKENDS})
+    monkeypatch.setattr(registry, "_plan_once", registry._plan)
     choice = plan(Wanted(), CPU, torch.float32, SHAPE).choices[0]
     assert (choice.backend, choice.reason) == ("cpu", "sulky: it needs a moon")
 

@@ -46,7 +46,7 @@ class Decoder:
         return bool(self._library.nsa_take_in(ctypes.byref(self._arrival)))
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
-        q, gates = dense(q_B1GRK), gates_B1GR3.to(torch.float32).contiguous()
+        q, gates = dense(q_B1GRK), gates_B1GR3.float().contiguous()
         out = q.new_empty((self._batch, 1, self._groups, self._heads, self._d_v))
         idx = q.new_empty((self._batch, 1, self._groups, self._n_sel), dtype=torch.int32)
         first = self._first

@@ -9,7 +9,7 @@
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-constexpr int64_t kPieceKeys = 256, kRunKeys = 64;
+constexpr int64_t kPieceKeys = 256;
 
 class Decode {
  public:
@@ -87,8 +87,7 @@ class Decode {
     float* memory = scratch.take<float>(std::max<int64_t>(W, kWidened) * std::max(K_, V_width_));
     int64_t n = 0;
     for (int64_t i = 0; i < n_runs; ++i) {
-      const Span next = i + 1 < n_runs ? runs[i + 1] : Span{0, 0};
-      decode_scores(p, b, g, q_ + group * p_.R * K_, runs[i], next, scores + n, piece_keys_, memory);
+      decode_scores(p, b, g, q_ + group * p_.R * K_, runs[i], scores + n, piece_keys_, memory);
       n += round_up(runs[i].end - runs[i].begin, W);
     }
     if (kept_scores)
@@ -103,10 +102,8 @@ class Decode {
     const Span all = visible(p, group / p_.G, 0);
     const int64_t begin = all.begin + i * kPieceKeys, end = std::min(all.end, begin + kPieceKeys);
     if (begin >= end) return;
-    Span runs[kPieceKeys / kRunKeys];
-    int64_t n_runs = 0;
-    for (int64_t t = begin; t < end; t += kRunKeys) runs[n_runs++] = {t, std::min(end, t + kRunKeys)};
-    attend(p, group, runs, n_runs, scratch.take<float>(p_.R * piece_keys_), to, scratch, kept_scores);
+    const Span run{begin, end};
+    attend(p, group, &run, 1, scratch.take<float>(p_.R * piece_keys_), to, scratch, kept_scores);
   }
 
   void attend_compressed(int64_t item, Scratch& scratch) {

@@ -37,15 +37,6 @@ NSA_INLINE V sum_each(const V* x) {
 }
 #endif
 
-// Asks for `n` rows from `t` on before they are needed: chosen blocks lie anywhere, and no hardware foresees them.
-NSA_INLINE void ask_for(const Problem& p, const Rows& x, int64_t b, int64_t g, int64_t t, int64_t n, int64_t width) {
-  const int64_t bytes = width * (p.dtype == kFloat ? 4 : 2);
-  for (int64_t i = 0; i < n; ++i) {
-    const char* from = row(p, x, b, t + i, g);
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
-  }
-}
-
 // Rows of keys or values as fp32, `n` of them from `t` on: in place if they are stored so, else widened.
 NSA_INLINE const float* wide_rows(const Problem& p, const Rows& x, int64_t b, int64_t g, int64_t t, int64_t n,
                                   int64_t width, float* memory, int64_t& stride) {
@@ -58,15 +49,15 @@ NSA_INLINE const float* wide_rows(const Problem& p, const Rows& x, int64_t b, in
   return memory;
 }
 
-// Products of one query with W keys, the query held in kVectors registers.
-template <int kVectors>
-NSA_INLINE V score_keys(const float* q, const float* keys, int64_t stride, int64_t some) {
+// Products of one query with W keys, the query held in kVectors registers; `next` gives the keys' addresses in turn.
+template <int kVectors, class Next>
+NSA_INLINE V score_keys(const float* q, Next&& next) {
   V products[W], query[kVectors];
 #pragma GCC unroll 8
   for (int c = 0; c < kVectors; ++c) query[c] = load(q + c * W);
 #pragma GCC unroll 16
-  for (int64_t key = 0; key < W; ++key) {
-    const float* from = keys + (key < some ? key : 0) * stride;
+  for (int key = 0; key < W; ++key) {
+    const float* from = next(key);
     V product = query[0] * load(from);
 #pragma GCC unroll 8
     for (int c = 1; c < kVectors; ++c) product += query[c] * load(from + c * W);
@@ -75,12 +66,13 @@ NSA_INLINE V score_keys(const float* q, const float* keys, int64_t stride, int64
   return sum_each(products);
 }
 
-NSA_INLINE V score_keys(const float* q, int64_t K, const float* keys, int64_t stride, int64_t some) {
-  if (K == 4 * W) return score_keys<4>(q, keys, stride, some);
-  if (K == 8 * W) return score_keys<8>(q, keys, stride, some);
+template <class Next>
+NSA_INLINE V score_keys(int64_t K, const float* q, Next&& next) {
+  if (K == 4 * W) return score_keys<4>(q, next);
+  if (K == 8 * W) return score_keys<8>(q, next);
   V products[W];
-  for (int64_t key = 0; key < W; ++key) {
-    const float* from = keys + (key < some ? key : 0) * stride;
+  for (int key = 0; key < W; ++key) {
+    const float* from = next(key);
     V product{};
     for (int64_t c = 0; c < K; c += W) product += load(q + c) * load(from + c);
     products[key] = product;
@@ -88,20 +80,25 @@ NSA_INLINE V score_keys(const float* q, int64_t K, const float* keys, int64_t st
   return sum_each(products);
 }
 
-// Scores of a run's keys for all heads: out[r][key], ld apart; padded to W keys with kHidden. While they are computed,
-// the run's values and the keys of the run after it are asked for.
-inline void decode_scores(const Problem& p, int64_t b, int64_t g, const float* q, const Span& run, const Span& next,
-                          float* out, int64_t ld, float* memory) {
-  const int64_t K = round_up(p.K, W), n = run.end - run.begin;
-  for (int64_t i = 0; i < n; i += W) {
-    const int64_t some = std::min<int64_t>(W, n - i);
-    ask_for(p, p.v, b, g, run.begin + i, some, p.V);
-    ask_for(p, p.k, b, g, next.begin + i, std::clamp<int64_t>(next.end - next.begin - i, 0, W), p.K);
-    int64_t stride;
-    const float* keys = wide_rows(p, p.k, b, g, run.begin + i, some, p.K, memory, stride);
-    for (int64_t r = 0; r < p.R; ++r)
-      store(out + r * ld + i, lanes_in(score_keys(q + r * K, K, keys, stride, some), 0, some, kHidden));
+// Scores of up to W keys from `t` on for all heads: out[r][key], ld apart, kHidden where there is no key.
+template <bool kAll>
+NSA_INLINE void score_some(const Problem& p, int64_t b, int64_t g, const float* q, int64_t t, int64_t some, float* out,
+                           int64_t ld, float* memory) {
+  const int64_t K = round_up(p.K, W);
+  int64_t stride;
+  const float* keys = wide_rows(p, p.k, b, g, t, some, p.K, memory, stride);
+  const auto next = [&](int key) { return keys + (kAll || key < some ? key : 0) * stride; };
+  for (int64_t r = 0; r < p.R; ++r) {
+    const V scores = score_keys(K, q + r * K, next);
+    store(out + r * ld, kAll ? scores : lanes_in(scores, 0, some, kHidden));
   }
+}
+
+inline void decode_scores(const Problem& p, int64_t b, int64_t g, const float* q, const Span& run, float* out,
+                          int64_t ld, float* memory) {
+  int64_t t = run.begin;
+  for (; t + W <= run.end; t += W, out += W) score_some<true>(p, b, g, q, t, W, out, ld, memory);
+  if (t < run.end) score_some<false>(p, b, g, q, t, run.end - t, out, ld, memory);
 }
 
 // Turns scores[r][0 … n) into weights relative to their largest.
