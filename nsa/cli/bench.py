@@ -199,9 +199,9 @@ def model(
 ) -> None:
     """What the Triton kernels would take on a GPU that is not here: **modelled**, nothing is run on a GPU.
 
-    Each kernel's loop is counted as its launcher makes it turn, on blocks that the real selection chooses here. Its time
-    is its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2, launches,
-    torch's sorts and scans. **Dense** is published FlashAttention; one rule times both sides.
+    Each kernel's loop is counted as its launcher makes it turn, on blocks that the real selection chooses here. Its
+    time is its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2,
+    launches, torch's sorts and scans. **Dense** is published FlashAttention; one rule times both sides.
 
     *union*: blocks that a tile of neighbouring queries chose together. *group-centric*: the paper's loop for the
     selected branch; *× selected*: how far ours, index included, is below it. The second table is of the last length.

@@ -49,19 +49,19 @@ def selected_dq(sizes: Sizes, unions: Unions) -> Work:
     return _dq("selected_dq", sizes, *_unions(sizes, unions, "selected_dq"))
 
 
-def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, bool, float]:
-    """Trips of all groups, rows and keys of a tile, keys of the axis, whether far tiles share them, bytes of bounds."""
+def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
+    """Trips of all groups, a tile's rows, keys and loaded keys; the axis, if far tiles share it, bytes of the index."""
     tiles = tiles_of(kernel, sizes)
     trips = query_tile_trips(sizes, branch, tiles) * sizes.shape.n_kv_groups
-    return trips, tiles.m, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
+    return trips, tiles.m, tiles.n, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
 
 
-def _unions(sizes: Sizes, unions: Unions, kernel: str) -> tuple[int, int, int, int, bool, float]:
+def _unions(sizes: Sizes, unions: Unions, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
     """As `_runs`; the index is the unions themselves."""
     s = sizes.shape
     queries, m = tile_of(tiles_of(kernel, sizes), s.heads_per_group)
     trips = unions.blocks(queries) * s.n_kv_groups
-    return trips, m, block_of(s.geometry.l_sel), sizes.length, True, trips * 2 * INDEX
+    return trips, m, block_of(s.geometry.l_sel), s.geometry.l_sel, sizes.length, True, trips * 2 * INDEX
 
 
 def _axis(sizes: Sizes, branch: str) -> int:
@@ -73,7 +73,7 @@ def _bounds_bytes(sizes: Sizes) -> float:
 
 
 def _forward(
-    name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, shared: bool, index_bytes: float
+    name: str, sizes: Sizes, trips: int, m: int, n: int, loaded: int, n_keys: int, shared: bool, index_bytes: float
 ) -> Work:
     k, v = sizes.padded()
     own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes() + index_bytes
@@ -82,13 +82,15 @@ def _forward(
         name, False, trips,
         flops=trips * 2.0 * m * n * (k + v),
         exponentials=trips * float(m * n + m),  # and one per row for what came before
-        l2_bytes=trips * n * sizes.key_bytes() + own,
+        l2_bytes=trips * loaded * sizes.key_bytes() + own,
         hbm_bytes=axis * sizes.shape.n_kv_groups + own,
         shared_bytes=axis * shared,
     )  # fmt: skip
 
 
-def _dq(name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, shared: bool, index_bytes: float) -> Work:
+def _dq(
+    name: str, sizes: Sizes, trips: int, m: int, n: int, loaded: int, n_keys: int, shared: bool, index_bytes: float
+) -> Work:
     k, v = sizes.padded()
     own = 2 * sizes.queries_bytes() + 2 * sizes.outputs_bytes() + 2 * sizes.level_bytes() + index_bytes
     axis = n_keys * sizes.key_bytes()
@@ -96,7 +98,7 @@ def _dq(name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, shared
         name, True, trips,
         flops=trips * 2.0 * m * n * (2 * k + v),
         exponentials=trips * float(m * n),
-        l2_bytes=trips * n * sizes.key_bytes() + own,
+        l2_bytes=trips * loaded * sizes.key_bytes() + own,
         hbm_bytes=axis * sizes.shape.n_kv_groups + own,
         shared_bytes=axis * shared,
     )  # fmt: skip
@@ -151,11 +153,11 @@ def select(sizes: Sizes) -> Work:
     """Per step KEEP blocks, stride by stride and head by head; a head's queries are loaded again for every stride."""
     s, g, tiles = sizes.shape, sizes.shape.geometry, tiles_of("select", sizes)
     keep, strides = keep_of(g.n_sel), g.l_sel // g.d + g.l // g.d - 1
-    steps = select_steps(sizes, tiles.m, keep) * s.n_kv_groups
+    steps, loaded = (count * s.n_kv_groups for count in select_steps(sizes, tiles.m, keep))
     k, _ = sizes.padded()
     scores = steps * s.heads_per_group * strides * tiles.m * keep
     keys = steps * strides * keep * sizes.key_bytes(values=False)
-    queries = steps * strides * s.heads_per_group * tiles.m * (sizes.key_bytes(values=False) + 4)
+    queries = loaded * strides * s.heads_per_group * (sizes.key_bytes(values=False) + 4)
     axis = sizes.n_compressed * sizes.key_bytes(values=False)
     idx = sizes.length * s.n_kv_groups * g.n_sel * INDEX
     own = sizes.queries_bytes() + sizes.level_bytes() + idx + sizes.length * s.n_kv_groups * 3 * INDEX
@@ -169,11 +171,14 @@ def select(sizes: Sizes) -> Work:
     )  # fmt: skip
 
 
-def select_steps(sizes: Sizes, queries: int, keep: int) -> int:
-    """Of one group: a tile looks at the blocks up to its last query's own, `keep` at a time."""
-    l_sel, n = sizes.shape.geometry.l_sel, sizes.length
-    own = ((min(at + queries, n) - 1) // l_sel for at in range(0, n, queries))
-    return sum(-(-(block + 1) // keep) for block in own)
+def select_steps(sizes: Sizes, queries: int, keep: int) -> tuple[int, int]:
+    """Of one group: a tile looks at the blocks up to its last query's own, `keep` at a time; and the queries it loads."""
+    steps, loaded = 0, 0
+    for first in range(0, sizes.length, queries):
+        end = min(first + queries, sizes.length)
+        mine = -(-((end - 1) // sizes.shape.geometry.l_sel + 1) // keep)
+        steps, loaded = steps + mine, loaded + mine * (end - first)
+    return steps, loaded
 
 
 def keep_of(n_sel: int) -> int:

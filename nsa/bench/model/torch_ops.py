@@ -30,7 +30,7 @@ SHORT_ROW = 4096
 _RADIX_BITS = 8
 _MORE_LAUNCHES = {"masked_fill": 2, "constant_pad_nd": 2, "sort": 3}
 _ONLY_WRITE = ("fill", "zero", "full", "zeros", "ones", "arange", "ones_like", "zeros_like", "new_zeros")
-_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
 _SCANS = ("cummax", "cummin", "_cummax_helper", "_cummin_helper")
 
 
