@@ -172,7 +172,7 @@ def select(sizes: Sizes) -> Work:
 
 
 def select_steps(sizes: Sizes, queries: int, keep: int) -> tuple[int, int]:
-    """Of one group: a tile looks at the blocks up to its last query's own, `keep` at a time; and the queries it loads."""
+    """Of one group: a tile looks at the blocks up to its last query's, `keep` at a time; and the queries it loads."""
     steps, loaded = 0, 0
     for first in range(0, sizes.length, queries):
         end = min(first + queries, sizes.length)
