@@ -203,8 +203,9 @@ def model(
     time is its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2,
     launches, torch's sorts and scans. **Dense** is published FlashAttention; one rule times both sides.
 
-    *union*: blocks that a tile of neighbouring queries chose together. *group-centric*: the paper's loop for the
-    selected branch; *× selected*: how far ours, index included, is below it. The second table is of the last length.
+    *union*: blocks that a tile of neighbouring queries chose together. *selected*: our selected branch, forward, with
+    its index, beside the paper's loop, which takes one query of a group at a time. The second table is of the last
+    length, the slowest kernel first.
 
     **Example:** `nsa bench model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md --plot model.svg`
     """
@@ -219,10 +220,10 @@ def model(
     with _progress() as say:
         for pair in models.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, say):
             found.pairs.append(pair)
-    _print_plain_table(console, models.TOTAL_COLUMNS, [models.total_row(pair) for pair in found.pairs])
+    _print_fitting(console, models.TOTAL_COLUMNS, [models.total_row(pair) for pair in found.pairs], models.NARROW)
     last = found.pairs[-1].both
     console.print(f"\nkernels at {spell(last.length)}, {last.dtype}, {last.data} data, {last.label}")
-    _print_plain_table(console, models.KERNEL_COLUMNS, models.kernel_rows(last))
+    _print_fitting(console, models.KERNEL_COLUMNS, models.kernel_rows(last), models.NARROW)
     for line in models.assumptions(found.gpu):
         console.print(f"· {line}", markup=False)
     for path, text in ((json, found.to_json), (plot, found.to_svg), (markdown, found.to_markdown)):
@@ -266,10 +267,17 @@ def _console() -> Console:
     return Console(width=None if Console().is_terminal else 200, highlight=False)
 
 
-def _print_plain_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    table = Table(*columns, box=None, pad_edge=False)
+def _print_fitting(
+    console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]], narrow: dict[tuple[str, ...], int]
+) -> None:
+    """All columns, or the first ones where a terminal is too narrow for the rest."""
+    shown = len(columns) if console.width >= 110 else narrow[columns]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns[:shown]):
+        words = (*name.split(), *(row[index] for row in rows))
+        table.add_column(name, min_width=max(map(len, words)))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row[:shown])
     console.print(table)
 
 

@@ -15,7 +15,7 @@ SCHEDULERS = 4
 MEMORY_SHARE = 0.85
 """Of the vendor's memory bandwidth that streaming kernels reach: assumed, alike for everyone."""
 L2_SHARE = 0.6
-"""Of the cache's width times clock that loads reach: assumed, alike for everyone; a third-party test of H100 agrees."""
+"""Of the cache's width times clock that loads reach: assumed, alike for everyone."""
 LAUNCH_S = 5e-6
 """One launch from Python after another: assumed. A CUDA graph would save most of it."""
 SORT_CLOCKS = 50.0

@@ -63,10 +63,15 @@ class Prediction:
         return self.dense_seconds / self.seconds
 
     @property
-    def selected_ratio(self) -> float:
-        """The paper's loop over our selected forward, index included."""
+    def selected_seconds(self) -> float:
+        """Our selected forward with the index it needs."""
         ours = ("selected_forward", "union index, torch")
-        return self.group_centric.seconds / sum(kernel.seconds for kernel in self.kernels if kernel.name in ours)
+        return sum(kernel.seconds for kernel in self.kernels if kernel.name in ours)
+
+    @property
+    def selected_ratio(self) -> float:
+        """How many times faster than the paper's loop."""
+        return self.group_centric.seconds / self.selected_seconds
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {

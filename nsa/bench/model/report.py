@@ -15,21 +15,14 @@ from nsa.errors import ConfigError
 
 SCHEMA = 1
 TOTAL_COLUMNS = (
-    "modelled on", "dtype", "length", "union", "forward", "dense", "× dense", "fwd+bwd", "dense fwd+bwd",
-    "× dense fwd+bwd", "group-centric", "× selected",
+    "modelled", "forward", "dense", "ratio", "fwd+bwd", "dense both", "ratio both", "selected", "paper's loop",
+    "ratio loop", "union",
 )  # fmt: skip
 KERNEL_COLUMNS = (
-    "modelled kernel",
-    "pass",
-    "time",
-    "share",
-    "bound",
-    "next bound",
-    "TFLOP",
-    "HBM GB",
-    "L2 GB",
-    "launches",
-)
+    "modelled kernel", "pass", "time", "share", "bound", "next bound", "TFLOP", "HBM GB", "L2 GB", "launches"
+)  # fmt: skip
+NARROW = {TOTAL_COLUMNS: 10, KERNEL_COLUMNS: 6}
+"""Columns that a terminal of 80 has room for."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,11 @@ def model(
 def total_row(pair: Pair) -> tuple[str, ...]:
     f, b = pair.forward, pair.both
     return (
-        f.gpu, f.dtype, spell(f.length), f"{f.union_blocks:.1f} blocks",
+        f"{spell(f.length)} {f.dtype}",
         seconds(f.seconds), seconds(f.dense_seconds), f"{f.ratio:.2f}",
         seconds(b.seconds), seconds(b.dense_seconds), f"{b.ratio:.2f}",
-        f"{seconds(f.group_centric.seconds)} ({f.group_centric.bound})", f"{f.selected_ratio:.2f}",
+        seconds(f.selected_seconds), seconds(f.group_centric.seconds), f"{f.selected_ratio:.2f}",
+        f"{f.union_blocks:.1f}",
     )  # fmt: skip
 
 
@@ -125,7 +119,7 @@ def kernel_rows(prediction: Prediction) -> list[tuple[str, ...]]:
 def _kernel_row(kernel: Kernel, total: float) -> tuple[str, ...]:
     rest = sorted(((s, name) for name, s in kernel.bounds_s.items() if name != kernel.bound), reverse=True)
     return (
-        kernel.name, "backward" if kernel.backward else "forward", seconds(kernel.seconds),
+        kernel.name, "bwd" if kernel.backward else "fwd", seconds(kernel.seconds),
         f"{100 * kernel.seconds / total:.1f} %", kernel.bound, f"{rest[0][1]} {seconds(rest[0][0])}",
         f"{kernel.flops / 1e12:.2f}" if kernel.flops else "", f"{kernel.hbm_bytes / 1e9:.2f}",
         f"{kernel.l2_bytes / 1e9:.2f}", str(kernel.launches),

@@ -100,7 +100,7 @@ def backward(sizes: Sizes) -> Iterator[Work]:
     yield traced("mix backward, torch", True, lambda: torch.autograd.grad(mixed, leaves, torch.empty_like(mixed)))
     for branch in ("compressed", "sliding"):
         yield traced(f"seen_by {branch}, torch", True, partial(row.seen_by, branch))
-        yield traced(f"sum of parts {branch}, torch", True, partial(row.sum_parts, branch))
+        yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
     yield traced("union index again, torch", True, partial(row.union, "selected_dq"))
     yield traced("chosen index, torch", True, row.chosen)
     yield traced("sum of dq, torch", True, row.sum_dq)
