@@ -60,7 +60,7 @@ wrap(
 
 def main() -> None:
     global branch
-    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=24)), 70
+    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=24)), 100
     g, case = shape.geometry, Case(shape, length, torch.float32)
     pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
     q, scale, dout = case.q_BSGRK, case.scale, case.dout_BSGRV
