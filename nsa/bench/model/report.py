@@ -136,8 +136,8 @@ def headline(gpu: Gpu) -> str:
 def assumptions(gpu: Gpu) -> list[str]:
     p = gpu.published
     return [
-        f"dense is {p.name}: {100 * p.forward:.0f} % of peak forward, {100 * p.backward:.0f} % backward, taken to be at rows of 128 "
-        f"({p.source}); other widths and our kernels follow the same rule",
+        f"dense is {p.name}: {100 * p.forward:.0f} % of peak forward, {100 * p.backward:.0f} % backward, taken to be "
+        f"at rows of 128 ({p.source}); other widths and our kernels follow the same rule",
         f"L2: {gpu.l2_bytes_per_s / 1e12:.1f} TB/s ({gpu.l2_source}) times {L2_SHARE}; memory times {MEMORY_SHARE}",
         f"--as-triton makes our arithmetic {p.triton_slowdown:.2f} times slower ({p.triton_source})",
         "a kernel takes its slowest bound: waiting for each other, tails of the grid and imbalance are not modelled",
