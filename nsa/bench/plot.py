@@ -29,7 +29,13 @@ def lines(report: Report) -> tuple[dict[str, Line], dict[str, dict[int, float]]]
 
 
 def draw(report: Report) -> str:
-    measured, allowed = lines(report)
+    commit = (report.machine["commit"] or "unknown")[:10]
+    caption = f"times faster than dense SDPA, by tokens · {report.machine['cpu']} · commit {commit}"
+    return draw_lines(*lines(report), caption)
+
+
+def draw_lines(measured: dict[str, Line], allowed: dict[str, dict[int, float]], caption: str) -> str:
+    """Ratios over length with their spread, dashed lines to compare them with, and what they are."""
     lengths = sorted({n for points in allowed.values() for n in points})
     tops = [high for line in measured.values() for _, _, high in line.values()]
     tops += [value for points in allowed.values() for value in points.values()]
@@ -66,8 +72,6 @@ def draw(report: Report) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="#888" stroke-dasharray="5 4"/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{legend}" class="s">{name} (dashed)</text>')
         legend += 16
-    commit = (report.machine["commit"] or "unknown")[:10]
-    caption = f"times faster than dense SDPA, by tokens · {report.machine['cpu']} · commit {commit}"
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{caption}</text>')
     style = "<style>text{font:13px sans-serif;fill:#888}.s{font-size:10px}</style>"
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{style}{"".join(parts)}</svg>\n'

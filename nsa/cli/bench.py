@@ -180,14 +180,65 @@ def machine(threads: Threads = 0, json: JsonFile = None) -> None:
     _run(Wish("machine", "1", threads=threads), json, None, None)
 
 
+@app.command()
+def model(
+    gpu: Annotated[str, typer.Option(help="a100, h100, b200 or mi300x.")] = "a100",
+    lengths: Lengths = "8k,16k,32k,64k",
+    dtype: Dtype = "bf16",
+    shape: ShapeName = "seed",
+    data: Data = "random",
+    as_triton: Annotated[
+        bool, typer.Option("--as-triton", help="Our arithmetic as slow as attention in Triton was on that GPU.")
+    ] = False,
+    launch_us: Annotated[
+        float, typer.Option(min=0.0, help="Microseconds per launch: 5 from Python, about 1.5 in a CUDA graph.")
+    ] = 5.0,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
+) -> None:
+    """What the Triton kernels would take on a GPU that is not here: **modelled**, nothing is run on a GPU.
+
+    Each kernel's loop is counted as its launcher makes it turn, on blocks that the real selection chooses here. Its
+    time is its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2,
+    launches, torch's sorts and scans. **Dense** is published FlashAttention; one rule times both sides.
+
+    *union*: blocks that a tile of neighbouring queries chose together. *selected*: our selected branch, forward, with
+    its index, beside the paper's loop, which takes one query of a group at a time. The second table is of the last
+    length, the slowest kernel first.
+
+    **Example:** `nsa bench model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md --plot model.svg`
+    """
+    from nsa.bench.machine import describe_machine
+    from nsa.bench.model import report as models
+    from nsa.bench.model.gpus import gpu_named
+    from nsa.bench.shapes import spell
+
+    found = models.ModelReport(" ".join(["nsa", *sys.argv[1:]]), describe_machine(), gpu_named(gpu))
+    console = _console()
+    console.print(models.headline(found.gpu))
+    with _progress() as say:
+        for pair in models.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, say):
+            found.pairs.append(pair)
+    _print_fitting(console, models.TOTAL_COLUMNS, [models.total_row(pair) for pair in found.pairs], models.NARROW)
+    last = found.pairs[-1].both
+    console.print(f"\nkernels at {spell(last.length)}, {last.dtype}, {last.data} data, {last.label}")
+    _print_fitting(console, models.KERNEL_COLUMNS, models.kernel_rows(last), models.NARROW)
+    for line in models.assumptions(found.gpu):
+        console.print(f"· {line}", markup=False)
+    for path, text in ((json, found.to_json), (plot, found.to_svg), (markdown, found.to_markdown)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text(), encoding="utf-8")
+
+
 def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | None) -> None:
     from nsa.bench import plot as plotting
     from nsa.bench import report as reports
     from nsa.bench.session import new_report, run
 
     report = new_report(" ".join(["nsa", *sys.argv[1:]]))
-    # Tables piped to a file keep their rows whole.
-    console = Console(width=None if Console().is_terminal else 200, highlight=False)
+    console = _console()
     console.print(reports.machine_line(report.machine))
     if warning := reports.busy(report.machine):
         console.print(warning, style="yellow")
@@ -209,6 +260,25 @@ def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | No
         plotting.write(report, plot)
     if markdown is not None:
         markdown.write_text(report.to_markdown(), encoding="utf-8")
+
+
+def _console() -> Console:
+    """Tables piped to a file keep their rows whole."""
+    return Console(width=None if Console().is_terminal else 200, highlight=False)
+
+
+def _print_fitting(
+    console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]], narrow: dict[tuple[str, ...], int]
+) -> None:
+    """All columns, or the first ones where a terminal is too narrow for the rest."""
+    shown = len(columns) if console.width >= 110 else narrow[columns]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns[:shown]):
+        words = (*name.split(), *(row[index] for row in rows))
+        table.add_column(name, min_width=max(map(len, words)))
+    for row in rows:
+        table.add_row(*row[:shown])
+    console.print(table)
 
 
 def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -31,6 +31,7 @@ EXTRA_OF = {
     **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
     "prometheus_client": "ops",
+    "triton": "dev",
 }
 
 app = typer.Typer(

@@ -1,0 +1,90 @@
+"""Instructions that one turn of a kernel's loop issues, read from the machine code it becomes.
+
+A multiprocessor issues one instruction per clock and scheduler, whatever the instruction is: masks, addresses and the
+sorting network of the selection take their turns as matrix instructions do. Nothing is executed; what waits for what is
+not known, so this is the least time.
+"""
+
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from nsa.bench.shapes import BenchShape
+
+HMMA_FLOPS = 16 * 8 * 16 * 2
+"""Of one m16n8k16 instruction of a warp."""
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+
+
+@dataclass(frozen=True)
+class Issued:
+    """Of one turn, by all warps of a program."""
+
+    instructions: int
+    hmma_flops: int
+    """Of HMMA: more than the product needs where warps repeat each other's work; 0 where others are used."""
+
+
+@cache
+def issued(kernel: str, shape: BenchShape, code: str) -> Issued | None:
+    """None where no NVIDIA machine code is made, or none is counted."""
+    if not code.startswith("sm_"):
+        return None
+    from nsa.kernels.triton import passport
+
+    g = shape.geometry
+    model = passport.Model(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, g.l, g.d, g.l_sel, g.n_sel)
+    job = next(job for job in passport.jobs(model) if job.kernel == kernel)
+    compiled = passport.compile_for(job, passport.DEVICES[code])
+    tools = Path(passport.triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = passport._output(tools / "nvdisasm", file.name)
+    heads = shape.heads_per_group if kernel == "select" else 1
+    strides = g.l_sel // g.d + g.l // g.d - 1
+    instructions, hmma = count(text, kernel == "select", heads, strides)
+    return Issued(instructions * job.warps, hmma * job.warps * HMMA_FLOPS)
+
+
+def count(text: str, nested: bool, heads: int, strides: int) -> tuple[int, int]:
+    """Instructions of one turn of the main loop and, of those, HMMA.
+
+    The main loop is the first with exponentials. The selection's holds others: one per document, and, if heads were not
+    unrolled, one per stride that turns once per head.
+    """
+    names, loops = parse(text)
+
+    def measure(begin: int, end: int) -> tuple[int, int]:
+        return end - begin + 1, sum(name.startswith("HMMA") for name in names[begin : end + 1])
+
+    busy = [(b, e) for b, e in loops if sum(name.startswith("MUFU.EX2") for name in names[b : e + 1]) > 2]
+    main = busy[0]
+    if not nested:
+        return measure(*main)
+    outer = max(
+        (loop for loop in busy if loop[0] <= main[0] and loop[1] >= main[1]), key=lambda loop: loop[1] - loop[0]
+    )
+    total = measure(*outer)
+    inner = [a for a in busy if a != outer and not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in busy)]
+    if len(inner) != strides or strides == 1:
+        return total
+    again = [(heads - 1) * sum(measure(*loop)[which] for loop in inner) for which in (0, 1)]
+    return total[0] + again[0], total[1] + again[1]
+
+
+def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Instructions in order, and the loops: a jump back, as (first, last), by their ends."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif found := _INSTRUCTION.match(line):
+            if found[1].startswith("BRA") and (target := re.search(r"`\((\.L_x_\d+)\)", found[2])):
+                jumps.append((len(names), target[1]))
+            names.append(found[1])
+    return names, [(labels[target], at) for at, target in jumps if labels.get(target, at + 1) < at]

@@ -1,0 +1,185 @@
+"""Every Triton kernel's work, from its launcher's grid and its loop: B is 1, a plain row of one document."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nsa.bench.model.bounds import key_tile_trips, query_tile_trips
+from nsa.bench.model.unions import Unions
+from nsa.bench.model.work import Sizes, Work
+from nsa.kernels.triton.selected import PIECE, block_of, tile_of
+from nsa.kernels.triton.tuning import Tiles, choose
+
+INDEX = 4  # bytes of an index, a bound, a mask
+
+
+def tiles_of(kernel: str, sizes: Sizes) -> Tiles:
+    s = sizes.shape
+    return choose(kernel, s.d_k if kernel == "select" else max(s.d_k, s.d_v))
+
+
+def forward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+    yield runs_forward(sizes, "compressed")
+    yield select(sizes)
+    yield selected_forward(sizes, unions)
+    yield runs_forward(sizes, "sliding")
+
+
+def backward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+    for branch in ("compressed", "sliding"):
+        yield runs_dq(sizes, branch)
+        yield runs_dkv(sizes, branch)
+    yield selected_dq(sizes, unions)
+    yield selected_dkv(sizes, unions)
+    yield add_pieces(sizes, unions)
+
+
+def runs_forward(sizes: Sizes, branch: str) -> Work:
+    return _forward(f"runs_forward {branch}", sizes, *_runs(sizes, branch, "runs_forward"))
+
+
+def selected_forward(sizes: Sizes, unions: Unions) -> Work:
+    return _forward("selected_forward", sizes, *_unions(sizes, unions, "selected_forward"))
+
+
+def runs_dq(sizes: Sizes, branch: str) -> Work:
+    return _dq(f"runs_dq {branch}", sizes, *_runs(sizes, branch, "runs_dq"))
+
+
+def selected_dq(sizes: Sizes, unions: Unions) -> Work:
+    return _dq("selected_dq", sizes, *_unions(sizes, unions, "selected_dq"))
+
+
+def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
+    """Trips of all groups, a tile's rows, keys and loaded keys; the axis, if far tiles share it, bytes of the index."""
+    tiles = tiles_of(kernel, sizes)
+    trips = query_tile_trips(sizes, branch, tiles) * sizes.shape.n_kv_groups
+    return trips, tiles.m, tiles.n, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
+
+
+def _unions(sizes: Sizes, unions: Unions, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
+    """As `_runs`; the index is the unions themselves."""
+    s = sizes.shape
+    queries, m = tile_of(tiles_of(kernel, sizes), s.heads_per_group)
+    trips = unions.blocks(queries) * s.n_kv_groups
+    return trips, m, block_of(s.geometry.l_sel), s.geometry.l_sel, sizes.length, True, trips * 2 * INDEX
+
+
+def _axis(sizes: Sizes, branch: str) -> int:
+    return sizes.length if branch == "sliding" else sizes.n_compressed
+
+
+def _bounds_bytes(sizes: Sizes) -> float:
+    return sizes.length * sizes.shape.n_kv_groups * 2 * INDEX
+
+
+def _forward(
+    name: str, sizes: Sizes, trips: int, m: int, n: int, loaded: int, n_keys: int, shared: bool, index_bytes: float
+) -> Work:
+    k, v = sizes.padded()
+    own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes() + index_bytes
+    axis = n_keys * sizes.key_bytes()
+    return Work(
+        name, False, trips,
+        flops=trips * 2.0 * m * n * (k + v),
+        exponentials=trips * float(m * n + m),  # and one per row for what came before
+        l2_bytes=trips * loaded * sizes.key_bytes() + own,
+        hbm_bytes=axis * sizes.shape.n_kv_groups + own,
+        shared_bytes=axis * shared,
+    )  # fmt: skip
+
+
+def _dq(
+    name: str, sizes: Sizes, trips: int, m: int, n: int, loaded: int, n_keys: int, shared: bool, index_bytes: float
+) -> Work:
+    k, v = sizes.padded()
+    own = 2 * sizes.queries_bytes() + 2 * sizes.outputs_bytes() + 2 * sizes.level_bytes() + index_bytes
+    axis = n_keys * sizes.key_bytes()
+    return Work(
+        name, True, trips,
+        flops=trips * 2.0 * m * n * (2 * k + v),
+        exponentials=trips * float(m * n),
+        l2_bytes=trips * loaded * sizes.key_bytes() + own,
+        hbm_bytes=axis * sizes.shape.n_kv_groups + own,
+        shared_bytes=axis * shared,
+    )  # fmt: skip
+
+
+def runs_dkv(sizes: Sizes, branch: str) -> Work:
+    tiles, groups, n_keys = tiles_of("runs_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
+    trips, parts = key_tile_trips(sizes, branch, tiles)
+    sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
+    work = _dkv(f"runs_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums, 2)
+    return replace(work, shared_bytes=0.0) if branch == "sliding" else work
+
+
+def selected_dkv(sizes: Sizes, unions: Unions) -> Work:
+    tiles, g = tiles_of("selected_dkv", sizes), sizes.shape.geometry
+    keys = min(tiles.n, block_of(g.l_sel))
+    columns = -(-g.l_sel // keys)
+    trips, pieces = unions.dkv_trips(PIECE, tiles.m)
+    pieces *= sizes.shape.n_kv_groups
+    sums = pieces * g.l_sel * (sizes.shape.d_k + sizes.shape.d_v) * 4.0
+    trips *= sizes.shape.n_kv_groups * columns
+    return _dkv("selected_dkv", sizes, trips, tiles.m, keys, sizes.length, pieces * g.l_sel, sums, 3)
+
+
+def _dkv(
+    name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, keys_loaded: float, sums: float, indices: int
+) -> Work:
+    """Keys stay in registers; every trip loads m rows: query, dout, log-sum-exp, delta and `indices` numbers."""
+    k, v = sizes.padded()
+    per_row = sizes.key_bytes() + 2 * 4 + indices * INDEX
+    rows = sizes.queries_bytes() + sizes.outputs_bytes() + 2 * sizes.level_bytes()
+    return Work(
+        name, True, trips,
+        flops=trips * 4.0 * m * n * (k + v),
+        exponentials=trips * float(m * n),
+        l2_bytes=trips * m * per_row + keys_loaded * sizes.key_bytes() + sums,
+        hbm_bytes=rows + n_keys * sizes.shape.n_kv_groups * sizes.key_bytes() + sums,
+        shared_bytes=rows / sizes.shape.n_kv_groups,
+    )  # fmt: skip
+
+
+def add_pieces(sizes: Sizes, unions: Unions) -> Work:
+    """Twice: for keys and for values."""
+    s = sizes.shape
+    _, pieces = unions.dkv_trips(PIECE, tiles_of("selected_dkv", sizes).m)
+    moved = pieces * s.n_kv_groups * s.geometry.l_sel * (s.d_k + s.d_v) * 4.0
+    moved += sizes.length * s.n_kv_groups * sizes.key_bytes()
+    return Work("add_pieces", True, l2_bytes=moved, hbm_bytes=moved, launches=2)
+
+
+def select(sizes: Sizes) -> Work:
+    """Per step KEEP blocks, stride by stride and head by head; a head's queries are loaded again for every stride."""
+    s, g, tiles = sizes.shape, sizes.shape.geometry, tiles_of("select", sizes)
+    keep, strides = keep_of(g.n_sel), g.l_sel // g.d + g.l // g.d - 1
+    steps, loaded = (count * s.n_kv_groups for count in select_steps(sizes, tiles.m, keep))
+    k, _ = sizes.padded()
+    scores = steps * s.heads_per_group * strides * tiles.m * keep
+    keys = steps * strides * keep * sizes.key_bytes(values=False)
+    queries = loaded * strides * s.heads_per_group * (sizes.key_bytes(values=False) + 4)
+    axis = sizes.n_compressed * sizes.key_bytes(values=False)
+    idx = sizes.length * s.n_kv_groups * g.n_sel * INDEX
+    own = sizes.queries_bytes() + sizes.level_bytes() + idx + sizes.length * s.n_kv_groups * 3 * INDEX
+    return Work(
+        "select", False, steps,
+        flops=scores * 2.0 * k,
+        exponentials=float(scores),
+        l2_bytes=keys + queries + idx,
+        hbm_bytes=axis * s.n_kv_groups + own,
+        shared_bytes=axis,
+    )  # fmt: skip
+
+
+def select_steps(sizes: Sizes, queries: int, keep: int) -> tuple[int, int]:
+    """Of one group: a tile looks at the blocks up to its last query's, `keep` at a time; and the queries it loads."""
+    steps, loaded = 0, 0
+    for first in range(0, sizes.length, queries):
+        end = min(first + queries, sizes.length)
+        mine = -(-((end - 1) // sizes.shape.geometry.l_sel + 1) // keep)
+        steps, loaded = steps + mine, loaded + mine * (end - first)
+    return steps, loaded
+
+
+def keep_of(n_sel: int) -> int:
+    return max(16, 1 << (n_sel - 1).bit_length())

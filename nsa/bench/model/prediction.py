@@ -1,0 +1,166 @@
+"""From work to seconds: the slowest of what a kernel needs is its bound, and kernels follow each other. Modelled."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nsa.bench.model import kernels, torch_ops
+from nsa.bench.model.dense import dense_s, serial_s, stretch
+from nsa.bench.model.gpus import LAUNCH_S, SCAN_S, SORT_CLOCKS, Gpu, gpu_named
+from nsa.bench.model.group_centric import group_centric_forward
+from nsa.bench.model.issued import Issued, issued
+from nsa.bench.model.unions import Unions, measure_unions
+from nsa.bench.model.work import Sizes, Work
+from nsa.bench.shapes import BenchShape
+from nsa.errors import ConfigError
+
+MODELLED = "modelled"
+"""The label of every output: nothing here was run on a GPU."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, or one group of torch operations, with the time of each of its bounds."""
+
+    name: str
+    backward: bool
+    seconds: float
+    bound: str
+    flops: float
+    hbm_bytes: float
+    l2_bytes: float
+    exponentials: float
+    launches: int
+    bounds_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one attention layer, batch 1, without projections, as `nsa bench attention` would time it. Modelled."""
+
+    gpu: str
+    shape: BenchShape
+    length: int
+    dtype: str
+    backward: bool
+    """Whether backward is in it, after forward."""
+    data: str
+    triton_slowdown: float
+    union_blocks: float
+    """Blocks in the union of a tile of the forward's queries."""
+    kernels: list[Kernel]
+    dense_seconds: float
+    group_centric: Kernel
+    label: str = MODELLED
+
+    @property
+    def seconds(self) -> float:
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than dense."""
+        return self.dense_seconds / self.seconds
+
+    @property
+    def selected_seconds(self) -> float:
+        """Our selected forward with the index it needs."""
+        ours = ("selected_forward", "union index, torch")
+        return sum(kernel.seconds for kernel in self.kernels if kernel.name in ours)
+
+    @property
+    def selected_ratio(self) -> float:
+        """How many times faster than the paper's loop."""
+        return self.group_centric.seconds / self.selected_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "seconds": self.seconds, "ratio": self.ratio, "selected_ratio": self.selected_ratio,
+        }  # fmt: skip
+
+
+Instructions = Callable[[str, BenchShape, str], Issued | None]
+
+
+def predict(
+    gpu: str | Gpu,
+    shape: BenchShape,
+    length: int,
+    dtype: str = "bf16",
+    backward: bool = False,
+    unions: Unions | None = None,
+    data: str = "random",
+    as_triton: bool = False,
+    launch_s: float = LAUNCH_S,
+    instructions: Instructions = issued,
+) -> Prediction:
+    """Seconds of our Triton kernels and of dense attention, modelled from the kernels' own loops.
+
+    `unions`: what `measure_unions` found; None: it is measured here, on `data`. `as_triton`: our arithmetic is as much
+    slower than published dense attention as attention in Triton was on that GPU; otherwise it is as good.
+    """
+    machine, sizes = gpu_named(gpu) if isinstance(gpu, str) else gpu, Sizes(shape, length, dtype)
+    unions = unions or measure_unions(shape, length, data)
+    if (unions.shape, unions.length) != (shape, length):
+        raise ConfigError(
+            f"the unions were measured at {unions.length} tokens, {unions.shape.describe()}, and the prediction is for "
+            f"{length}, {shape.describe()}: unions grow with both. Measure them for this case."
+        )
+    slowdown = machine.published.triton_slowdown if as_triton else 1.0
+
+    def timed(work: Work) -> Kernel:
+        kind = work.name.split()[0]
+        counted = instructions(kind, shape, machine.code) if work.trips and dtype == "bf16" else None
+        return time_of(machine, dtype, work, counted, slowdown, launch_s)
+
+    def both(
+        count: Callable[[Sizes, Unions], Iterator[Work]], around: Callable[[Sizes], Iterator[Work]]
+    ) -> list[Kernel]:
+        return [timed(work) for work in (*count(sizes, unions), *around(sizes))]
+
+    found = both(kernels.forward, torch_ops.forward)
+    dense = dense_s(machine, sizes, False)
+    if backward:
+        found += both(kernels.backward, torch_ops.backward)
+        dense += dense_s(machine, sizes, True)
+    queries, _ = kernels.tile_of(kernels.tiles_of("selected_forward", sizes), shape.heads_per_group)
+    yardstick = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
+    return Prediction(
+        machine.name,
+        shape,
+        length,
+        dtype,
+        backward,
+        unions.data,
+        slowdown,
+        unions.mean(queries),
+        found,
+        dense,
+        yardstick,
+    )
+
+
+def time_of(
+    gpu: Gpu, dtype: str, work: Work, counted: Issued | None, slowdown: float = 1.0, launch_s: float = LAUNCH_S
+) -> Kernel:
+    """The slowest of: arithmetic, instructions, memory, cache, launches, and torch's sorts and scans."""
+    hmma_flops = counted.hmma_flops * work.trips if counted else 0
+    flops = max(work.flops, float(hmma_flops))
+    missed = max(0.0, 1 - gpu.l2_bytes / work.shared_bytes) if work.shared_bytes else 0.0
+    hbm_bytes = work.hbm_bytes + missed * max(0.0, work.l2_bytes - work.hbm_bytes)
+    arithmetic = slowdown * stretch(gpu, work.backward) * serial_s(gpu, dtype, flops, work.exponentials)
+    products_lead = flops / gpu.flops_per_s(dtype) >= work.exponentials / gpu.exponentials_per_s
+    bounds = {
+        "tensor cores" if products_lead else "exponentials": arithmetic,
+        "instructions": counted.instructions * work.trips / gpu.issues_per_s if counted else 0.0,
+        "memory": hbm_bytes / gpu.memory_bytes_per_s,
+        "L2": work.l2_bytes / gpu.cache_bytes_per_s,
+        "launch": work.launches * launch_s,
+        "sort": work.sorted_keys * SORT_CLOCKS / (gpu.units * gpu.clock_hz),
+        "scan": work.scanned * SCAN_S,
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    return Kernel(
+        work.name, work.backward, bounds[bound], bound, flops, hbm_bytes, work.l2_bytes, work.exponentials,
+        work.launches, bounds,
+    )  # fmt: skip

@@ -1,0 +1,178 @@
+"""What torch does around the kernels: the launchers' own functions, run on tensors without data and counted.
+
+Indices, bounds, sums of parts and the mix of branches are torch operations. Each is a launch that reads its inputs
+and writes its outputs once, except where CUDA is known to do more.
+
+B batch · S tokens · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa.bench.case import TORCH_DTYPES
+from nsa.bench.model.kernels import tiles_of
+from nsa.bench.model.work import Sizes, Work
+from nsa.core.gating import BRANCH_ORDER
+from nsa.core.layout import plain_layout
+from nsa.kernels.portable.shared import compressed_bounds, window_bounds
+from nsa.kernels.triton.index import chosen, union
+from nsa.kernels.triton.runs import _parts, _seen_by
+from nsa.kernels.triton.selected import _last, _pieces, tile_of
+
+SHORT_ROW = 4096
+"""Longer rows are sorted by radix, one pass over keys and indices per 8 bits; shorter ones within a block."""
+_RADIX_BITS = 8
+_MORE_LAUNCHES = {"masked_fill": 2, "constant_pad_nd": 2, "sort": 3}
+_ONLY_WRITE = ("fill", "zero", "full", "zeros", "ones", "arange", "ones_like", "zeros_like", "new_zeros")
+_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+_SCANS = ("cummax", "cummin", "_cummax_helper", "_cummin_helper")
+
+
+class Tally(TorchDispatchMode):
+    """Counts the operations that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.moved, self.sorted_keys, self.scanned = 0, 0.0, 0.0, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if is_view or name in _NOTHING:
+            return out
+        self.launches += _MORE_LAUNCHES.get(name, 1)
+        written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        read = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and name not in _ONLY_WRITE]
+        if name == "sort":
+            self._count_sort(written[0], written[1])
+            return out
+        if name in _SCANS:
+            self.scanned += read[0].shape[-1]
+        self.moved += sum(map(stored_bytes, (*read, *written))) * _MORE_LAUNCHES.get(name, 1)
+        return out
+
+    def _count_sort(self, keys: Tensor, index: Tensor) -> None:
+        pair = keys.element_size() + index.element_size()
+        if keys.shape[-1] <= SHORT_ROW:
+            self.moved += keys.numel() * 3 * pair  # copied, numbered, sorted in place
+            self.sorted_keys += keys.numel()
+        else:
+            passes = keys.element_size() * 8 // _RADIX_BITS
+            self.moved += keys.numel() * (2 * pair * passes + keys.element_size())
+
+
+def stored_bytes(x: Tensor) -> int:
+    """An expanded dimension is stored once."""
+    n = x.element_size()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        n *= size if stride else 1
+    return n
+
+
+def traced(name: str, backward: bool, run: Callable[[], object]) -> Work:
+    with Tally() as tally:
+        run()
+    return Work(
+        name, backward, l2_bytes=tally.moved, hbm_bytes=tally.moved, launches=tally.launches,
+        sorted_keys=tally.sorted_keys, scanned=tally.scanned,
+    )  # fmt: skip
+
+
+def forward(sizes: Sizes) -> Iterator[Work]:
+    row = _Row(sizes)
+    yield traced("bounds, torch", False, row.forward_bounds)
+    yield traced("union index, torch", False, partial(row.union, "selected_forward"))
+    yield traced("mix, torch", False, row.mix)
+
+
+def backward(sizes: Sizes) -> Iterator[Work]:
+    row = _Row(sizes)
+    leaves, mixed = row.mixed()
+    yield traced("mix backward, torch", True, lambda: torch.autograd.grad(mixed, leaves, torch.empty_like(mixed)))
+    for branch in ("compressed", "sliding"):
+        yield traced(f"seen_by {branch}, torch", True, partial(row.seen_by, branch))
+        yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
+    yield traced("union index again, torch", True, partial(row.union, "selected_dq"))
+    yield traced("chosen index, torch", True, row.chosen)
+    yield traced("sum of dq, torch", True, row.sum_dq)
+
+
+class _Row:
+    """One plain row of tokens on no device: the calls that the launchers and the module make for it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        s, meta = sizes.shape, torch.device("meta")
+        self.sizes, self.shape, self.geometry = sizes, s, s.geometry
+        self.pos_BS, self.start_BS, *_ = plain_layout(1, sizes.length, s.geometry, meta)
+        heads = (1, sizes.length, s.n_kv_groups, s.heads_per_group)
+        dtype = TORCH_DTYPES[sizes.dtype]
+        self.q_BSGRK = torch.empty((*heads, s.d_k), dtype=dtype, device=meta)
+        self.out_BSGRV = torch.empty((*heads, s.d_v), dtype=dtype, device=meta)
+        self.gates_BSGR3 = torch.empty((*heads, len(BRANCH_ORDER)), device=meta)
+        self.idx_BSGN = torch.empty((*heads[:3], s.geometry.n_sel), dtype=torch.int32, device=meta)
+
+    def bounds(self, branch: str) -> tuple[Tensor, Tensor]:
+        g, n = self.geometry, self.sizes.length
+        found = (
+            window_bounds(self.pos_BS, self.start_BS, [g.w], n)
+            if branch == "sliding"
+            else compressed_bounds(self.pos_BS, self.start_BS, [g.l, g.d], self.sizes.n_compressed)
+        )
+        lo, hi = (bound.to(torch.int32).contiguous() for bound in found)
+        return lo, hi
+
+    def forward_bounds(self) -> None:
+        """The compressed branch's are computed twice: for its output and for the selection."""
+        for branch in ("compressed", "compressed", "sliding"):
+            self.bounds(branch)
+        for x in (self.pos_BS, self.start_BS):
+            x.to(torch.int32).contiguous()
+
+    def union(self, kernel: str) -> None:
+        queries, _ = tile_of(tiles_of(kernel, self.sizes), self.shape.heads_per_group)
+        _last(self.pos_BS, self.start_BS)
+        union(self.idx_BSGN, self.start_BS, self.geometry.l_sel, queries)
+
+    def chosen(self) -> None:
+        index = chosen(self.idx_BSGN, self.pos_BS, self.start_BS, self.geometry.l_sel, self.sizes.length)
+        _pieces(index.offset, index.query.numel())
+
+    def seen_by(self, branch: str) -> None:
+        n = tiles_of("runs_dkv", self.sizes).n
+        lo, hi = self.bounds(branch)
+        _seen_by(lo, hi, -(-self._keys(branch) // n), n)
+
+    def sum_parts(self, branch: str) -> None:
+        s, n_keys = self.shape, self._keys(branch)
+        parts = _parts(self.q_BSGRK, n_keys, tiles_of("runs_dkv", self.sizes))
+        wide = torch.float32 if parts > 1 else self.q_BSGRK.dtype
+        for width in (s.d_k, s.d_v):
+            part = torch.empty((parts, 1, n_keys, s.n_kv_groups, width), dtype=wide, device="meta")
+            part.sum(0, dtype=wide).to(self.q_BSGRK.dtype)
+
+    def mix(self) -> Tensor:
+        return self.mixed()[1]
+
+    def mixed(self) -> tuple[list[Tensor], Tensor]:
+        """As at the end of `NSAAttention.forward`."""
+        leaves = [self.gates_BSGR3, *(torch.empty_like(self.out_BSGRV) for _ in BRANCH_ORDER)]
+        gates, *branches = (x.requires_grad_() for x in leaves)
+        mixed = sum(gate[..., None] * out for gate, out in zip(gates.unbind(-1), branches, strict=True))
+        assert isinstance(mixed, Tensor)
+        return leaves, mixed.flatten(2).to(self.q_BSGRK.dtype)
+
+    def sum_dq(self) -> Tensor:
+        """The queries' gradients of three branches."""
+        return self.q_BSGRK + self.q_BSGRK + self.q_BSGRK
+
+    def _keys(self, branch: str) -> int:
+        return self.sizes.length if branch == "sliding" else self.sizes.n_compressed

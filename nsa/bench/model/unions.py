@@ -1,0 +1,88 @@
+"""What neighbouring queries choose together: measured by running the real selection on the bench's own data.
+
+Groups are alike, so one is measured. Of a long row, spans of queries at equal distances are; the rest is like them.
+
+S queries of a span · N chosen blocks
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nsa.bench.case import Case
+from nsa.bench.ours import chooser
+from nsa.bench.shapes import BenchShape
+from nsa.kernels.registry import Wanted, plan
+
+SPAN = 160
+"""Queries in a row that are measured together: whole tiles of 1, 2, 4, 5, 8, 10, 16, 20 or 32."""
+MOST_SPANS = 48
+
+
+@dataclass(frozen=True)
+class Unions:
+    """The chosen blocks of one group: all of a row's queries, or spans of them."""
+
+    shape: BenchShape
+    length: int
+    data: str
+    idx_LSN: Tensor
+    """[spans, queries, N]; one span of all queries if the row is short."""
+
+    @property
+    def whole(self) -> bool:
+        return self.idx_LSN.shape[0] == 1 and self.idx_LSN.shape[1] == self.length
+
+    @property
+    def n_measured(self) -> int:
+        return self.idx_LSN.shape[0] * self.idx_LSN.shape[1]
+
+    def blocks(self, queries: int) -> int:
+        """Sum over tiles of so many queries of the blocks in their union: turns of the loop, for one group."""
+        n_tiles = -(-self.length // queries)
+        return self._sizes(queries)[0] if self.whole else round(self.mean(queries) * n_tiles)
+
+    def mean(self, queries: int) -> float:
+        """Blocks in the union of a tile."""
+        total, n_tiles = self._sizes(queries)
+        return total / n_tiles
+
+    def _sizes(self, queries: int) -> tuple[int, int]:
+        from nsa.kernels.triton.index import union
+
+        full = self.length if self.whole else self.idx_LSN.shape[1] // queries * queries
+        idx = self.idx_LSN[:, :full, None]
+        size = union(idx, torch.zeros(idx.shape[:2], dtype=torch.int32), self.shape.geometry.l_sel, queries).size
+        return int(size.sum()), size.numel()
+
+    @cached_property
+    def readers(self) -> Tensor:
+        """Queries that chose each window of keys, in one group; the row is plain, so windows are blocks."""
+        n_windows = self.shape.geometry.n_blocks(self.length)
+        chosen = self.idx_LSN[self.idx_LSN >= 0].long()
+        return (torch.bincount(chosen, minlength=n_windows) * (self.length / self.n_measured)).round().long()
+
+    def dkv_trips(self, piece: int, m: int) -> tuple[int, int]:
+        """Steps of m rows over each window's readers, cut into pieces; and how many pieces have any."""
+        heads = self.shape.heads_per_group
+        whole, rest = self.readers // piece, self.readers % piece
+        trips = whole * -(-piece * heads // m) + -(-rest * heads // m)
+        return int(trips.sum()), int((whole + (rest > 0)).sum())
+
+
+def measure_unions(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> Unions:
+    """Choose blocks as the module would, on the data that `nsa bench attention` races on."""
+    one = replace(shape, n_heads=shape.heads_per_group, n_kv_groups=1)
+    case = Case(one, length, torch.float32, data, seed)
+    n_spans = min(MOST_SPANS, length // SPAN)
+    if length <= MOST_SPANS * SPAN:
+        rows = torch.arange(length)[None]
+    else:
+        first = torch.linspace(0, length - SPAN, n_spans).long()
+        rows = first[:, None] + torch.arange(SPAN)
+    wanted = plan(Wanted(), torch.device("cpu"), torch.float32, one.kernel)
+    backend = next(choice.backend for choice in wanted.choices if choice.branch == "select")
+    idx = chooser(case, backend)(rows.flatten())
+    return Unions(shape, length, data, idx[0, :, 0].view(*rows.shape, -1))

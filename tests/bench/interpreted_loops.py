@@ -1,0 +1,111 @@
+"""Run under TRITON_INTERPRET=1: the real kernels are executed, what their loops do is counted.
+
+One JSON line: for the model as it is, and with each planted mistake, kernel → counted and modelled FLOPs, exponentials
+and bytes.
+"""
+
+import json
+from collections import Counter, defaultdict
+from unittest.mock import patch
+
+import torch
+from triton.runtime import interpreter
+
+from nsa.bench.case import Case
+from nsa.bench.model import kernels
+from nsa.bench.model.unions import Unions
+from nsa.bench.model.work import Sizes
+from nsa.bench.shapes import BenchShape
+from nsa.core.geometry import Geometry
+from nsa.kernels.triton import runs, selected, selection
+
+counted: defaultdict[str, Counter] = defaultdict(Counter)
+branch, kernel = "", ""
+
+
+def wrap(owner, name, note):
+    original = getattr(owner, name)
+
+    def wrapped(self, *args, **kwargs):
+        note(self, *args)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def add(what: str, amount: float) -> None:
+    counted[f"{kernel} {branch}".strip()][what] += int(amount)
+
+
+def enter(self, *args) -> None:
+    global kernel
+    kernel = self.fn.__name__.removesuffix("_kernel")
+
+
+Builder = interpreter.InterpreterBuilder
+wrap(interpreter.GridExecutor, "__call__", enter)
+wrap(
+    Builder, "create_dot", lambda self, a, b, *_: add("flops", 2 * a.data.shape[0] * b.data.shape[0] * b.data.shape[1])
+)
+wrap(Builder, "create_exp2", lambda self, x: add("exponentials", x.data.size))
+wrap(
+    Builder, "create_masked_load",
+    lambda self, ptrs, mask, *_: add("bytes", mask.data.sum() * ptrs.get_element_ty().primitive_bitwidth // 8),
+)  # fmt: skip
+wrap(
+    Builder, "create_masked_store",
+    lambda self, ptrs, value, mask, *_: add("bytes", mask.data.sum() * value.dtype.primitive_bitwidth // 8),
+)  # fmt: skip
+
+
+def main() -> None:
+    global branch
+    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=24)), 100
+    g, case = shape.geometry, Case(shape, length, torch.float32)
+    pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
+    q, scale, dout = case.q_BSGRK, case.scale, case.dout_BSGRV
+    compressed = (case.k_BCGK, case.v_BCGV)
+    window, chosen = (case.raw.k_win, case.raw.v_win), (case.raw.k_sel, case.raw.v_sel)
+
+    branch = "compressed"
+    out, lse, idx = selection.compressed_and_select(q, *compressed, pos, zero, g.l, g.d, g.l_sel, g.n_sel, scale)
+    runs.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, [g.l, g.d], scale)
+    branch = "sliding"
+    out, lse = runs.sliding_forward(q, *window, None, pos, zero, [g.w], scale)
+    runs.sliding_backward(dout, q, *window, None, pos, zero, out, lse, [g.w], scale)
+    branch = ""
+    out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, [g.l_sel], scale)
+    selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, [g.l_sel], scale)
+    counted["select"] = counted.pop("select compressed")
+
+    unions, sizes = Unions(shape, length, "random", idx[:, :, 0]), Sizes(shape, length, "fp32")
+    found = {"right": compared(sizes, unions)}
+    for name, (owner, attribute, wrong) in PLANTED.items():
+        with patch.object(owner, attribute, wrong):
+            found[name] = compared(sizes, unions)
+    print(json.dumps(found))
+
+
+def compared(sizes: Sizes, unions: Unions) -> dict[str, dict[str, list[float]]]:
+    result = {}
+    for work in (*kernels.forward(sizes, unions), *kernels.backward(sizes, unions)):
+        modelled = {"flops": work.flops, "exponentials": work.exponentials, "bytes": work.l2_bytes}
+        result[work.name] = {what: [counted[work.name][what], modelled[what]] for what in modelled}
+    assert counted.keys() == result.keys(), (sorted(counted), sorted(result))
+    return result
+
+
+blocks, dkv_trips, key_trips = Unions.blocks, Unions.dkv_trips, kernels.key_tile_trips
+PLANTED = {
+    "values have no columns": (Sizes, "padded", lambda self: (16, 0)),
+    "a union has one block less": (Unions, "blocks", lambda self, queries: blocks(self, queries) - 1),
+    "tiles of keys are cut off": (kernels, "query_tile_trips", lambda sizes, branch, tiles: sizes.rows // tiles.m),
+    "queries that see a tile are forgotten": (kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
+    "blocks are looked at twice as many at a time": (kernels, "keep_of", lambda n_sel: 32),
+    "readers of a block are rows already": (Unions, "dkv_trips", lambda self, piece, m: dkv_trips(self, piece, 3 * m)),
+    "a group's heads are one": (BenchShape, "heads_per_group", 1),
+}
+
+
+if __name__ == "__main__":
+    main()

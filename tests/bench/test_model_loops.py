@@ -1,0 +1,44 @@
+"""The model counts what the kernels' loops do: the real kernels are executed by Triton's interpreter and counted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, dict[str, list[float]]]]:
+    done = subprocess.run(
+        [sys.executable, "tests/bench/interpreted_loops.py"], cwd=ROOT, capture_output=True, text=True, timeout=250,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def wrong(kernels: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Operations must be the same to the last one; bytes may miss what masks at the edges save."""
+    return [
+        f"{kernel}: {what} {counted} counted, {modelled} modelled"
+        for kernel, figures in kernels.items()
+        for what, (counted, modelled) in figures.items()
+        if (not 0.95 <= modelled / counted <= 1.25 if what == "bytes" else counted != modelled)
+    ]
+
+
+def test_every_kernel_does_what_is_modelled(found):
+    assert len(found["right"]) == 11
+    assert wrong(found["right"]) == []
+    for kernel in found["right"].keys() - {"add_pieces"}:
+        assert min(count for count, _ in found["right"][kernel].values()) > 0, kernel
+
+
+def test_a_planted_mistake_is_caught(found):
+    planted = found.keys() - {"right"}
+    assert len(planted) == 7
+    assert [name for name in planted if not wrong(found[name])] == []
