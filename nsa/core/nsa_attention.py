@@ -212,10 +212,7 @@ class NSAAttention(nn.Module):
         sliding_out = run.functions.sliding(q_BSGRK, *window, w=g.w, scale=scale)
         assert isinstance(selected_out, Tensor)
         assert isinstance(sliding_out, Tensor)
-        outs = (compressed_out, selected_out, sliding_out)
-        mixed = sum(gate[..., None] * out for gate, out in zip(gates_BSGR3.unbind(-1), outs, strict=True))
-        assert isinstance(mixed, Tensor)
-        return mixed.to(q_BSGRK.dtype), idx_BSGN
+        return run.mix(gates_BSGR3, compressed_out, selected_out, sliding_out), idx_BSGN
 
     def _count_reads(self, idx_BSGN: Tensor, compressed: Keys, selected: Keys, window: Keys) -> Tensor:
         g = self.geometry

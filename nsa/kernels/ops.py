@@ -67,6 +67,16 @@ def bind_fused(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return compressed_and_select
 
 
+def bind_mix(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A bound backend's `mix_forward` and `mix_backward` as one function with the signature of `reference.mix`."""
+
+    def mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor) -> Tensor:
+        out: Tensor = _mix(gates, compressed, selected, sliding, name)
+        return out
+
+    return mix
+
+
 @torch.library.custom_op("nsa::attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
@@ -165,3 +175,44 @@ def _differentiate_fused(ctx: Any, dout: Tensor, dlse: Tensor, didx: Tensor) -> 
 
 
 _compressed_and_select.register_autograd(_differentiate_fused, setup_context=_save_fused)
+
+
+@torch.library.custom_op("nsa::mix", mutates_args=())
+def _mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str) -> Tensor:
+    out: Tensor = _KERNELS[backend].mix_forward(gates, compressed, selected, sliding)
+    return out
+
+
+@_mix.register_fake
+def _(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str) -> Tensor:
+    return compressed.new_empty(compressed.shape)
+
+
+@torch.library.custom_op("nsa::mix_backward", mutates_args=())
+def _mix_backward(
+    dout: Tensor, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = _KERNELS[backend].mix_backward(
+        dout, gates, compressed, selected, sliding
+    )
+    return made
+
+
+@_mix_backward.register_fake
+def _(
+    dout: Tensor, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dgates = gates.new_empty(gates.shape)
+    return dgates, *(x.new_empty(x.shape) for x in (compressed, selected, sliding))  # type: ignore[return-value]
+
+
+def _save_mix(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_mix(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return *_mix_backward(dout, *ctx.saved_tensors, ctx.backend), None
+
+
+_mix.register_autograd(_differentiate_mix, setup_context=_save_mix)

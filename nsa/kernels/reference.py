@@ -100,6 +100,14 @@ def selected_attention(
     return _attend(q_BSGRK, k_BTGK, v_BTGV, chosen_BSGT & visible_BST[:, :, None], scale, return_lse)
 
 
+def mix(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor) -> Tensor:
+    """The branches' outputs, each times its gate (one per head, or X = 1 per group), summed in the gates' dtype."""
+    outs = (compressed_BSGRV, selected_BSGRV, sliding_BSGRV)
+    mixed = sum(gate[..., None] * out for gate, out in zip(gates_BSGX3.unbind(-1), outs, strict=True))
+    assert isinstance(mixed, Tensor)
+    return mixed.to(compressed_BSGRV.dtype)
+
+
 def overlap(n_compressed: int, n_blocks: int, l: int, d: int, l_sel: int) -> Tensor:
     """Strides of compressed block c that lie in selection block j: [C, J]. The paper's Eq. 9 for any l, d, l_sel."""
     begin_C1 = torch.arange(n_compressed)[:, None] * d

@@ -19,6 +19,8 @@ settle_vector_math()
 
 BRANCHES = Functions._fields
 
+Mixing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 
 class Shape(NamedTuple):
     """What a kernel is compiled for."""
@@ -54,6 +56,7 @@ class Backend:
     """Both at once, where that is cheaper: they need the same probabilities."""
     decoder: Callable[..., Decoder] | None = None
     """Prepares for one new token per row over a cache (`Remembered`), all branches at once, without gradients."""
+    mix: Mixing = reference.mix
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Plan(NamedTuple):
     """The compressed branch's output and the chosen blocks: in one pass if one backend computes both and can."""
     decoder: Callable[..., Decoder] | None
     """One backend's own way for one new token per row; None if no backend computes all branches so."""
+    mix: Mixing
+    """Of the branches by their gates, by the backend that computes them all, else by tensor operations."""
 
 
 def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
@@ -86,6 +91,7 @@ BACKENDS: dict[str, Backend] = {
             cpu.why_not,
             compressed_and_select=ops.bind_fused("cpu"),
             decoder=cpu.Decoder,
+            mix=ops.bind_mix("cpu"),
         ),
         Backend(
             "triton",
@@ -120,9 +126,12 @@ def _plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape
     choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in wanted._asdict().items())
     functions = Functions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
     compressed, select, selected, sliding = (BACKENDS[choice.backend] for choice in choices)
-    both = compressed.compressed_and_select if compressed is select else None
-    decoder = compressed.decoder if compressed is select is selected is sliding else None
-    return Plan(functions, choices, both or partial(_one_after_the_other, functions), decoder)
+    both = (compressed.compressed_and_select if compressed is select else None) or partial(
+        _one_after_the_other, functions
+    )
+    if compressed is select is selected is sliding:
+        return Plan(functions, choices, both, compressed.decoder, compressed.mix)
+    return Plan(functions, choices, both, None, reference.mix)
 
 
 _plan_once = functools.cache(_plan)  # every layer asks at every step

@@ -10,6 +10,8 @@ from torch import Tensor
 from nsa.kernels.cpu import build, library
 from nsa.kernels.cpu.decoder import Decoder as Decoder
 from nsa.kernels.cpu.library import call, dense, problem, rows
+from nsa.kernels.cpu.mix import mix_backward as mix_backward
+from nsa.kernels.cpu.mix import mix_forward as mix_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

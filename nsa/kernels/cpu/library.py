@@ -51,6 +51,16 @@ class Step(ctypes.Structure):
     )
 
 
+class Mix(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("dtype", "isa", "threads", "n_gates", "heads", "V")),
+        ("gates", c_void_p),
+        ("branches", c_void_p * 3),
+        *((name, c_void_p) for name in ("out", "dout", "dgates")),
+        ("dbranches", c_void_p * 3),
+    )
+
+
 class Stream(ctypes.Structure):
     _fields_ = (("fresh", Rows), ("slots", Rows), ("n_slots", c_int64), ("width", c_int64))
 
@@ -67,12 +77,13 @@ class Arrival(ctypes.Structure):
 def load() -> ctypes.CDLL:
     """The library, compiled if need be; raises `build.BuildError` where it cannot be."""
     library = ctypes.CDLL(str(build.library()))
-    takes = dict(nsa_forward=Problem, nsa_backward=Problem, nsa_choose=Problem, nsa_decode=Step, nsa_take_in=Arrival)
+    takes = dict(nsa_forward=Problem, nsa_backward=Problem, nsa_choose=Problem, nsa_decode=Step, nsa_mix=Mix,
+                 nsa_take_in=Arrival)  # fmt: skip
     for name, structure in takes.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (POINTER(structure),), c_int64
     library.nsa_best_isa.restype = library.nsa_sizes.restype = c_int64
-    assert library.nsa_sizes() == ctypes.sizeof(Step) + ctypes.sizeof(Arrival)
+    assert library.nsa_sizes() == sum(map(ctypes.sizeof, (Step, Arrival, Mix)))
     library.nsa_use_openmp.argtypes = (c_void_p,)
     library.nsa_use_openmp(_openmp_parallel())
     return library
@@ -118,7 +129,7 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def call(name: str, made: Problem | Step) -> None:
+def call(name: str, made: Problem | Step | Mix) -> None:
     if outcome := getattr(load(), name)(byref(made)):
         raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
 

@@ -77,7 +77,7 @@ using nsa::Problem;
 NSA_EXPORT int64_t nsa_best_isa() { return nsa::best_isa(); }
 
 // Of all that Python lays out, to notice when the two sides differ.
-NSA_EXPORT int64_t nsa_sizes() { return sizeof(nsa::Step) + sizeof(nsa::Arrival); }
+NSA_EXPORT int64_t nsa_sizes() { return sizeof(nsa::Step) + sizeof(nsa::Arrival) + sizeof(nsa::Mix); }
 
 NSA_EXPORT void nsa_use_openmp(void* parallel) {
   nsa::openmp_parallel = reinterpret_cast<nsa::OpenMpParallel>(parallel);
@@ -111,6 +111,14 @@ NSA_EXPORT int64_t nsa_decode(const nsa::Step* step) {
     using namespace nsa;
     const Problem* p = &step->compressed;
     [&] { NSA_DISPATCH(decode_step(*step)) }();
+    return true;
+  });
+}
+
+NSA_EXPORT int64_t nsa_mix(const nsa::Mix* p) {
+  return nsa::guarded([&] {
+    using namespace nsa;
+    [&] { NSA_DISPATCH(mix(*p)) }();
     return true;
   });
 }

@@ -8,7 +8,8 @@ namespace nsa {
   void forward(const Problem&); \
   void choose(const Problem&);  \
   bool backward(const Problem&); \
-  void decode_step(const Step&);
+  void decode_step(const Step&); \
+  void mix(const Mix&);
 
 namespace plain { NSA_KERNELS }
 namespace avx2 { NSA_KERNELS }

@@ -36,6 +36,17 @@ struct Step {
   int64_t gates_per_group;      // R or 1
 };
 
+// [n_gates, heads, V] contiguous, three times; a gate serves `heads` rows. With `dout`, gradients are asked for.
+struct Mix {
+  int64_t dtype, isa, threads, n_gates, heads, V;
+  const float* gates;           // [n_gates, 3]
+  const void* branches[3];
+  void* out;
+  const void* dout;
+  float* dgates;
+  void* dbranches[3];
+};
+
 // A stream of keys or values on its way into slots that are used in turn.
 struct Stream {
   Rows fresh, slots;

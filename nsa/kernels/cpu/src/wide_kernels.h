@@ -3,6 +3,7 @@
 #include "choose.h"
 #include "decode.h"
 #include "kernels.h"
+#include "mix.h"
 #include "run_gradient.h"
 
 namespace nsa {
