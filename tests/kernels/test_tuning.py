@@ -202,34 +202,38 @@ def tuning_on():
     set_tuning(False)
 
 
-def test_it_is_off_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(autotune, "_tuner", lambda name: pytest.fail("asked for tuned tiles"))
-    q = torch.empty(1, 8, 2, 6, 64, device="meta")
-    assert tuned("runs_forward", q, 64, lambda tiles, launch: tiles) == choose("runs_forward", 64)
+class OnGpu:
+    """What `tuned` asks of a tensor, from one that says it is on a GPU."""
+
+    shape, dtype, device = (1, 4096, 2, 6, 64), torch.bfloat16, torch.device("cuda")
 
 
-def test_off_the_gpu_there_is_nothing_to_time(monkeypatch, tuning_on):
-    """As under the interpreter, whose one configuration is the table's."""
-    monkeypatch.setattr(autotune, "_tuner", lambda name: pytest.fail("asked for tuned tiles"))
-    assert tuned("runs_forward", torch.empty(1, 8, 2, 6, 64), 64, lambda tiles, launch: tiles) == choose(
-        "runs_forward", 64
-    )
-
-
-def test_on_a_gpu_the_winner_runs(monkeypatch, tuning_on, tmp_path):
-    """`tuned` as a launcher calls it, with a tensor that says it is on a GPU."""
-
-    class OnGpu:
-        shape, dtype, device = (1, 4096, 2, 6, 64), torch.bfloat16, torch.device("cuda")
-
-    table, other = choose("runs_forward", 64), candidates("runs_forward")[3]
-    bench = Bench(tmp_path, {tiles: 0.5 if tiles == other else 1.0 for tiles in (table, *candidates("runs_forward"))})
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """One on which the fourth candidate is fastest."""
+    tiles = (choose("runs_forward", 64), *candidates("runs_forward"))
+    bench = Bench(tmp_path, dict.fromkeys(tiles, 1.0) | {tiles[4]: 0.5})
     monkeypatch.setattr(autotune, "_tuner", lambda name: bench.tuner)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    tuned("runs_forward", OnGpu(), 64, bench.start)
-    assert bench.kernel.ran[-1] == other
-    assert list(bench.store.read()) == ["runs_forward bfloat16 G=2 R=6 d_k=64 d_v=64 long"]
+    return bench
+
+
+def test_it_is_off_unless_asked_for(gpu):
+    tuned("runs_forward", OnGpu(), 64, gpu.start)
+    assert gpu.kernel.ran == [choose("runs_forward", 64)]
+
+
+def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
+    """As under the interpreter, whose one configuration is the table's."""
+    tuned("runs_forward", torch.empty(1, 8, 2, 6, 64), 64, gpu.start)
+    assert gpu.kernel.ran == [choose("runs_forward", 64)]
+
+
+def test_on_a_gpu_the_winner_runs(gpu, tuning_on):
+    tuned("runs_forward", OnGpu(), 64, gpu.start)
+    assert gpu.kernel.ran[-1] == candidates("runs_forward")[3]
+    assert list(gpu.store.read()) == ["runs_forward bfloat16 G=2 R=6 d_k=64 d_v=64 long"]
 
 
 def test_a_key_names_all_that_a_kernel_is_compiled_for_and_whether_the_call_is_long():
