@@ -205,7 +205,10 @@ def tuning_on():
 class OnGpu:
     """What `tuned` asks of a tensor, from one that says it is on a GPU."""
 
-    shape, dtype, device = (1, 4096, 2, 6, 64), torch.bfloat16, torch.device("cuda")
+    shape, device = (1, 4096, 2, 6, 64), torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
 
 
 @pytest.fixture
@@ -227,6 +230,11 @@ def test_it_is_off_unless_asked_for(gpu):
 def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
     """As under the interpreter, whose one configuration is the table's."""
     tuned("runs_forward", torch.empty(1, 8, 2, 6, 64), 64, gpu.start)
+    assert gpu.kernel.ran == [choose("runs_forward", 64)]
+
+
+def test_fp32_keeps_the_table(gpu, tuning_on):
+    tuned("runs_forward", OnGpu(torch.float32), 64, gpu.start)
     assert gpu.kernel.ran == [choose("runs_forward", 64)]
 
 
@@ -255,10 +263,10 @@ _JUDGE = """
 from nsa.kernels.triton import autotune, gpus
 from nsa.kernels.triton.passport import MODELS, compile_for, jobs
 from nsa.kernels.triton.tuning import Tiles
-gpus.gpu_here = lambda: "sm_80"
-for tiles in (Tiles(64, 32, 4, 2), Tiles(128, 64, 4, 2)):
-    (job,) = (j for j in jobs(MODELS["paper"], "sm_80", {"runs_forward": tiles}) if j.kernel == "runs_forward")
-    print(autotune._over_limits(compile_for(job, gpus.GPUS["sm_80"])))
+gpus.gpu_here = lambda: "sm_90"
+for tiles in (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 3)):
+    (job,) = (j for j in jobs(MODELS["seed"], "sm_90", {"runs_forward": tiles}) if j.kernel == "runs_forward")
+    print(autotune._over_limits(compile_for(job, gpus.GPUS["sm_90"])))
 """
 
 
