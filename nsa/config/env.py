@@ -38,7 +38,11 @@ VARIABLES: dict[str, Variable] = {
     "NSA_SDPA_NO_FLASH": Variable(
         ("runtime.use_flash",), "A true value keeps kernels=auto to the portable backend.", negated=True
     ),
-    "NSA_KERNEL_CACHE": Variable(("runtime.kernel_cache",), "Folder that keeps the compiled CPU kernels."),
+    "NSA_KERNEL_CACHE": Variable(("runtime.kernel_cache",), "Folder that keeps compiled CPU kernels and tuned tiles."),
+    "NSA_TUNE_KERNELS": Variable(
+        ("runtime.tune_kernels",),
+        "Time tile sizes on the GPU at first use; without, all GPUs of a kind give equal bits.",
+    ),
     "NSA_KERNEL": Variable(
         tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. portable or reference."
     ),

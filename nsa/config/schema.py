@@ -123,7 +123,12 @@ class RuntimeConfig(Section):
     )
     kernel_cache: Text | None = Field(
         default=None,
-        description="Folder that keeps the compiled CPU kernels; null is the user's cache folder. First use fills it.",
+        description="Folder that keeps compiled CPU kernels and tuned tiles; null is the user's cache folder.",
+    )
+    tune_kernels: bool = Field(
+        default=False,
+        description="Time tile sizes on the GPU at first use and keep the fastest; without, all GPUs of a kind give "
+        "equal bits.",
     )
 
 

@@ -22,6 +22,7 @@ from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
 from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
 from nsa.kernels.cpu.build import set_cache_folder
+from nsa.kernels.triton.switch import set_tuning
 from nsa.observe import halt, names
 from nsa.observe.copies import VAL_LOSS, Copies, scalars
 from nsa.observe.events import Kind
@@ -82,6 +83,7 @@ def train(
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
     set_cache_folder(Path(config.runtime.kernel_cache) if config.runtime.kernel_cache else None)
+    set_tuning(config.runtime.tune_kernels)
     with ExitStack() as open_things:
         folder = RunFolder(config.train.out_dir)
         folder.make()

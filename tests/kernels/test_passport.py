@@ -8,65 +8,123 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PASSPORTS = ROOT / "docs" / "kernels" / "passport.json"
-
 pytest.importorskip("triton", reason="it is in the dev extra")
+
+from nsa.kernels.triton.gpus import GPUS
+from nsa.kernels.triton.passport import MODELS, Passport, jobs
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = [Passport.from_json(e) for e in json.loads((ROOT / "docs" / "kernels" / "passport.json").read_text())]
 
 # Compiling and interpreting exclude each other in one process.
 _INSPECT = """
 import json, sys
 from dataclasses import asdict
 from nsa.kernels.triton.passport import MODELS, inspect, jobs
-model, device = sys.argv[1:]
-print(json.dumps([asdict(inspect(job, model, device)) for job in jobs(MODELS[model])]))
+from nsa.kernels.triton.tuning import Tiles
+wanted = json.loads(sys.argv[1])
+for model, gpu, kernel, tiles in wanted:
+    for job in jobs(MODELS[model], gpu, {kernel: Tiles(*tiles)} if tiles else None):
+        if kernel in ("", job.kernel):
+            print(json.dumps(asdict(inspect(job, model, gpu))))
+"""
+
+Wanted = tuple[str, str, str, tuple[int, ...]]
+"""Model, GPU, kernel (empty for all), tiles (empty for the table's)."""
+
+
+def in_a_process(source: str, *arguments: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def inspected(*wanted: Wanted) -> list[Passport]:
+    return [Passport.from_json(json.loads(line)) for line in in_a_process(_INSPECT, json.dumps(wanted)).splitlines()]
+
+
+def assert_as_good_as_written(found: Passport) -> None:
+    (before,) = (
+        p.code for p in WRITTEN if (p.model, p.gpu, p.kernel) == (found.model, found.gpu, found.kernel)
+    )  # fmt: skip
+    code = found.code
+    assert not found.faults()
+    assert code.shared_bytes <= before.shared_bytes
+    assert code.registers <= before.registers + 8, "more registers: look at it, then write the passport anew"
+    assert code.matrix.keys() == before.matrix.keys()
+
+
+def test_every_kernel_has_a_passport_for_every_gpu_and_model():
+    wanted = [(job.kernel, gpu, model) for gpu in GPUS for model in MODELS for job in jobs(MODELS[model], gpu)]
+    assert sorted((p.kernel, p.gpu, p.model) for p in WRITTEN) == sorted(wanted)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_is_written_down_has_no_fault(gpu):
+    assert not [(p.kernel, p.model, p.faults()) for p in WRITTEN if p.gpu == gpu and p.faults()]
+
+
+def test_hopper_and_blackwell_multiply_with_their_own_units():
+    """But for those that have 16 rows or columns to multiply at a time, where the units want 64."""
+    for p in WRITTEN:
+        native = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}.get(p.gpu)
+        if native and p.code.loops and not (p.kernel == "select" or p.kernel.startswith("decode")):
+            assert set(p.code.matrix) == {native}, p
+
+
+def test_the_machine_code_of_a_sample_is_as_good_as_written():
+    sample = [
+        ("seed", "sm_80", "selected_forward", ()),
+        ("paper", "sm_90", "runs_dkv", ()),
+        ("seed", "gfx942", "selected_dq", ()),
+    ]
+    for found in inspected(*sample):
+        assert_as_good_as_written(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_machine_code_is_as_good_as_written(model, gpu):
+    for found in inspected((model, gpu, "", ())):
+        assert_as_good_as_written(found)
+
+
+def test_a_tile_too_large_is_a_fault():
+    spills, too_much = inspected(
+        ("seed", "sm_90", "runs_forward", (128, 64, 4, 3)), ("seed", "sm_86", "runs_forward", (16, 256, 4, 3))
+    )
+    assert any("bytes spilled" in fault for fault in spills.faults())
+    assert any("bytes of shared memory, the limit is 101376" in fault for fault in too_much.faults())
+
+
+# The loop over blocks of selected_forward, once as it is and once with a branch around the load of the keys.
+_BRANCH = """
+import sys
+from pathlib import Path
+import importlib.util
+from nsa.kernels.triton.device import selected_forward
+from nsa.kernels.triton.passport import GPUS, MODELS, Job, compile_for, jobs
+from nsa.kernels.triton.machine_code import read
+source = Path(selected_forward.__file__).read_text()
+load = "s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))"
+assert source.count(load) == 1
+branch = f"s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\\n        if mask_u != 0:\\n            {load}"
+file = Path(sys.argv[1])
+file.write_text(source.replace(load, branch))
+spec = importlib.util.spec_from_file_location("mutated", file)
+mutated = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(mutated)
+(job,) = (job for job in jobs(MODELS["seed"], "sm_80") if job.kernel == "selected_forward")
+job = Job(job.kernel, mutated.selected_forward_kernel, job.constants, job.warps, job.stages)
+print(*read(compile_for(job, GPUS["sm_80"]), GPUS["sm_80"]).faults(GPUS["sm_80"]), sep="\\n")
 """
 
 
-def inspected(model: str, device: str) -> list[dict]:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _INSPECT, model, device]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict] = json.loads(done.stdout)
-    return found
-
-
-def test_what_is_written_down_has_no_fault_on_nvidia_and_those_on_amd_are_listed():
-    from nsa.kernels.triton.passport import DEVICES, MODELS, Passport
-
-    page = PASSPORTS.with_suffix(".md").read_text()
-    entries = [Passport(**entry) for entry in json.loads(PASSPORTS.read_text())]
-    assert {(p.model, p.device) for p in entries} >= {
-        (model, device) for model in MODELS for device in ("sm_80", "sm_90", "sm_100", "gfx942")
-    }
-    assert all(p.device in DEVICES for p in entries)
-    for p in entries:
-        assert not (p.spilled_bytes and p.device.startswith("sm_")), p
-        assert all(f"{p.kernel}, {p.model}, {p.device}: {fault}" in page for fault in p.faults())
-        assert p.shared_bytes <= p.shared_limit, p
-
-
-@pytest.mark.parametrize(
-    ("model", "device"),
-    [
-        ("seed", "sm_80"),
-        *(
-            pytest.param(model, device, marks=pytest.mark.slow)
-            for model in ("seed", "paper")
-            for device in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-            if (model, device) != ("seed", "sm_80")
-        ),
-    ],
-)
-def test_the_machine_code_is_as_good_as_it_was(model, device):
-    written = {
-        e["kernel"]: e for e in json.loads(PASSPORTS.read_text()) if (e["model"], e["device"]) == (model, device)
-    }
-    for found in inspected(model, device):
-        before = written[found["kernel"]]
-        assert found["spilled_bytes"] <= before["spilled_bytes"]
-        assert found["shared_bytes"] <= min(found["shared_limit"], before["shared_bytes"])
-        assert found["registers"] <= before["registers"] + 8, "more registers: look at it, then write the passport anew"
-        assert bool(found["async_copies"]) == bool(before["async_copies"]), "the software pipeline"
-        assert found["matrix"].keys() == before["matrix"].keys()
+def test_a_branch_around_the_load_of_keys_is_a_fault(tmp_path):
+    faults = in_a_process(_BRANCH, str(tmp_path / "mutated.py"))
+    assert "1 of 1 loops wait for their tiles" in faults

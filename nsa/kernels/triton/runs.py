@@ -8,9 +8,10 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.portable.shared import compressed_bounds, window_bounds
+from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.device.runs_backward import runs_dkv_kernel, runs_dq_kernel
 from nsa.kernels.triton.device.runs_forward import runs_forward_kernel
-from nsa.kernels.triton.tuning import Tiles, choose
+from nsa.kernels.triton.tuning import Tiles
 from nsa.kernels.triton.widths import is_wide, widths
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -55,12 +56,16 @@ def _forward(
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     lo, hi = (bound.to(torch.int32).contiguous() for bound in bounds)
-    tiles = choose("runs_forward", max(K, V))
-    runs_forward_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
-        q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
-        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
-        BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
-    )  # fmt: skip
+
+    def start(tiles: Tiles, launch: Launch) -> None:
+        launch(
+            runs_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
+            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+
+    tuned("runs_forward", q, V, start)
     return out, lse
 
 
@@ -77,23 +82,29 @@ def _backward(
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
     common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
 
-    tiles = choose("runs_dq", max(K, V))
-    runs_dq_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
-        dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T, *strides,
-        BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
-    )  # fmt: skip
+    def start_dq(tiles: Tiles, launch: Launch) -> None:
+        launch(
+            runs_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T, *strides,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+        )  # fmt: skip
 
-    tiles = choose("runs_dkv", max(K, V))
-    n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
-    seen = _seen_by(lo, hi, n_tiles, tiles.n)
-    wide = torch.float32 if parts > 1 else k.dtype
-    dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
-    dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
-    runs_dkv_kernel[(n_tiles, B * G, parts)](
-        dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, scale, S, T, n_tiles, dk.stride(0), dv.stride(0), *strides,
-        PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
-    )  # fmt: skip
-    return dq, dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
+    def start_dkv(tiles: Tiles, launch: Launch) -> tuple[Tensor, Tensor]:
+        n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
+        seen = _seen_by(lo, hi, n_tiles, tiles.n)
+        wide = torch.float32 if parts > 1 else k.dtype
+        dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
+        dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
+        launch(
+            runs_dkv_kernel, (n_tiles, B * G, parts),
+            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, scale, S, T, n_tiles, dk.stride(0), dv.stride(0),
+            *strides, PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+        )  # fmt: skip
+        return dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
+
+    tuned("runs_dq", q, V, start_dq)
+    dk, dv = tuned("runs_dkv", q, V, start_dkv)
+    return dq, dk, dv
 
 
 def _parts(q_BSGRK: Tensor, n_keys: int, tiles: Tiles) -> int:

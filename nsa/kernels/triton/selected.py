@@ -4,11 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.device.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
 from nsa.kernels.triton.device.selected_forward import selected_forward_kernel
 from nsa.kernels.triton.index import MOST_QUERIES, chosen, union
 from nsa.kernels.triton.runs import Gradients, rows_contiguous
-from nsa.kernels.triton.tuning import Tiles, choose
+from nsa.kernels.triton.tuning import Tiles
 from nsa.kernels.triton.widths import is_wide, split_width, widths
 
 PIECE = 1024
@@ -23,17 +24,21 @@ def selected_forward(
     B, S, G, R, K = q_BSGRK.shape
     q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
     T, V = v.shape[1], v.shape[-1]
-    tiles = choose("selected_forward", max(K, V))
-    queries, block_m = tile_of(tiles, R)
-    begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    n_tiles = triton.cdiv(S, queries)
-    selected_forward_kernel[(n_tiles, B * G)](
-        q, k, v, _last(pos_BS, start_BS), begin, bits, size, out, lse, scale, S, T, n_tiles, begin.shape[-1],
-        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
-        L=l_sel, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_of(l_sel), WIDE=is_wide(q.dtype), **tiles.options,
-    )  # fmt: skip
+
+    def start(tiles: Tiles, launch: Launch) -> None:
+        queries, block_m = tile_of(tiles, R)
+        begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
+        n_tiles = triton.cdiv(S, queries)
+        launch(
+            selected_forward_kernel, (n_tiles, B * G),
+            q, k, v, _last(pos_BS, start_BS), begin, bits, size, out, lse, scale, S, T, n_tiles, begin.shape[-1],
+            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V), L=l_sel, QUERIES=queries,
+            BLOCK_M=block_m, BLOCK_N=keys_of(tiles, l_sel), WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+
+    tuned("selected_forward", q, V, start, l_sel=l_sel, n_sel=idx_BSGN.shape[-1])
     return out, lse
 
 
@@ -50,26 +55,34 @@ def selected_backward(
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
     common = dict(G=G, R=R, L=l_sel, WIDE=is_wide(q.dtype), **widths(K, V))
 
-    tiles = choose("selected_dq", max(K, V))
-    queries, block_m = tile_of(tiles, R)
-    begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
-    n_tiles = triton.cdiv(S, queries)
-    selected_dq_kernel[(n_tiles, B * G)](
-        dout, q, k, v, last, begin, bits, size, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1], *strides,
-        QUERIES=queries, BLOCK_M=block_m, BLOCK_N=block_of(l_sel), **common, **tiles.options,
-    )  # fmt: skip
+    def start_dq(tiles: Tiles, launch: Launch) -> None:
+        queries, block_m = tile_of(tiles, R)
+        begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
+        n_tiles = triton.cdiv(S, queries)
+        launch(
+            selected_dq_kernel, (n_tiles, B * G),
+            dout, q, k, v, last, begin, bits, size, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1],
+            *strides, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=keys_of(tiles, l_sel), **common, **tiles.options,
+        )  # fmt: skip
 
-    tiles = choose("selected_dkv", max(K, V))
-    keys = min(tiles.n, block_of(l_sel))
     index = chosen(idx_BSGN, pos_BS, start_BS, l_sel, T)
     n_windows = triton.cdiv(T, l_sel)
     first, window, n_pieces = _pieces(index.offset, index.query.numel())
     dk_part = torch.empty((n_pieces, l_sel, K), dtype=torch.float32, device=q.device)
     dv_part = torch.empty((n_pieces, l_sel, V), dtype=torch.float32, device=q.device)
-    selected_dkv_kernel[(n_pieces, triton.cdiv(l_sel, keys))](
-        dout, q, k, v, last, index.query, index.begin, index.offset, window, first, lse, delta, dk_part, dv_part,
-        scale, S, T, n_windows, B * G, *strides, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, **common, **tiles.options,
-    )  # fmt: skip
+
+    def start_dkv(tiles: Tiles, launch: Launch) -> None:
+        keys = keys_of(tiles, l_sel)
+        launch(
+            selected_dkv_kernel, (n_pieces, triton.cdiv(l_sel, keys)),
+            dout, q, k, v, last, index.query, index.begin, index.offset, window, first, lse, delta, dk_part, dv_part,
+            scale, S, T, n_windows, B * G, *strides, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, **common,
+            **tiles.options,
+        )  # fmt: skip
+
+    sizes_chosen = dict(l_sel=l_sel, n_sel=idx_BSGN.shape[-1])
+    tuned("selected_dq", q, V, start_dq, **sizes_chosen)
+    tuned("selected_dkv", q, V, start_dkv, **sizes_chosen)
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for part, total in ((dk_part, dk), (dv_part, dv)):
         n, main, rest = split_width(part.shape[-1])
@@ -97,6 +110,11 @@ def _pieces(offset: Tensor, n_entries: int) -> tuple[Tensor, Tensor, int]:
 def _last(pos_BS: Tensor, start_BS: Tensor) -> Tensor:
     """The last key each query may see."""
     return (start_BS + pos_BS).to(torch.int32).contiguous()
+
+
+def keys_of(tiles: Tiles, l_sel: int) -> int:
+    """Keys of a tile: a whole block, or a cut of a long one."""
+    return min(tiles.n, block_of(l_sel))
 
 
 def block_of(l_sel: int) -> int:

@@ -8,9 +8,10 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.portable.shared import compressed_bounds
+from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
 from nsa.kernels.triton.runs import compressed_forward, rows_contiguous
-from nsa.kernels.triton.tuning import choose
+from nsa.kernels.triton.tuning import Tiles
 from nsa.kernels.triton.widths import is_wide, split_width
 
 
@@ -22,11 +23,15 @@ def select(
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     lo, hi = (x.to(torch.int32).contiguous() for x in compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1]))
-    tiles = choose("runs_forward", K)
-    runs_lse_kernel[(triton.cdiv(S * R, tiles.m), B * G)](
-        q, k, lo, hi, lse, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
-        BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
-    )  # fmt: skip
+
+    def start(tiles: Tiles, launch: Launch) -> None:
+        launch(
+            runs_lse_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            q, k, lo, hi, lse, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+
+    tuned("runs_forward", q, 0, start)  # the forward's loop, without values
     return _choose(q, k, pos_BS, first_BS, hi, lse, l, d, l_sel, n_sel, scale)
 
 
@@ -47,12 +52,16 @@ def _choose(
     B, S, G, R, K = q.shape
     pos, first = (x.to(torch.int32).contiguous() for x in (pos_BS, first_BS))
     idx = torch.empty((B, S, G, n_sel), dtype=torch.int32, device=q.device)
-    tiles = choose("select", K)
-    select_kernel[(triton.cdiv(S, tiles.m), B * G)](
-        q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
-        PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=max(16, triton.next_power_of_2(n_sel)),
-        BLOCK_Q=tiles.m, WIDE=is_wide(q.dtype), **tiles.options,
-    )  # fmt: skip
+
+    def start(tiles: Tiles, launch: Launch) -> None:
+        launch(
+            select_kernel, (triton.cdiv(S, tiles.m), B * G),
+            q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R,
+            **_keys(K), PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel,
+            KEEP=max(16, triton.next_power_of_2(n_sel)), BLOCK_Q=tiles.m, WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+
+    tuned("select", q, 0, start, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
     return idx
 
 

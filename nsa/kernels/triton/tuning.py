@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import triton
 
+from nsa.kernels.triton.gpus import gpu_here
+
 
 class Tiles(NamedTuple):
     m: int
@@ -36,11 +38,81 @@ _BROAD = {
     "selected_dkv": Tiles(32, 32, 4, 2),
     "select": Tiles(32, 16, 8, 2),
 }
-_INTERPRETED = {"select": Tiles(32, 16)}
+# Units that multiply 64 rows at a time: fewer rows would be left to the older instructions.
+_NARROW_OF_64 = {**_NARROW, "selected_dkv": Tiles(32, 64, 4, 2)}
+_BROAD_OF_64 = {
+    **_BROAD,
+    "runs_dq": Tiles(64, 32, 4, 2),
+    "runs_dkv": Tiles(32, 64, 8, 2),
+    "selected_forward": Tiles(64, 32, 4, 2),
+    "selected_dq": Tiles(64, 32, 4, 2),
+    "selected_dkv": Tiles(32, 64, 8, 2),
+}
+# 99 KiB of shared memory, which fp32 rows must fit in as well; 64 keys at a time spill in selected_dq.
+_NARROW_SMALL = {**_NARROW, "selected_dq": Tiles(64, 32, 4, 2)}
+_BROAD_SMALL = {**_BROAD, "selected_forward": Tiles(32, 32, 4, 2), "selected_dq": Tiles(32, 32, 4, 2)}
+# 102 scalar registers, where a mask of 64 lanes takes two: fewer keys at a time, hence fewer masks.
+_NARROW_AMD = {
+    **_NARROW,
+    "runs_forward": Tiles(64, 32, 4, 2),
+    "runs_dkv": Tiles(32, 64, 4, 2),
+    "selected_forward": Tiles(64, 32, 4, 2),
+    "selected_dq": Tiles(64, 32, 4, 2),
+    "selected_dkv": Tiles(32, 64, 4, 2),
+    "select": Tiles(32, 16, 4, 1),
+}
+_BROAD_AMD = {
+    **_BROAD,
+    "selected_forward": Tiles(64, 32, 4, 2),
+    "selected_dq": Tiles(64, 32, 4, 2),
+    "select": Tiles(32, 16, 4, 1),
+}
+_BY_GPU = {
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), (_NARROW_SMALL, _BROAD_SMALL)),
+    **dict.fromkeys(("sm_90", "sm_100"), (_NARROW_OF_64, _BROAD_OF_64)),
+}
+
+# What timing may choose from, besides the table's own; those that spill on the GPU at hand are refused there.
+_FORWARD = (
+    Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2),
+    Tiles(128, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2),
+)  # fmt: skip
+_DQ = (
+    Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 4, 2),
+    Tiles(32, 32, 4, 2),
+)  # fmt: skip
+_DKV = (
+    Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2),
+    Tiles(32, 32, 4, 2),
+)  # fmt: skip
+_CANDIDATES = {
+    "runs_forward": _FORWARD,
+    "runs_dq": _DQ,
+    "runs_dkv": _DKV,
+    "selected_forward": _FORWARD,
+    "selected_dq": _DQ,
+    "selected_dkv": _DKV,
+    "select": (
+        Tiles(32, 16, 4, 1), Tiles(32, 16, 4, 2), Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(64, 16, 8, 2),
+    ),
+}  # fmt: skip
+
+_SELECTED_INTERPRETED = Tiles(32, 16)  # small, so that blocks are cut
+_INTERPRETED = {
+    "select": Tiles(32, 16),
+    "selected_forward": _SELECTED_INTERPRETED,
+    "selected_dq": _SELECTED_INTERPRETED,
+}
 
 
-def choose(kernel: str, width: int) -> Tiles:
-    """One choice per kernel and width of the widest row: the same bits on every call."""
+def choose(kernel: str, width: int, gpu: str | None = None) -> Tiles:
+    """One choice per kernel, width of the widest row and GPU (the current one): the same bits on every call."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED.get(kernel, Tiles(32, 32))
-    return (_NARROW if width <= 128 else _BROAD)[kernel]
+    name = gpu_here() if gpu is None else gpu
+    narrow, broad = (_NARROW_AMD, _BROAD_AMD) if name.startswith("gfx") else _BY_GPU.get(name, (_NARROW, _BROAD))
+    return (narrow if width <= 64 else broad)[kernel]
+
+
+def candidates(kernel: str) -> tuple[Tiles, ...]:
+    return _CANDIDATES[kernel]

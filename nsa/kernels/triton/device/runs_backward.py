@@ -12,9 +12,12 @@ from nsa.kernels.triton.device.tile import LOG2E, dot, load_rows, rounded, store
 
 @triton.jit
 def probabilities(s, lse, visible, scale):
-    """From scores and the forward's log-sum-exp; exactly 0 where hidden, also in rows that see nothing (lse −inf)."""
+    """From scores and the forward's log-sum-exp; exactly 0 where hidden, also in rows that see nothing (lse −inf).
+
+    Hidden before the exponential, not after: the mask need not be kept while it is computed.
+    """
     level = tl.where(lse == float("-inf"), 0.0, lse)
-    return tl.where(visible, tl.exp2(s * (scale * LOG2E) - level * LOG2E), 0.0)
+    return tl.exp2(tl.where(visible, s * (scale * LOG2E) - level * LOG2E, float("-inf")))
 
 
 @triton.jit

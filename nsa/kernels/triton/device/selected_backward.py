@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.device.runs_backward import probabilities
-from nsa.kernels.triton.device.tile import dot, load_rows, rounded, store_rows
+from nsa.kernels.triton.device.tile import dot, load_rows, rounded, seen, store_rows
 
 
 @triton.jit
@@ -19,6 +19,7 @@ def selected_dq_kernel(
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     L: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N  # of a block, taken one after the other
     tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
     row = tl.arange(0, BLOCK_M)
     turn, head = row // R, row % R
@@ -46,18 +47,20 @@ def selected_dq_kernel(
     dq1 = tl.zeros([BLOCK_M, K1], tl.float32)
     if K2 > 0:
         dq2 = tl.zeros([BLOCK_M, K2], tl.float32)
-    step = tl.arange(0, BLOCK_N)
-    for u in tl.range(0, tl.load(counts + here)):
-        at = tl.load(begins + u) + step
-        mask_u = tl.load(bits + u)
-        inside = (step < L) & (at >= 0) & (at < T)
+    for u in tl.range(0, tl.load(counts + here) * CUTS):
+        step = u % CUTS * BLOCK_N + tl.arange(0, BLOCK_N)
+        at = tl.load(begins + u // CUTS) + step
+        mask_u = tl.load(bits + u // CUTS)
+        inside = (at >= 0) & (at < T)
+        if CUTS * BLOCK_N > L:
+            inside = inside & (step < L)
         k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
         k1 = load_rows(k, k_at, inside, K, 0, K1, WIDE)
         s = dot(q1, tl.trans(k1))
         if K2 > 0:
             k2 = load_rows(k, k_at, inside, K, K1, K2, WIDE)
             s += dot(q2, tl.trans(k2))
-        visible = (((mask_u >> turn) & 1) == 1)[:, None] & inside[None, :] & (at[None, :] <= last_M[:, None])
+        visible = seen(at, inside, ((mask_u >> turn) & 1) == 1, last_M)
         p = probabilities(s, lse_M[:, None], visible, scale)
         dp = dot(do1, tl.trans(load_rows(v, v_at, inside, V, 0, V1, WIDE)))
         if V2 > 0:
@@ -122,8 +125,9 @@ def selected_dkv_kernel(
         if V2 > 0:
             do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
             dp += dot(v2, tl.trans(do2))
-        visible = inside[:, None] & (at[:, None] >= begin_M[None, :]) & (at[:, None] < begin_M[None, :] + L)
-        visible = visible & (at[:, None] <= last_M[None, :])
+        # Keys past the end or of another window are past `last`, or their rows are never stored.
+        end_M = tl.minimum(begin_M + (L - 1), last_M)
+        visible = (at[:, None] >= begin_M[None, :]) & (at[:, None] <= end_M[None, :])
         p = probabilities(s, lse_M[None, :], visible, scale)
         ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
         p = rounded(p, WIDE, q.dtype.element_ty)

@@ -7,7 +7,7 @@ unconditional: a branch around them would cost the software pipeline.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, soften, store_rows
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, seen, soften, store_rows
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def selected_forward_kernel(
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     L: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N  # of a block, taken one after the other
     tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
     row = tl.arange(0, BLOCK_M)
     turn, head = row // R, row % R
@@ -39,16 +40,18 @@ def selected_forward_kernel(
     acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
     if V2 > 0:
         acc2 = tl.zeros([BLOCK_M, V2], tl.float32)
-    step = tl.arange(0, BLOCK_N)
-    for u in tl.range(0, tl.load(counts + here)):
-        at = tl.load(begins + u) + step
-        mask_u = tl.load(bits + u)
-        inside = (step < L) & (at >= 0) & (at < T)
+    for u in tl.range(0, tl.load(counts + here) * CUTS):
+        step = u % CUTS * BLOCK_N + tl.arange(0, BLOCK_N)
+        at = tl.load(begins + u // CUTS) + step
+        mask_u = tl.load(bits + u // CUTS)
+        inside = (at >= 0) & (at < T)
+        if CUTS * BLOCK_N > L:
+            inside = inside & (step < L)
         k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
         s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))
         if K2 > 0:
             s += dot(q2, tl.trans(load_rows(k, k_at, inside, K, K1, K2, WIDE)))
-        visible = (((mask_u >> turn) & 1) == 1)[:, None] & inside[None, :] & (at[None, :] <= last_M[:, None])
+        visible = seen(at, inside, ((mask_u >> turn) & 1) == 1, last_M)
         e, top, total, decay = soften(tl.where(visible, s * (scale * LOG2E), float("-inf")), top, total)
         p = rounded(e, WIDE, v.dtype.element_ty)
         acc1 = acc1 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, 0, V1, WIDE))

@@ -1,0 +1,134 @@
+"""Tiles by measurement, where asked for: the first use of a kernel times a few, and the winner is kept on disk.
+
+Off by default (runtime.tune_kernels). Tiles decide the order of additions, hence the last bits of every result; timing
+depends on the machine and on the day. The table of `nsa.kernels.triton.tuning` gives the same bits on every GPU of a
+kind; tuning gives up that for speed. A choice once made never changes in a process, nor, while the file is kept, in a
+later one. A candidate that spills or takes more shared memory than there is, by the kernel passport's judgement of its
+machine code, is never run.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.cpu.build import cache_folder
+from nsa.kernels.triton.gpus import limits_here
+from nsa.kernels.triton.machine_code import read
+from nsa.kernels.triton.switch import tunes
+from nsa.kernels.triton.tile_store import TileStore
+from nsa.kernels.triton.tuning import Tiles, candidates, choose
+
+_log = logging.getLogger(__name__)
+
+Launch = Callable[..., None]
+"""Of a kernel over a grid: `launch(kernel, grid, *arguments, **constants)`."""
+Start = Callable[[Tiles, Launch], Any]
+"""Everything that depends on the tiles, up to the launch; returns the results."""
+
+LONG = 1024
+"""Queries from which a call is timed apart from shorter ones: decoding and training want different tiles."""
+WORTH_IT = 0.97
+"""Of the table's time: what differs by less is noise, and the table stays."""
+
+
+def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, start: Start, **constants: int) -> Any:
+    """Runs `start` with the kernel's tiles: the table's, or those that were fastest on this GPU."""
+    tiles = choose(kernel, max(q_BSGRK.shape[-1], d_v))
+    # Not under the interpreter, and not in fp32: without matrix units everything spills and takes minutes to compile.
+    if tunes() and q_BSGRK.device.type == "cuda" and q_BSGRK.dtype != torch.float32:
+        tuner = _tuner(torch.cuda.get_device_name(q_BSGRK.device))
+        wanted = (tiles, *candidates(kernel))
+        may_time = not torch.cuda.is_current_stream_capturing()
+        tiles = tuner.choose(key_of(kernel, q_BSGRK, d_v=d_v, **constants), wanted, start, may_time=may_time)
+    return start(tiles, run)
+
+
+def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
+    _, S, G, R, d_k = q_BSGRK.shape
+    sizes = " ".join(f"{name}={n}" for name, n in dict(G=G, R=R, d_k=d_k, **constants).items())
+    return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= LONG else 'short'}"
+
+
+def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel[grid](*arguments, **constants)
+
+
+class OnlyCompiled:
+    """Takes the place of `run`: kernels are compiled and kept, to be judged before they run."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Any] = []
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        self.kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
+
+
+class Tuner:
+    """Choices of one kind of GPU. `refusals`: why a compiled kernel may not run; `measure`: how long a call takes."""
+
+    def __init__(
+        self, store: TileStore, refusals: Callable[[Any], list[str]], measure: Callable[[Callable[[], Any]], float]
+    ) -> None:
+        self._store, self._refusals, self._measure = store, refusals, measure
+        self._made: dict[str, Tiles] = {}
+        self._lock = threading.Lock()  # backward runs in threads of autograd
+
+    def choose(self, key: str, candidates: Sequence[Tiles], start: Start, *, may_time: bool = True) -> Tiles:
+        """The first candidate is the table's: it stays where nothing is clearly faster, or nothing may be timed."""
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._find(key, candidates, start) if may_time else candidates[0]
+            return self._made[key]
+
+    def _find(self, key: str, candidates: Sequence[Tiles], start: Start) -> Tiles:
+        try:
+            with self._store.locked():
+                known = self._store.read()
+                if known.get(key) not in candidates:
+                    known[key] = self._fastest(key, candidates, start)
+                    self._store.write(known)
+                return known[key]
+        except OSError as error:
+            _log.warning(
+                "tiles of %s are the table's: what is timed could not be kept in %s (%s), and another process might "
+                "choose differently. Set runtime.kernel_cache.", key, self._store.path.parent, error,
+            )  # fmt: skip
+            return candidates[0]
+
+    def _fastest(self, key: str, candidates: Sequence[Tiles], start: Start) -> Tiles:
+        times: dict[Tiles, float] = {}
+        for tiles in dict.fromkeys(candidates):
+            compiled = OnlyCompiled()
+            start(tiles, compiled)
+            if reasons := [reason for kernel in compiled.kernels for reason in self._refusals(kernel)]:
+                _log.info("%s: %s refused, %s", key, tiles, "; ".join(reasons))
+                continue
+            times[tiles] = self._measure(lambda tiles=tiles: start(tiles, run))  # type: ignore[misc]
+        table = candidates[0]
+        if not times:
+            _log.warning("%s: every candidate was refused; the table's tiles stay.", key)
+            return table
+        best = min(times, key=times.__getitem__)
+        winner = table if times.get(table, float("inf")) * WORTH_IT <= times[best] else best
+        _log.info("%s: %s in %.3g ms, of %d timed", key, winner, times[winner], len(times))
+        return winner
+
+
+@cache
+def _tuner(gpu_name: str) -> Tuner:
+    return Tuner(TileStore(cache_folder(), gpu_name, triton.__version__), _over_limits, _milliseconds)
+
+
+def _over_limits(compiled: Any) -> list[str]:
+    gpu = limits_here()
+    return read(compiled, gpu).over_limits(gpu)
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    return float(triton.testing.do_bench(call, return_mode="median"))

@@ -1,0 +1,134 @@
+"""Reads what a compiled kernel became: registers, spills, shared memory, matrix and copy instructions.
+
+Works on what the compiler leaves behind, whether it compiled ahead of time for a GPU that is not here or just in time
+for the one that is. The compiler does not check shared memory, so it is compared with the GPU's limit here.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from nsa.kernels.triton.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class Code:
+    registers: int
+    spilled_bytes: int
+    """To memory, for each lane."""
+    vector_spills: int
+    """Registers moved to the matrix units' (AMD only)."""
+    scalar_spills: int
+    """Scalar registers kept in lanes of vector registers (AMD only): an instruction each way, no memory."""
+    shared_bytes: int
+    matrix: dict[str, int]
+    """Matrix instructions by kind."""
+    async_copies: int
+    loops: int
+    """That multiply tiles."""
+    loops_not_pipelined: int
+    """Those of them that wait for a tile, or copy nothing asynchronously."""
+
+    def over_limits(self, gpu: Gpu) -> list[str]:
+        """Resources the kernel takes and should not."""
+        found = []
+        if self.spilled_bytes:
+            found.append(f"{self.spilled_bytes} bytes spilled")
+        if self.vector_spills or self.scalar_spills:
+            found.append(f"{self.vector_spills} vector and {self.scalar_spills} scalar registers spilled")
+        if self.shared_bytes > gpu.shared_limit:
+            found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
+        return found
+
+    def faults(self, gpu: Gpu) -> list[str]:
+        """Of a half-precision kernel: what is over the limits, and what the GPU could do and does not."""
+        found = self.over_limits(gpu)
+        if self.loops and not self.matrix:
+            found.append("no matrix instructions")
+        if self.loops_not_pipelined and gpu.copies_asynchronously:
+            found.append(f"{self.loops_not_pipelined} of {self.loops} loops wait for their tiles: the pipeline is lost")
+        return found
+
+
+def read(compiled: Any, gpu: Gpu) -> Code:
+    loops = list(_loops_that_multiply(compiled.asm["ttgir"]))
+    waiting = sum(bool(_LOADS.search(body)) or not _COPIES.search(body) for body in loops)
+    rest = dict(shared_bytes=compiled.metadata.shared, loops=len(loops), loops_not_pipelined=waiting)
+    return (_read_amd if gpu.target.backend == "hip" else _read_nvidia)(compiled.asm, rest)
+
+
+def _read_nvidia(asm: Any, rest: dict[str, int]) -> Code:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        code = _output(tools / "nvdisasm", file.name)
+    return Code(
+        registers=_number(r"REG:(\d+)", usage),
+        spilled_bytes=_number(r"STACK:(\d+)", usage),
+        vector_spills=0,
+        scalar_spills=0,
+        matrix=_count(r"\b(HMMA|HGMMA|QGMMA|UTCHMMA|DMMA)\b", code),
+        async_copies=len(re.findall(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b", code)),
+        **rest,
+    )
+
+
+def _read_amd(asm: Any, rest: dict[str, int]) -> Code:
+    code = asm["amdgcn"]
+    return Code(
+        registers=_number(r"\.vgpr_count:\s+(\d+)", code),
+        spilled_bytes=_number(r"\.private_segment_fixed_size:\s+(\d+)", code),
+        vector_spills=_number(r"\.vgpr_spill_count:\s+(\d+)", code),
+        scalar_spills=_number(r"\.sgpr_spill_count:\s+(\d+)", code),
+        matrix=_count(r"\bv_(mfma_\w+?)_(?:bf16|f16|f32|xf32)\b", code),
+        async_copies=len(re.findall(r"\b(?:global|buffer)_load_lds_", code)),
+        **rest,
+    )
+
+
+_LOOP = re.compile(r"\bscf\.(?:for|while)\b")
+_MULTIPLIES = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
+_LOADS = re.compile(r"\btt\.load\b.*tensor<\d+x\d+x")  # of a tile, into registers
+_COPIES = re.compile(r"\b(?:ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local)\b")
+
+
+def _loops_that_multiply(ttgir: str) -> Iterator[str]:
+    """The body of each loop with a product of tiles, without the loops inside it."""
+    open_loops: list[tuple[int, list[str]]] = []  # the depth of braces outside, and the lines that are its own
+    depth = 0
+    for line in ttgir.splitlines():
+        opens = _LOOP.search(line)
+        if opens:
+            open_loops.append((depth, []))
+        elif open_loops:
+            open_loops[-1][1].append(line)
+        depth += line.count("{") - line.count("}")
+        while open_loops and not opens and depth <= open_loops[-1][0]:
+            _, lines = open_loops.pop()
+            body = "\n".join(lines)
+            if _MULTIPLIES.search(body):
+                yield body
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the compiler's output has no {pattern!r}: another version writes it differently")
+    return int(found[1])
+
+
+def _count(pattern: str, text: str) -> dict[str, int]:
+    found = re.findall(pattern, text)
+    return {kind: found.count(kind) for kind in sorted(set(found))}
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout

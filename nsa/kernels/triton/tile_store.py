@@ -1,0 +1,70 @@
+"""Tiles that were found by timing, on disk: one JSON file per GPU name and Triton version.
+
+Several processes may start at once: one times while the others wait for the lock, then read what it found. The file
+appears by one rename, so that nobody ever sees half of it. It says which kernels it was measured with; those of other
+sources are not used.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nsa.kernels.triton.tuning import Tiles
+
+_log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "device"
+
+
+class TileStore:
+    def __init__(self, folder: Path, gpu_name: str, triton_version: str) -> None:
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{gpu_name}_triton-{triton_version}").strip("-")
+        self.path = folder / f"tiles_{name}.json"
+        self._kernels = _fingerprint()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; OSError where the folder cannot be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def read(self) -> dict[str, Tiles]:
+        try:
+            content = json.loads(self.path.read_text())
+            tiles = {key: Tiles(*(int(size) for size in sizes)) for key, sizes in content["tiles"].items()}
+            measured_with = content["kernels"]
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning(
+                "%s is no table of tiles (%r): they are timed again and the file is replaced.", self.path, error
+            )
+            return {}
+        if measured_with != self._kernels:
+            _log.info("%s was measured with other kernels: tiles are timed again.", self.path)
+            return {}
+        return tiles
+
+    def write(self, tiles: dict[str, Tiles]) -> None:
+        content = {"kernels": self._kernels, "tiles": {key: list(sizes) for key, sizes in sorted(tiles.items())}}
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, self.path)
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:20]
