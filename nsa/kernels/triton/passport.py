@@ -16,7 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton.device import runs_backward, runs_forward, selected_backward, selected_forward
+from nsa.kernels.triton import decoding
+from nsa.kernels.triton.device import decode, runs_backward, runs_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.selected import PIECE, block_of, tile_of
 from nsa.kernels.triton.tuning import choose
@@ -57,6 +58,7 @@ class Model:
     d: int = 16
     l_sel: int = 64
     n_sel: int = 16
+    w: int = 512
 
 
 MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
@@ -69,6 +71,9 @@ class Job:
     constants: dict[str, Any]
     warps: int
     stages: int
+
+
+_SUMS = ("add_pieces", "decode_score", "decode_merge")  # no products of matrices, no loop over keys
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,9 @@ class Passport:
             found.append(f"{self.spilled_bytes} bytes spilled")
         if self.shared_bytes > self.shared_limit:
             found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {self.shared_limit}")
-        if self.kernel != "add_pieces" and not self.matrix:
+        if self.kernel not in _SUMS and not self.matrix:
             found.append("no matrix instructions")
-        if self.kernel != "add_pieces" and self.device.startswith("sm_") and not self.async_copies:
+        if self.kernel not in _SUMS and self.device.startswith("sm_") and not self.async_copies:
             found.append("no asynchronous copies: the loop over keys is not pipelined")
         return found
 
@@ -133,11 +138,19 @@ def jobs(model: Model) -> Iterator[Job]:
         "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
         tiles.warps, tiles.stages,
     )  # fmt: skip
+    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w)
+    step = decoding.constants(model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False)
+    tiles = choose("decode", width)
+    yield Job("decode_compressed", decode.decode_compressed_kernel, step.compressed, tiles.warps, tiles.stages)
+    yield Job("decode_score", decode.decode_score_kernel, step.score, 4, 2)
+    yield Job("decode_raw", decode.decode_raw_kernel, step.raw, tiles.warps, tiles.stages)
+    yield Job("decode_merge", decode.decode_merge_kernel, step.merge, 4, 2)
 
 
 _POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part"), "*fp32"),
+    **dict.fromkeys(("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
+    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores"), "*fp32"),
+    **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
         ("lo", "hi", "pos", "first", "last", "begins", "bits", "counts", "idx", "seen_first", "seen_end", "queries",
          "offsets", "piece_window", "piece_first"), "*i32",

@@ -26,6 +26,7 @@ _NARROW = {
     "selected_dq": Tiles(64, 64, 4, 2),
     "selected_dkv": Tiles(64, 32, 4, 2),
     "select": Tiles(32, 16, 4, 2),
+    "decode": Tiles(64, 32, 4, 3),
 }
 _BROAD = {
     "runs_forward": Tiles(64, 32, 4, 2),
@@ -35,8 +36,9 @@ _BROAD = {
     "selected_dq": Tiles(32, 64, 4, 2),
     "selected_dkv": Tiles(32, 32, 4, 2),
     "select": Tiles(32, 16, 8, 2),
+    "decode": Tiles(64, 32, 4, 3),
 }
-_INTERPRETED = {"select": Tiles(32, 16)}
+_INTERPRETED = {"select": Tiles(32, 16), "decode": Tiles(16, 16)}
 
 
 def choose(kernel: str, width: int) -> Tiles:
