@@ -85,7 +85,7 @@ def check(step, limit=1e-5):
 
 
 # No compressed block yet, the first one, the second; a page full, begun; a tile of compressed keys full, begun.
-EDGES = [1, 7, 8, 11, 12, 9, 68, 69, 71, 72, 73]
+EDGES = [1, 7, 8, 12, 9, 68, 71, 72]
 
 
 @interpreted
@@ -94,8 +94,8 @@ EDGES = [1, 7, 8, 11, 12, 9, 68, 69, 71, 72, 73]
     [
         (EDGES, dict(heads=1)),
         ([8, 140], dict(groups=2, heads=3)),
-        ([141, 60], dict(groups=2, heads=6)),
-        ([5, 75], dict(heads=16)),
+        ([141], dict(groups=2, heads=6)),
+        ([73], dict(heads=16)),
         ([75], dict(heads=20)),  # more than a tile of rows
         ([3, 6], dict(room=0)),  # a cache with no room for a compressed block
         ([300], dict(heads=2)),  # several rounds of blocks and of keys in each program
@@ -109,7 +109,7 @@ def test_equals_the_reference(lengths, sizes):
 @interpreted
 @pytest.mark.parametrize("geometry", ["no_overlap", "long_blocks", "odd"])
 def test_equals_the_reference_for_other_block_sizes(geometry):
-    check(Step([97, 150], Geometry(**GEOMETRIES[geometry]), heads=2))
+    check(Step([150], Geometry(**GEOMETRIES[geometry]), heads=2))
 
 
 @interpreted
@@ -147,18 +147,18 @@ def test_ties_go_to_the_lower_index_and_a_score_that_underflows_beats_no_block()
 
 
 @interpreted
-@pytest.mark.parametrize("order", ORDERS)
-def test_same_bits_in_any_order_of_programs(order):
-    step = Step([140, 33], groups=2, heads=3)
+def test_same_bits_in_any_order_of_programs():
+    step = Step([140, 33])
     want = step.decode()
-    with programs_run(ORDERS[order]) as ran:
-        got = step.decode()
-    assert ran != sorted(ran)
-    assert_same(got, want)
+    for order in ORDERS.values():
+        with programs_run(order) as ran:
+            got = step.decode()
+        assert ran != sorted(ran)
+        assert_same(got, want)
 
 
 @interpreted
-def test_same_bits_alone_in_a_batch_and_in_a_larger_cache(monkeypatch):
+def test_same_bits_alone_in_a_batch_and_in_a_larger_cache():
     """And whatever the memory holds that nobody may see: unwritten slots, and buffers before they are written."""
     step = Step([20, 140])
     want = step.decode()
@@ -186,7 +186,7 @@ def test_large_logits_stay_finite():
 @interpreted
 def test_token_by_token_over_a_cache_equals_the_whole():
     """Rows of different lengths, a ring that wraps, blocks that fill up on the way."""
-    args = attention_args("tiny", (6, 2))
+    args = attention_args("tiny", (3, 1))
     torch.manual_seed(0)
     whole = NSAAttention(**args, kernels=Wanted(*["reference"] * 4))
     module = NSAAttention(**args, kernels=Wanted(*["triton"] * 4))
@@ -194,12 +194,12 @@ def test_token_by_token_over_a_cache_equals_the_whole():
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     module.load_state_dict(whole.state_dict())
-    lengths, x = torch.tensor([2, 55]), torch.randn(2, 64, 24)
-    cache = module.new_cache(2, 64)
-    whole(x[:, :55], cache=cache, new_lens_B=lengths)  # prefill
+    lengths, x = torch.tensor([2, 59]), torch.randn(2, 65, 24)
+    cache = module.new_cache(2, 65)
+    whole(x[:, :59], cache=cache, new_lens_B=lengths)  # prefill
     with torch.no_grad():
         want = [whole(x[b : b + 1])[0] for b in range(2)]
-        for step in range(9):
+        for step in range(6):
             at = lengths + step
             out = module(x[torch.arange(2), at][:, None], cache=cache)
             for b in range(2):
@@ -218,7 +218,6 @@ class Recorded:
 
 def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
     """What a CUDA graph needs: on tensors without data nothing can be read back, and every launch is decided anyway."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):
@@ -230,16 +229,15 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
     kernels = [name for name in vars(decoding) if name.endswith("_kernel")]
     for name in kernels:
         monkeypatch.setattr(decoding, name, Recorded(launches))
-    with FakeTensorMode():
-        with torch.device("cuda:0"):
-            k_slots, v_slots = torch.empty(2, 2001, 4, 192), torch.empty(2, 2001, 4, 128)
-            pos = torch.empty(2, 1, dtype=torch.int64)
-            q = torch.empty(2, 1, 4, 16, 192)
-        compressed, selected, window = (
-            (k_slots[:, :n], v_slots[:, :n], pos, pos) for n in (TINY.n_compressed(2000), 2000, TINY.w)
-        )
-        with Operations():
-            outputs, idx = decoding.decode(q, compressed, selected, window, **vars(TINY), scale=1.0)
+    with torch.device("meta"):
+        k_slots, v_slots = torch.empty(2, 2001, 4, 192), torch.empty(2, 2001, 4, 128)
+        pos = torch.empty(2, 1, dtype=torch.int64)
+        q = torch.empty(2, 1, 4, 16, 192)
+    compressed, selected, window = (
+        (k_slots[:, :n], v_slots[:, :n], pos, pos) for n in (TINY.n_compressed(2000), 2000, TINY.w)
+    )
+    with Operations():
+        outputs, idx = decoding.decode(q, compressed, selected, window, **vars(TINY), scale=1.0)
     assert len(launches) == len(kernels) == 4
     assert operations <= {"new_empty", "select"}
     assert all(isinstance(n, int) and n > 0 for grid, _, _ in launches for n in grid)

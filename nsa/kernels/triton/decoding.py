@@ -94,7 +94,7 @@ def constants(
     parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
     window_parts = min(parts, triton.cdiv(w, WINDOW_PART))
     block_m = min(tiles.m, max(16, triton.next_power_of_2(R)))
-    keep = max(16, triton.next_power_of_2(n_sel))
+    keep = triton.next_power_of_2(n_sel)
     heads = dict(G=G, R=R)
     attend = dict(**heads, **widths(K, V), BLOCK_M=block_m, BLOCK_N=tiles.n, WIDE=wide)
     blocks = dict(L_SEL=l_sel, KEEP=keep, STRETCHES=STRETCHES)
