@@ -28,6 +28,7 @@ PROGRAMS = 128
 WINDOW_PART = 64  # keys
 STRETCHES = 16  # of blocks, each ranked by one program; a power of two
 BLOCKS_AT_ONCE = 64
+HEADS_AT_ONCE = 16
 MERGED_AT_ONCE = 16  # parts
 
 
@@ -101,7 +102,7 @@ def constants(
     v_width = split_width(V)
     return Constants(
         compressed=dict(**attend, L=l, D=d, PARTS=parts),
-        score=dict(**heads, **blocks, L=l, D=d, PARTS=parts, BLOCK_R=block_m, BLOCK_J=max(BLOCKS_AT_ONCE, keep)),
+        score=dict(**heads, **blocks, L=l, D=d, PARTS=parts, BLOCK_R=HEADS_AT_ONCE, BLOCK_J=max(BLOCKS_AT_ONCE, keep)),
         raw=dict(
             **attend, **blocks, N_SEL=n_sel, W=w, WINDOW_PARTS=window_parts
         ),
