@@ -96,7 +96,6 @@ EDGES = [1, 7, 8, 12, 9, 68, 71, 72]
         ([8, 140], dict(groups=2, heads=3)),
         ([141], dict(groups=2, heads=6)),
         ([73], dict(heads=16)),
-        ([75], dict(heads=20)),  # more than a tile of rows
         ([3, 6], dict(room=0)),  # a cache with no room for a compressed block
         ([300], dict(heads=2)),  # several rounds of blocks and of keys in each program
     ],
@@ -104,6 +103,16 @@ EDGES = [1, 7, 8, 12, 9, 68, 71, 72]
 )
 def test_equals_the_reference(lengths, sizes):
     check(Step(lengths, **sizes))
+
+
+@interpreted
+def test_every_head_and_every_part_counts_in_the_choice():
+    """Heads that do not care but for the last four, which stand past a tile; heads that each want something else."""
+    step = Step([140, 140], Geometry(l=8, d=4, l_sel=8, n_sel=7, w=12), heads=20)
+    step.q[0, ..., :16, :] = 0.0
+    step.q[0, ..., 16:, :] *= 5
+    step.q[1] *= torch.tensor([5.0, 1.0]).repeat(10)[:, None]
+    check(step)
 
 
 @interpreted
