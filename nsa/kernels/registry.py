@@ -99,6 +99,7 @@ BACKENDS: dict[str, Backend] = {
             triton.why_not,
             by_default=False,  # until a GPU has proven it
             compressed_and_select=ops.bind_fused("triton"),
+            decoder=lambda *args, **sizes: triton.Decoder(*args, **sizes),  # looking it up imports Triton
         ),
         Backend("portable", ops.bind("portable", portable), _always),
         Backend(

@@ -6,10 +6,8 @@ not known, so this is the least time.
 """
 
 import re
-import tempfile
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from nsa.bench.shapes import BenchShape
 
@@ -33,16 +31,13 @@ def issued(kernel: str, shape: BenchShape, code: str) -> Issued | None:
     if not code.startswith("sm_"):
         return None
     from nsa.kernels.triton import passport
+    from nsa.kernels.triton.gpus import GPUS
+    from nsa.kernels.triton.machine_code import disassembled
 
     g = shape.geometry
     model = passport.Model(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, g.l, g.d, g.l_sel, g.n_sel)
-    job = next(job for job in passport.jobs(model) if job.kernel == kernel)
-    compiled = passport.compile_for(job, passport.DEVICES[code])
-    tools = Path(passport.triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = passport._output(tools / "nvdisasm", file.name)
+    job = next(job for job in passport.jobs(model, code) if job.kernel == kernel)
+    text = disassembled(passport.compile_for(job, GPUS[code]).asm)
     heads = shape.heads_per_group if kernel == "select" else 1
     strides = g.l_sel // g.d + g.l // g.d - 1
     instructions, hmma = count(text, kernel == "select", heads, strides)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from nsa.bench.model.bounds import key_tile_trips, query_tile_trips
 from nsa.bench.model.unions import Unions
 from nsa.bench.model.work import Sizes, Work
-from nsa.kernels.triton.selected import PIECE, block_of, tile_of
+from nsa.kernels.triton.selected import PIECE, block_of, keys_of, tile_of
 from nsa.kernels.triton.tuning import Tiles, choose
 
 INDEX = 4  # bytes of an index, a bound, a mask
@@ -14,7 +14,7 @@ INDEX = 4  # bytes of an index, a bound, a mask
 
 def tiles_of(kernel: str, sizes: Sizes) -> Tiles:
     s = sizes.shape
-    return choose(kernel, s.d_k if kernel == "select" else max(s.d_k, s.d_v))
+    return choose(kernel, s.d_k if kernel == "select" else max(s.d_k, s.d_v), sizes.code)
 
 
 def forward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
@@ -58,10 +58,11 @@ def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, i
 
 def _unions(sizes: Sizes, unions: Unions, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
     """As `_runs`; the index is the unions themselves."""
-    s = sizes.shape
-    queries, m = tile_of(tiles_of(kernel, sizes), s.heads_per_group)
-    trips = unions.blocks(queries) * s.n_kv_groups
-    return trips, m, block_of(s.geometry.l_sel), s.geometry.l_sel, sizes.length, True, trips * 2 * INDEX
+    s, tiles, l_sel = sizes.shape, tiles_of(kernel, sizes), sizes.shape.geometry.l_sel
+    queries, m = tile_of(tiles, s.heads_per_group)
+    blocks, keys = unions.blocks(queries) * s.n_kv_groups, keys_of(tiles, l_sel)
+    trips = blocks * -(-l_sel // keys)
+    return trips, m, keys, min(keys, l_sel), sizes.length, True, blocks * 2 * INDEX
 
 
 def _axis(sizes: Sizes, branch: str) -> int:

@@ -99,7 +99,8 @@ def predict(
     `unions`: what `measure_unions` found; None: it is measured here, on `data`. `as_triton`: our arithmetic is as much
     slower than published dense attention as attention in Triton was on that GPU; otherwise it is as good.
     """
-    machine, sizes = gpu_named(gpu) if isinstance(gpu, str) else gpu, Sizes(shape, length, dtype)
+    machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    sizes = Sizes(shape, length, dtype, machine.code)
     unions = unions or measure_unions(shape, length, data)
     if (unions.shape, unions.length) != (shape, length):
         raise ConfigError(

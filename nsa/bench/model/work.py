@@ -39,6 +39,8 @@ class Sizes:
     shape: BenchShape
     length: int
     dtype: str
+    code: str = "sm_80"
+    """The GPU whose tiles are meant, as the kernel passport calls it."""
 
     def __post_init__(self) -> None:
         s = self.shape

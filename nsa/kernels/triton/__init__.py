@@ -1,7 +1,8 @@
 """GPU kernels in Triton: any heads per group, packed documents, no atomics.
 
 `{sliding,compressed,selected}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
-`nsa.kernels.portable`. The kernels, and Triton itself, are imported when one of them is first called.
+`nsa.kernels.portable`, and `decode`, with that of `nsa.kernels.cpu`. The kernels, and Triton itself, are imported when
+one of them is first called.
 """
 
 from importlib import import_module
@@ -23,6 +24,8 @@ _HOMES = {
     "selected_backward": "selected",
     "select": "selection",
     "compressed_and_select": "selection",
+    "Decoder": "decoding",
+    "decode": "decoding",
 }
 
 

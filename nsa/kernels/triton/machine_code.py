@@ -63,13 +63,13 @@ def read(compiled: Any, gpu: Gpu) -> Code:
     return (_read_amd if gpu.target.backend == "hip" else _read_nvidia)(compiled.asm, rest)
 
 
+def disassembled(asm: Any) -> str:
+    """NVIDIA machine code as text."""
+    return _told_by("nvdisasm", asm)
+
+
 def _read_nvidia(asm: Any, rest: dict[str, int]) -> Code:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
-        file.flush()
-        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        code = _output(tools / "nvdisasm", file.name)
+    usage, code = _told_by("cuobjdump", asm, "--dump-resource-usage"), disassembled(asm)
     return Code(
         registers=_number(r"REG:(\d+)", usage),
         spilled_bytes=_number(r"STACK:(\d+)", usage),
@@ -92,6 +92,13 @@ def _read_amd(asm: Any, rest: dict[str, int]) -> Code:
         async_copies=len(re.findall(r"\b(?:global|buffer)_load_lds_", code)),
         **rest,
     )
+
+
+def _told_by(tool: str, asm: Any, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        return _output(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool, *options, file.name)
 
 
 _LOOP = re.compile(r"\bscf\.(?:for|while)\b")

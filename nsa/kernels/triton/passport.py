@@ -7,7 +7,8 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton.device import runs_backward, runs_forward, selected_backward, selected_forward
+from nsa.kernels.triton import decoding
+from nsa.kernels.triton.device import decode, runs_backward, runs_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.gpus import GPUS, Gpu
 from nsa.kernels.triton.machine_code import Code, read
@@ -28,6 +29,7 @@ class Model:
     d: int = 16
     l_sel: int = 64
     n_sel: int = 16
+    w: int = 512
 
 
 MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
@@ -98,11 +100,19 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
         "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
         tiles.warps, tiles.stages,
     )  # fmt: skip
+    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w)
+    step = decoding.constants(model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False)
+    tiles = choose("decode", width, gpu)
+    yield Job("decode_compressed", decode.decode_compressed_kernel, step.compressed, tiles.warps, tiles.stages)
+    yield Job("decode_score", decode.decode_score_kernel, step.score, 4, 2)
+    yield Job("decode_raw", decode.decode_raw_kernel, step.raw, tiles.warps, tiles.stages)
+    yield Job("decode_merge", decode.decode_merge_kernel, step.merge, 4, 2)
 
 
 _POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part"), "*fp32"),
+    **dict.fromkeys(("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
+    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores"), "*fp32"),
+    **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
         ("lo", "hi", "pos", "first", "last", "begins", "bits", "counts", "idx", "seen_first", "seen_end", "queries",
          "offsets", "piece_window", "piece_first"), "*i32",

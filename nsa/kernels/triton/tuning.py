@@ -28,6 +28,7 @@ _NARROW = {
     "selected_dq": Tiles(64, 64, 4, 2),
     "selected_dkv": Tiles(64, 32, 4, 2),
     "select": Tiles(32, 16, 4, 2),
+    "decode": Tiles(64, 32, 4, 3),
 }
 _BROAD = {
     "runs_forward": Tiles(64, 32, 4, 2),
@@ -37,6 +38,7 @@ _BROAD = {
     "selected_dq": Tiles(32, 64, 4, 2),
     "selected_dkv": Tiles(32, 32, 4, 2),
     "select": Tiles(32, 16, 8, 2),
+    "decode": Tiles(64, 32, 4, 3),
 }
 # Units that multiply 64 rows at a time: fewer rows would be left to the older instructions.
 _NARROW_OF_64 = {**_NARROW, "selected_dkv": Tiles(32, 64, 4, 2)}
@@ -99,6 +101,7 @@ _CANDIDATES = {
 
 _SELECTED_INTERPRETED = Tiles(32, 16)  # small, so that blocks are cut
 _INTERPRETED = {
+    "decode": Tiles(16, 16),
     "select": Tiles(32, 16),
     "selected_forward": _SELECTED_INTERPRETED,
     "selected_dq": _SELECTED_INTERPRETED,

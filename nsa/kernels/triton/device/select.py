@@ -15,6 +15,29 @@ import triton.language as tl
 from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows
 
 
+@triton.constexpr_function
+def shared_strides(m, per_l, per_sel):
+    """Strides of selection block j that lie in compressed block j·per_sel + m − (per_l − 1)."""
+    return min(m + 1, per_l, per_sel, per_sel + per_l - 1 - m)
+
+
+@triton.jit
+def ranked(mass, j, own):
+    """Blocks j of a query in block `own` as integers in order of preference; −1 for a block after the query's."""
+    forced = (j == 0) | (j == own) | (j == own - 1)
+    score = tl.where(forced, float("inf"), mass)
+    key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j).to(tl.int64)
+    return tl.where(j <= own, key, -1)
+
+
+@triton.jit
+def ascending(best, wanted):
+    """The blocks of ranked integers, best first: those wanted, in order of index, then −1."""
+    block = tl.where((best >= 0) & wanted, 2147483647 - (best & 2147483647), 2147483647)
+    block = tl.sort(block.to(tl.int32))
+    return tl.where(block == 2147483647, -1, block)
+
+
 @triton.jit
 def runs_lse_kernel(
     q, k, lo, hi, lse, scale, S, T, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
@@ -85,7 +108,7 @@ def select_kernel(
                 # Strides of block j that compressed key j·PER_SEL + m − (PER_L − 1) lies in.
                 c = j * PER_SEL + m - (PER_L - 1)
                 at = document + c
-                weight = min(m + 1, PER_L, PER_SEL, PER_SEL + PER_L - 1 - m)
+                weight = shared_strides(m, PER_L, PER_SEL)
                 real = (c >= 0) & (at >= 0) & (at < T)
                 k_at = at.to(tl.int64) * k_t
                 k1 = load_rows(k, k_at, real, K, 0, K1, WIDE)
@@ -101,14 +124,9 @@ def select_kernel(
                     p = tl.exp2(s * (scale * LOG2E) - level[:, None] * LOG2E)
                     mass += tl.where(visible, p, 0.0) * weight
             document = tl.min(tl.where(ok & (first_Q > document), first_Q, 2147483647))
-        forced = (j[None, :] == 0) | (j[None, :] == own_Q[:, None]) | (j[None, :] == own_Q[:, None] - 1)
-        score = tl.where(forced, float("inf"), mass)
-        key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j[None, :]).to(tl.int64)
-        key = tl.where(j[None, :] <= own_Q[:, None], key, -1)
+        key = ranked(mass, j[None, :], own_Q[:, None])
         best = tl.topk(tl.reshape(tl.join(best, key), [BLOCK_Q, 2 * KEEP]), KEEP)
     rank = tl.arange(0, KEEP)
-    block = tl.where((best >= 0) & (rank[None, :] < N_SEL), 2147483647 - (best & 2147483647), 2147483647)
-    block = tl.sort(block.to(tl.int32))
-    block = tl.where(block == 2147483647, -1, block)
+    block = ascending(best, rank[None, :] < N_SEL)
     at = ((b.to(tl.int64) * S + query) * G + g) * N_SEL
     tl.store(idx + at[:, None] + rank[None, :], block, mask=ok[:, None] & (rank[None, :] < N_SEL))
