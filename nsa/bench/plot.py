@@ -67,7 +67,8 @@ def draw(report: Report) -> str:
         parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{legend}" class="s">{name} (dashed)</text>')
         legend += 16
     commit = (report.machine["commit"] or "unknown")[:10]
-    caption = f"times faster than dense SDPA, by tokens · {report.machine['cpu']} · commit {commit}"
+    where = report.machine["gpu"]["name"] if report.machine.get("gpu") else report.machine["cpu"]
+    caption = f"times faster than dense SDPA, by tokens · {where} · commit {commit}"
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{caption}</text>')
     style = "<style>text{font:13px sans-serif;fill:#888}.s{font-size:10px}</style>"
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{style}{"".join(parts)}</svg>\n'
