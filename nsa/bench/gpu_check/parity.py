@@ -44,7 +44,9 @@ def _attention(scope: Scope, branch: str, dtype: str) -> Iterator[Row | Measured
             if not figure <= worst[kind][0]:  # what is not a number is the worst there is
                 worst[kind] = (figure, f"{name}: {sizes}")
     limit, unit = (FP32_LIMIT, "relative RMS") if dtype == "fp32" else (HALF_LIMIT, "× plain PyTorch's error")
-    limit *= scope.bf16_error if dtype == "bf16" else 1.0
+    if dtype == "bf16" and scope.bf16_error > 1:
+        limit *= scope.bf16_error
+        unit += f" ({scope.bf16_error:g}-fold here)"
     for kind, (figure, where) in worst.items():
         yield bounded(f"{branch} {kind}, {dtype}, {unit}", figure, limit, where)
 

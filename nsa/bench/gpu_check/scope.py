@@ -69,6 +69,8 @@ class Speed:
     decode_lengths: tuple[int, ...]
     memory_lengths: tuple[int, ...]
     dtypes: tuple[str, ...]
+    backward: tuple[bool, ...]
+    """Forward alone, with backward, or both as figures of their own."""
     budget_s: float
 
 
@@ -112,7 +114,7 @@ def on_gpu(device: torch.device, *, full: bool) -> Scope:
         _ODD,
         every,
         "inductor",
-        Speed("seed", SHAPES["seed"], lengths, lengths, lengths[2:], ("bf16", "fp16"), 5.0),
+        Speed("seed", SHAPES["seed"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
     )
 
 
@@ -131,7 +133,7 @@ def rehearsal(*, full: bool) -> Scope:
         Geometry(l=6, d=2, l_sel=4, n_sel=4, w=6),
         ("fp32",),
         "aot_eager",
-        Speed("rehearsal", shape, (27,), (26,), (), ("fp32",), 0.0),
+        Speed("rehearsal", shape, (27,), (), (), ("fp32",), (True,), 0.0),
         bf16_error=INTERPRETED_BF16_ERROR,
     )
 
