@@ -56,7 +56,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
-        "capability": getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}",
+        "capability": properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}",
         "units": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "driver": _driver(),

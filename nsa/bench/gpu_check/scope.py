@@ -122,7 +122,7 @@ def rehearsal(*, full: bool) -> Scope:
     """Every path of the real check, on the CPU under Triton's interpreter."""
     sizes = (
         (KernelSizes(3, 1, 16, 16, 31, _MINI), ("fp32", "fp16", "bf16")),
-        (KernelSizes(1, 1, 24, 16, 31, _MINI, (0, 1, 18, 31)), ("fp32",)),
+        (KernelSizes(1, 1, 24, 16, 31, _MINI, (0, 1, 8, 31)), ("fp32",)),
     )
     shape = BenchShape(3, 1, 16, 16, _MINI)
     return Scope(
