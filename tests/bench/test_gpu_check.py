@@ -141,14 +141,18 @@ def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
     assert code == 1
 
 
-def test_without_a_gpu_the_command_ends_at_once_and_says_what_to_do():
+def test_without_a_gpu_the_runbooks_script_ends_at_once_and_says_what_to_do(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    running = command()
-    said, _ = running.communicate(timeout=120)
-    assert running.returncode == ConfigError.exit_code
-    assert "needs a GPU" in said
-    assert "--rehearse" in said
+    (tmp_path / "nsa").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa.cli "$@"\n')
+    (tmp_path / "nsa").chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "run_gpu_causality_test.sh", "--full"], text=True, capture_output=True, timeout=120,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == ConfigError.exit_code
+    assert "nsa gpu-check needs a GPU" in done.stderr
+    assert "--rehearse" in done.stderr
 
 
 def test_an_interrupt_leaves_what_there_is_and_no_process(tmp_path):

@@ -36,19 +36,28 @@ def _sizes(scope: Scope, dtype: str) -> Iterator[KernelSizes]:
 
 
 def _attention(scope: Scope, branch: str, dtype: str) -> Iterator[Row | Measured]:
-    worst = {"output": (0.0, ""), "gradients": (0.0, "")}
+    from triton.runtime.errors import OutOfResources
+
+    worst: dict[str, tuple[float, str]] = {}
+    too_large = []
     for sizes in _sizes(scope, dtype):
-        figures = _figures(KernelCall(sizes, TORCH_DTYPES[dtype]), branch, scope.device)
+        try:
+            figures = _figures(KernelCall(sizes, TORCH_DTYPES[dtype]), branch, scope.device)
+        except OutOfResources as error:  # nothing was launched, so that the other sizes can still be judged
+            too_large.append(f"{sizes}: {error}")
+            continue
         for name, figure in zip(NAMES, figures, strict=True):
             kind = "output" if name == "out" else "gradients"
-            if not figure <= worst[kind][0]:  # what is not a number is the worst there is
+            if kind not in worst or not figure <= worst[kind][0]:  # what is not a number is the worst there is
                 worst[kind] = (figure, f"{name}: {sizes}")
     limit, unit = (FP32_LIMIT, "relative RMS") if dtype == "fp32" else (HALF_LIMIT, "× plain PyTorch's error")
     if dtype == "bf16" and scope.bf16_error > 1:
         limit *= scope.bf16_error
         unit += f" ({scope.bf16_error:g}-fold here)"
-    for kind, (figure, where) in worst.items():
+    for kind in ("output", "gradients"):
+        figure, where = worst.get(kind, (torch.inf, "nothing could be judged"))
         yield bounded(f"{branch} {kind}, {dtype}, {unit}", figure, limit, where)
+    yield bounded(f"{branch}, {dtype}, sizes that do not fit on the GPU", len(too_large), 0, "; ".join(too_large))
 
 
 def _figures(call: KernelCall, branch: str, device: torch.device) -> list[float]:
