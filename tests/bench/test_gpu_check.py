@@ -81,7 +81,7 @@ def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path)
         read_result(tmp_path / "gpu_check_rehearsal.json")
 
 
-def test_a_wrong_window_and_a_crash_turn_their_rows_red_and_the_rest_goes_on(tmp_path):
+def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_red_and_the_rest_goes_on(tmp_path):
     root = planted(
         tmp_path,
         runs="""
@@ -92,6 +92,15 @@ def test_a_wrong_window_and_a_crash_turn_their_rows_red_and_the_rest_goes_on(tmp
 
             def sliding_backward(*args):
                 return _right_backward(*args[:-2], [args[-2][0] + 1], args[-1])
+        """,
+        selected="""
+            from triton.runtime.errors import OutOfResources
+            _selected = selected_forward
+
+            def selected_forward(q, *args):
+                if q.dtype == torch.bfloat16:
+                    raise OutOfResources(2, 1, "shared memory")
+                return _selected(q, *args)
         """,
         selection="""
             import os
@@ -104,14 +113,15 @@ def test_a_wrong_window_and_a_crash_turn_their_rows_red_and_the_rest_goes_on(tmp
         """,
     )
     code, record, said = rehearsed(tmp_path / "out", "--only", "parity", root=root)
-    wrong = {claim.partition(", ")[0] for claim in claims(record, Verdict.FAILS)}
-    assert wrong == {"parity: sliding output", "parity: sliding gradients", "parity: choice of blocks"}, said
-    assert len(claims(record, Verdict.FAILS)) == 3 * 2 + 1
-    (died,) = (row for row in record["rows"] if "choice of blocks" in row["claim"])
-    assert "SIGABRT" in died["note"]
-    assert any("selected gradients, bf16" in claim for claim in claims(record, Verdict.HOLDS)), (
-        "nothing after the crash"
-    )
+    wrong = [claim.removeprefix("parity: ") for claim in claims(record, Verdict.FAILS)]
+    assert sorted(", ".join(claim.split(", ")[:2]) for claim in wrong) == sorted([
+        *(f"sliding {what}, {dtype}" for what in ("output", "gradients") for dtype in ("fp32", "fp16", "bf16")),
+        "selected output, bf16", "selected gradients, bf16", "selected, bf16", "choice of blocks, fp16",
+    ]), said  # fmt: skip
+    notes = {row["claim"]: row["note"] for row in record["rows"]}
+    assert "SIGABRT" in notes["choice of blocks, fp16"]
+    assert "out of resource: shared memory" in notes["selected, bf16, sizes that do not fit on the GPU"]
+    assert any("compressed gradients, bf16" in claim for claim in claims(record, Verdict.HOLDS)), "nothing after it"
     assert code == 1
 
 
