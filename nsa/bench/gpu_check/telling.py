@@ -6,6 +6,7 @@ whose choice is the same, and an exchange must itself be one that rounding expla
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +14,42 @@ from torch import Tensor
 from nsa.bench.agree import LIMITS, blocks_error
 from nsa.bench.gpu_check.parity import FP32_LIMIT, relative_rms
 from nsa.bench.gpu_check.row import Row, bounded
+from nsa.core.geometry import Geometry
 from nsa.core.kv_cache import Keys
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import Probe
 
 HALF_LIMIT = 2e-2  # relative RMS of two ways of rounding
 MOST_EXCHANGED = 0.1  # of the queries: a comparison of the others must still mean something
 
 
-class TellingAttention(NSAAttention):
-    """`NSAAttention` that leaves behind what its last forward chose, and by what."""
+class _Ear(Probe):
+    """Hears what every forward chose, whichever way it went."""
 
     idx_BSGN: Tensor
+
+    def record(self, gates: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, reads_BSG: Tensor, geometry: Geometry) -> None:
+        self.idx_BSGN = idx_BSGN
+
+
+class TellingAttention(NSAAttention):
+    """`NSAAttention` that leaves behind what its last forward chose, and, without a cache, by what."""
+
     q_BSGRK: Tensor
     k_BCGK: Tensor
 
-    def _attend(
-        self, q_BSGRK: Tensor, compressed: Keys, selected: Keys, window: Keys
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        outputs, idx_BSGN = super()._attend(q_BSGRK, compressed, selected, window)
-        self.idx_BSGN, self.q_BSGRK, self.k_BCGK = idx_BSGN, q_BSGRK.detach(), compressed.k.detach()
-        return outputs, idx_BSGN
+    def __init__(self, *sizes: Any, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.probe: _Ear = _Ear()
+
+    @property
+    def idx_BSGN(self) -> Tensor:
+        return self.probe.idx_BSGN
+
+    def _attend(self, q_BSGRK: Tensor, *rest: Any) -> Any:
+        compressed = next(x for x in rest if isinstance(x, Keys))
+        self.q_BSGRK, self.k_BCGK = q_BSGRK.detach(), compressed.k.detach()
+        return super()._attend(q_BSGRK, *rest)
 
 
 @dataclass(frozen=True)
