@@ -37,10 +37,10 @@ class Report:
         lines += [warning, ""] if (warning := busy(self.machine)) else []
         lines += [*map(peaks_line, self.peaks), ""] if self.peaks else []
         if self.figures:
-            lines += markdown(COLUMNS, [row for figure in self.figures for row in rows(figure)])
+            lines += to_markdown_table(COLUMNS, [row for figure in self.figures for row in rows(figure)])
             lines += ["", *dict.fromkeys(note for figure in self.figures for note in notes(figure))]
         if self.memory:
-            lines += markdown(MEMORY_COLUMNS, [memory_row(measured) for measured in self.memory])
+            lines += to_markdown_table(MEMORY_COLUMNS, [memory_row(measured) for measured in self.memory])
         return "\n".join(lines).rstrip() + "\n"
 
 
@@ -134,6 +134,6 @@ def memory_row(measured: dict[str, Any]) -> tuple[str, ...]:
     return (*head, f"{mib:,.0f} MiB", f"{1000 * mib / measured['length']:.1f} MiB")
 
 
-def markdown(columns: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
+def to_markdown_table(columns: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
     table = [columns, tuple("---" for _ in columns), *body]
     return [f"| {' | '.join(row)} |" for row in table]

@@ -90,14 +90,17 @@ class Record:
     def to_markdown(self) -> str:
         machine = self.machine | ({"gpu": self.gpu} if self.gpu else {})
         lines = [f"# {self.title()}", "", f"`{self.command}`", "", report.machine_line(machine), ""]
-        lines += [f"{self.summary()}.", "", *report.markdown(COLUMNS, [cells(row) for row in self.rows]), ""]
+        lines += [f"{self.summary()}.", "", *report.to_markdown_table(COLUMNS, [cells(row) for row in self.rows]), ""]
         lines += [note for peaks in self.peaks for note in peaks.notes]
         if self.figures:
             columns = (*report.COLUMNS, "modelled")
-            lines += ["", *report.markdown(columns, [tuple(row) for m in self.figures for row in m.rows]), ""]
+            lines += ["", *report.to_markdown_table(columns, [tuple(row) for m in self.figures for row in m.rows]), ""]
             lines += dict.fromkeys(note for measured in self.figures for note in measured.notes)
         if self.memory:
-            lines += ["", *report.markdown(report.MEMORY_COLUMNS, [tuple(row) for m in self.memory for row in m.rows])]
+            lines += [
+                "",
+                *report.to_markdown_table(report.MEMORY_COLUMNS, [tuple(row) for m in self.memory for row in m.rows]),
+            ]
         for name, trace in self.traces.items():
             lines += ["", f"## {name}", "", "```", trace, "```"]
         return "\n".join(lines).rstrip() + "\n"
