@@ -13,7 +13,8 @@ from nsa.core.gating import BRANCH_ORDER
 from nsa.core.kv_cache import Streams
 from nsa.errors import ConfigError
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
 DATA = ("random", "smooth")
 _ANCHOR_EVERY, _JITTER = 64, 0.3
 
@@ -30,6 +31,7 @@ class Task:
     dtype: str
     backward: bool = False
     part: str = "all"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Case:
 
     `random`: every token independent, so that neighbouring queries choose unrelated blocks: the worst case for
     kernels that share loads between queries. `smooth`: neighbours resemble each other, as they do in text.
+    Drawn on the CPU whatever the device, so that the numbers are the same everywhere.
     """
 
     shape: BenchShape
@@ -45,6 +48,7 @@ class Case:
     dtype: torch.dtype
     data: str = "random"
     seed: int = 0
+    device: torch.device = CPU
     q_BSGRK: Tensor = field(init=False, repr=False)
     raw: Streams = field(init=False, repr=False)
     k_BCGK: Tensor = field(init=False, repr=False)
@@ -61,8 +65,8 @@ class Case:
 
         def tensor(length: int, *rest: int, every: int = _ANCHOR_EVERY) -> Tensor:
             if self.data == "random":
-                return torch.randn(1, length, *rest, generator=generator).to(self.dtype)
-            return _smooth(length, rest, every, generator).to(self.dtype)
+                return torch.randn(1, length, *rest, generator=generator).to(self.device, self.dtype)
+            return _smooth(length, rest, every, generator).to(self.device, self.dtype)
 
         per_block = max(1, _ANCHOR_EVERY // s.geometry.d)
         values: dict[str, object] = dict(
@@ -70,7 +74,7 @@ class Case:
             raw=Streams(*(tensor(n, s.n_kv_groups, width) for _ in BRANCH_ORDER for width in (s.d_k, s.d_v))),
             k_BCGK=tensor(n_compressed, s.n_kv_groups, s.d_k, every=per_block),
             v_BCGV=tensor(n_compressed, s.n_kv_groups, s.d_v, every=per_block),
-            gates_BSGR3=torch.randn(1, n, *heads, len(BRANCH_ORDER), generator=generator).softmax(-1),
+            gates_BSGR3=torch.randn(1, n, *heads, len(BRANCH_ORDER), generator=generator).softmax(-1).to(self.device),
             dout_BSGRV=tensor(n, *heads, s.d_v),
         )
         for name, value in values.items():

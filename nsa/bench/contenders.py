@@ -7,7 +7,7 @@ import torch
 
 from nsa.bench import dense, ours, peers
 from nsa.bench.case import TORCH_DTYPES, Case, Task
-from nsa.bench.machine import available_bytes
+from nsa.bench.device import free_bytes
 from nsa.bench.runner import Runner
 from nsa.bench.shapes import spell
 from nsa.kernels.registry import BACKENDS, BRANCHES
@@ -32,7 +32,7 @@ class Contender:
             return reason
         if task.op not in self.make:
             return f"it has no {task.op}"
-        needed, available = self.needs_bytes(task), available_bytes()
+        needed, available = self.needs_bytes(task), free_bytes(torch.device(task.device))
         if needed > 0.8 * available:
             return (
                 f"about {needed / 2**30:.0f} GiB would be needed at {spell(task.length)} and "
@@ -45,7 +45,7 @@ def _backend_why_not(name: str) -> Callable[[Task], str | None]:
     def why_not(task: Task) -> str | None:
         for branch in BRANCHES if task.part == "all" else (task.part,):
             if reason := BACKENDS[name].why_not(
-                branch, torch.device("cpu"), TORCH_DTYPES[task.dtype], task.shape.kernel
+                branch, torch.device(task.device), TORCH_DTYPES[task.dtype], task.shape.kernel
             ):
                 return f"{branch}: {reason}"
         return "selection has no gradient" if task.part == "select" and task.backward else None

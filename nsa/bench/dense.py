@@ -1,20 +1,22 @@
 """The limit to beat: PyTorch's scaled_dot_product_attention, causal, grouped, in the layout and form it likes best.
 
 Keys and values are one set per group. Of the forms that compute the same thing the fastest here is raced against:
-`enable_gqa`, heads repeated beforehand, or, for one query, the heads of a group as rows of one matrix.
+`enable_gqa`, heads repeated beforehand, on a GPU cuDNN's kernel instead of PyTorch's own choice (flash attention where
+there is one), or, for one query, the heads of a group as rows of one matrix.
 
 B batch · H heads · G kv groups · R heads per group · S tokens · X width
 """
 
-import time
 from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.bench.case import TORCH_DTYPES, Case, Task
+from nsa.bench.device import clock_of
 from nsa.bench.runner import Results, Runner, leaf
 from nsa.bench.shapes import BenchShape
 
@@ -22,7 +24,7 @@ _TRIAL_LENGTH, _TRIALS = 2048, 3
 
 
 def attention(case: Case, task: Task) -> Runner:
-    form = fastest_form(case.shape, case.dtype, case.length, task.backward)
+    form = fastest_form(case.shape, case.dtype, case.length, task.backward, case.device)
     leaves = _tensors(case)
     attend, (q, k, v) = FORMS[form], leaves.values()
 
@@ -35,7 +37,7 @@ def attention(case: Case, task: Task) -> Runner:
 
 def prefill(case: Case, task: Task) -> Runner:
     """Copy the prompt's keys and values into a new cache and attend over the whole prompt at once."""
-    attend = FORMS[fastest_form(case.shape, case.dtype, case.length, False)]
+    attend = FORMS[fastest_form(case.shape, case.dtype, case.length, False, case.device)]
     q, k, v = (x.detach() for x in _tensors(case).values())
 
     def forward() -> Tensor:
@@ -47,7 +49,7 @@ def prefill(case: Case, task: Task) -> Runner:
 
 def decode(case: Case, task: Task) -> Runner:
     """Write one token's key and value into a preallocated cache and attend with its query over all that it holds."""
-    form = fastest_decode_form(case.shape, case.dtype, task.length)
+    form = fastest_decode_form(case.shape, case.dtype, task.length, case.device)
     attend = DECODE_FORMS[form]
     q, k, v = (x.detach() for x in _tensors(case).values())
     cached_k, cached_v = k.clone(), v.clone()
@@ -65,8 +67,8 @@ def decode(case: Case, task: Task) -> Runner:
 
 
 @cache
-def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: bool) -> str:
-    case = Case(shape, min(length, _TRIAL_LENGTH), dtype)
+def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: bool, device: torch.device) -> str:
+    case = Case(shape, min(length, _TRIAL_LENGTH), dtype, device=device)
     q, k, v = _tensors(case).values()
 
     def trial(attend: Callable[..., Tensor]) -> Callable[[], object]:
@@ -78,23 +80,29 @@ def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: b
 
         return run
 
-    return _fastest({name: trial(attend) for name, attend in FORMS.items()})
+    every = {name: trial(attend) for name, attend in FORMS.items() if name not in GPU_FORMS or device.type == "cuda"}
+    return _fastest(every, device)
 
 
 @cache
-def fastest_decode_form(shape: BenchShape, dtype: torch.dtype, length: int) -> str:
-    k = torch.randn(1, shape.n_kv_groups, length, shape.d_k).to(dtype)
-    q = torch.randn(1, shape.n_heads, 1, shape.d_k).to(dtype)
-    return _fastest({name: partial(attend, q, k, k, shape) for name, attend in DECODE_FORMS.items()})
+def fastest_decode_form(shape: BenchShape, dtype: torch.dtype, length: int, device: torch.device) -> str:
+    k = torch.randn(1, shape.n_kv_groups, length, shape.d_k).to(device, dtype)
+    q = torch.randn(1, shape.n_heads, 1, shape.d_k).to(device, dtype)
+    return _fastest({name: partial(attend, q, k, k, shape) for name, attend in DECODE_FORMS.items()}, device)
 
 
-def _fastest(trials: dict[str, Callable[[], object]]) -> str:
-    best = dict.fromkeys(trials, float("inf"))
+def _fastest(trials: dict[str, Callable[[], object]], device: torch.device) -> str:
+    best, now = dict.fromkeys(trials, float("inf")), clock_of(device)
     for _ in range(_TRIALS + 1):
         for name, run in trials.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
+            start = now()
+            try:
+                run()
+            except RuntimeError:
+                if name not in GPU_FORMS:  # a kernel that is insisted on may not exist for this GPU, dtype or width
+                    raise
+                continue
+            best[name] = min(best[name], now() - start)
     return min(best, key=lambda name: best[name])
 
 
@@ -107,6 +115,11 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _grouped(q, k, v, shape)
+
+
 def _grouped_decode(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
@@ -116,7 +129,8 @@ def _rows_decode(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
     return F.scaled_dot_product_attention(rows, k, v).view(q.shape[0], shape.n_heads, 1, -1)
 
 
-FORMS = {"enable_gqa": _grouped, "repeated heads": _repeated}
+FORMS = {"enable_gqa": _grouped, "repeated heads": _repeated, "cuDNN": _cudnn}
+GPU_FORMS = ("cuDNN",)
 DECODE_FORMS = {"enable_gqa": _grouped_decode, "heads as rows": _rows_decode}
 
 

@@ -1,21 +1,29 @@
 """One figure: a task, everyone who raced, what they took, and which ratios may be printed."""
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 from nsa.bench import roof
 from nsa.bench.agree import Agreement, judge
 from nsa.bench.case import TORCH_DTYPES, Case, Task
 from nsa.bench.clock import Now, Spread, interleave, ratio, spread
 from nsa.bench.contenders import DENSE, Contender, contenders
+from nsa.bench.device import clock_of
 from nsa.bench.roof import Peaks
 from nsa.bench.runner import Runner
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BACKENDS
 
 Say = Callable[[str], None]
+
+FAILURES_OF_PEERS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
+"""Somebody else's code must not end a race that is about ours."""
+
+RACED_ON = {"cuda": ("triton",)}
+"""Backends that a race on this kind of device is about, also while `auto` does not choose them."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,14 @@ class Figure:
         return asdict(self) | {"entries": rows}
 
 
-def chosen_contenders(backends: Iterable[str], with_peers: bool) -> list[Contender]:
-    """Dense, the backends named (or all that are chosen by default), and peers if wanted."""
+def chosen_contenders(backends: Iterable[str], with_peers: bool, device: str = "cpu") -> list[Contender]:
+    """Dense, the backends named (or all that are chosen by default there), and peers if wanted."""
     every, wanted = contenders(), list(backends)
     for name in wanted:
         if name not in BACKENDS:
             raise ConfigError(f"--backend is {name!r}: there is no such backend. Use one of: {', '.join(BACKENDS)}.")
-    named = wanted or [name for name, backend in BACKENDS.items() if backend.by_default]
+    by_default = [name for name, backend in BACKENDS.items() if backend.by_default]
+    named = wanted or [*by_default, *(name for name in RACED_ON.get(device, ()) if name not in by_default)]
     peers = [name for name in every if name != DENSE and name not in BACKENDS] if with_peers else []
     return [every[name] for name in (DENSE, *named, *peers)]
 
@@ -80,29 +89,37 @@ def measure(
     budget_s: float,
     peaks: Peaks | None,
     say: Say,
-    now: Now = time.perf_counter,
+    now: Now | None = None,
 ) -> Figure:
     """Judge each contender, then time all of them side by side."""
+    device = torch.device(task.device)
     room = min(1024, max(64, task.length // 16)) if task.op == "decode" else 0
     refusals = {c.name: c.refusal(task) for c in who}
     entries, runners = {}, {}
     racing = [c for c in who if not refusals[c.name]]
-    case = Case(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data) if racing else None
+    case = Case(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data, device=device) if racing else None
     for contender in who:
         if case is None or refusals[contender.name]:
             entries[contender.name] = Entry(contender.name, contender.kind, absent=refusals[contender.name] or "")
             continue
         say(f"judging {contender.name}")
-        runner = contender.make[task.op](case, task)
-        agreement = judge(contender, task, case, runner)
+        try:
+            runner = contender.make[task.op](case, task)
+            agreement = judge(contender, task, case, runner)
+        except FAILURES_OF_PEERS as error:
+            if contender.name in (DENSE, *BACKENDS):
+                raise
+            reason = f"it failed here: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            entries[contender.name] = Entry(contender.name, contender.kind, absent=reason)
+            continue
         runners[contender.name] = runner
         entries[contender.name] = Entry(contender.name, contender.kind, agreement=agreement, note=runner.note)
     say(f"timing {', '.join(runners)}")
     samples = interleave(
         {name: _subject(runner, task) for name, runner in runners.items()},
         budget_s=budget_s,
-        repeat=task.op == "decode",
-        now=now,
+        repeat=task.op == "decode" or device.type == "cuda",
+        now=now or clock_of(device),
     ) if runners else {}  # fmt: skip
     bound, allowed = roof.allowed(task)
     finished = [finish(entry, samples, entries, task, peaks) for entry in entries.values()]

@@ -30,7 +30,7 @@ class GivenAttention(NSAAttention):
         super().__init__(
             1, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w, kernels=Wanted(*[backend] * 4)
         )
-        self.to(case.dtype)
+        self.to(case.device, case.dtype)
         self.w_out = nn.Identity()  # type: ignore[assignment]
         self.gates = _Given()  # type: ignore[assignment]
         self.given: tuple[Tensor, Streams, tuple[Tensor, Tensor] | None] | None = None

@@ -1,4 +1,7 @@
-"""Memory of forward and backward above the inputs, measured in a process of its own so that nothing else counts."""
+"""Memory of forward and backward above the inputs, measured in a process of its own so that nothing else counts.
+
+On a CPU what is resident; on a GPU what PyTorch's allocator has handed out.
+"""
 
 import ctypes
 import gc
@@ -8,6 +11,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nsa.bench.case import TORCH_DTYPES, Case, Task
 from nsa.bench.contenders import Contender, contenders
@@ -19,13 +24,13 @@ _WARM_LENGTH = 256
 
 
 def measure_memory(contender: Contender, task: Task, shape: str, *, threads: int, timeout_s: float) -> dict[str, Any]:
-    """Peak resident memory above what the inputs take, in MiB."""
+    """Peak memory above what the inputs take, in MiB."""
     answer: dict[str, Any] = dict(
         length=task.length, dtype=task.dtype, shape=shape, contender=contender.name, peak_mib=None, absent=""
     )
     if reason := contender.refusal(task):
         return answer | {"absent": reason}
-    asked = json.dumps([contender.name, shape, task.length, task.dtype, threads])
+    asked = json.dumps([contender.name, shape, task.length, task.dtype, threads, task.device])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "nsa.bench.memory", asked], capture_output=True, text=True, timeout=timeout_s
@@ -38,29 +43,39 @@ def measure_memory(contender: Contender, task: Task, shape: str, *, threads: int
     return answer | {"peak_mib": json.loads(done.stdout)}
 
 
-def peak_above_inputs_mib(name: str, shape: str, length: int, dtype: str, threads: int) -> float:
+def peak_above_inputs_mib(
+    name: str, shape: str, length: int, dtype: str, threads: int, device_name: str = "cpu"
+) -> float:
     """To be called in a process that has done nothing else."""
     contender = contenders()[name]
-    task = Task("attention", SHAPES[shape], length, dtype, backward=True)
+    task = Task("attention", SHAPES[shape], length, dtype, backward=True, device=device_name)
+    device = torch.device(device_name)
     with pinned(threads):
-        warm = Case(task.shape, _WARM_LENGTH, TORCH_DTYPES[dtype])
+        warm = Case(task.shape, _WARM_LENGTH, TORCH_DTYPES[dtype], device=device)
         contender.make["attention"](warm, replace(task, length=_WARM_LENGTH)).forward_backward()
-        case = Case(task.shape, length, TORCH_DTYPES[dtype])
+        case = Case(task.shape, length, TORCH_DTYPES[dtype], device=device)
         runner = contender.make["attention"](case, task)
         del warm
         gc.collect()
-        before = _forget_peak_mib()
+        before = _forget_peak_mib(device)
         kept = runner.forward_backward()
-        peak = _status_mib("VmHWM")
+        peak = _peak_mib(device)
         del kept
     return peak - before
 
 
-def _forget_peak_mib() -> float:
-    """Set the kernel's high-water mark of this process back to what it holds now, and return that.
+def _peak_mib(device: torch.device) -> float:
+    return _status_mib("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated(device) / 2**20
 
-    First the allocator gives back what earlier work freed: reused, it would not show.
+
+def _forget_peak_mib(device: torch.device) -> float:
+    """Set the high-water mark of this process back to what it holds now, and return that.
+
+    On a CPU the allocator first gives back what earlier work freed: reused, it would not show.
     """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device) / 2**20
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -33,7 +33,7 @@ def _whole(case: Case, backend: str) -> Runner:
     streams = Streams(case.raw.k_cmp, case.raw.v_cmp, k_sel, v_sel, k_win, v_win)
     module.give(q, streams, gates, (k_cmp, v_cmp))
     nothing_B_S_1 = case.q_BSGRK.new_empty(1, case.length, 1)
-    where = Where(plain_layout(1, case.length, case.shape.geometry, torch.device("cpu")), ())  # type: ignore[arg-type]
+    where = Where(plain_layout(1, case.length, case.shape.geometry, case.device), ())  # type: ignore[arg-type]
 
     def forward() -> Tensor:
         return module(nothing_B_S_1, where=where)
@@ -45,7 +45,7 @@ def _whole(case: Case, backend: str) -> Runner:
 
 def _part(case: Case, backend: str, part: str) -> Runner:
     g, run, scale = case.shape.geometry, BACKENDS[backend].functions, case.scale
-    pos_BS, zero_BS, *_ = plain_layout(1, case.length, g, torch.device("cpu"))
+    pos_BS, zero_BS, *_ = plain_layout(1, case.length, g, case.device)
     every = {name: leaf(x) for name, x in case.inputs().items()}
     names = dict(zip(BRANCHES, (GRADIENTS[:3], GRADIENTS[:2], ("q", *GRADIENTS[3:5]), ("q", *GRADIENTS[5:7])),
                      strict=True))  # fmt: skip
@@ -120,6 +120,7 @@ def chooser(case: Case, backend: str, by_phi: bool = False) -> Callable[[Tensor]
     k_BCGK = compressed_by_phi(case)[0] if by_phi else case.k_BCGK
 
     def choose(rows: Tensor) -> Tensor:
+        rows = rows.to(case.device)
         return BACKENDS[backend].functions.select(
             case.q_BSGRK[:, rows], k_BCGK, rows[None], torch.zeros_like(rows)[None],
             l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=case.scale,

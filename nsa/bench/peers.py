@@ -43,7 +43,7 @@ def lucidrains(case: Case, task: Task) -> Runner:
         dim=width, dim_head=s.d_k, heads=s.n_heads, kv_heads=s.n_kv_groups, sliding_window_size=g.w,
         compress_block_size=g.l, compress_block_sliding_stride=g.d, selection_block_size=g.l_sel,
         num_selected_blocks=g.n_sel, causal=True, norm=False, compress_mlp=_BlockMean(),
-    ).to(case.dtype)  # fmt: skip
+    ).to(case.device, case.dtype)  # fmt: skip
     gates = leaf(case.gates_BSGR3.flatten(2, 3).transpose(1, 2).to(case.dtype))
     module.to_qkv, module.combine_heads, module.to_strategy_combine = nn.Identity(), nn.Identity(), _Constant(gates)
     x = leaf(torch.cat([y.flatten(2) for y in (case.q_BSGRK, case.raw.k_sel, case.raw.v_sel)], -1))

@@ -30,7 +30,8 @@ def lines(report: Report) -> tuple[dict[str, Line], dict[str, dict[int, float]]]
 
 def draw(report: Report) -> str:
     commit = (report.machine["commit"] or "unknown")[:10]
-    caption = f"times faster than dense SDPA, by tokens · {report.machine['cpu']} · commit {commit}"
+    where = report.machine["gpu"]["name"] if report.machine.get("gpu") else report.machine["cpu"]
+    caption = f"times faster than dense SDPA, by tokens · {where} · commit {commit}"
     return draw_lines(*lines(report), caption)
 
 

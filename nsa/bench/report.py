@@ -47,16 +47,26 @@ class Report:
 def machine_line(machine: dict[str, Any]) -> str:
     commit = (machine["commit"] or "unknown")[:10] + (" with changes" if machine["uncommitted_changes"] else "")
     load = machine["load_average"][0]
+    gpu = f"{gpu_words(machine['gpu'])} · " if machine.get("gpu") else ""
     return (
-        f"{machine['cpu']}, {machine['cores']} cores ({' '.join(machine['isa'])}), {machine['memory_gib']} GiB · "
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores ({' '.join(machine['isa'])}), {machine['memory_gib']} GiB · "
         f"torch {machine['torch']} · commit {commit} · load {load:.1f} at the start · {machine['time']}"
     )
 
 
-def peaks_line(peaks: Peaks) -> str:
+def gpu_words(gpu: dict[str, Any]) -> str:
     return (
-        f"peak, {peaks.threads} thread{'s' * (peaks.threads > 1)}: fp32 {peaks.fp32_gflops:.0f} GFLOP/s, "
-        f"bf16 {peaks.bf16_gflops:.0f} GFLOP/s, copy {peaks.copy_gb_s:.1f} GB/s, read {peaks.read_gb_s:.1f} GB/s"
+        f"{gpu['name']} ({gpu['capability']}, {gpu['units']} units, {gpu['memory_gib']} GiB), driver {gpu['driver']}, "
+        f"{gpu['runtime']}, triton {gpu['triton'] or 'not installed'}"
+    )
+
+
+def peaks_line(peaks: Peaks) -> str:
+    where = "GPU" if peaks.device == "cuda" else f"{peaks.threads} thread{'s' * (peaks.threads > 1)}"
+    fp16 = f"fp16 {peaks.fp16_gflops:.0f} GFLOP/s, " if peaks.fp16_gflops else ""
+    return (
+        f"peak, {where}: fp32 {peaks.fp32_gflops:.0f} GFLOP/s, bf16 {peaks.bf16_gflops:.0f} GFLOP/s, {fp16}"
+        f"copy {peaks.copy_gb_s:.1f} GB/s, read {peaks.read_gb_s:.1f} GB/s"
     )
 
 

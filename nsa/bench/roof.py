@@ -1,16 +1,17 @@
 """What the machine and the algorithm allow: measured peaks, least work, and the share of it that was reached."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from nsa.bench.case import TORCH_DTYPES, Task
+from nsa.bench.case import CPU, TORCH_DTYPES, Task
+from nsa.bench.clock import Now
+from nsa.bench.device import clock_of
 from nsa.bench.machine import pinned
 
 BACKWARD_FACTOR = 2.5  # five matrix products against forward's two: the scores are computed again
-_MATRIX, _STREAM_BYTES, _REPEATS = 2048, 1 << 29, 5
+_MATRIX, _STREAM_BYTES, _REPEATS = {"cpu": 2048, "cuda": 8192}, 1 << 29, 5
 
 
 @dataclass(frozen=True)
@@ -23,33 +24,40 @@ class Peaks:
     copy_gb_s: float
     """Bytes read plus bytes written."""
     read_gb_s: float
+    fp16_gflops: float | None = None
+    """None on a CPU, where nobody trains in it and it may take minutes."""
+    device: str = "cpu"
 
-    def gflops(self, dtype: str) -> float:
-        return self.fp32_gflops if dtype == "fp32" else self.bf16_gflops
+    def gflops(self, dtype: str) -> float | None:
+        return {"fp32": self.fp32_gflops, "bf16": self.bf16_gflops, "fp16": self.fp16_gflops}[dtype]
 
 
-def measure_peaks(threads: int) -> Peaks:
+def measure_peaks(threads: int, device: torch.device = CPU) -> Peaks:
+    now = clock_of(device)
     with pinned(threads):
-        fp32, bf16 = _matmul_gflops(torch.float32), _matmul_gflops(torch.bfloat16)
-        source = torch.ones(_STREAM_BYTES // 4)
+        fp32, bf16 = _matmul_gflops(torch.float32, device, now), _matmul_gflops(torch.bfloat16, device, now)
+        fp16 = None if device.type == "cpu" else _matmul_gflops(torch.float16, device, now)
+        source = torch.ones(_STREAM_BYTES // 4, device=device)
         target = torch.empty_like(source)
-        copy_s = _best_s(lambda: target.copy_(source))
-        read_s = _best_s(source.sum)
-    return Peaks(threads, fp32, bf16, 2 * source.nbytes / copy_s / 1e9, source.nbytes / read_s / 1e9)
+        copy_s = _best_s(lambda: target.copy_(source), now)
+        read_s = _best_s(source.sum, now)
+    copied, read = 2 * source.nbytes / copy_s / 1e9, source.nbytes / read_s / 1e9
+    return Peaks(threads, fp32, bf16, copied, read, fp16, device.type)
 
 
-def _matmul_gflops(dtype: torch.dtype) -> float:
-    a, b = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
-    return 2 * _MATRIX**3 / _best_s(lambda: a @ b) / 1e9
+def _matmul_gflops(dtype: torch.dtype, device: torch.device, now: Now) -> float:
+    n = _MATRIX[device.type]
+    a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
+    return 2 * n**3 / _best_s(lambda: a @ b, now) / 1e9
 
 
-def _best_s(run: Callable[[], object]) -> float:
+def _best_s(run: Callable[[], object], now: Now) -> float:
     run()
     best = float("inf")
     for _ in range(_REPEATS):
-        start = time.perf_counter()
+        start = now()
         run()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, now() - start)
     return best
 
 
@@ -83,8 +91,9 @@ def allowed(task: Task) -> tuple[str, float]:
     return "FLOPs", flops(task, "dense") / flops(task, "nsa")
 
 
-def achieved(task: Task, kind: str, seconds: float, peaks: Peaks) -> float:
-    """The share of the machine's peak, counted in least work: bandwidth when decoding, else arithmetic."""
+def achieved(task: Task, kind: str, seconds: float, peaks: Peaks) -> float | None:
+    """The share of the device's peak, in least work: bandwidth when decoding, else arithmetic, if it is known."""
     if task.op == "decode":
         return bytes_read(task, kind) / seconds / 1e9 / peaks.read_gb_s
-    return flops(task, kind) / seconds / 1e9 / peaks.gflops(task.dtype)
+    peak = peaks.gflops(task.dtype)
+    return flops(task, kind) / seconds / 1e9 / peak if peak else None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nsa.bench.case import Task
+from nsa.bench.device import describe_device, device_named
 from nsa.bench.figure import Figure, Say, chosen_contenders, measure
 from nsa.bench.machine import available_cores, describe_machine, pinned
 from nsa.bench.memory import measure_memory
@@ -29,6 +30,7 @@ class Wish:
     data: str = "random"
     threads: int = 0
     budget_s: float = 30.0
+    device: str = "cpu"
 
     def tasks(self) -> Iterator[Task]:
         if self.part not in PARTS:
@@ -40,6 +42,10 @@ class Wish:
         for dtype in dtypes:
             if dtype not in DTYPES:
                 raise ConfigError(f"--dtype has {dtype!r}: there is no such dtype. Use one of: {', '.join(DTYPES)}.")
+        if self.op == "train" and "fp16" in dtypes:
+            raise ConfigError(
+                "--dtype has 'fp16': a training step in it needs its loss scaled, which is not done. Use bf16."
+            )
         shape, lengths = shape_named(self.shape), parse_lengths(self.lengths)
         backward = passes[self.passes] if self.op == "attention" and self.part != "select" else (False,)
         if self.op in ("memory", "train"):
@@ -48,20 +54,20 @@ class Wish:
         for dtype in dtypes:
             for length in lengths:
                 for b in backward:
-                    yield Task(op, shape, length, dtype, b, self.part)
+                    yield Task(op, shape, length, dtype, b, self.part, self.device)
 
 
 def run(wish: Wish, report: Report, say: Say) -> Iterator[Figure | Peaks | dict[str, object]]:
     """Yield each result once it is in the report: the machine's peaks, then a figure per task."""
-    threads = wish.threads or len(available_cores())
+    threads, device = wish.threads or len(available_cores()), device_named(wish.device)
     if wish.op == "machine":
-        for n in sorted({1, threads}):
+        for n in sorted({1, threads}) if device.type == "cpu" else [threads]:
             say(f"measuring the machine with {n} thread{'s' * (n > 1)}")
-            report.peaks.append(measure_peaks(n))
+            report.peaks.append(measure_peaks(n, device))
             yield report.peaks[-1]
         return
     tasks = list(wish.tasks())
-    who = chosen_contenders(wish.backends, wish.peers)
+    who = chosen_contenders(wish.backends, wish.peers, device.type)
     if wish.op == "memory":
         for task in tasks:
             for contender in who:
@@ -73,7 +79,7 @@ def run(wish: Wish, report: Report, say: Say) -> Iterator[Figure | Peaks | dict[
                 yield measured
         return
     say("measuring the machine")
-    peaks = measure_peaks(threads)
+    peaks = measure_peaks(threads, device)
     report.peaks.append(peaks)
     yield peaks
     with pinned(threads):
@@ -94,5 +100,6 @@ def _about(task: Task, say: Say) -> Say:
     return lambda text: say(f"{what}: {text}")
 
 
-def new_report(command: str) -> Report:
-    return Report(command, describe_machine())
+def new_report(command: str, device: str = "cpu") -> Report:
+    machine, where = describe_machine(), device_named(device)
+    return Report(command, machine if where.type == "cpu" else machine | {"gpu": describe_device(where)})

@@ -40,7 +40,7 @@ SHAPES: dict[str, BenchShape] = {
     "paper": BenchShape(64, 4, 192, 128, SEED),
     "tiny": BenchShape(6, 2, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=16)),
 }
-DTYPES = ("fp32", "bf16")
+DTYPES = ("fp32", "bf16", "fp16")
 PARTS = ("all", "compressed", "select", "selected", "sliding")
 
 

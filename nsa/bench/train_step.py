@@ -17,6 +17,7 @@ from nsa.bench.agree import Agreement, short_length
 from nsa.bench.case import Case, Task
 from nsa.bench.clock import interleave
 from nsa.bench.contenders import DENSE, Contender
+from nsa.bench.device import clock_of
 from nsa.bench.figure import Entry, Figure, Say, finish
 from nsa.bench.roof import BACKWARD_FACTOR
 from nsa.bench.shapes import BenchShape
@@ -40,7 +41,7 @@ def sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> T
 
 def plain(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> Tensor:
     """The same by the reference: a window over everything."""
-    pos_BS = torch.arange(q_BSHK.shape[1]).expand(q_BSHK.shape[0], -1)
+    pos_BS = torch.arange(q_BSHK.shape[1], device=q_BSHK.device).expand(q_BSHK.shape[0], -1)
     q_BSGRK = q_BSHK.unflatten(2, (shape.n_kv_groups, -1))
     out = reference.sliding_attention(
         q_BSGRK, k_BSGK, v_BSGV, pos_BS, torch.zeros_like(pos_BS), w=q_BSHK.shape[1], scale=shape.d_k**-0.5
@@ -87,15 +88,17 @@ def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: 
 class Step:
     """One training step, again and again on the same tokens."""
 
-    def __init__(self, model: NSATransformer, length: int, dtype: str) -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: NSATransformer, length: int, dtype: str, device: str = "cpu") -> None:
+        self.model, self.dtype, self.device = model.to(device), dtype, torch.device(device)
         generator = torch.Generator().manual_seed(1)
         vocabulary = model.embeddings.num_embeddings
-        self.tokens_BS, self.labels_BS = (torch.randint(vocabulary, (1, length), generator=generator) for _ in range(2))
+        self.tokens_BS, self.labels_BS = (
+            torch.randint(vocabulary, (1, length), generator=generator).to(device) for _ in range(2)
+        )
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
 
     def gradients(self) -> dict[str, Tensor]:
         with self._arithmetic():
@@ -110,10 +113,14 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def judge_step(shape: BenchShape, kernels: str | Attend, truth: str | Attend, dtype: str, dim: int) -> Agreement:
+def judge_step(
+    shape: BenchShape, kernels: str | Attend, truth: str | Attend, dtype: str, dim: int, device: str = "cpu"
+) -> Agreement:
     """Gradients of every weight of a one-layer model on a short row, against the reference's in the same dtype."""
     length = short_length(Case(shape, 1, torch.float32))
-    got, want = (Step(build(shape, 1, dim, 257, which), length, dtype).gradients() for which in (kernels, truth))
+    got, want = (
+        Step(build(shape, 1, dim, 257, which), length, dtype, device).gradients() for which in (kernels, truth)
+    )
     assert got.keys() == want.keys()
     scale = max(g.norm() for g in want.values())
     errors = {
@@ -147,13 +154,14 @@ def measure_train(
             continue
         say(f"judging {contender.name}")
         truth = plain if contender.name == DENSE else "reference"
-        agreement = judge_step(task.shape, kernels, truth, task.dtype, dim)
+        agreement = judge_step(task.shape, kernels, truth, task.dtype, dim, task.device)
         entries[contender.name] = Entry(contender.name, contender.kind, agreement=agreement)
-        steps[contender.name] = Step(build(task.shape, n_layers, dim, vocabulary, kernels), task.length, task.dtype)
+        model = build(task.shape, n_layers, dim, vocabulary, kernels)
+        steps[contender.name] = Step(model, task.length, task.dtype, task.device)
         say(f"warming up {contender.name}")
         steps[contender.name]()
     say(f"timing {', '.join(steps)}")
-    samples = interleave(steps, budget_s=budget_s)
+    samples = interleave(steps, budget_s=budget_s, now=clock_of(torch.device(task.device)))
     nsa = build_meta(task.shape, n_layers, dim, vocabulary)
     dense_flops, nsa_flops = step_flops(nsa, task, dense=True), step_flops(nsa, task, dense=False)
     finished = [finish(entry, samples, entries, task, None) for entry in entries.values()]

@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 Lengths = Annotated[str, typer.Option(help="Tokens, e.g. 2k,4k,8k; k is 1,024.")]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, or both with a comma; all contenders in the same one.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, several with commas; all contenders in the same one.")]
 ShapeName = Annotated[
     str,
     typer.Option(help="seed (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), tiny."),
@@ -33,6 +33,7 @@ Data = Annotated[
     str,
     typer.Option(help="random: neighbours choose unrelated blocks, the worst case; smooth: they resemble each other."),
 ]
+Device = Annotated[str, typer.Option(help="cpu, or cuda: a GPU, with its own clock, memory and peaks.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads, on as many cores; 0: all cores.")]
 Budget = Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds of timing per figure; at least one round.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the record here: every sample, machine, commit.")]
@@ -50,6 +51,7 @@ def attention(
     part: Annotated[str, typer.Option(help="all, or one of compressed, select, selected, sliding alone.")] = "all",
     passes: Annotated[str, typer.Option(help="forward, backward (forward and backward), or both figures.")] = "both",
     data: Data = "random",
+    device: Device = "cpu",
     threads: Threads = 0,
     budget_s: Budget = 30.0,
     json: JsonFile = None,
@@ -67,8 +69,8 @@ def attention(
     """
     from nsa.bench.session import Wish
 
-    _run(Wish("attention", lengths, dtype, shape, tuple(backend or ()), peers, part, passes, data, threads, budget_s),
-         json, plot, markdown)  # fmt: skip
+    _run(Wish("attention", lengths, dtype, shape, tuple(backend or ()), peers, part, passes, data, threads, budget_s,
+              device), json, plot, markdown)  # fmt: skip
 
 
 @app.command()
@@ -78,6 +80,7 @@ def prefill(
     shape: ShapeName = "seed",
     backend: Backend = None,
     data: Data = "random",
+    device: Device = "cpu",
     threads: Threads = 0,
     budget_s: Budget = 30.0,
     json: JsonFile = None,
@@ -94,7 +97,7 @@ def prefill(
     from nsa.bench.session import Wish
 
     _run(Wish("prefill", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
-              budget_s=budget_s), json, plot, markdown)  # fmt: skip
+              budget_s=budget_s, device=device), json, plot, markdown)  # fmt: skip
 
 
 @app.command()
@@ -104,6 +107,7 @@ def decode(
     shape: ShapeName = "seed",
     backend: Backend = None,
     data: Data = "random",
+    device: Device = "cpu",
     threads: Threads = 0,
     budget_s: Budget = 10.0,
     json: JsonFile = None,
@@ -120,7 +124,7 @@ def decode(
     from nsa.bench.session import Wish
 
     _run(Wish("decode", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
-              budget_s=budget_s), json, plot, markdown)  # fmt: skip
+              budget_s=budget_s, device=device), json, plot, markdown)  # fmt: skip
 
 
 @app.command()
@@ -128,6 +132,7 @@ def train(
     lengths: Lengths = "2k",
     dtype: Dtype = "bf16",
     backend: Backend = None,
+    device: Device = "cpu",
     threads: Threads = 0,
     budget_s: Budget = 60.0,
     json: JsonFile = None,
@@ -142,8 +147,8 @@ def train(
     """
     from nsa.bench.session import Wish
 
-    _run(Wish("train", lengths, dtype, "seed", tuple(backend or ()), False, threads=threads, budget_s=budget_s),
-         json, None, markdown)  # fmt: skip
+    _run(Wish("train", lengths, dtype, "seed", tuple(backend or ()), False, threads=threads, budget_s=budget_s,
+              device=device), json, None, markdown)  # fmt: skip
 
 
 @app.command()
@@ -152,6 +157,7 @@ def memory(
     dtype: Dtype = "fp32",
     shape: ShapeName = "seed",
     backend: Backend = None,
+    device: Device = "cpu",
     threads: Threads = 0,
     budget_s: Budget = 60.0,
     json: JsonFile = None,
@@ -165,19 +171,19 @@ def memory(
     """
     from nsa.bench.session import Wish
 
-    _run(Wish("memory", lengths, dtype, shape, tuple(backend or ()), False, threads=threads, budget_s=budget_s),
-         json, None, markdown)  # fmt: skip
+    _run(Wish("memory", lengths, dtype, shape, tuple(backend or ()), False, threads=threads, budget_s=budget_s,
+              device=device), json, None, markdown)  # fmt: skip
 
 
 @app.command()
-def machine(threads: Threads = 0, json: JsonFile = None) -> None:
+def machine(device: Device = "cpu", threads: Threads = 0, json: JsonFile = None) -> None:
     """What the machine can do: matrix products in fp32 and bf16, memory bandwidth, with one thread and with all.
 
     **Example:** `nsa bench machine --json machine.json`
     """
     from nsa.bench.session import Wish
 
-    _run(Wish("machine", "1", threads=threads), json, None, None)
+    _run(Wish("machine", "1", threads=threads, device=device), json, None, None)
 
 
 @app.command()
@@ -237,7 +243,7 @@ def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | No
     from nsa.bench import report as reports
     from nsa.bench.session import new_report, run
 
-    report = new_report(" ".join(["nsa", *sys.argv[1:]]))
+    report = new_report(" ".join(["nsa", *sys.argv[1:]]), wish.device)
     console = _console()
     console.print(reports.machine_line(report.machine))
     if warning := reports.busy(report.machine):

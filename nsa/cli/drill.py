@@ -3,17 +3,16 @@
 import json
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.polite_end import polite_end
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def drill(
     folder = _folder(keep)
     console = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     began, rows = time.monotonic(), {}
-    with _polite_end():
+    with polite_end():
         for name, row in _play(names, folder, jobs or min(2, len(os.sched_getaffinity(0))), console):
             rows[name] = row
     ordered = [rows[name] for name in names]
@@ -80,16 +79,6 @@ def _folder(keep: Path | None) -> Path:
         raise ConfigError(f"--keep {keep} is not empty: the drill's runs need folders of their own. Name a new one.")
     keep.mkdir(parents=True, exist_ok=True)
     return keep.absolute()
-
-
-@contextmanager
-def _polite_end() -> Iterator[None]:
-    """A SIGTERM ends the drill as Ctrl-C does: through the blocks that end its processes."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _play(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iterator[tuple[str, Row]]":

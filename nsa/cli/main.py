@@ -15,6 +15,7 @@ from nsa.cli import (
     drill,
     estimate,
     exporter,
+    gpu_check,
     launch,
     monitor,
     preflight,
@@ -61,6 +62,7 @@ app.command()(monitor.monitor)
 app.command()(report.report)
 app.command()(compare.compare)
 app.command()(drill.drill)
+app.command()(gpu_check.gpu_check)
 
 
 def _print_version(wanted: bool) -> None:

@@ -170,6 +170,20 @@ def test_a_peer_that_computes_something_else_is_timed_without_a_ratio():
     assert (entry.ratio, entry.refused) == (None, "it computes another function")
 
 
+def test_a_peer_that_fails_is_left_out_and_a_backend_that_fails_is_not_hidden():
+    every = contenders()
+
+    def fail(case, task):
+        raise RuntimeError("no kernel for this\ndetails")
+
+    broken = replace(every["portable"], make={"attention": fail})
+    entries = run([every[DENSE], replace(broken, name="peer"), every["portable"]], task(backward=False))
+    assert entries["peer"].absent == "it failed here: RuntimeError: no kernel for this"
+    assert entries["portable"].ratio is not None
+    with pytest.raises(RuntimeError, match="no kernel"):
+        run([every[DENSE], broken], task(backward=False))
+
+
 def test_a_choice_of_worse_blocks_is_seen():
     case = Case(TINY, LENGTH, torch.float32)
     g, rows = TINY.geometry, torch.arange(LENGTH)

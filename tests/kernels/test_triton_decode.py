@@ -8,6 +8,7 @@ import torch
 
 from nsa.core.geometry import Geometry
 from nsa.core.nsa_attention import NSAAttention
+from nsa.kernels import triton
 from nsa.kernels.registry import BACKENDS, Wanted
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
@@ -18,7 +19,6 @@ from nsa.kernels.triton import decoding
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
 REFERENCE = BACKENDS["reference"].functions
-DECODE = BACKENDS["triton"].decode
 TINY = Geometry(**GEOMETRIES["tiny"])
 PAPER = Geometry(l=32, d=16, l_sel=64, n_sel=3, w=80)
 
@@ -58,7 +58,7 @@ class Step:
 
     def decode(self):
         g = self.g
-        return DECODE(self.q, *self.keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)
+        return triton.decode(self.q, *self.keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)
 
     def exact(self):
         """The reference's branches and choice, in fp64."""
@@ -199,7 +199,7 @@ def test_token_by_token_over_a_cache_equals_the_whole():
     torch.manual_seed(0)
     whole = NSAAttention(**args, kernels=Wanted(*["reference"] * 4))
     module = NSAAttention(**args, kernels=Wanted(*["triton"] * 4))
-    assert module.plan(torch.device("cpu"), torch.float32).decode is DECODE
+    assert module.plan(torch.device("cpu"), torch.float32).decoder is BACKENDS["triton"].decoder
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     module.load_state_dict(whole.state_dict())

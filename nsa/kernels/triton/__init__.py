@@ -49,5 +49,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"nsa.kernels.triton.{_HOMES[name]}"), name)
 
 
+@torch.compiler.assume_constant_result
 def _interpreted() -> bool:
     return bool(import_module("triton").knobs.runtime.interpret)

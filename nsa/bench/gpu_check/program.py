@@ -1,0 +1,29 @@
+"""The checks in their order."""
+
+from collections.abc import Iterable
+
+import torch
+
+from nsa.bench.gpu_check import causality, compiled, decoding, determinism, environment, parity, speed
+from nsa.bench.gpu_check.row import Check
+from nsa.bench.gpu_check.scope import Scope, on_gpu, rehearsal
+from nsa.errors import ConfigError
+
+SUBJECTS = {
+    "environment": environment, "parity": parity, "causality": causality, "determinism": determinism,
+    "compile": compiled, "decode": decoding, "speed": speed,
+}  # fmt: skip
+
+
+def scope_of(*, rehearse: bool, full: bool) -> Scope:
+    return rehearsal(full=full) if rehearse else on_gpu(torch.device("cuda"), full=full)
+
+
+def program(scope: Scope, only: Iterable[str] = ()) -> list[Check]:
+    wanted = list(only) or list(SUBJECTS)
+    for name in wanted:
+        if name not in SUBJECTS:
+            raise ConfigError(f"--only is {name!r}: there is no such subject. Use one of: {', '.join(SUBJECTS)}.")
+    if "speed" in only and not scope.full:
+        raise ConfigError("--only speed without --full times nothing: the benchmark is what --full adds. Add --full.")
+    return [check for name, module in SUBJECTS.items() if name in wanted for check in module.checks(scope)]

@@ -1,0 +1,115 @@
+"""`nsa gpu-check`: everything that must be proven on a GPU, in one command, as two files to commit."""
+
+import shlex
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa.cli.polite_end import polite_end
+from nsa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nsa.bench.gpu_check.record import Record
+    from nsa.bench.gpu_check.row import Row
+    from nsa.bench.gpu_check.runner import Runner
+
+INTERRUPTED = 130  # as a shell counts it
+_WIDTH = 240  # of a table that goes to a file
+
+
+def gpu_check(
+    full: bool = typer.Option(False, "--full", help="Also the benchmark: 2k to 64k tokens beside dense attention."),
+    rehearse: bool = typer.Option(False, "--rehearse", help="The same checks without a GPU: interpreted, tiny shapes."),
+    only: list[str] = typer.Option(None, "--only", metavar="SUBJECT", help="This subject alone (may be repeated)."),
+    out: Path = typer.Option(None, "--out", metavar="DIR", help="Folder of the files (default: bench/results)."),
+) -> None:
+    """Prove the kernels on this GPU: parity, causality, determinism, compile, decode; with `--full` also speed.
+
+    Every row says what was measured and what it may be at most. A row that fails, crashes or hangs does not stop the
+    others. Exit code 0 only if all hold, else 1. Writes `gpu_NAME.json` and `gpu_NAME.md`, ready to commit; Ctrl-C
+    leaves what there is. Subjects: environment, parity, causality, determinism, compile, decode, speed.
+
+    `--rehearse` runs the same code on a CPU under Triton's interpreter: rows that need a GPU say so, and its files are
+    no result.
+
+    **Example:** `nsa gpu-check --full`
+    """
+    from rich.console import Console
+
+    from nsa.bench.gpu_check.program import program, scope_of
+    from nsa.bench.gpu_check.record import Record, refuse_rehearsal_among_results
+    from nsa.bench.gpu_check.runner import Asked, Runner
+    from nsa.bench.machine import describe_machine
+    from nsa.config.env import without_settings
+
+    if rehearse:
+        refuse_rehearsal_among_results(out)
+    else:
+        _demand_gpu()
+    if find_spec("triton") is None:
+        raise ConfigError("the package triton is not installed, and its kernels are what is checked. It comes with "
+                          "torch's GPU builds; for a rehearsal: pip install triton==3.8.0.")  # fmt: skip
+    wanted = tuple(only or ())
+    checks = program(scope_of(rehearse=rehearse, full=full), wanted)
+    environ = {name: value for name, value in without_settings().items() if name != "TRITON_INTERPRET"}
+    runner = Runner(Asked(rehearse, full, wanted), checks, environ | ({"TRITON_INTERPRET": "1"} if rehearse else {}))
+    record = Record(
+        shlex.join(["nsa", *sys.argv[1:]]), describe_machine(), rehearse, full, wanted, traces=runner.traces
+    )
+    console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False, markup=False, soft_wrap=True)
+    try:
+        with polite_end():
+            _play(runner, record, console)
+        record.complete = True
+    except KeyboardInterrupt:
+        console.print("interrupted")
+    files = record.write(out)
+    console.print(f"{record.title()}\n{record.summary()}\nwrote {files[0]} and {files[1]}")
+    if not record.flaws():
+        console.print(f"to keep it: git add {files[0]} {files[1]} && git commit -m 'GPU check: {record.stem()}'")
+    raise typer.Exit(0 if record.holds else 1 if record.complete else INTERRUPTED)
+
+
+def _demand_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"nsa gpu-check needs a GPU and torch {torch.__version__} sees none here: what it proves cannot be proven "
+            f"elsewhere. Run it on a machine with one and torch's GPU build, or add --rehearse to run the same checks "
+            f"interpreted on this CPU."
+        )
+
+
+def _play(runner: "Runner", record: "Record", console: "Console") -> None:
+    """Print each row when it is there; below, on a terminal, what is being done."""
+    from nsa.bench.gpu_check.row import Check, Row
+
+    n, begun, began = len(runner.checks), 0, time.monotonic()
+    with console.status("starting") as status:
+        for result in runner.run():
+            if isinstance(result, Check):
+                begun += 1
+                status.update(f"{begun} of {n}, {time.monotonic() - began:.0f} s · {result.subject}: {result.name}")
+                continue
+            record.take(result)
+            if isinstance(result, Row):
+                console.print(_line(result), style=_style(result))
+
+
+def _line(row: "Row") -> str:
+    from nsa.bench.gpu_check.record import cells
+
+    verdict, subject, claim, measured, limit, seconds, note = cells(row)
+    bound = f"{measured:>9} {f'≤ {limit}' if limit else '':8}" if row.verdict != "fact" else f"{measured:18}"
+    return f"{verdict:11} {subject:11} {claim:78} {bound} {seconds:>6} s  {note}".rstrip()
+
+
+def _style(row: "Row") -> str | None:
+    return {"FAILS": "bold red", "needs a GPU": "dim", "fact": "dim"}.get(row.verdict)
