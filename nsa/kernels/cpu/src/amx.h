@@ -96,10 +96,13 @@ NSA_INLINE __m512i to_bf16(V low, V high) {
 struct Amx {
   using Cell = Bf16;
   using Weight = Bf16;
-  static constexpr bool kRough = true;
+  static constexpr bool kInPlace = false;
+  static constexpr Exactness kOfWeights = kWeight, kOfChoice = kRough;
   static constexpr int64_t kColumns = 32;
   static constexpr int64_t kTileRows = 3072;
-  static constexpr int64_t kRunKeys = 128;
+  // Longer passes let the tile unit fall asleep during the softmax, and waking it costs as much as a pass of 16 x 64 takes.
+  static constexpr int64_t kPassRows = 16;
+  static constexpr int64_t kRunKeys = 64;
 
   struct Thread {
     Scratch scratch;
@@ -115,6 +118,10 @@ struct Amx {
   static void load_row(int64_t, const char* from, Cell* to, int64_t n) {
     memcpy(to, from, n * sizeof(Cell));
     memset(to + n, 0, (width(n) - n) * sizeof(Cell));
+  }
+
+  static NSA_INLINE void copy_row(Cell* to, const Cell* from, int64_t wide) {
+    for (int64_t i = 0; i < wide; i += 32) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
   }
 
   // [key tile][width tile][16][32]

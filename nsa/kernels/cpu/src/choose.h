@@ -104,8 +104,8 @@ void choose(const Problem& p) {
         const V c2 = set1(scale2), from = set1(at[i]);
         V total = load(totals + i * W);
         for (int64_t c = 0; c < block_keys; c += kPair) {
-          const V x = exp2v<E::kRough>(load(of_row + c) * c2 - from);
-          const V y = exp2v<E::kRough>(load(of_row + c + W) * c2 - from);
+          const V x = exp2v<E::kOfChoice>(load(of_row + c) * c2 - from);
+          const V y = exp2v<E::kOfChoice>(load(of_row + c + W) * c2 - from);
           total += x + y;
           store(of_row + c, x), store(of_row + c + W, y);
           if (attend && !in_place) E::store_weights(weights + i * ld_weights + c, x, y);
@@ -123,7 +123,7 @@ void choose(const Problem& p) {
       if (attend) finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, total, at[i]);
     }
     auto* mass = scratch.template take<float>(most_blocks * (p.l_sel / p.d) + n_taps + 2 * W);
-    auto* of_blocks = scratch.template take<float>(most_blocks);
+    auto* of_blocks = scratch.template take<float>(most_blocks + W);
     for (int64_t i = 0; i < tile.n; ++i) {
       const int64_t query = tile.b * p.S + tile.begin + i, n_mine = p.pos[query] / p.l_sel + 1;
       if (n_mine <= p.n_sel) continue;
