@@ -14,6 +14,7 @@ struct Wide {
   static constexpr int64_t kColumns = kPair;  // scores are computed and weighed in multiples of this many keys
   static constexpr int64_t kTileRows = 2048;  // rows of a tile that chose blocks: their sums should stay in cache
   static constexpr int64_t kPassRows = 24;  // rows that a block's scores are computed, turned into weights and used for at once
+  static constexpr int64_t kLongChoiceRows = 64;  // rows of a tile that chooses among more keys than the second-level cache holds
   static constexpr int64_t kRunKeys = 64;  // keys per block where queries see runs of keys
   struct Thread {
     Scratch scratch;
