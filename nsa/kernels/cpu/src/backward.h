@@ -213,6 +213,7 @@ void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide
 // Returns false where two documents share keys, which block-by-block gradients cannot express.
 template <class E>
 bool backward(const Problem& p) {
+  large_pages_for(p, p.dq, p.K);
   const Grid grid(p, E::kRunKeys);
   if (grid.documents_overlap) return false;
   const auto used = used_blocks(p, grid);

@@ -31,6 +31,7 @@ void choose(const Problem& p) {
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
   const bool attend = p.out.data != nullptr;
+  if (attend) large_pages_for(p, p.out, p.V);
   Problem of_values = p;
   if (!attend) of_values.G = 0;  // no values were given: nothing is packed
   const auto values = along<E>(of_values, grid, used, p.v, p.V);

@@ -70,6 +70,7 @@ NSA_INLINE void finish_row(const Problem& p, int64_t b, int64_t s, int64_t g, in
 
 template <class E>
 void forward(const Problem& p) {
+  large_pages_for(p, p.out, p.V);
   const Grid grid(p, E::kRunKeys);
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);

@@ -37,6 +37,7 @@ class Chunks {
 
 inline void run_gradients(const Problem& p, const Grid& grid) {
   using E = WideBackward;
+  large_pages_for(p, p.dq, p.K);
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K), values = across<E>(p, grid, used, p.v, p.V);
   const auto keys_along = along<E>(p, grid, used, p.k, p.K);

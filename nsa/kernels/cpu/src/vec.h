@@ -160,6 +160,12 @@ NSA_INLINE char* row(const Problem& p, const Rows& x, int64_t b, int64_t t, int6
   return x.data + (b * x.batch + t * x.token + g * x.group + r * x.head) * (p.dtype == kFloat ? 4 : 2);
 }
 
+// For an output that is about to be written for the first time.
+inline void large_pages_for(const Problem& p, const Rows& x, int64_t width) {
+  const bool whole = x.head == width && x.group == p.R * x.head && x.token == p.G * x.group && x.batch == p.S * x.token;
+  if (whole) prefer_large_pages(x.data, p.B * x.batch * (p.dtype == kFloat ? 4 : 2));
+}
+
 template <class T>
 NSA_INLINE void widen_as(const T* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
