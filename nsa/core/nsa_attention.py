@@ -157,9 +157,7 @@ class NSAAttention(nn.Module):
         if self.probe is not None:
             reads_BSG = self._count_reads(idx_BSGN, compressed, selected, window)
             self.probe.record(gates, idx_BSGN, selected.pos_BS, reads_BSG, self.geometry)
-        mixed = sum(gate[..., None] * out for gate, out in zip(gates.unbind(-1), branches, strict=True))
-        assert isinstance(mixed, Tensor)
-        return self.w_out(mixed.flatten(2).to(q_BSGRK.dtype))
+        return self.w_out(_mix(gates, branches).flatten(2).to(q_BSGRK.dtype))
 
     def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
         heads = (self.n_kv_groups, -1)
@@ -211,6 +209,15 @@ class NSAAttention(nn.Module):
             compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d
         )
         return shared_BS[..., None] + selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
+
+
+def _mix(gates_BSGR3: Tensor, branches: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The branches weighed by their gates, summed in place: new memory for each sum would cost more than the sum."""
+    first, *others = gates_BSGR3[..., None].unbind(-2)
+    mixed_BSGRV = first * branches[0]
+    for gate, out in zip(others, branches[1:], strict=True):
+        mixed_BSGRV.addcmul_(gate, out)
+    return mixed_BSGRV
 
 
 def _check_heads(n_heads: int, n_kv_groups: int, d_k: int, rope_compressed: str) -> None:
