@@ -100,6 +100,19 @@ def test_branch_and_selection_in_one_pass_are_those_of_two(isa, layout, geometry
         assert error(got, exact) < limit
 
 
+@pytest.mark.parametrize("kinds", [None, 1, 2], ids=["all differ", "all tie", "two kinds of keys"])
+def test_the_choice_among_many_blocks_is_exact(isa, kinds):
+    """More blocks than are compared one by one; where keys repeat, most blocks tie and the lower index wins."""
+    inputs = Inputs((3, 16, 16), torch.float32, n=1500, geometry="tiny", layout="plain")
+    kc = inputs.kc
+    if kinds:
+        run = 3 * inputs.g.l_sel // inputs.g.d
+        kc = kc[:, torch.arange(kc.shape[1]) // run % kinds].contiguous()
+    sizes = inputs.sizes | {"n_sel": 12}
+    want = REFERENCE.select(inputs.q.double(), kc.double(), inputs.pos, inputs.first, **sizes)
+    assert torch.equal(CPU.functions.select(inputs.q, kc, inputs.pos, inputs.first, **sizes), want)
+
+
 def test_the_fused_operator_is_well_formed():
     inputs = Inputs((2, 8, 6), torch.float32, n=90, geometry="tiny")
     q, kc, vc = (x.requires_grad_() for x in inputs.tensors("compressed"))

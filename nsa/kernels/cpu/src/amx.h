@@ -96,10 +96,14 @@ NSA_INLINE __m512i to_bf16(V low, V high) {
 struct Amx {
   using Cell = Bf16;
   using Weight = Bf16;
-  static constexpr bool kRough = true;
+  static constexpr bool kInPlace = false;
+  static constexpr Exactness kOfWeights = kWeight, kOfChoice = kRough;
   static constexpr int64_t kColumns = 32;
   static constexpr int64_t kTileRows = 3072;
-  static constexpr int64_t kRunKeys = 128;
+  // Longer passes let the tile unit fall asleep during the softmax, and waking it costs as much as a pass of 16 x 64 takes.
+  static constexpr int64_t kPassRows = 16;
+  static constexpr int64_t kLongChoiceRows = 32;
+  static constexpr int64_t kRunKeys = 64;
 
   struct Thread {
     Scratch scratch;
@@ -115,6 +119,10 @@ struct Amx {
   static void load_row(int64_t, const char* from, Cell* to, int64_t n) {
     memcpy(to, from, n * sizeof(Cell));
     memset(to + n, 0, (width(n) - n) * sizeof(Cell));
+  }
+
+  static NSA_INLINE void copy_row(Cell* to, const Cell* from, int64_t wide) {
+    for (int64_t i = 0; i < wide; i += 32) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
   }
 
   // [key tile][width tile][16][32]
@@ -147,59 +155,84 @@ struct Amx {
     }
   }
 
-  // Rows are computed in whole tiles: inputs and outputs must have room up to a multiple of 32, whatever lies there.
+  // Rows are computed in whole tiles: inputs and outputs must have room up to a multiple of 16, whatever lies there. Four
+  // tiles of sums at a time, two by two or in one row: a product takes three times as long to finish as the next one to
+  // start.
   static void scores(const Cell* rows, int64_t n_rows, const Cell* across, int64_t n, int64_t keys, int64_t c0,
                      int64_t c1, float* out, int64_t ld_out) {
-    const int64_t ld = width(n), depth = ld / 32;
+    const int64_t ld = width(n), depth = ld / 32, per_tile = depth * kTileCells;
     for (int64_t i = 0; i < n_rows; i += 32) {
       const bool two = i + 16 < n_rows;
-      for (int64_t c = c0; c < c1; c += 32) {
-        const Cell *a = rows + i * ld, *b = across + c / 16 * depth * kTileCells;
+      for (int64_t c = c0; c < c1;) {
+        const Cell *a = rows + i * ld, *b = across + c / 16 * per_tile;
         float* to = out + i * ld_out + c;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        for (int64_t k = 0; k < depth; ++k) {
-          tile_load<4>(a + k * 32, ld * 2);
-          tile_load<6>(b + k * kTileCells, 64);
-          tile_multiply<0, 4, 6>();
-          tile_load<7>(b + (depth + k) * kTileCells, 64);
-          tile_multiply<1, 4, 7>();
-          if (two) {
-            tile_load<5>(a + 16 * ld + k * 32, ld * 2);
-            tile_multiply<2, 5, 6>();
-            tile_multiply<3, 5, 7>();
+        if (two || c + 32 == c1) {
+          for (int64_t k = 0; k < depth; ++k, b += kTileCells) {
+            tile_load<4>(a + k * 32, ld * 2);
+            tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
+            tile_load<7>(b + per_tile, 64), tile_multiply<1, 4, 7>();
+            if (two) {
+              tile_load<5>(a + 16 * ld + k * 32, ld * 2);
+              tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+            }
           }
+          tile_store<0>(to, ld_out * 4), tile_store<1>(to + 16, ld_out * 4);
+          if (two) tile_store<2>(to + 16 * ld_out, ld_out * 4), tile_store<3>(to + 16 * ld_out + 16, ld_out * 4);
+          c += 32;
+        } else {
+          for (int64_t k = 0; k < depth; ++k, b += kTileCells) {
+            tile_load<4>(a + k * 32, ld * 2);
+            tile_load<5>(b, 64), tile_multiply<0, 4, 5>();
+            tile_load<6>(b + per_tile, 64), tile_multiply<1, 4, 6>();
+            tile_load<7>(b + 2 * per_tile, 64), tile_multiply<2, 4, 7>();
+            tile_load<5>(b + 3 * per_tile, 64), tile_multiply<3, 4, 5>();
+          }
+          tile_store<0>(to, ld_out * 4), tile_store<1>(to + 16, ld_out * 4);
+          tile_store<2>(to + 32, ld_out * 4), tile_store<3>(to + 48, ld_out * 4);
+          c += 64;
         }
-        tile_store<0>(to, ld_out * 4), tile_store<1>(to + 16, ld_out * 4);
-        if (two) tile_store<2>(to + 16 * ld_out, ld_out * 4), tile_store<3>(to + 16 * ld_out + 16, ld_out * 4);
       }
     }
   }
 
-  // Four tiles of sums at a time: a product takes three times as long to finish as the next one to start.
   static void weigh(const Weight* weights, int64_t ld, int64_t n_rows, const Cell* along, int64_t n, int64_t c0,
                     int64_t c1, float* out, bool add) {
     const int64_t wide = width(n), tiles = wide / 16;
     for (int64_t i = 0; i < n_rows; i += 32) {
       const bool two = i + 16 < n_rows;
-      for (int64_t v = 0; v < tiles; v += 2) {  // a width is a multiple of two tiles
+      for (int64_t v = 0; v < tiles;) {  // a width is a multiple of two tiles
         float *to = out + i * wide + v * 16, *below = to + 16 * wide;
+        const Cell* b = along + (c0 / 32 * tiles + v) * kTileCells;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        if (add) {
-          tile_load<0>(to, wide * 4), tile_load<1>(to + 16, wide * 4);
-          if (two) tile_load<2>(below, wide * 4), tile_load<3>(below + 16, wide * 4);
-        }
-        for (int64_t c = c0; c < c1; c += 32) {
-          const Cell* b = along + (c / 32 * tiles + v) * kTileCells;
-          tile_load<4>(weights + i * ld + c, ld * 2);
-          tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
-          tile_load<7>(b + kTileCells, 64), tile_multiply<1, 4, 7>();
-          if (two) {
-            tile_load<5>(weights + (i + 16) * ld + c, ld * 2);
-            tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+        if (add) tile_load<0>(to, wide * 4), tile_load<1>(to + 16, wide * 4);
+        if (two || v + 2 == tiles) {
+          if (add && two) tile_load<2>(below, wide * 4), tile_load<3>(below + 16, wide * 4);
+          for (int64_t c = c0; c < c1; c += 32, b += tiles * kTileCells) {
+            tile_load<4>(weights + i * ld + c, ld * 2);
+            tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
+            tile_load<7>(b + kTileCells, 64), tile_multiply<1, 4, 7>();
+            if (two) {
+              tile_load<5>(weights + (i + 16) * ld + c, ld * 2);
+              tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+            }
           }
+          tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
+          if (two) tile_store<2>(below, wide * 4), tile_store<3>(below + 16, wide * 4);
+          v += 2;
+        } else {
+          if (add) tile_load<2>(to + 32, wide * 4), tile_load<3>(to + 48, wide * 4);
+          for (int64_t c = c0; c < c1; c += 32, b += tiles * kTileCells) {
+            tile_load<4>(weights + i * ld + c, ld * 2);
+            tile_load<5>(b, 64), tile_multiply<0, 4, 5>();
+            tile_load<6>(b + kTileCells, 64), tile_multiply<1, 4, 6>();
+            tile_load<7>(b + 2 * kTileCells, 64), tile_multiply<2, 4, 7>();
+            tile_load<5>(b + 3 * kTileCells, 64), tile_multiply<3, 4, 5>();
+          }
+          tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
+          tile_store<2>(to + 32, wide * 4), tile_store<3>(to + 48, wide * 4);
+          v += 4;
         }
-        tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
-        if (two) tile_store<2>(below, wide * 4), tile_store<3>(below + 16, wide * 4);
       }
     }
   }

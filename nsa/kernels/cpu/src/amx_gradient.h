@@ -94,7 +94,7 @@ struct AmxBackward : Amx {
                              _mm512_cmplt_epi32_mask(at, _mm512_loadu_si512(end + i));
       score = _mm512_mask_mov_ps(set1(kHidden), sees, score);
     }
-    x = exp2v<true>(score);
+    x = exp2v<kRough>(score);
     dx = x * scale * (load(products) - load(rows.delta + i));
   }
 

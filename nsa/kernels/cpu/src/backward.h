@@ -7,13 +7,13 @@ namespace nsa {
 namespace NSA_NAMESPACE {
 
 // Scores c0 … c1 − 1 of a row and the products dout · v become p and ds = p · (dout · v − delta) · scale.
-template <bool kRough, class Store>
+template <Exactness kHow, class Store>
 NSA_INLINE void gradient_row(float* scores, const float* products, int64_t c0, int64_t c1, int64_t begin, int64_t end,
                              float scale2, float scale, float lse2, float delta, Store&& put) {
   hide(scores, c0, c1, begin, end);
   const V c2 = set1(scale2), at = set1(lse2), less = set1(delta), by = set1(scale);
   for (int64_t c = c0; c < c1; c += kPair) {
-    const V x = exp2v<kRough>(load(scores + c) * c2 - at), y = exp2v<kRough>(load(scores + c + W) * c2 - at);
+    const V x = exp2v<kHow>(load(scores + c) * c2 - at), y = exp2v<kHow>(load(scores + c + W) * c2 - at);
     put(c, x, y, x * by * (load(products + c) - less), y * by * (load(products + c + W) - less));
   }
 }
@@ -92,7 +92,7 @@ void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_a
       for (int64_t i = 0; i < n * R; ++i) {
         const int64_t target = queries ? queries[i / R] * R + i % R : i;
         auto* to = weights + i * block_keys;
-        gradient_row<E::kRough>(scores + i * block_keys, products + i * block_keys, seen.c0, seen.c1,
+        gradient_row<E::kOfChoice>(scores + i * block_keys, products + i * block_keys, seen.c0, seen.c1,
                                 seen.begin[i / R], seen.end[i / R], scale2, scale, rows.lse2[target],
                                 rows.delta[target],
                                 [&](int64_t c, V, V, V dx, V dy) { E::store_weights(to + c, dx, dy); });
@@ -213,6 +213,7 @@ void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide
 // Returns false where two documents share keys, which block-by-block gradients cannot express.
 template <class E>
 bool backward(const Problem& p) {
+  large_pages_for(p, p.dq, p.K);
   const Grid grid(p, E::kRunKeys);
   if (grid.documents_overlap) return false;
   const auto used = used_blocks(p, grid);

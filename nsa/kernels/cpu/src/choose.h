@@ -9,22 +9,18 @@
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-// Scores of a tile: at most what a second-level cache holds beside the rest.
-inline int64_t choose_rows(const Problem& p) { return p.T <= 2048 ? kStepRows : 64; }
+// Scores of a tile: at most what a second-level cache holds beside the keys and values that fit it.
+template <class E>
+int64_t choose_rows(const Problem& p) {
+  return p.T <= 2048 ? kStepRows : E::kLongChoiceRows;
+}
 
-// Sum over the group's heads of the probabilities that query `i` of the tile gives each compressed block of its document.
-inline void group_mass(const Problem& p, const float* scores, int64_t ld, const float* share, int64_t from, int64_t n,
-                       float* mass) {
-  int64_t c = 0;
-  for (; c + W <= n; c += W) {
+// Sum over the group's heads of the probabilities that one query gives the keys of a block.
+NSA_INLINE void group_mass(const float* weights, const float* share, int64_t R, int64_t block_keys, float* mass) {
+  for (int64_t c = 0; c < block_keys; c += W) {
     V total{};
-    for (int64_t r = 0; r < p.R; ++r) total += load(scores + r * ld + from + c) * set1(share[r]);
+    for (int64_t r = 0; r < R; ++r) total += load(weights + r * block_keys + c) * set1(share[r]);
     store(mass + c, total);
-  }
-  for (; c < n; ++c) {
-    float total = 0;  // one multiply-add per head, as the vectors do
-    for (int64_t r = 0; r < p.R; ++r) total = std::fma(scores[r * ld + from + c], share[r], total);
-    mass[c] = total;
   }
 }
 
@@ -35,6 +31,7 @@ void choose(const Problem& p) {
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
   const bool attend = p.out.data != nullptr;
+  if (attend) large_pages_for(p, p.out, p.V);
   Problem of_values = p;
   if (!attend) of_values.G = 0;  // no values were given: nothing is packed
   const auto values = along<E>(of_values, grid, used, p.v, p.V);
@@ -43,7 +40,7 @@ void choose(const Problem& p) {
   const int64_t n_taps = p.l_sel / p.d + p.l / p.d - 1;
   std::vector<float> taps(n_taps);
   overlap_weights(p, taps.data());
-  const Tiles tiles(p, choose_rows(p));
+  const Tiles tiles(p, choose_rows<E>(p));
 
   parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
     Scratch scratch = thread.scratch;
@@ -61,16 +58,14 @@ void choose(const Problem& p) {
     }
     if (!attend && most_blocks <= p.n_sel) return;
     const int64_t first = all.begin / grid.width, n_blocks = all.end > all.begin ? (all.end - 1) / grid.width + 1 - first : 0;
-    const int64_t ld = std::max<int64_t>(1, n_blocks) * block_keys;
+    const int64_t per_block = padded_rows * block_keys;  // a block's scores lie together: rows far apart cost page lookups
     auto* q = scratch.template take<typename E::Cell>(padded_rows * K);
     auto* sums = scratch.template take<float>(padded_rows * V_);
     auto* totals = scratch.template take<float>(n_rows * W);
     auto* most = scratch.template take<float>(n_rows * W);
     auto* at = scratch.template take<float>(n_rows);
-    auto* scores = scratch.template take<float>(padded_rows * ld);
-    auto* weights = E::weights_in(scores, scratch, padded_rows * block_keys);
-    const bool in_place = static_cast<void*>(weights) == scores;
-    const int64_t ld_weights = in_place ? ld : block_keys;
+    auto* scores = scratch.template take<float>(n_blocks * per_block);
+    auto* weights = E::weights_in(scores, scratch, E::kPassRows * block_keys);
     auto* queries = scratch.template take<int64_t>(tile.n);
     for (int64_t i = 0; i < tile.n; ++i) queries[i] = tile.begin + i;
     for (int64_t i = 0; i < n_rows; ++i) {
@@ -84,9 +79,10 @@ void choose(const Problem& p) {
       Scratch inner = scratch;
       const int64_t block = grid.first[tile.b] + first + j;
       const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, queries, tile.n, inner);
-      E::scores(q, n_rows, keys.at(block, tile.g), p.K, block_keys, 0, block_keys, scores + j * block_keys, ld);
+      E::scores(q, n_rows, keys.at(block, tile.g), p.K, block_keys, 0, block_keys, scores + j * per_block,
+                block_keys);
       for (int64_t i = 0; i < n_rows; ++i) {
-        float* of_row = scores + i * ld + j * block_keys;
+        float* of_row = scores + j * per_block + i * block_keys;
         hide(of_row, 0, block_keys, seen.begin[i / R], seen.end[i / R]);
         V high = load(most + i * W);
         for (int64_t c = 0; c < block_keys; c += W) high = vmax(high, load(of_row + c));
@@ -99,22 +95,26 @@ void choose(const Problem& p) {
     }
     for (int64_t j = 0; j < n_blocks; ++j) {
       const int64_t block = grid.first[tile.b] + first + j;
-      for (int64_t i = 0; i < n_rows; ++i) {
-        float* of_row = scores + i * ld + j * block_keys;
-        const V c2 = set1(scale2), from = set1(at[i]);
-        V total = load(totals + i * W);
-        for (int64_t c = 0; c < block_keys; c += kPair) {
-          const V x = exp2v<E::kRough>(load(of_row + c) * c2 - from);
-          const V y = exp2v<E::kRough>(load(of_row + c + W) * c2 - from);
-          total += x + y;
-          store(of_row + c, x), store(of_row + c + W, y);
-          if (attend && !in_place) E::store_weights(weights + i * ld_weights + c, x, y);
+      for (int64_t done = 0; done < n_rows; done += E::kPassRows) {
+        const int64_t m = std::min(E::kPassRows, n_rows - done);
+        float* of_pass = scores + j * per_block + done * block_keys;
+        for (int64_t i = 0; i < m; ++i) {
+          float *of_row = of_pass + i * block_keys, *total = totals + (done + i) * W;
+          const V c2 = set1(scale2), from = set1(at[done + i]);
+          V added{};
+          for (int64_t c = 0; c < block_keys; c += kPair) {
+            const V x = exp2v<E::kOfChoice>(load(of_row + c) * c2 - from);
+            const V y = exp2v<E::kOfChoice>(load(of_row + c + W) * c2 - from);
+            added += x + y;
+            store(of_row + c, x), store(of_row + c + W, y);
+            if (!E::kInPlace) E::store_weights(weights + i * block_keys + c, x, y);
+          }
+          store(total, load(total) + added);
         }
-        store(totals + i * W, total);
+        if (attend)
+          E::weigh(E::kInPlace ? reinterpret_cast<typename E::Weight*>(of_pass) : weights, block_keys, m,
+                   values.at(block, tile.g), p.V, 0, block_keys, sums + done * V_, true);
       }
-      if (attend)
-        E::weigh(weights + (in_place ? j * block_keys : 0), ld_weights, n_rows, values.at(block, tile.g), p.V, 0,
-                 block_keys, sums, true);
     }
     auto* share = scratch.template take<float>(n_rows);
     for (int64_t i = 0; i < n_rows; ++i) {
@@ -122,20 +122,23 @@ void choose(const Problem& p) {
       share[i] = total > 0 ? 1.f / total : 0.f;
       if (attend) finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, total, at[i]);
     }
-    auto* mass = scratch.template take<float>(most_blocks * (p.l_sel / p.d) + n_taps + 2 * W);
-    auto* of_blocks = scratch.template take<float>(most_blocks);
+    auto* of_blocks = scratch.template take<float>(most_blocks + W);
     for (int64_t i = 0; i < tile.n; ++i) {
       const int64_t query = tile.b * p.S + tile.begin + i, n_mine = p.pos[query] / p.l_sel + 1;
       if (n_mine <= p.n_sel) continue;
       Scratch inner = scratch;
-      const Span& span = grid.spans[query];
-      // Compressed block 0 of the document lies at `start`; blocks before key 0 are gone and have no mass.
+      // Compressed block 0 of the document lies at `start`; blocks before key 0 are gone and have no mass, and keys that
+      // the query does not see have none: what lies around its own is zeros.
       const int64_t gone = std::max<int64_t>(0, -p.start[query]), lead = p.l / p.d - 1 + gone;
-      const int64_t size = n_mine * (p.l_sel / p.d) + p.l / p.d - 1, n = std::min(span.end - span.begin, size - lead);
-      memset(mass, 0, (size + W) * sizeof(float));
-      if (n > 0)
-        group_mass(p, scores + i * R * ld, ld, share + i * R, span.begin - first * grid.width, n, mass + lead);
-      block_scores(p, taps.data(), mass, n_mine, of_blocks, inner);
+      const int64_t from = std::max<int64_t>(0, grid.spans[query].begin - first * grid.width);
+      const int64_t end = lead + n_blocks * block_keys, size = from + n_mine * (p.l_sel / p.d) + n_taps + W;
+      auto* mass = inner.template take<float>(std::max(end, size));
+      memset(mass, 0, lead * sizeof(float));
+      for (int64_t j = 0; j < n_blocks; ++j)
+        group_mass(scores + j * per_block + i * R * block_keys, share + i * R, R, block_keys,
+                   mass + lead + j * block_keys);
+      if (size > end) memset(mass + end, 0, (size - end) * sizeof(float));
+      block_scores(p, taps.data(), mass + from, n_mine, of_blocks, inner);
       best_blocks(of_blocks, n_mine, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel, inner);
     }
   });

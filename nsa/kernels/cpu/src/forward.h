@@ -5,9 +5,9 @@
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-// Softmax state of a row, in powers of two. The reference point moves only when a score passes it by kSlack: until then
-// nothing has to be rescaled, and sums stay far from overflow.
-constexpr float kSlack = 8;
+// Softmax state of a row, in powers of two. The reference point moves only when a score passes it by kSlack or so: until
+// then nothing has to be rescaled, and sums stay far from overflow.
+constexpr float kSlack = 8, kMuch = 256;
 struct RowState {
   float at = -INFINITY, limit = -INFINITY;
 };
@@ -21,27 +21,41 @@ NSA_INLINE void softmax_row(float* scores, typename E::Weight* weights, int64_t 
     return;
   }
   hide(scores, c0, c1, begin, end);
-  V most = load(scores + c0);
-  for (int64_t c = c0 + W; c < c1; c += W) most = vmax(most, load(scores + c));
   V sums = load(total);
-  if (any_above(most, set1(state.limit))) {
+  const auto keep_up = [&] {
+    V most = load(scores + c0);
+    for (int64_t c = c0 + W; c < c1; c += W) most = vmax(most, load(scores + c));
+    if (!any_above(most, set1(state.limit))) return;
     const float at = top(most) * scale2;
     const float factor = state.at == -INFINITY ? 0.f : std::exp2(state.at - at);
     state = {at, (at + kSlack) / scale2};
     sums *= set1(factor);
     rescale(factor);
-  }
-  const V c2 = set1(scale2), at = set1(state.at);
-  for (int64_t c = c0; c < c1; c += kPair) {
-    const V x = exp2v<E::kRough>(load(scores + c) * c2 - at), y = exp2v<E::kRough>(load(scores + c + W) * c2 - at);
-    sums += x + y;
-    E::store_weights(weights + c, x, y);
-  }
-  store(total, sums);
+  };
+  const auto weigh = [&] {
+    const V c2 = set1(scale2), at = set1(state.at);
+    V added{};
+    for (int64_t c = c0; c < c1; c += kPair) {
+      const V x = exp2v<E::kOfWeights>(load(scores + c) * c2 - at), y = exp2v<E::kOfWeights>(load(scores + c + W) * c2 - at);
+      added += x + y;
+      E::store_weights(weights + c, x, y);
+    }
+    return added;
+  };
+  // Where scores outlive their weights, a score that was too high shows in the sum, and the row is done again: that is
+  // rare, and looking for the highest score first would cost every row a tenth of its time.
+  if (E::kInPlace || state.at == -INFINITY) keep_up();
+  V added = weigh();
+  if (!E::kInPlace && any_above(added, set1(kMuch * (c1 - c0)))) keep_up(), added = weigh();
+  store(total, sums + added);
 }
 
 NSA_INLINE void multiply_row(float* x, int64_t n, float by) {
   for (int64_t i = 0; i < n; i += W) store(x + i, load(x + i) * set1(by));
+}
+
+NSA_INLINE void add_row(float* to, const float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += W) store(to + i, load(to + i) + load(x + i));
 }
 
 // Writes a row's output and log-sum-exp; zeros and −inf where nothing was seen.
@@ -56,6 +70,7 @@ NSA_INLINE void finish_row(const Problem& p, int64_t b, int64_t s, int64_t g, in
 
 template <class E>
 void forward(const Problem& p) {
+  large_pages_for(p, p.out, p.V);
   const Grid grid(p, E::kRunKeys);
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
@@ -67,15 +82,15 @@ void forward(const Problem& p) {
   parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
     Scratch scratch = thread.scratch;
     const Tile tile = tiles[item];
-    const int64_t n_rows = tile.n * R, step_rows = round_up(std::max(kStepRows, R), 32);
+    const int64_t n_rows = tile.n * R;
     auto* q = scratch.template take<typename E::Cell>((n_rows + 32) * K);
-    auto* few = scratch.template take<typename E::Cell>(step_rows * K);
+    auto* few = scratch.template take<typename E::Cell>(E::kPassRows * K);
     auto* sums = scratch.template take<float>((n_rows + 32) * V_);
-    auto* part = scratch.template take<float>(step_rows * V_);
+    auto* part = scratch.template take<float>(E::kPassRows * V_);
     auto* totals = scratch.template take<float>(n_rows * W);
     auto* states = scratch.template take<RowState>(n_rows);
-    auto* scores = scratch.template take<float>(step_rows * block_keys);
-    auto* weights = E::weights_in(scores, scratch, step_rows * block_keys);
+    auto* scores = scratch.template take<float>(E::kPassRows * block_keys);
+    auto* weights = E::weights_in(scores, scratch, E::kPassRows * block_keys);
     auto* at = scratch.template take<int64_t>(tile.n);
     for (int64_t i = 0; i < n_rows; ++i)
       E::load_row(p.dtype, row(p, p.q, tile.b, tile.begin + i / R, tile.g, i % R), q + i * K, p.K);
@@ -88,25 +103,30 @@ void forward(const Problem& p) {
       for (int64_t i = 0; i < n; ++i) at[i] = tile.begin + (queries ? queries[i] : i);
       const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, at, n, inner);
       if (seen.none()) return;
-      const typename E::Cell* rows = q;
-      if (queries) {
-        for (int64_t i = 0; i < n; ++i) memcpy(few + i * R * K, q + queries[i] * R * K, R * K * sizeof(*q));
-        rows = few;
-      }
-      E::scores(rows, n * R, keys.at(block, tile.g), p.K, block_keys, seen.c0, seen.c1, scores, block_keys);
-      for (int64_t i = 0; i < n * R; ++i) {
-        const int64_t target = queries ? queries[i / R] * R + i % R : i;
-        softmax_row<E>(scores + i * block_keys, weights + i * block_keys, seen.c0, seen.c1, seen.begin[i / R],
-                       seen.end[i / R], scale2, states[target], totals + target * W,
-                       [&](float factor) { multiply_row(sums + target * V_, V_, factor); });
-      }
-      E::weigh(weights, block_keys, n * R, values.at(block, tile.g), p.V, seen.c0, seen.c1, queries ? part : sums,
-               !queries);
-      if (queries)
-        for (int64_t i = 0; i < n; ++i) {
-          float* to = sums + queries[i] * R * V_;
-          for (int64_t c = 0; c < R * V_; c += W) store(to + c, load(to + c) + load(part + i * R * V_ + c));
+      for (int64_t done = 0, i = 0, r = 0; done < n * R; done += E::kPassRows) {
+        const int64_t m = std::min(E::kPassRows, n * R - done);
+        struct {
+          int64_t row, query;  // in the tile, in the step
+        } of[E::kPassRows];
+        for (int64_t k = 0; k < m; ++k) {
+          of[k] = {(queries ? queries[i] : i) * R + r, i};
+          if (++r == R) r = 0, ++i;
         }
+        const typename E::Cell* rows = q + done * K;
+        if (queries) {
+          for (int64_t k = 0; k < m; ++k) E::copy_row(few + k * K, q + of[k].row * K, K);
+          rows = few;
+        }
+        E::scores(rows, m, keys.at(block, tile.g), p.K, block_keys, seen.c0, seen.c1, scores, block_keys);
+        for (int64_t k = 0; k < m; ++k)
+          softmax_row<E>(scores + k * block_keys, weights + k * block_keys, seen.c0, seen.c1, seen.begin[of[k].query],
+                         seen.end[of[k].query], scale2, states[of[k].row], totals + of[k].row * W,
+                         [&](float factor) { multiply_row(sums + of[k].row * V_, V_, factor); });
+        E::weigh(weights, block_keys, m, values.at(block, tile.g), p.V, seen.c0, seen.c1,
+                 queries ? part : sums + done * V_, !queries);
+        if (queries)
+          for (int64_t k = 0; k < m; ++k) add_row(sums + of[k].row * V_, part + k * V_, V_);
+      }
     });
     for (int64_t i = 0; i < n_rows; ++i)
       finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, sum(load(totals + i * W)),

@@ -6,12 +6,26 @@
 #include <cstring>
 #include <new>
 #include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace nsa {
 
 constexpr size_t kAlign = 64;
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Fresh memory is mapped page by page when it is first written, which takes longer than writing it: asks for large pages.
+// A wish: where the kernel has none, nothing changes.
+inline void prefer_large_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kLarge = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kLarge - 1) & ~(kLarge - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kLarge - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 template <class T>
 class Array {
@@ -25,6 +39,7 @@ class Array {
     std::free(data_);
     data_ = static_cast<T*>(std::aligned_alloc(kAlign, round_up((n + 1) * int64_t{sizeof(T)}, kAlign)));
     if (!data_) throw std::bad_alloc();
+    prefer_large_pages(data_, n * int64_t{sizeof(T)});
   }
   T* get() { return data_; }
   const T* get() const { return data_; }

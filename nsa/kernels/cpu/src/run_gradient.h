@@ -37,6 +37,7 @@ class Chunks {
 
 inline void run_gradients(const Problem& p, const Grid& grid) {
   using E = WideBackward;
+  large_pages_for(p, p.dq, p.K);
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K), values = across<E>(p, grid, used, p.v, p.V);
   const auto keys_along = along<E>(p, grid, used, p.k, p.K);
@@ -73,7 +74,7 @@ inline void run_gradients(const Problem& p, const Grid& grid) {
         E::scores(rows.dout, n_rows, values.at(block, g), p.V, block_keys, c0, c1, products, block_keys);
         for (int64_t i = 0; i < n_rows; ++i) {
           float *x = scores + i * block_keys, *dx = products + i * block_keys;
-          gradient_row<false>(x, dx, c0, c1, seen.begin[i / R], seen.end[i / R], scale2, scale, rows.lse2[i],
+          gradient_row<kFine>(x, dx, c0, c1, seen.begin[i / R], seen.end[i / R], scale2, scale, rows.lse2[i],
                               rows.delta[i], [&](int64_t c, V p0, V p1, V d0, V d1) {
                                 store(x + c, p0), store(x + c + W, p1), store(dx + c, d0), store(dx + c + W, d1);
                               });

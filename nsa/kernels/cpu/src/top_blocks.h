@@ -31,36 +31,61 @@ inline void all_blocks(int64_t n_blocks, int64_t n_sel, int32_t* idx) {
   for (int64_t i = 0; i < n_sel; ++i) idx[i] = i < n_blocks ? i : -1;
 }
 
-// n_blocks > n_sel. Block 0 and the two nearest the query (the last two) are in; the others compete.
+// The value that `place` − 1 others come before: the least that fewer than `place` exceed. n is a multiple of W.
+inline float value_at_place(const float* values, int64_t n, int32_t place) {
+  V least = set1(INFINITY);
+  for (int64_t c = 0; c < n; c += W) {
+    const V x = load(values + c);
+    VInt above{};
+    for (int64_t i = 0; i < n; ++i) above -= set1(values[i]) > x;
+    least = vmin(least, above < place ? x : set1(INFINITY));
+  }
+  return -top(-least);
+}
+
+// A score that the best `places` reach and few others do: scores are dealt into twice as many heaps as there are places,
+// and the heaps' highest scores are compared. −inf where there are too few scores to be worth it.
+inline float score_to_reach(const float* scores, int64_t n, int64_t places, Scratch& scratch) {
+  const int64_t heaps = round_up(2 * places, W);
+  if (n < heaps + W) return -INFINITY;
+  float* highest = scratch.take<float>(heaps);
+  for (int64_t h = 0; h < heaps; h += W) {
+    V high = load(scores + h);
+    for (int64_t c = h + heaps; c + W <= n; c += heaps) high = vmax(high, load(scores + c));
+    store(highest + h, high);
+  }
+  return value_at_place(highest, heaps, places);
+}
+
+// n_blocks > n_sel. Block 0 and the two nearest the query (the last two) are in; the others compete. Reads up to W − 1
+// values past the last score.
 inline void best_blocks(const float* scores, int64_t n_blocks, int64_t n_sel, int32_t* idx, Scratch& scratch) {
   const int64_t places = n_sel - 3, end = n_blocks - 2;
-  struct Entry {
-    float score;
-    int32_t block;
-  };
-  Entry* best = scratch.take<Entry>(places + 1);
-  int64_t n = 0;
-  float least = -INFINITY;
-  const auto offer = [&](int64_t j) {
-    if (n == places && !(scores[j] > least)) return;  // a tie goes to the lower index, which is already in
-    if (n < places) ++n;
-    int64_t i = n - 1;
-    for (; i > 0 && scores[j] > best[i - 1].score; --i) best[i] = best[i - 1];
-    best[i] = {scores[j], static_cast<int32_t>(j)};
-    if (n == places) least = best[n - 1].score;
-  };
-  int64_t j = 1;
-  if (places > 0) {
-    for (; j < end && n < places; ++j) offer(j);
-    for (; j + W <= end; j += W)
-      if (any_above(load(scores + j), set1(least)))
-        for (int64_t i = 0; i < W; ++i) offer(j + i);
-    for (; j < end; ++j) offer(j);
+  float* few = scratch.take<float>(n_blocks + W);
+  int32_t* block = scratch.take<int32_t>(n_blocks);
+  const float reach = score_to_reach(scores + 1, end - 1, places, scratch);
+  int64_t n = 0, ties = 0;
+  for (int64_t j = 1; j < end; j += W) {
+    uint32_t lanes = lanes_reaching(load(scores + j), set1(reach));
+    if (j + W > end) lanes &= (1u << (end - j)) - 1;
+    for (; lanes; lanes &= lanes - 1) {
+      const int64_t i = j + __builtin_ctz(lanes);
+      if (scores[i] == reach && ++ties > places) continue;  // so many of the same score and a lower index are in
+      few[n] = scores[i], block[n++] = i;
+    }
   }
-  idx[0] = 0;
-  for (int64_t i = 0; i < n; ++i) idx[1 + i] = best[i].block;
-  idx[1 + n] = n_blocks - 2, idx[2 + n] = n_blocks - 1;
-  std::sort(idx + 1, idx + 1 + n);
+  for (int64_t i = n; i < round_up(n, W); ++i) few[i] = -INFINITY;
+  const float last = value_at_place(few, round_up(n, W), places);
+  int64_t equal = places, taken = 0;
+  for (int64_t i = 0; i < n; ++i) equal -= few[i] > last;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool is_last = few[i] == last;
+    idx[1 + taken] = block[i];  // stays if it is in: most guesses of a branch would be wrong
+    taken += (few[i] > last) | (is_last & (equal > 0));
+    equal -= is_last;
+  }
+  while (taken < places) ++taken, idx[taken] = taken;  // scores that are no numbers have no order
+  idx[0] = 0, idx[n_sel - 2] = n_blocks - 2, idx[n_sel - 1] = n_blocks - 1;
 }
 
 }  // namespace NSA_NAMESPACE

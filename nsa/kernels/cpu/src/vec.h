@@ -40,7 +40,8 @@ NSA_INLINE V set1(float x) { return V{x, x, x, x}; }
 
 #if defined(__AVX512F__)
 NSA_INLINE V vmax(V a, V b) { return _mm512_max_ps(a, b); }
-NSA_INLINE bool any_above(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+NSA_INLINE uint32_t lanes_above(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+NSA_INLINE uint32_t lanes_reaching(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 NSA_INLINE float sum(V x) { return _mm512_reduce_add_ps(x); }
 NSA_INLINE float top(V x) { return _mm512_reduce_max_ps(x); }
 NSA_INLINE V lanes_in(V x, int begin, int end, float other) {
@@ -65,50 +66,64 @@ NSA_INLINE V lanes_in(V x, int begin, int end, float other) {
   return x;
 }
 #if defined(__AVX2__)
-NSA_INLINE bool any_above(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
+NSA_INLINE uint32_t lanes_above(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+NSA_INLINE uint32_t lanes_reaching(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 #else
-NSA_INLINE bool any_above(V a, V b) {
-  const VInt above = a > b;
-  int any = 0;
-  for (int i = 0; i < W; ++i) any |= above[i];
-  return any != 0;
+NSA_INLINE uint32_t lanes_set(VInt x) {
+  uint32_t bits = 0;
+  for (int i = 0; i < W; ++i) bits |= (x[i] & 1u) << i;
+  return bits;
 }
+NSA_INLINE uint32_t lanes_above(V a, V b) { return lanes_set(a > b); }
+NSA_INLINE uint32_t lanes_reaching(V a, V b) { return lanes_set(a >= b); }
 #endif
 #endif
+NSA_INLINE V vmin(V a, V b) { return a < b ? a : b; }
+NSA_INLINE bool any_above(V a, V b) { return lanes_above(a, b) != 0; }
 
 // A score that no query sees. Large enough that exp2 of it is exactly 0 whatever is subtracted, and still an integer,
 // so that its fraction is 0 and not NaN.
 constexpr float kHidden = -1e30f;
 
-// 2^x for x ≤ 126 or so; exactly 0 far below. Relative error 1e-7, or 3e-6 where the result is rounded to bf16 anyway.
-template <bool kRough = false>
+// How exact 2^x has to be, as a relative error: fp32's own; 3e-6 where what follows is bf16 but small differences
+// decide; 8e-5 for weights that are rounded to bf16 (4e-3) at once.
+enum Exactness { kFine, kRough, kWeight };
+
+// 2^x for x ≤ 126 or so; exactly 0 far below.
+template <Exactness kHow = kFine>
 NSA_INLINE V exp2v(V x) {
 #if defined(__AVX512F__)
+  if constexpr (kHow != kFine) {
+    const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    V p;
+    if constexpr (kHow == kWeight) {
+      p = set1(0x1.3f96a4p-4f);
+      p = p * f + set1(0x1.cefc4cp-3f);
+      p = p * f + set1(0x1.64444cp-1f);
+      p = p * f + set1(0x1.fff632p-1f);
+    } else {
+      p = set1(0x1.bb7cd4p-7f);
+      p = p * f + set1(0x1.aa13fp-5f);
+      p = p * f + set1(0x1.ee798ap-3f);
+      p = p * f + set1(0x1.62d166p-1f);
+      p = p * f + set1(0x1.00002cp+0f);
+    }
+    return _mm512_scalef_ps(p, x);  // rounds x down, as above
+  }
   const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const V f = x - n;
 #else
   const V small = set1(-127.f);
   const V clamped = vmax(x, small);
   const V magic = set1(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
   const V n = (clamped + magic) - magic;
-#endif
-#if defined(__AVX512F__)
-  const V f = x - n;
-#else
   const V f = clamped - n;
 #endif
-  V p;
-  if (kRough) {
-    p = set1(0x1.3a02cap-7f);
-    p = p * f + set1(0x1.c9fc46p-5f);
-    p = p * f + set1(0x1.ec0378p-3f);
-    p = p * f + set1(0x1.62e12cp-1f);
-  } else {
-    p = set1(0x1.5bba12p-10f);
-    p = p * f + set1(0x1.3cea88p-7f);
-    p = p * f + set1(0x1.c6b752p-5f);
-    p = p * f + set1(0x1.ebf9bcp-3f);
-    p = p * f + set1(0x1.62e42ap-1f);
-  }
+  V p = set1(0x1.5bba12p-10f);
+  p = p * f + set1(0x1.3cea88p-7f);
+  p = p * f + set1(0x1.c6b752p-5f);
+  p = p * f + set1(0x1.ebf9bcp-3f);
+  p = p * f + set1(0x1.62e42ap-1f);
   p = p * f + set1(1.f);
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(p, n);
@@ -145,6 +160,12 @@ NSA_INLINE char* row(const Problem& p, const Rows& x, int64_t b, int64_t t, int6
   return x.data + (b * x.batch + t * x.token + g * x.group + r * x.head) * (p.dtype == kFloat ? 4 : 2);
 }
 
+// For an output that is about to be written for the first time.
+inline void large_pages_for(const Problem& p, const Rows& x, int64_t width) {
+  const bool whole = x.head == width && x.group == p.R * x.head && x.token == p.G * x.group && x.batch == p.S * x.token;
+  if (whole) prefer_large_pages(x.data, p.B * x.batch * (p.dtype == kFloat ? 4 : 2));
+}
+
 template <class T>
 NSA_INLINE void widen_as(const T* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
@@ -163,6 +184,14 @@ template <class T>
 NSA_INLINE void narrow_as(const float* from, T* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) narrow(from[i], to[i]);
 }
+#if defined(__AVX512BF16__)
+NSA_INLINE void narrow_as(const float* from, Bf16* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(from + i))));
+  for (; i < n; ++i) narrow(from[i], to[i]);
+}
+#endif
 inline void narrow_row(int64_t dtype, const float* from, char* to, int64_t n) {
   if (dtype == kFloat)
     memcpy(to, from, n * sizeof(float));

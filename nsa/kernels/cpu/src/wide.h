@@ -9,9 +9,12 @@ namespace NSA_NAMESPACE {
 struct Wide {
   using Cell = float;      // as in packed rows of queries
   using Weight = float;    // as probabilities go into the second product
-  static constexpr bool kRough = false;
+  static constexpr bool kInPlace = true;   // weights overwrite the scores they come from
+  static constexpr Exactness kOfWeights = kFine, kOfChoice = kFine;
   static constexpr int64_t kColumns = kPair;  // scores are computed and weighed in multiples of this many keys
   static constexpr int64_t kTileRows = 2048;  // rows of a tile that chose blocks: their sums should stay in cache
+  static constexpr int64_t kPassRows = 24;  // rows that a block's scores are computed, turned into weights and used for at once
+  static constexpr int64_t kLongChoiceRows = 64;  // rows of a tile that chooses among more keys than the second-level cache holds
   static constexpr int64_t kRunKeys = 64;  // keys per block where queries see runs of keys
   struct Thread {
     Scratch scratch;
@@ -20,6 +23,10 @@ struct Wide {
   static int64_t width(int64_t n) { return round_up(n, W); }
 
   static void load_row(int64_t dtype, const char* from, Cell* to, int64_t n) { widen_row(dtype, from, to, n, width(n)); }
+
+  static NSA_INLINE void copy_row(Cell* to, const Cell* from, int64_t wide) {
+    for (int64_t i = 0; i < wide; i += W) store(to + i, load(from + i));
+  }
 
   // Packed for products that sum over the width: [n][keys]. A null row is one that no query sees.
   static int64_t across_size(int64_t n, int64_t keys) { return n * keys; }

@@ -22,7 +22,7 @@ struct WideBackward : Wide {
     E::scores(rows.dout, n_rows, side.values.at(block, g), p.V, block_keys, c0, c1, products, block_keys);
     for (int64_t i = 0; i < n_rows; ++i) {
       float *s = scores + i * block_keys, *x = products + i * block_keys;
-      gradient_row<false>(s, x, c0, c1, seen.begin[i / p.R], seen.end[i / p.R], p.scale * kLog2e, p.scale,
+      gradient_row<kFine>(s, x, c0, c1, seen.begin[i / p.R], seen.end[i / p.R], p.scale * kLog2e, p.scale,
                           rows.lse2[i], rows.delta[i], [&](int64_t c, V a, V b, V da, V db) {
                             store(s + c, a), store(s + c + W, b), store(x + c, da), store(x + c + W, db);
                           });
