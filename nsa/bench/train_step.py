@@ -116,10 +116,14 @@ class Step:
 def judge_step(
     shape: BenchShape, kernels: str | Attend, truth: str | Attend, dtype: str, dim: int, device: str = "cpu"
 ) -> Agreement:
-    """Gradients of every weight of a one-layer model on a short row, against the reference's in the same dtype."""
+    """Gradients of every weight of a one-layer model on a short row, against the reference's in fp32.
+
+    Not in bf16: there the reference itself is up to 5 % off, more than any backend.
+    """
     length = short_length(Case(shape, 1, torch.float32))
     got, want = (
-        Step(build(shape, 1, dim, 257, which), length, dtype, device).gradients() for which in (kernels, truth)
+        Step(build(shape, 1, dim, 257, which), length, arithmetic, device).gradients()
+        for which, arithmetic in ((kernels, dtype), (truth, "fp32"))
     )
     assert got.keys() == want.keys()
     scale = max(g.norm() for g in want.values())
