@@ -128,7 +128,7 @@ class Decode {
     const int64_t size_of_mass = n_blocks * (p_.l_sel / p_.d) + p_.l / p_.d - 1;
     const int64_t n = std::min(all.end - all.begin, size_of_mass - lead);
     float* mass = scratch.take<float>(size_of_mass + 2 * W);
-    float* of_blocks = scratch.take<float>(n_blocks);
+    float* of_blocks = scratch.take<float>(n_blocks + W);
     float* taps = scratch.take<float>(p_.l_sel / p_.d + p_.l / p_.d - 1);
     overlap_weights(p_, taps);
     memset(mass, 0, (size_of_mass + 2 * W) * sizeof(float));
