@@ -115,7 +115,8 @@ class LayerCache:
         """The decoder that `make` prepares for this cache, made once."""
         if make not in self._decoders:
             tail_k, tail_v = (slots.content() for slots in self.tail)
-            self._decoders[make] = make(Remembered((tail_k, tail_v), *self._newest, self.length_B), **sizes)
+            remembered = Remembered((tail_k, tail_v), *self._newest, self.length_B, self.n_compressed_B)
+            self._decoders[make] = make(remembered, **sizes)
         return self._decoders[make]
 
     @cached_property

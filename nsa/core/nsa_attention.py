@@ -194,9 +194,9 @@ class NSAAttention(nn.Module):
         make = self.plan(q_BSGRK.device, q_BSGRK.dtype).decoder
         if make is None:
             return None
-        g = self.geometry
-        return cache.decoder(make, heads_per_group=self.shape.heads_per_group, l=g.l, d=g.d, l_sel=g.l_sel,
-                             n_sel=g.n_sel, w=g.w, scale=self.scale)  # fmt: skip
+        g, means = self.geometry, self.phi_k.phi == "avg" and self.rope_compressed == "before"
+        return cache.decoder(make, heads_per_group=self.shape.heads_per_group, means=means, l=g.l, d=g.d,
+                             l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)  # fmt: skip
 
     def _attend(
         self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: Keys, selected: Keys, window: Keys

@@ -24,13 +24,18 @@ class Remembered(NamedTuple):
     window: Keys
     """A ring of the last w tokens."""
     length_B: Tensor
+    n_compressed_B: Tensor
 
 
 class Decoder(Protocol):
+    """Made from a cache, the number of heads per group, whether compressed entries are plain means of the tail
+    (`means`: then the decoder may emit them itself), the geometry's sizes and the scale."""
+
     @property
     def take_in(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
         """Writes one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
-        V]), moves lengths and positions on, says whether a row now ends a compressed block. None: the cache does that.
+        V]), moves lengths and positions on, says whether a row now ends a compressed block that the cache has to emit.
+        None: the cache does all of it.
         """
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:

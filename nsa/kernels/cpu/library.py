@@ -67,9 +67,10 @@ class Stream(ctypes.Structure):
 
 class Arrival(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("element_bytes", "B", "G", "l", "d", "w")),
+        *((name, c_int64) for name in ("dtype", "isa", "B", "G", "l", "d", "w", "means")),
         ("streams", Stream * 6),
-        *((name, c_void_p) for name in ("length", "pos", "window_pos")),
+        ("compressed", Rows * 2),
+        *((name, c_void_p) for name in ("length", "n_compressed", "pos", "window_pos")),
     )
 
 

@@ -45,7 +45,7 @@ class Decoder:
 
     take_in = None
 
-    def __init__(self, cache: Remembered, *, heads_per_group: int, **sizes: Any) -> None:
+    def __init__(self, cache: Remembered, *, heads_per_group: int, means: bool, **sizes: Any) -> None:
         self._keys, self._sizes = (cache.compressed, cache.selected, cache.window), sizes
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:

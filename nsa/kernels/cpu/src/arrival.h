@@ -1,28 +1,53 @@
-// Takes one new token per row into the cache: six rows copied to their slots, three counters moved on.
+// Takes one new token per row into the cache: six rows copied to their slots, counters moved on, and where the
+// compressed branch's operator is the mean, the entry of a block that ends with the token.
 #pragma once
-#include <cstring>
-
-#include "problem.h"
+#include "vec.h"
 
 namespace nsa {
+namespace NSA_NAMESPACE {
 
-// Returns whether any row now ends a compressed block, which is then to be emitted.
-inline bool take_in(const Arrival& a) {
-  bool any_ends = false;
+NSA_INLINE char* slot(const Arrival& a, const Rows& x, int64_t b, int64_t at, int64_t g) {
+  return x.data + (b * x.batch + at * x.token + g * x.group) * (a.dtype == kFloat ? 4 : 2);
+}
+
+// The mean of a ring's last l tokens, oldest first, into the slot of the block they are.
+inline void emit_mean(const Arrival& a, const Stream& tail, const Rows& to, int64_t b, int64_t length) {
+  const int64_t width = round_up(tail.width, W);
+  Scratch scratch;
+  float *sum = scratch.take<float>(width), *one = scratch.take<float>(width);
+  for (int64_t g = 0; g < a.G; ++g) {
+    memset(sum, 0, width * sizeof(float));
+    for (int64_t t = length - a.l; t < length; ++t) {
+      widen_row(a.dtype, slot(a, tail.slots, b, t % tail.n_slots, g), one, tail.width, width);
+      for (int64_t c = 0; c < width; c += W) store(sum + c, load(sum + c) + load(one + c));
+    }
+    for (int64_t c = 0; c < width; c += W) store(sum + c, load(sum + c) / set1(static_cast<float>(a.l)));
+    narrow_row(a.dtype, sum, slot(a, to, b, (length - a.l) / a.d, g), tail.width);
+  }
+}
+
+// Returns whether any row now ends a compressed block that is still to be emitted.
+inline bool arrive(const Arrival& a) {
+  bool to_emit = false;
   for (int64_t b = 0; b < a.B; ++b) {
     const int64_t at = a.length[b];
     for (const Stream& stream : a.streams)
       for (int64_t g = 0; g < a.G; ++g)
-        std::memcpy(stream.slots.data + (b * stream.slots.batch + at % stream.n_slots * stream.slots.token +
-                                         g * stream.slots.group) * a.element_bytes,
-                    stream.fresh.data + (b * stream.fresh.batch + g * stream.fresh.group) * a.element_bytes,
-                    stream.width * a.element_bytes);
+        memcpy(slot(a, stream.slots, b, at % stream.n_slots, g), slot(a, stream.fresh, b, 0, g),
+               stream.width * (a.dtype == kFloat ? 4 : 2));
     a.pos[b] = at;
     a.window_pos[b] = at < a.w ? at : a.w - 1;
     const int64_t length = a.length[b] = at + 1;
-    any_ends |= length >= a.l && (length - a.l) % a.d == 0;
+    if (length < a.l || (length - a.l) % a.d != 0) continue;
+    if (a.means) {
+      for (int64_t i = 0; i < 2; ++i) emit_mean(a, a.streams[i], a.compressed[i], b, length);
+      ++a.n_compressed[b];
+    } else {
+      to_emit = true;
+    }
   }
-  return any_ends;
+  return to_emit;
 }
 
+}  // namespace NSA_NAMESPACE
 }  // namespace nsa

@@ -2,7 +2,6 @@
 #include <exception>
 #include <new>
 
-#include "arrival.h"
 #include "kernels.h"
 #include "pool.h"
 #if defined(__x86_64__)
@@ -123,4 +122,7 @@ NSA_EXPORT int64_t nsa_mix(const nsa::Mix* p) {
   });
 }
 
-NSA_EXPORT int64_t nsa_take_in(const nsa::Arrival* arrival) { return nsa::take_in(*arrival); }
+NSA_EXPORT int64_t nsa_take_in(const nsa::Arrival* p) {
+  using namespace nsa;
+  return [&]() -> bool { NSA_DISPATCH(take_in(*p)) }();
+}

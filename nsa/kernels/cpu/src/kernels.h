@@ -9,7 +9,8 @@ namespace nsa {
   void choose(const Problem&);  \
   bool backward(const Problem&); \
   void decode_step(const Step&); \
-  void mix(const Mix&);
+  void mix(const Mix&); \
+  bool take_in(const Arrival&);
 
 namespace plain { NSA_KERNELS }
 namespace avx2 { NSA_KERNELS }

@@ -53,10 +53,13 @@ struct Stream {
   int64_t n_slots, width;
 };
 
+// Streams: keys and values of the compressed branch (into its tail), the selected branch, the window.
 struct Arrival {
-  int64_t element_bytes, B, G, l, d, w;
+  int64_t dtype, isa, B, G, l, d, w;
+  int64_t means;                // whether compressed entries are means, which need nobody else
   Stream streams[6];
-  int64_t *length, *pos, *window_pos;  // [B]; the latter two: where the new token stands, also in the window's ring
+  Rows compressed[2];
+  int64_t *length, *n_compressed, *pos, *window_pos;  // [B]; the latter two: where the token stands, also in the window's ring
 };
 
 }  // namespace nsa

@@ -1,5 +1,6 @@
 // Defines the kernels of one instruction set with the fp32 engine.
 #pragma once
+#include "arrival.h"
 #include "choose.h"
 #include "decode.h"
 #include "kernels.h"
@@ -17,6 +18,7 @@ bool backward(const Problem& p) {
   return true;
 }
 void decode_step(const Step& step) { Decode(step).run(); }
+bool take_in(const Arrival& arrival) { return arrive(arrival); }
 
 }  // namespace NSA_NAMESPACE
 }  // namespace nsa
