@@ -1,6 +1,6 @@
 """GPU kernels in Triton: any heads per group, packed documents, no atomics.
 
-`{sliding,compressed,selected}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
+`{sliding,compressed,selected,mix}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
 `nsa.kernels.portable`. The kernels, and Triton itself, are imported when one of them is first called.
 """
 
@@ -23,6 +23,8 @@ _HOMES = {
     "selected_backward": "selected",
     "select": "selection",
     "compressed_and_select": "selection",
+    "mix_forward": "mix",
+    "mix_backward": "mix",
 }
 
 
