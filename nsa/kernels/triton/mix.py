@@ -14,9 +14,7 @@ ELEMENTS = 2048
 """Of one branch that a program holds: 16 for each of 128 threads."""
 
 
-def mix_forward(
-    gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor
-) -> Tensor:
+def mix_forward(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor) -> Tensor:
     """gate · output, summed over the branches in fp32, in the branches' dtype."""
     branches = (compressed_BSGRV, selected_BSGRV, sliding_BSGRV)
     gates, *outs = (x.contiguous() for x in (gates_BSGX3, *branches))

@@ -16,9 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nsa.kernels.triton import bounds, index, mix
 from nsa.kernels.triton.device import runs_backward, runs_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
-from nsa.kernels.triton.selected import PIECE, block_of, tile_of
+from nsa.kernels.triton.index import PIECE
+from nsa.kernels.triton.selected import block_of, tile_of
 from nsa.kernels.triton.tuning import choose
 from nsa.kernels.triton.widths import split_width, widths
 
@@ -62,6 +64,11 @@ class Model:
 MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
 
 
+AROUND = ("add_pieces", "bounds", "seen_by", "union", "sort_chunks", "place_chunks", "place_windows", "fill",
+          "find_pieces", "mix_forward", "mix_backward")  # fmt: skip
+"""Kernels without products of matrices."""
+
+
 @dataclass(frozen=True)
 class Job:
     kernel: str
@@ -92,9 +99,10 @@ class Passport:
             found.append(f"{self.spilled_bytes} bytes spilled")
         if self.shared_bytes > self.shared_limit:
             found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {self.shared_limit}")
-        if self.kernel != "add_pieces" and not self.matrix:
+        multiplies = self.kernel not in AROUND
+        if multiplies and not self.matrix:
             found.append("no matrix instructions")
-        if self.kernel != "add_pieces" and self.device.startswith("sm_") and not self.async_copies:
+        if multiplies and self.device.startswith("sm_") and not self.async_copies:
             found.append("no asynchronous copies: the loop over keys is not pipelined")
         return found
 
@@ -133,14 +141,43 @@ def jobs(model: Model) -> Iterator[Job]:
         "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
         tiles.warps, tiles.stages,
     )  # fmt: skip
+    yield from _around(model, width)
+
+
+def _around(model: Model, width: int) -> Iterator[Job]:
+    """Bounds, indices and the gate mix, as their launchers call them."""
+
+    def job(function: Any, warps: int = 4, **constants: int) -> Job:
+        return Job(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2)
+
+    yield job(bounds.bounds_kernel, W=0, L=model.l, D=model.d, CHUNK=bounds.CHUNK)
+    yield job(bounds.seen_by_kernel, N=choose("runs_dkv", width).n, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
+    queries, _ = tile_of(choose("selected_forward", width), model.heads_per_group)
+    sizes = index.union_sizes(model.n_sel, model.l_sel, queries)
+    yield job(index.union_kernel, index.sorting_warps(sizes), G=model.groups, **sizes)
+    sizes = index.chunk_sizes(model.n_sel, model.l_sel)
+    warps = index.sorting_warps(sizes)
+    yield job(index.sort_chunks_kernel, warps, G=model.groups, N=model.n_sel, **sizes)
+    yield job(index.place_chunks_kernel, CHUNKS=index.CHUNKS, BINS=index.BINS)
+    yield job(index.place_windows_kernel, PIECE=PIECE, BLOCK=index.PLACES)
+    yield job(index.fill_kernel, warps, G=model.groups, **sizes)
+    yield job(index.find_pieces_kernel, BLOCK=index.PLACES)
+    v = split_width(model.d_v)
+    for function in (mix.mix_forward_kernel, mix.mix_backward_kernel):
+        yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
 
 
 _POINTERS = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part"), "*fp32"),
+    **dict.fromkeys(
+        ("mixed", "compressed", "selected", "sliding", "dmixed", "dcompressed", "dselected", "dsliding"), "*bf16"
+    ),
+    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "gates", "dgates"), "*fp32"),
+    **dict.fromkeys(("position", "origin"), "*i64"),
     **dict.fromkeys(
         ("lo", "hi", "pos", "first", "last", "begins", "bits", "counts", "idx", "seen_first", "seen_end", "queries",
-         "offsets", "piece_window", "piece_first"), "*i32",
+         "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "run_begins", "run_ends", "before",
+         "totals"), "*i32",
     ),
     "scale": "fp32",
 }  # fmt: skip
