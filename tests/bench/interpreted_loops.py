@@ -106,8 +106,13 @@ PLANTED = {
     "queries that see a tile are forgotten": (kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
     "blocks are looked at twice as many at a time": (kernels, "keep_of", lambda n_sel: 32),
     "readers of a block are rows already": (Unions, "dkv_trips", lambda self, piece, m: dkv_trips(self, piece, 3 * m)),
-    "outputs are mixed without their gates": (index, "mix", lambda sizes, backward: index.moves(
-        "mix_backward" if backward else "mix_forward", backward, 4 * sizes.outputs_bytes())),
+    "outputs are mixed without their gates": (
+        index,
+        "mix",
+        lambda sizes, backward: index.moves(
+            "mix_backward" if backward else "mix_forward", backward, 4 * sizes.outputs_bytes()
+        ),
+    ),
     "a chunk has half its queries": (index, "chunk_sizes", lambda n_sel, l_sel: dict(CHUNK=16, LOG=6)),
     "a group's heads are one": (BenchShape, "heads_per_group", 1),
 }
