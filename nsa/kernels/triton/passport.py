@@ -203,7 +203,7 @@ def inspect(job: Job, model: str, device_name: str) -> Passport:
     by_registers = device.registers_per_unit // max(1, registers * job.warps * lanes)
     by_shared = device.shared_per_unit // max(1, compiled.metadata.shared)
     shape = [str(job.constants[name]) for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_N", "KEEP") if name in job.constants]
-    tile = f"{'×'.join(shape)}, {job.warps} warps, {job.stages} stages"
+    tile = ", ".join(filter(None, ("×".join(shape), f"{job.warps} warps", f"{job.stages} stages")))
     return Passport(
         job.kernel, model, device_name, tile, registers, spilled,
         compiled.metadata.shared, device.shared_limit, matrix, copies,
