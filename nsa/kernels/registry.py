@@ -100,6 +100,7 @@ BACKENDS: dict[str, Backend] = {
             by_default=False,  # until a GPU has proven it
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **sizes: triton.Decoder(*args, **sizes),  # looking it up imports Triton
+            mix=ops.bind_mix("triton"),
         ),
         Backend("portable", ops.bind("portable", portable), _always),
         Backend(

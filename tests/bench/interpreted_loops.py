@@ -12,12 +12,12 @@ import torch
 from triton.runtime import interpreter
 
 from nsa.bench.case import Case
-from nsa.bench.model import kernels
+from nsa.bench.model import index, kernels
 from nsa.bench.model.unions import Unions
 from nsa.bench.model.work import Sizes
 from nsa.bench.shapes import BenchShape
 from nsa.core.geometry import Geometry
-from nsa.kernels.triton import runs, selected, selection
+from nsa.kernels.triton import mix, runs, selected, selection
 
 counted: defaultdict[str, Counter] = defaultdict(Counter)
 branch, kernel = "", ""
@@ -76,6 +76,9 @@ def main() -> None:
     branch = ""
     out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, [g.l_sel], scale)
     selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, [g.l_sel], scale)
+    gates = torch.rand(*q.shape[:4], 3)
+    mix.mix_forward(gates, out, out, out)
+    mix.mix_backward(dout, gates, out, out, out)
     counted["select"] = counted.pop("select compressed")
 
     unions, sizes = Unions(shape, length, "random", idx[:, :, 0]), Sizes(shape, length, "fp32")
@@ -87,12 +90,12 @@ def main() -> None:
 
 
 def compared(sizes: Sizes, unions: Unions) -> dict[str, dict[str, list[float]]]:
-    result = {}
-    for work in (*kernels.forward(sizes, unions), *kernels.backward(sizes, unions)):
-        modelled = {"flops": work.flops, "exponentials": work.exponentials, "bytes": work.l2_bytes}
-        result[work.name] = {what: [counted[work.name][what], modelled[what]] for what in modelled}
-    assert counted.keys() == result.keys(), (sorted(counted), sorted(result))
-    return result
+    modelled: defaultdict[str, Counter] = defaultdict(Counter)
+    for module in (kernels, index):
+        for work in (*module.forward(sizes, unions), *module.backward(sizes, unions)):
+            modelled[work.name].update(flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes)
+    assert counted.keys() == modelled.keys(), (sorted(counted), sorted(modelled))
+    return {name: {what: [counted[name][what], n] for what, n in found.items()} for name, found in modelled.items()}
 
 
 blocks, dkv_trips, key_trips = Unions.blocks, Unions.dkv_trips, kernels.key_tile_trips
@@ -103,6 +106,14 @@ PLANTED = {
     "queries that see a tile are forgotten": (kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
     "blocks are looked at twice as many at a time": (kernels, "keep_of", lambda n_sel: 32),
     "readers of a block are rows already": (Unions, "dkv_trips", lambda self, piece, m: dkv_trips(self, piece, 3 * m)),
+    "outputs are mixed without their gates": (
+        index,
+        "mix",
+        lambda sizes, backward: index.moves(
+            "mix_backward" if backward else "mix_forward", backward, 4 * sizes.outputs_bytes()
+        ),
+    ),
+    "a chunk has half its queries": (index, "chunk_sizes", lambda n_sel, l_sel: dict(CHUNK=16, LOG=6)),
     "a group's heads are one": (BenchShape, "heads_per_group", 1),
 }
 

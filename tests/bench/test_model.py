@@ -64,7 +64,7 @@ def test_twice_the_bandwidth_halves_what_memory_bounds(seed_unions):
         before = slow[kernel.name]
         assert kernel.bounds_s["memory"] == pytest.approx(before.bounds_s["memory"] / 2)
         assert kernel.seconds <= before.seconds
-    assert slow["mix, torch"].bound == "memory"
+    assert slow["mix_forward"].bound == "memory"
 
 
 def test_work_grows_with_length(seed_unions):
@@ -137,6 +137,15 @@ def test_spans_speak_for_the_whole_row(monkeypatch):
     assert sampled.dkv_trips(1024, 64)[0] == pytest.approx(whole.dkv_trips(1024, 64)[0], rel=0.1)
 
 
+@pytest.mark.parametrize("queries", [1, 3, 10, 32])
+def test_a_union_is_a_set(queries):
+    found = measure_unions(TINY, 90)
+    rows = found.idx_LSN[0].tolist()
+    tiles = [{block for row in rows[i : i + queries] for block in row} - {-1} for i in range(0, 90, queries)]
+    assert found.blocks(queries) == sum(map(len, tiles))
+    assert found.entries() == sum(block >= 0 for row in rows for block in row)
+
+
 def test_smooth_neighbours_share_more_blocks():
     assert measure_unions(TINY, 2000, "smooth").mean(10) < 0.8 * measure_unions(TINY, 2000, "random").mean(10)
 
@@ -153,19 +162,6 @@ def test_torch_operations_are_counted_once_each():
     assert torch_ops.traced("scan", False, lambda: torch.empty(1, 5000, device="meta").cummax(1)).scanned == 5000
 
 
-def test_counting_needs_no_data():
-    """The index that the launcher builds is the same list of operations with and without data."""
-    from nsa.kernels.triton.index import union
-
-    idx = torch.randint(0, 9, (1, 64, 2, 4), dtype=torch.int32)
-    real = torch_ops.traced("u", False, lambda: union(idx, torch.zeros(1, 64, dtype=torch.int64), 8, 10))
-    blank = torch_ops.traced(
-        "u", False, lambda: union(idx.to("meta"), torch.zeros(1, 64, dtype=torch.int64, device="meta"), 8, 10)
-    )
-    assert real.launches == pytest.approx(blank.launches, abs=1)  # one copies the index to no device
-    assert real.sorted_keys == blank.sorted_keys > 0
-
-
 def test_machine_code_says_what_a_turn_issues():
     text = "\n".join(
         [".L_x_1:", *["        /*0010*/    @P0 FADD R1, R2 ;"] * 5, ".L_x_2:",
@@ -176,6 +172,8 @@ def test_machine_code_says_what_a_turn_issues():
     assert parse(text)[1] == [(5, 11), (0, 13)]
     assert count(text, False, 1, 1) == (7, 3)
     assert count(text, True, 6, 5) == (14, 3)
+    straight = "\n".join(f"        /*00{i}0*/  {name} ;" for i, name in enumerate(("IADD3 R1", "NOP", "EXIT")))
+    assert count(straight, False, 1, 1) == (2, 0)
 
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa.bench.model.work import Sizes
 from nsa.kernels.portable.shared import compressed_bounds, window_bounds
-from nsa.kernels.triton.runs import _parts, _seen_by
+from nsa.kernels.triton.runs import _parts
 from nsa.kernels.triton.tuning import Tiles
 
 
@@ -38,8 +38,8 @@ def key_tile_trips(sizes: Sizes, branch: str, tiles: Tiles) -> tuple[int, int]:
     s, heads = sizes.shape, sizes.shape.heads_per_group
     q = torch.empty((1, sizes.length, s.n_kv_groups, heads, s.d_k), device="meta")
     parts = _parts(q, n_keys, tiles)
-    n_tiles = -(-n_keys // tiles.n)
-    first, end = _seen_by(lo_BS.int().contiguous(), hi_BS.int().contiguous(), n_tiles, tiles.n)
+    begin = torch.arange(0, n_keys, tiles.n)
+    first, end = torch.searchsorted(hi_BS[0], begin, right=True), torch.searchsorted(lo_BS[0], begin + tiles.n)
     rows = ((end - first).clamp(min=0) * heads).long()
     per_part = (rows + parts - 1) // parts
     length = (per_part + tiles.m - 1) // tiles.m * tiles.m

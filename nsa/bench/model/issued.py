@@ -48,9 +48,11 @@ def count(text: str, nested: bool, heads: int, strides: int) -> tuple[int, int]:
     """Instructions of one turn of the main loop and, of those, HMMA.
 
     The main loop is the first with exponentials. The selection's holds others: one per document, and, if heads were not
-    unrolled, one per stride that turns once per head.
+    unrolled, one per stride that turns once per head. Kernels without loops are one turn from end to end.
     """
     names, loops = parse(text)
+    if not loops:
+        return sum(name != "NOP" for name in names), 0
 
     def measure(begin: int, end: int) -> tuple[int, int]:
         return end - begin + 1, sum(name.startswith("HMMA") for name in names[begin : end + 1])

@@ -6,7 +6,8 @@ from dataclasses import replace
 from nsa.bench.model.bounds import key_tile_trips, query_tile_trips
 from nsa.bench.model.unions import Unions
 from nsa.bench.model.work import Sizes, Work
-from nsa.kernels.triton.selected import PIECE, block_of, keys_of, tile_of
+from nsa.kernels.triton.index import PIECE
+from nsa.kernels.triton.selected import block_of, keys_of, tile_of
 from nsa.kernels.triton.tuning import Tiles, choose
 
 INDEX = 4  # bytes of an index, a bound, a mask

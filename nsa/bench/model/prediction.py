@@ -1,10 +1,10 @@
 """From work to seconds: the slowest of what a kernel needs is its bound, and kernels follow each other. Modelled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.bench.model import kernels, torch_ops
+from nsa.bench.model import index, kernels, torch_ops
 from nsa.bench.model.dense import dense_s, serial_s, stretch
 from nsa.bench.model.gpus import LAUNCH_S, SCAN_S, SORT_CLOCKS, Gpu, gpu_named
 from nsa.bench.model.group_centric import group_centric_forward
@@ -65,8 +65,8 @@ class Prediction:
     @property
     def selected_seconds(self) -> float:
         """Our selected forward with the index it needs."""
-        ours = ("selected_forward", "union index, torch")
-        return sum(kernel.seconds for kernel in self.kernels if kernel.name in ours)
+        ours = ("selected_forward", "union")
+        return sum(kernel.seconds for kernel in self.kernels if kernel.name in ours and not kernel.backward)
 
     @property
     def selected_ratio(self) -> float:
@@ -114,15 +114,12 @@ def predict(
         counted = instructions(kind, shape, machine.code) if work.trips and dtype == "bf16" else None
         return time_of(machine, dtype, work, counted, slowdown, launch_s)
 
-    def both(
-        count: Callable[[Sizes, Unions], Iterator[Work]], around: Callable[[Sizes], Iterator[Work]]
-    ) -> list[Kernel]:
-        return [timed(work) for work in (*count(sizes, unions), *around(sizes))]
-
-    found = both(kernels.forward, torch_ops.forward)
+    found = [timed(work) for work in (*kernels.forward(sizes, unions), *index.forward(sizes, unions),
+                                      *torch_ops.forward(sizes))]  # fmt: skip
     dense = dense_s(machine, sizes, False)
     if backward:
-        found += both(kernels.backward, torch_ops.backward)
+        found += [timed(work) for work in (*kernels.backward(sizes, unions), *index.backward(sizes, unions),
+                                           *torch_ops.backward(sizes))]  # fmt: skip
         dense += dense_s(machine, sizes, True)
     queries, _ = kernels.tile_of(kernels.tiles_of("selected_forward", sizes), shape.heads_per_group)
     yardstick = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)

@@ -1,9 +1,9 @@
 """What torch does around the kernels: the launchers' own functions, run on tensors without data and counted.
 
-Indices, bounds, sums of parts and the mix of branches are torch operations. Each is a launch that reads its inputs
-and writes its outputs once, except where CUDA is known to do more.
+Sums of parts, a cleared buffer and casts are torch operations. Each is a launch that reads its inputs and writes its
+outputs once, except where CUDA is known to do more.
 
-B batch · S tokens · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
+B batch · S tokens · G kv groups · R heads per group · K key dim
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa.bench.case import TORCH_DTYPES
+from nsa.bench.model.index import count_shape
 from nsa.bench.model.kernels import tiles_of
 from nsa.bench.model.work import Sizes, Work
-from nsa.core.gating import BRANCH_ORDER
 from nsa.core.layout import plain_layout
-from nsa.kernels.portable.shared import compressed_bounds, window_bounds
-from nsa.kernels.triton.index import chosen, union
-from nsa.kernels.triton.runs import _parts, _seen_by
-from nsa.kernels.triton.selected import _last, _pieces, tile_of
+from nsa.kernels.triton.runs import _parts
 
 SHORT_ROW = 4096
 """Longer rows are sorted by radix, one pass over keys and indices per 8 bits; shorter ones within a block."""
@@ -88,21 +85,14 @@ def traced(name: str, backward: bool, run: Callable[[], object]) -> Work:
 
 
 def forward(sizes: Sizes) -> Iterator[Work]:
-    row = _Row(sizes)
-    yield traced("bounds, torch", False, row.forward_bounds)
-    yield traced("union index, torch", False, partial(row.union, "selected_forward"))
-    yield traced("mix, torch", False, row.mix)
+    yield traced("positions, torch", False, _Row(sizes).positions)
 
 
 def backward(sizes: Sizes) -> Iterator[Work]:
     row = _Row(sizes)
-    leaves, mixed = row.mixed()
-    yield traced("mix backward, torch", True, lambda: torch.autograd.grad(mixed, leaves, torch.empty_like(mixed)))
     for branch in ("compressed", "sliding"):
-        yield traced(f"seen_by {branch}, torch", True, partial(row.seen_by, branch))
         yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
-    yield traced("union index again, torch", True, partial(row.union, "selected_dq"))
-    yield traced("chosen index, torch", True, row.chosen)
+    yield traced("counts, torch", True, row.counts)
     yield traced("sum of dq, torch", True, row.sum_dq)
 
 
@@ -111,68 +101,28 @@ class _Row:
 
     def __init__(self, sizes: Sizes) -> None:
         s, meta = sizes.shape, torch.device("meta")
-        self.sizes, self.shape, self.geometry = sizes, s, s.geometry
+        self.sizes, self.shape = sizes, s
         self.pos_BS, self.start_BS, *_ = plain_layout(1, sizes.length, s.geometry, meta)
-        heads = (1, sizes.length, s.n_kv_groups, s.heads_per_group)
-        dtype = TORCH_DTYPES[sizes.dtype]
-        self.q_BSGRK = torch.empty((*heads, s.d_k), dtype=dtype, device=meta)
-        self.out_BSGRV = torch.empty((*heads, s.d_v), dtype=dtype, device=meta)
-        self.gates_BSGR3 = torch.empty((*heads, len(BRANCH_ORDER)), device=meta)
-        self.idx_BSGN = torch.empty((*heads[:3], s.geometry.n_sel), dtype=torch.int32, device=meta)
+        shape = (1, sizes.length, s.n_kv_groups, s.heads_per_group, s.d_k)
+        self.q_BSGRK = torch.empty(shape, dtype=TORCH_DTYPES[sizes.dtype], device=meta)
 
-    def bounds(self, branch: str) -> tuple[Tensor, Tensor]:
-        g, n = self.geometry, self.sizes.length
-        found = (
-            window_bounds(self.pos_BS, self.start_BS, [g.w], n)
-            if branch == "sliding"
-            else compressed_bounds(self.pos_BS, self.start_BS, [g.l, g.d], self.sizes.n_compressed)
-        )
-        lo, hi = (bound.to(torch.int32).contiguous() for bound in found)
-        return lo, hi
-
-    def forward_bounds(self) -> None:
-        """The compressed branch's are computed twice: for its output and for the selection."""
-        for branch in ("compressed", "compressed", "sliding"):
-            self.bounds(branch)
+    def positions(self) -> None:
+        """As the selection wants them."""
         for x in (self.pos_BS, self.start_BS):
             x.to(torch.int32).contiguous()
 
-    def union(self, kernel: str) -> None:
-        queries, _ = tile_of(tiles_of(kernel, self.sizes), self.shape.heads_per_group)
-        _last(self.pos_BS, self.start_BS)
-        union(self.idx_BSGN, self.start_BS, self.geometry.l_sel, queries)
-
-    def chosen(self) -> None:
-        index = chosen(self.idx_BSGN, self.pos_BS, self.start_BS, self.geometry.l_sel, self.sizes.length)
-        _pieces(index.offset, index.query.numel())
-
-    def seen_by(self, branch: str) -> None:
-        n = tiles_of("runs_dkv", self.sizes).n
-        lo, hi = self.bounds(branch)
-        _seen_by(lo, hi, -(-self._keys(branch) // n), n)
+    def counts(self) -> Tensor:
+        """Of chunks and bins, before the readers of windows are counted."""
+        return torch.zeros(count_shape(self.sizes), dtype=torch.int32, device="meta")
 
     def sum_parts(self, branch: str) -> None:
-        s, n_keys = self.shape, self._keys(branch)
+        s, n_keys = self.shape, self.sizes.length if branch == "sliding" else self.sizes.n_compressed
         parts = _parts(self.q_BSGRK, n_keys, tiles_of("runs_dkv", self.sizes))
         wide = torch.float32 if parts > 1 else self.q_BSGRK.dtype
         for width in (s.d_k, s.d_v):
             part = torch.empty((parts, 1, n_keys, s.n_kv_groups, width), dtype=wide, device="meta")
             part.sum(0, dtype=wide).to(self.q_BSGRK.dtype)
 
-    def mix(self) -> Tensor:
-        return self.mixed()[1]
-
-    def mixed(self) -> tuple[list[Tensor], Tensor]:
-        """As at the end of `NSAAttention.forward`."""
-        leaves = [self.gates_BSGR3, *(torch.empty_like(self.out_BSGRV) for _ in BRANCH_ORDER)]
-        gates, *branches = (x.requires_grad_() for x in leaves)
-        mixed = sum(gate[..., None] * out for gate, out in zip(gates.unbind(-1), branches, strict=True))
-        assert isinstance(mixed, Tensor)
-        return leaves, mixed.flatten(2).to(self.q_BSGRK.dtype)
-
     def sum_dq(self) -> Tensor:
         """The queries' gradients of three branches."""
         return self.q_BSGRK + self.q_BSGRK + self.q_BSGRK
-
-    def _keys(self, branch: str) -> int:
-        return self.sizes.length if branch == "sliding" else self.sizes.n_compressed

@@ -50,12 +50,17 @@ class Unions:
         return total / n_tiles
 
     def _sizes(self, queries: int) -> tuple[int, int]:
-        from nsa.kernels.triton.index import union
+        """Blocks in the unions of all tiles, and how many tiles there are."""
+        idx_LSN = self.idx_LSN if self.whole else self.idx_LSN[:, : self.idx_LSN.shape[1] // queries * queries]
+        tiles = torch.nn.functional.pad(idx_LSN, (0, 0, 0, -idx_LSN.shape[1] % queries), value=-1)
+        tiles = tiles.reshape(-1, queries * tiles.shape[-1]).sort(-1).values
+        new = tiles >= 0
+        new[:, 1:] &= tiles[:, 1:] != tiles[:, :-1]
+        return int(new.sum()), len(tiles)
 
-        full = self.length if self.whole else self.idx_LSN.shape[1] // queries * queries
-        idx = self.idx_LSN[:, :full, None]
-        size = union(idx, torch.zeros(idx.shape[:2], dtype=torch.int32), self.shape.geometry.l_sel, queries).size
-        return int(size.sum()), size.numel()
+    def entries(self) -> int:
+        """Blocks that queries chose, each counted for each of them."""
+        return round(int((self.idx_LSN >= 0).sum()) * (self.length / self.n_measured))
 
     @cached_property
     def readers(self) -> Tensor:

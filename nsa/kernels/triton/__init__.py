@@ -1,8 +1,7 @@
 """GPU kernels in Triton: any heads per group, packed documents, no atomics.
 
-`{sliding,compressed,selected}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
-`nsa.kernels.portable`, and `decode`, with that of `nsa.kernels.cpu`. The kernels, and Triton itself, are imported when
-one of them is first called.
+`{sliding,compressed,selected,mix}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
+`nsa.kernels.portable`, and `Decoder`. The kernels, and Triton itself, are imported when one of them is first called.
 """
 
 from importlib import import_module
@@ -26,6 +25,8 @@ _HOMES = {
     "compressed_and_select": "selection",
     "Decoder": "decoding",
     "decode": "decoding",
+    "mix_forward": "mix",
+    "mix_backward": "mix",
 }
 
 

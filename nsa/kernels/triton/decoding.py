@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.kernels import reference
 from nsa.kernels.decoder import Keys, Remembered
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
@@ -18,6 +17,7 @@ from nsa.kernels.triton.device.decode import (
     decode_raw_kernel,
     decode_score_kernel,
 )
+from nsa.kernels.triton.mix import mix_forward
 from nsa.kernels.triton.runs import rows_contiguous
 from nsa.kernels.triton.tuning import choose
 from nsa.kernels.triton.widths import is_wide, split_width, widths
@@ -50,7 +50,7 @@ class Decoder:
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
         branches, idx_B1GN = decode(q_B1GRK, *self._keys, **self._sizes)
-        return reference.mix(gates_B1GR3, *branches), idx_B1GN
+        return mix_forward(gates_B1GR3, *branches), idx_B1GN
 
 
 def decode(

@@ -7,12 +7,13 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton import decoding
+from nsa.kernels.triton import bounds, decoding, index, mix
 from nsa.kernels.triton.device import decode, runs_backward, runs_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.gpus import GPUS, Gpu
+from nsa.kernels.triton.index import PIECE
 from nsa.kernels.triton.machine_code import Code, read
-from nsa.kernels.triton.selected import PIECE, block_of, keys_of, tile_of
+from nsa.kernels.triton.selected import block_of, keys_of, tile_of
 from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import split_width, widths
 
@@ -33,6 +34,11 @@ class Model:
 
 
 MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
+
+
+AROUND = ("add_pieces", "bounds", "seen_by", "union", "sort_chunks", "place_chunks", "place_windows", "fill",
+          "find_pieces", "mix_forward", "mix_backward")  # fmt: skip
+"""Kernels without products of matrices."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +113,43 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
     yield Job("decode_score", decode.decode_score_kernel, step.score, 4, 2)
     yield Job("decode_raw", decode.decode_raw_kernel, step.raw, tiles.warps, tiles.stages)
     yield Job("decode_merge", decode.decode_merge_kernel, step.merge, 4, 2)
+    yield from _around(model, width, gpu)
+
+
+def _around(model: Model, width: int, gpu: str) -> Iterator[Job]:
+    """Bounds, indices and the gate mix, as their launchers call them."""
+
+    def job(function: Any, warps: int = 4, **constants: int) -> Job:
+        return Job(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2)
+
+    yield job(bounds.bounds_kernel, W=0, L=model.l, D=model.d, CHUNK=bounds.CHUNK)
+    yield job(bounds.seen_by_kernel, N=choose("runs_dkv", width, gpu).n, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
+    queries, _ = tile_of(choose("selected_forward", width, gpu), model.heads_per_group)
+    sizes = index.union_sizes(model.n_sel, model.l_sel, queries)
+    yield job(index.union_kernel, index.sorting_warps(sizes), G=model.groups, **sizes)
+    sizes = index.chunk_sizes(model.n_sel, model.l_sel)
+    warps = index.sorting_warps(sizes)
+    yield job(index.sort_chunks_kernel, warps, G=model.groups, N=model.n_sel, **sizes)
+    yield job(index.place_chunks_kernel, CHUNKS=index.CHUNKS, BINS=index.BINS)
+    yield job(index.place_windows_kernel, PIECE=PIECE, BLOCK=index.PLACES)
+    yield job(index.fill_kernel, warps, G=model.groups, **sizes)
+    yield job(index.find_pieces_kernel, BLOCK=index.PLACES)
+    v = split_width(model.d_v)
+    for function in (mix.mix_forward_kernel, mix.mix_backward_kernel):
+        yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
 
 
 _POINTERS = {
     **dict.fromkeys(("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores"), "*fp32"),
+    **dict.fromkeys(
+        ("mixed", "compressed", "selected", "sliding", "dmixed", "dcompressed", "dselected", "dsliding"), "*bf16"
+    ),
+    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores", "gates", "dgates"), "*fp32"),
     **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
         ("lo", "hi", "pos", "first", "last", "begins", "bits", "counts", "idx", "seen_first", "seen_end", "queries",
-         "offsets", "piece_window", "piece_first"), "*i32",
+         "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "run_begins", "run_ends", "before",
+         "totals"), "*i32",
     ),
     "scale": "fp32",
 }  # fmt: skip
@@ -139,5 +173,5 @@ def inspect(job: Job, model: str, gpu_name: str) -> Passport:
     by_shared = gpu.shared_per_unit // max(1, code.shared_bytes)
     programs = min(by_registers, by_shared, gpu.warps_per_unit // job.warps)
     shape = [str(job.constants[name]) for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_N", "KEEP") if name in job.constants]
-    tile = f"{'×'.join(shape)}, {job.warps} warps, {job.stages} stages"
+    tile = ", ".join(filter(None, ("×".join(shape), f"{job.warps} warps", f"{job.stages} stages")))
     return Passport(job.kernel, model, gpu_name, tile, code, programs)

@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.kernels.portable.shared import compressed_bounds, window_bounds
 from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.bounds import Bounds, compressed_bounds, seen_by, window_bounds
 from nsa.kernels.triton.device.runs_backward import runs_dkv_kernel, runs_dq_kernel
 from nsa.kernels.triton.device.runs_forward import runs_forward_kernel
 from nsa.kernels.triton.tuning import Tiles
@@ -47,15 +47,13 @@ def compressed_backward(
     return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, bounds, scale)
 
 
-def _forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: tuple[Tensor, Tensor], scale: float
-) -> tuple[Tensor, Tensor]:
+def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: Bounds, scale: float) -> tuple[Tensor, Tensor]:
     B, S, G, R, K = q_BSGRK.shape
     V = v_BTGV.shape[-1]
     q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi = (bound.to(torch.int32).contiguous() for bound in bounds)
+    lo, hi, *_ = bounds
 
     def start(tiles: Tiles, launch: Launch) -> None:
         launch(
@@ -71,13 +69,13 @@ def _forward(
 
 def _backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
-    bounds: tuple[Tensor, Tensor], scale: float,
+    bounds: Bounds, scale: float,
 ) -> Gradients:  # fmt: skip
     B, S, G, R, K = q_BSGRK.shape
     T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
     dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
-    lo, hi = (bound.to(torch.int32).contiguous() for bound in bounds)
+    lo, hi, *_ = bounds
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
     common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
@@ -91,7 +89,7 @@ def _backward(
 
     def start_dkv(tiles: Tiles, launch: Launch) -> tuple[Tensor, Tensor]:
         n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
-        seen = _seen_by(lo, hi, n_tiles, tiles.n)
+        seen = seen_by(bounds, n_tiles, tiles.n)
         wide = torch.float32 if parts > 1 else k.dtype
         dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
         dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
@@ -115,16 +113,6 @@ def _parts(q_BSGRK: Tensor, n_keys: int, tiles: Tiles) -> int:
 
 
 _PROGRAMS_WANTED = 1024
-
-
-def _seen_by(lo_BS: Tensor, hi_BS: Tensor, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
-    """The queries that may see each tile of keys, as [first, end): [B, tiles]. Exact where bounds only grow along S."""
-    begin = torch.arange(n_tiles, dtype=torch.int32, device=lo_BS.device)[None, :].expand(lo_BS.shape[0], -1) * n
-    reach = hi_BS.cummax(1).values.contiguous()  # nobody before the first query that reaches past `begin` sees it
-    ahead = lo_BS.flip(1).cummin(1).values.flip(1).contiguous()
-    first = torch.searchsorted(reach, begin.contiguous(), right=True)
-    end = torch.searchsorted(ahead, (begin + n).contiguous(), right=False)
-    return first.to(torch.int32), end.to(torch.int32)
 
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -7,13 +7,10 @@ from torch import Tensor
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.device.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
 from nsa.kernels.triton.device.selected_forward import selected_forward_kernel
-from nsa.kernels.triton.index import MOST_QUERIES, chosen, union
+from nsa.kernels.triton.index import MOST_QUERIES, PIECE, chosen, union
 from nsa.kernels.triton.runs import Gradients, rows_contiguous
 from nsa.kernels.triton.tuning import Tiles
 from nsa.kernels.triton.widths import is_wide, split_width, widths
-
-PIECE = 1024
-"""Queries of one window that one program adds up."""
 
 
 def selected_forward(
@@ -29,11 +26,11 @@ def selected_forward(
 
     def start(tiles: Tiles, launch: Launch) -> None:
         queries, block_m = tile_of(tiles, R)
-        begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
+        begin, bits, size, last = union(idx_BSGN, pos_BS, start_BS, l_sel, queries)
         n_tiles = triton.cdiv(S, queries)
         launch(
             selected_forward_kernel, (n_tiles, B * G),
-            q, k, v, _last(pos_BS, start_BS), begin, bits, size, out, lse, scale, S, T, n_tiles, begin.shape[-1],
+            q, k, v, last, begin, bits, size, out, lse, scale, S, T, n_tiles, begin.shape[-1],
             *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V), L=l_sel, QUERIES=queries,
             BLOCK_M=block_m, BLOCK_N=keys_of(tiles, l_sel), WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
@@ -50,24 +47,28 @@ def selected_backward(
     B, S, G, R, K = q_BSGRK.shape
     T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
     dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
-    out, lse, last = out_BSGRV.contiguous(), lse_BSGR.contiguous(), _last(pos_BS, start_BS)
+    out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
     common = dict(G=G, R=R, L=l_sel, WIDE=is_wide(q.dtype), **widths(K, V))
 
-    def start_dq(tiles: Tiles, launch: Launch) -> None:
+    def start_dq(tiles: Tiles, launch: Launch) -> Tensor:
         queries, block_m = tile_of(tiles, R)
-        begin, bits, size = union(idx_BSGN, start_BS, l_sel, queries)
+        begin, bits, size, last = union(idx_BSGN, pos_BS, start_BS, l_sel, queries)
         n_tiles = triton.cdiv(S, queries)
         launch(
             selected_dq_kernel, (n_tiles, B * G),
             dout, q, k, v, last, begin, bits, size, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1],
             *strides, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=keys_of(tiles, l_sel), **common, **tiles.options,
         )  # fmt: skip
+        return last
 
-    index = chosen(idx_BSGN, pos_BS, start_BS, l_sel, T)
+    sizes_chosen = dict(l_sel=l_sel, n_sel=idx_BSGN.shape[-1])
+    last = tuned("selected_dq", q, V, start_dq, **sizes_chosen)
+    index = chosen(idx_BSGN, last, start_BS, l_sel, T)
     n_windows = triton.cdiv(T, l_sel)
-    first, window, n_pieces = _pieces(index.offset, index.query.numel())
+    first, window = index.piece_first, index.piece_window
+    n_pieces = window.numel()
     dk_part = torch.empty((n_pieces, l_sel, K), dtype=torch.float32, device=q.device)
     dv_part = torch.empty((n_pieces, l_sel, V), dtype=torch.float32, device=q.device)
 
@@ -80,8 +81,6 @@ def selected_backward(
             **tiles.options,
         )  # fmt: skip
 
-    sizes_chosen = dict(l_sel=l_sel, n_sel=idx_BSGN.shape[-1])
-    tuned("selected_dq", q, V, start_dq, **sizes_chosen)
     tuned("selected_dkv", q, V, start_dkv, **sizes_chosen)
     dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for part, total in ((dk_part, dk), (dv_part, dv)):
@@ -96,20 +95,6 @@ def tile_of(tiles: Tiles, heads_per_group: int) -> tuple[int, int]:
     """Queries of a tile, and its rows as a power of two."""
     queries = max(1, min(MOST_QUERIES, tiles.m // heads_per_group))
     return queries, max(16, triton.next_power_of_2(queries * heads_per_group))
-
-
-def _pieces(offset: Tensor, n_entries: int) -> tuple[Tensor, Tensor, int]:
-    """Where each window's pieces begin, the window of each piece, and how many there are at most."""
-    n = (offset.diff() + PIECE - 1) // PIECE
-    first = torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32)
-    most = n_entries // PIECE + n.numel()
-    window = torch.searchsorted(first, torch.arange(most, dtype=torch.int32, device=first.device), right=True) - 1
-    return first, window.to(torch.int32), most
-
-
-def _last(pos_BS: Tensor, start_BS: Tensor) -> Tensor:
-    """The last key each query may see."""
-    return (start_BS + pos_BS).to(torch.int32).contiguous()
 
 
 def keys_of(tiles: Tiles, l_sel: int) -> int:

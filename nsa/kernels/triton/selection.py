@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.kernels.portable.shared import compressed_bounds
 from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.bounds import compressed_bounds
 from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
 from nsa.kernels.triton.runs import compressed_forward, rows_contiguous
 from nsa.kernels.triton.tuning import Tiles
@@ -22,7 +22,7 @@ def select(
     B, S, G, R, K = q_BSGRK.shape
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi = (x.to(torch.int32).contiguous() for x in compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1]))
+    lo, hi, *_ = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1])
 
     def start(tiles: Tiles, launch: Launch) -> None:
         launch(
@@ -41,7 +41,7 @@ def compressed_and_select(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse = compressed_forward(q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, [l, d], scale)
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
-    hi = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1])[1].to(torch.int32).contiguous()
+    hi = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1]).hi_BS
     return out, lse, _choose(q, k, pos_BS, first_BS, hi, lse, l, d, l_sel, n_sel, scale)
 
 

@@ -1,0 +1,100 @@
+"""The kernels round attention: bounds, indices and the gate mix, for a plain row. All they do is move bytes and sort.
+
+What a chunk's sorted entries say of windows is counted from the selection that was measured: `Unions`.
+"""
+
+from collections.abc import Iterator
+
+from nsa.bench.model.kernels import INDEX, tiles_of
+from nsa.bench.model.unions import Unions
+from nsa.bench.model.work import Sizes, Work
+from nsa.kernels.triton.bounds import CHUNK
+from nsa.kernels.triton.index import PIECE, chunk_sizes
+from nsa.kernels.triton.selected import tile_of
+
+POSITION = 8  # bytes of a position as the layout has it
+
+
+def forward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+    """The compressed branch's bounds are computed twice: for its output and for the selection."""
+    for branch in ("compressed", "compressed", "sliding"):
+        yield bounds(sizes, branch, False)
+    yield union(sizes, unions, "selected_forward", False)
+    yield mix(sizes, False)
+
+
+def backward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+    yield mix(sizes, True)
+    for branch in ("compressed", "sliding"):
+        yield bounds(sizes, branch, True)
+        yield seen_by(sizes, branch)
+    yield union(sizes, unions, "selected_dq", True)
+    yield from chosen(sizes, unions)
+
+
+def moves(name: str, backward: bool, moved: float, programs: int = 0, again: float = 0.0) -> Work:
+    """`again`: bytes that come from the cache a second time."""
+    return Work(name, backward, programs, l2_bytes=moved + again, hbm_bytes=moved)
+
+
+def bounds(sizes: Sizes, branch: str, backward: bool) -> Work:
+    return moves(f"bounds {branch}", backward, sizes.length * 2.0 * (POSITION + INDEX) + _chunks(sizes) * 2 * INDEX)
+
+
+def seen_by(sizes: Sizes, branch: str) -> Work:
+    """A tile of keys looks at all chunks of queries, then at the first and the last one that it touches."""
+    n_keys = sizes.length if branch == "sliding" else sizes.n_compressed
+    n_tiles = -(-n_keys // tiles_of("runs_dkv", sizes).n)
+    looked = 2.0 * (_chunks(sizes) + min(CHUNK, sizes.length)) * INDEX
+    touched = n_tiles * (looked + 2 * INDEX)
+    once = min(touched, 2.0 * sizes.length * INDEX)
+    return moves(f"seen_by {branch}", True, once, again=touched - once)
+
+
+def union(sizes: Sizes, unions: Unions, kernel: str, backward: bool) -> Work:
+    s = sizes.shape
+    queries, _ = tile_of(tiles_of(kernel, sizes), s.heads_per_group)
+    chosen_by_all = sizes.length * s.n_kv_groups * s.geometry.n_sel
+    n_tiles = -(-sizes.length // queries) * s.n_kv_groups
+    written = unions.blocks(queries) * s.n_kv_groups * 2 * INDEX + n_tiles * INDEX
+    moved = chosen_by_all * INDEX + written + sizes.length * (2 * POSITION + INDEX)
+    # Every entry loads where its document begins.
+    return moves("union", backward, moved, n_tiles, again=chosen_by_all * POSITION - sizes.length * POSITION)
+
+
+def chosen(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+    s, n_windows = sizes.shape, sizes.shape.geometry.n_blocks(sizes.length)
+    at = chunk_sizes(s.geometry.n_sel, s.geometry.l_sel)
+    n_chunks = -(-sizes.length // at["CHUNK"]) * s.n_kv_groups
+    slots, entries = n_chunks * 2 ** at["LOG"], sizes.length * s.n_kv_groups * s.geometry.n_sel
+    real = unions.entries() * s.n_kv_groups
+    runs = unions.blocks(at["CHUNK"]) * s.n_kv_groups
+    counted, places = n_chunks * (n_windows + 1), s.n_kv_groups * n_windows
+    start_and_last = real * (POSITION + INDEX)
+    sorts = entries * INDEX + slots * INDEX + 2 * runs * INDEX
+    yield moves("sort_chunks", True, sorts, n_chunks, again=entries * POSITION + start_and_last)
+    yield moves("place_chunks", True, counted * 3 * INDEX + runs * INDEX + (places + s.n_kv_groups) * 2 * INDEX)
+    yield moves("place_windows", True, places * 4 * INDEX + 2 * INDEX)
+    yield moves("fill", True, slots * INDEX + real * 2 * INDEX, n_chunks, again=start_and_last + real * 4 * INDEX)
+    n_pieces = 2 * entries // PIECE + places
+    steps = (places + 1).bit_length()
+    yield moves("find_pieces", True, n_pieces * INDEX, again=n_pieces * steps * INDEX)
+
+
+def count_shape(sizes: Sizes) -> tuple[int, int, int]:
+    """Of chunks and windows: what is cleared before chunks are sorted."""
+    g = sizes.shape.geometry
+    n_chunks = -(-sizes.length // chunk_sizes(g.n_sel, g.l_sel)["CHUNK"])
+    return sizes.shape.n_kv_groups, n_chunks, g.n_blocks(sizes.length) + 1
+
+
+def mix(sizes: Sizes, backward: bool) -> Work:
+    """A gate per head: every output once, and their gradients."""
+    gates = sizes.rows * sizes.shape.n_kv_groups * 3 * 4
+    if backward:
+        return moves("mix_backward", True, 7 * sizes.outputs_bytes() + 2 * gates)
+    return moves("mix_forward", False, 4 * sizes.outputs_bytes() + gates)
+
+
+def _chunks(sizes: Sizes) -> int:
+    return -(-sizes.length // CHUNK)

@@ -1,0 +1,54 @@
+"""Launches the bounds of sliding and compressed attention. B batch · S queries"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.triton.device.bounds import bounds_kernel, seen_by_kernel
+
+CHUNK = 1024
+"""Queries whose bounds one program computes."""
+CHUNKS = 128
+"""Chunks that are looked at together."""
+
+
+class Bounds(NamedTuple):
+    """A query sees the keys lo ≤ t < hi: int32."""
+
+    lo_BS: Tensor
+    hi_BS: Tensor
+    reach: Tensor
+    """The largest hi of each chunk of queries: [B, chunks]."""
+    ahead: Tensor
+    """The smallest lo."""
+
+
+def window_bounds(pos_BS: Tensor, start_BS: Tensor, sizes: list[int], n_keys: int) -> Bounds:
+    return _bounds(pos_BS, start_BS, n_keys, W=sizes[0], L=1, D=1)
+
+
+def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, sizes: list[int], n_keys: int) -> Bounds:
+    return _bounds(pos_BS, first_BS, n_keys, W=0, L=sizes[0], D=sizes[1])
+
+
+def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> Bounds:
+    B, S = pos_BS.shape
+    n_chunks = triton.cdiv(S, CHUNK)
+    shapes = ((B, S), (B, S), (B, n_chunks), (B, n_chunks))
+    found = Bounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
+    bounds_kernel[(n_chunks, B)](
+        pos_BS, start_BS, *found, S, n_keys, *pos_BS.stride(), *start_BS.stride(), **sizes, CHUNK=CHUNK
+    )
+    return found
+
+
+def seen_by(bounds: Bounds, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
+    """The queries that may see each tile of n keys, [first, end): [B, tiles]. Exact where bounds only grow along S."""
+    B, S = bounds.lo_BS.shape
+    first, end = (torch.empty((B, n_tiles), dtype=torch.int32, device=bounds.lo_BS.device) for _ in range(2))
+    seen_by_kernel[(n_tiles, B)](
+        *bounds, first, end, S, bounds.reach.shape[1], N=n, CHUNK=CHUNK, BLOCK=CHUNKS
+    )  # fmt: skip
+    return first, end

@@ -1,0 +1,126 @@
+"""The Triton backend's indices and bounds against plain loops. Runs under TRITON_INTERPRET=1."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from nsa.core.geometry import Geometry
+from nsa.core.layout import packed_layout
+from nsa.kernels.portable import shared
+from tests.backends import RUN_HERE
+
+pytestmark = pytest.mark.skipif("triton" not in RUN_HERE, reason="needs TRITON_INTERPRET=1")
+
+L, GROUPS = 8, 2
+
+
+def layout(name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Positions, where each document begins, and the number of keys."""
+    if name == "packed":
+        cu, n = torch.tensor([0, 1, 30, 30, 43, 90]), 90
+        pos, start, *_ = packed_layout(cu, n, Geometry(l=8, d=4, l_sel=L, n_sel=4, w=16))
+        return pos, start, n
+    if name == "dropped":  # a cache without its oldest keys: documents begin before the axis, blocks across its edge
+        pos = torch.stack((torch.arange(60, 100), torch.arange(40)))
+        return pos, torch.tensor([[-29], [3]]).expand(-1, 40), 71
+    return torch.arange(75).expand(2, -1), torch.zeros(1, 1, dtype=torch.int64).expand(2, 75), 75
+
+
+def choices(pos: torch.Tensor, n_sel: int, seed: int = 0) -> torch.Tensor:
+    """Ascending, distinct, not after the query; −1 where there are too few."""
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.full((*pos.shape, GROUPS, n_sel), -1, dtype=torch.int32)
+    for b, s, g in torch.cartesian_prod(*(torch.arange(n) for n in idx.shape[:3])).tolist():
+        own = int(pos[b, s]) // L
+        blocks = torch.randperm(own + 1, generator=generator)[:n_sel].sort().values
+        idx[b, s, g, : len(blocks)] = blocks
+    return idx
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "n_sel"),
+    [("plain", 1, 4), ("plain", 32, 3), ("packed", 5, 5), ("packed", 10, 4), ("dropped", 10, 4)],
+)
+def test_a_union_has_each_block_once_with_the_bits_of_who_chose_it(name, queries, n_sel):
+    from nsa.kernels.triton.index import union
+
+    pos, start, _ = layout(name)
+    idx = choices(pos, n_sel)
+    begin, bits, size, last = union(idx, pos, start, L, queries)
+    assert torch.equal(last, (pos + start).int())
+    B, S = pos.shape
+    for b in range(B):
+        for tile in range(-(-S // queries)):
+            for g in range(GROUPS):
+                want: dict[int, int] = {}
+                for turn, s in enumerate(range(tile * queries, min(S, (tile + 1) * queries))):
+                    for block in idx[b, s, g].tolist():
+                        if block >= 0:
+                            first = int(start[b, s]) + block * L
+                            want[first] = want.get(first, 0) | 1 << turn
+                n = int(size[b, tile, g])
+                found = [x % 2**32 for x in bits[b, tile, g, :n].tolist()]
+                assert list(zip(begin[b, tile, g, :n].tolist(), found, strict=True)) == sorted(want.items())
+
+
+def readers(idx: torch.Tensor, pos: torch.Tensor, start: torch.Tensor, n_keys: int) -> list[list[tuple[int, int]]]:
+    """For each (batch, group, window): (query, first key of its block), across entries first, then by query."""
+    B, S, G, _ = idx.shape
+    n_windows = -(-n_keys // L)
+    found: list[list[tuple[bool, int, int]]] = [[] for _ in range(B * G * n_windows)]
+    for b, s, g in torch.cartesian_prod(torch.arange(B), torch.arange(S), torch.arange(G)).tolist():
+        for block in idx[b, s, g].tolist():
+            begin, last = int(start[b, s]) + block * L, int(start[b, s] + pos[b, s])
+            windows = {key // L for key in range(begin, begin + L) if 0 <= key <= last} if block >= 0 else ()
+            for window in windows:
+                if window < n_windows:
+                    found[(b * G + g) * n_windows + window].append((begin // L == window, s, begin))
+    return [[(s, begin) for _, s, begin in sorted(entries)] for entries in found]
+
+
+@pytest.mark.parametrize(("name", "n_sel"), [("plain", 4), ("packed", 3), ("packed", 4), ("dropped", 4)])
+def test_every_window_has_its_readers_in_order(name, n_sel, monkeypatch):
+    from nsa.kernels.triton import index
+
+    monkeypatch.setattr(index, "PIECE", 16)
+    monkeypatch.setattr(index, "CHUNKS", 2)
+    monkeypatch.setattr(index, "PLACES", 8)
+    pos, start, n_keys = layout(name)
+    idx = choices(pos, n_sel)
+    got = index.chosen(idx, (pos + start).int().contiguous(), start, L, n_keys)
+    want = readers(idx, pos, start, n_keys)
+    offset = got.offset.tolist()
+    entries = list(zip(got.query.tolist(), got.begin.tolist(), strict=True))
+    assert [entries[a:b] for a, b in pairwise(offset)] == want
+    pieces = [-(-len(w) // 16) for w in want]
+    first = got.piece_first.tolist()
+    assert first == [sum(pieces[:i]) for i in range(len(pieces) + 1)]
+    of_each = [place for place, n in enumerate(pieces) for _ in range(n)]
+    assert got.piece_window.tolist() == of_each + [len(want)] * (got.piece_window.numel() - len(of_each))
+
+
+@pytest.mark.parametrize("name", ["plain", "packed", "dropped", "shuffled"])
+@pytest.mark.parametrize(("branch", "sizes"), [("window", [16]), ("compressed", [8, 4]), ("compressed", [6, 3])])
+def test_bounds_are_the_portable_ones_and_every_tile_of_keys_has_its_queries(name, branch, sizes, monkeypatch):
+    from nsa.kernels.triton import bounds
+
+    monkeypatch.setattr(bounds, "CHUNK", 16)
+    monkeypatch.setattr(bounds, "CHUNKS", 2)
+    pos, start, n_keys = layout(name)
+    if name == "shuffled":  # exact bounds, whatever the order of the queries
+        order = torch.randperm(pos.shape[1], generator=torch.Generator().manual_seed(1))
+        pos, start = pos[:, order], start[:, order]
+    n_keys = n_keys if branch == "window" else n_keys // sizes[1]
+    found = getattr(bounds, f"{branch}_bounds")(pos, start, sizes, n_keys)
+    lo, hi = getattr(shared, f"{branch}_bounds")(pos, start, sizes, n_keys)
+    assert torch.equal(found.lo_BS, lo.int())
+    assert torch.equal(found.hi_BS, hi.int())
+    n, n_tiles = 8, -(-n_keys // 8)
+    first, end = bounds.seen_by(found, n_tiles, n)
+    for b in range(pos.shape[0]):
+        for tile in range(n_tiles):
+            past = [s for s, x in enumerate(hi[b].tolist()) if x > tile * n]
+            before = [s for s, x in enumerate(lo[b].tolist()) if x < (tile + 1) * n]
+            assert int(first[b, tile]) == min(past, default=pos.shape[1])
+            assert int(end[b, tile]) == max(before, default=-1) + 1
