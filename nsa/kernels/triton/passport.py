@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from nsa.kernels.triton.device import runs_backward, runs_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.selected import PIECE, block_of, tile_of
+from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import choose
 from nsa.kernels.triton.widths import split_width, widths
 
@@ -127,12 +128,9 @@ def jobs(model: Model) -> Iterator[Job]:
     yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = choose("select", width)
-    keep = max(16, triton.next_power_of_2(model.n_sel))
-    per = dict(PER_L=model.l // model.d, PER_SEL=model.l_sel // model.d, L_SEL=model.l_sel, N_SEL=model.n_sel)
-    yield Job(
-        "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
-        tiles.warps, tiles.stages,
-    )  # fmt: skip
+    per = select_sizes(model.l, model.d, model.l_sel, model.n_sel, tiles)
+    constants = dict(G=model.groups, WIDE=False, **keys, **per)
+    yield Job("select", selection.select_kernel, constants, tiles.warps, tiles.stages)
 
 
 _POINTERS = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.kernels.portable.shared import compressed_bounds
 from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
 from nsa.kernels.triton.runs import compressed_forward, rows_contiguous
-from nsa.kernels.triton.tuning import choose
+from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import is_wide, split_width
 
 
@@ -48,12 +48,21 @@ def _choose(
     pos, first = (x.to(torch.int32).contiguous() for x in (pos_BS, first_BS))
     idx = torch.empty((B, S, G, n_sel), dtype=torch.int32, device=q.device)
     tiles = choose("select", K)
-    select_kernel[(triton.cdiv(S, tiles.m), B * G)](
-        q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
-        PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=max(16, triton.next_power_of_2(n_sel)),
-        BLOCK_Q=tiles.m, WIDE=is_wide(q.dtype), **tiles.options,
+    sizes = select_sizes(l, d, l_sel, n_sel, tiles)
+    select_kernel[(triton.cdiv(S, sizes["BLOCK_Q"]), B * G)](
+        q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], R, *q.stride()[:4], *k.stride()[:3], G=G, **_keys(K),
+        **sizes, WIDE=is_wide(q.dtype), **tiles.options,
     )  # fmt: skip
     return idx
+
+
+def select_sizes(l: int, d: int, l_sel: int, n_sel: int, tiles: Tiles) -> dict[str, int]:
+    """The kernel's constants; where a step has more keys than the tile, its queries are fewer."""
+    keep, span = max(16, triton.next_power_of_2(n_sel)), triton.next_power_of_2(l_sel // d)
+    queries = max(16, min(tiles.m, tiles.m * tiles.n // (span * keep)))
+    return dict(
+        PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=keep, SPAN=span, BLOCK_Q=queries
+    )
 
 
 def _keys(n: int) -> dict[str, int]:

@@ -25,7 +25,7 @@ _NARROW = {
     "selected_forward": Tiles(64, 64, 4, 3),
     "selected_dq": Tiles(64, 64, 4, 2),
     "selected_dkv": Tiles(64, 32, 4, 2),
-    "select": Tiles(32, 16, 4, 2),
+    "select": Tiles(64, 64, 4, 2),
 }
 _BROAD = {
     "runs_forward": Tiles(64, 32, 4, 2),
@@ -34,9 +34,9 @@ _BROAD = {
     "selected_forward": Tiles(32, 64, 4, 2),
     "selected_dq": Tiles(32, 64, 4, 2),
     "selected_dkv": Tiles(32, 32, 4, 2),
-    "select": Tiles(32, 16, 8, 2),
+    "select": Tiles(32, 64, 4, 2),
 }
-_INTERPRETED = {"select": Tiles(32, 16)}
+_INTERPRETED = {"select": Tiles(32, 64)}
 
 
 def choose(kernel: str, width: int) -> Tiles:
