@@ -125,9 +125,8 @@ def select_kernel(
             forced = (j[None, :] == 0) | (j[None, :] >= last_Q[:, None] - 1)
             score = tl.where(forced, float("inf"), mass)
             key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j[None, :]).to(tl.int64)
-            key = tl.where(j[None, :] <= last_Q[:, None], key, -1)
-            if step >= 0:
-                best = tl.bitonic_merge(tl.maximum(best, tl.sort(key, descending=True)))
+            key = tl.where((step >= 0) & (j[None, :] <= last_Q[:, None]), key, -1)
+            best = tl.bitonic_merge(tl.maximum(best, tl.sort(key, descending=True)))
         document = tl.min(tl.where(ok & (first_Q > document), first_Q, 2147483647))
     chosen = (best >= 0) & (column[None, :] >= KEEP - N_SEL)
     block = tl.sort(tl.where(chosen, 2147483647 - (best & 2147483647), 2147483647).to(tl.int32))
