@@ -174,8 +174,8 @@ def test_machine_code_says_what_a_turn_issues():
          "        /*0050*/   IADD3 R1 ;", "        /*0060*/   BRA `(.L_x_1) ;"]
     )  # fmt: skip
     assert parse(text)[1] == [(5, 11), (0, 13)]
-    assert count(text, False, 1, 1) == (7, 3)
-    assert count(text, True, 6, 5) == (14, 3)
+    assert count(text) == (7, 3)
+    assert count(text, heads=6) == (14 + 5 * 7, 3 + 5 * 3)
 
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():

@@ -60,9 +60,7 @@ def select_sizes(l: int, d: int, l_sel: int, n_sel: int, tiles: Tiles) -> dict[s
     """The kernel's constants; where a step has more keys than the tile, its queries are fewer."""
     keep, span = max(16, triton.next_power_of_2(n_sel)), triton.next_power_of_2(l_sel // d)
     queries = max(16, min(tiles.m, tiles.m * tiles.n // (span * keep)))
-    return dict(
-        PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=keep, SPAN=span, BLOCK_Q=queries
-    )
+    return dict(PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=keep, SPAN=span, BLOCK_Q=queries)
 
 
 def _keys(n: int) -> dict[str, int]:

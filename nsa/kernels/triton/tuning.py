@@ -34,7 +34,7 @@ _BROAD = {
     "selected_forward": Tiles(32, 64, 4, 2),
     "selected_dq": Tiles(32, 64, 4, 2),
     "selected_dkv": Tiles(32, 32, 4, 2),
-    "select": Tiles(32, 64, 4, 2),
+    "select": Tiles(16, 64, 4, 2),
 }
 _INTERPRETED = {"select": Tiles(32, 64)}
 
