@@ -120,7 +120,7 @@ def select_kernel(
                 reached = tl.sum(p * overlap(m - n * PER_SEL, PER_L, PER_SEL), 1)
                 if n < SPILLS:
                     reached += due[n]
-                later += (reached,)
+                later += (reached,)  # type: ignore[assignment]
             due = later
             forced = (j[None, :] == 0) | (j[None, :] >= last_Q[:, None] - 1)
             score = tl.where(forced, float("inf"), mass)
