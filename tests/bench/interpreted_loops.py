@@ -98,13 +98,13 @@ def compared(sizes: Sizes, unions: Unions) -> dict[str, dict[str, list[float]]]:
     return {name: {what: [counted[name][what], n] for what, n in found.items()} for name, found in modelled.items()}
 
 
-blocks, dkv_trips, key_trips = Unions.blocks, Unions.dkv_trips, kernels.key_tile_trips
+blocks, dkv_trips, key_trips, select_tile = Unions.blocks, Unions.dkv_trips, kernels.key_tile_trips, kernels.select_tile
 PLANTED = {
     "values have no columns": (Sizes, "padded", lambda self: (16, 0)),
     "a union has one block less": (Unions, "blocks", lambda self, queries: blocks(self, queries) - 1),
     "tiles of keys are cut off": (kernels, "query_tile_trips", lambda sizes, branch, tiles: sizes.rows // tiles.m),
     "queries that see a tile are forgotten": (kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
-    "blocks are looked at twice as many at a time": (kernels, "keep_of", lambda n_sel: 32),
+    "no step for what earlier blocks give": (kernels, "select_tile", lambda sizes: (select_tile(sizes)[0], 0)),
     "readers of a block are rows already": (Unions, "dkv_trips", lambda self, piece, m: dkv_trips(self, piece, 3 * m)),
     "outputs are mixed without their gates": (
         index,

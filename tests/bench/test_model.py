@@ -170,10 +170,10 @@ def test_machine_code_says_what_a_turn_issues():
          "        /*0050*/   IADD3 R1 ;", "        /*0060*/   BRA `(.L_x_1) ;"]
     )  # fmt: skip
     assert parse(text)[1] == [(5, 11), (0, 13)]
-    assert count(text, False, 1, 1) == (7, 3)
-    assert count(text, True, 6, 5) == (14, 3)
+    assert count(text) == (7, 3)
+    assert count(text, heads=6) == (14 + 5 * 7, 3 + 5 * 3)
     straight = "\n".join(f"        /*00{i}0*/  {name} ;" for i, name in enumerate(("IADD3 R1", "NOP", "EXIT")))
-    assert count(straight, False, 1, 1) == (2, 0)
+    assert count(straight) == (2, 0)
 
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():

@@ -38,17 +38,16 @@ def issued(kernel: str, shape: BenchShape, code: str) -> Issued | None:
     model = passport.Model(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, g.l, g.d, g.l_sel, g.n_sel)
     job = next(job for job in passport.jobs(model, code) if job.kernel == kernel)
     text = disassembled(passport.compile_for(job, GPUS[code]).asm)
-    heads = shape.heads_per_group if kernel == "select" else 1
-    strides = g.l_sel // g.d + g.l // g.d - 1
-    instructions, hmma = count(text, kernel == "select", heads, strides)
+    instructions, hmma = count(text, shape.heads_per_group if kernel == "select" else 0)
     return Issued(instructions * job.warps, hmma * job.warps * HMMA_FLOPS)
 
 
-def count(text: str, nested: bool, heads: int, strides: int) -> tuple[int, int]:
+def count(text: str, heads: int = 0) -> tuple[int, int]:
     """Instructions of one turn of the main loop and, of those, HMMA.
 
-    The main loop is the first with exponentials. The selection's holds others: one per document, and, if heads were not
-    unrolled, one per stride that turns once per head. Kernels without loops are one turn from end to end.
+    The main loop is the first with exponentials; with `heads`, the one around it, in which it turns once per head. A
+    pipelined loop leaves some of its turns before or after itself: the exponentials there tell how many. A kernel
+    without loops is one turn from end to end.
     """
     names, loops = parse(text)
     if not loops:
@@ -57,19 +56,18 @@ def count(text: str, nested: bool, heads: int, strides: int) -> tuple[int, int]:
     def measure(begin: int, end: int) -> tuple[int, int]:
         return end - begin + 1, sum(name.startswith("HMMA") for name in names[begin : end + 1])
 
-    busy = [(b, e) for b, e in loops if sum(name.startswith("MUFU.EX2") for name in names[b : e + 1]) > 2]
+    def exponentials(begin: int, end: int) -> int:
+        return sum(name.startswith("MUFU.EX2") for name in names[begin : end + 1])
+
+    busy = [loop for loop in loops if exponentials(*loop) > 2]
     main = busy[0]
-    if not nested:
+    if not heads:
         return measure(*main)
-    outer = max(
-        (loop for loop in busy if loop[0] <= main[0] and loop[1] >= main[1]), key=lambda loop: loop[1] - loop[0]
-    )
-    total = measure(*outer)
-    inner = [a for a in busy if a != outer and not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in busy)]
-    if len(inner) != strides or strides == 1:
-        return total
-    again = [(heads - 1) * sum(measure(*loop)[which] for loop in inner) for which in (0, 1)]
-    return total[0] + again[0], total[1] + again[1]
+    around = [loop for loop in busy if loop != main and loop[0] <= main[0] and loop[1] >= main[1]]
+    outer = min(around, key=lambda loop: loop[1] - loop[0])
+    again = heads - exponentials(*outer) // exponentials(*main)
+    step, head = measure(*outer), measure(*main)
+    return step[0] + again * head[0], step[1] + again * head[1]
 
 
 def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:

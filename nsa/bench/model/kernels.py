@@ -8,6 +8,7 @@ from nsa.bench.model.unions import Unions
 from nsa.bench.model.work import Sizes, Work
 from nsa.kernels.triton.index import PIECE
 from nsa.kernels.triton.selected import block_of, keys_of, tile_of
+from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import Tiles, choose
 
 INDEX = 4  # bytes of an index, a bound, a mask
@@ -152,14 +153,12 @@ def add_pieces(sizes: Sizes, unions: Unions) -> Work:
 
 
 def select(sizes: Sizes) -> Work:
-    """Per step KEEP blocks, stride by stride and head by head; a head's queries are loaded again for every stride."""
-    s, g, tiles = sizes.shape, sizes.shape.geometry, tiles_of("select", sizes)
-    keep, strides = keep_of(g.n_sel), g.l_sel // g.d + g.l // g.d - 1
-    steps, loaded = (count * s.n_kv_groups for count in select_steps(sizes, tiles.m, keep))
+    """Per step KEEP blocks; their keys stay while every head's queries are loaded in turn."""
+    s, g, (tile, _) = sizes.shape, sizes.shape.geometry, select_tile(sizes)
+    steps, loaded, keys = (count * s.n_kv_groups for count in select_steps(sizes))
     k, _ = sizes.padded()
-    scores = steps * s.heads_per_group * strides * tiles.m * keep
-    keys = steps * strides * keep * sizes.key_bytes(values=False)
-    queries = loaded * strides * s.heads_per_group * (sizes.key_bytes(values=False) + 4)
+    scores = steps * s.heads_per_group * tile["BLOCK_Q"] * tile["SPAN"] * tile["KEEP"]
+    queries = loaded * s.heads_per_group * (sizes.key_bytes(values=False) + 4)
     axis = sizes.n_compressed * sizes.key_bytes(values=False)
     idx = sizes.length * s.n_kv_groups * g.n_sel * INDEX
     own = sizes.queries_bytes() + sizes.level_bytes() + idx + sizes.length * s.n_kv_groups * 3 * INDEX
@@ -167,21 +166,28 @@ def select(sizes: Sizes) -> Work:
         "select", False, steps,
         flops=scores * 2.0 * k,
         exponentials=float(scores),
-        l2_bytes=keys + queries + idx,
+        l2_bytes=keys * sizes.key_bytes(values=False) + queries + idx,
         hbm_bytes=axis * s.n_kv_groups + own,
         shared_bytes=axis,
     )  # fmt: skip
 
 
-def select_steps(sizes: Sizes, queries: int, keep: int) -> tuple[int, int]:
-    """Of one group: a tile looks at the blocks up to its last query's, `keep` at a time; and the queries it loads."""
-    steps, loaded = 0, 0
-    for first in range(0, sizes.length, queries):
-        end = min(first + queries, sizes.length)
-        mine = -(-((end - 1) // sizes.shape.geometry.l_sel + 1) // keep)
-        steps, loaded = steps + mine, loaded + mine * (end - first)
-    return steps, loaded
+def select_tile(sizes: Sizes) -> tuple[dict[str, int], int]:
+    """The kernel's constants, and the steps that a tile takes only for what its columns' first blocks are due."""
+    g = sizes.shape.geometry
+    tile = select_sizes(g.l, g.d, g.l_sel, g.n_sel, tiles_of("select", sizes))
+    return tile, -(-(g.l // g.d - 1) // (g.l_sel // g.d))
 
 
-def keep_of(n_sel: int) -> int:
-    return max(16, 1 << (n_sel - 1).bit_length())
+def select_steps(sizes: Sizes) -> tuple[int, int, int]:
+    """Of one group: steps of all tiles, up to the block of a tile's last query; queries and keys that they load."""
+    g, (tile, ahead) = sizes.shape.geometry, select_tile(sizes)
+    per_step = tile["KEEP"] * tile["PER_SEL"]
+    steps = loaded = keys = 0
+    for first in range(0, sizes.length, tile["BLOCK_Q"]):
+        end = min(first + tile["BLOCK_Q"], sizes.length)
+        mine = -(-((end - 1) // g.l_sel + 1) // tile["KEEP"])
+        steps, loaded = steps + mine + ahead, loaded + (mine + ahead) * (end - first)
+        keys += min(mine * per_step, sizes.n_compressed)
+        keys += ahead * min(per_step - tile["PER_SEL"], sizes.n_compressed)  # a row begins with no block before it
+    return steps, loaded, keys

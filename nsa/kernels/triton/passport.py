@@ -14,6 +14,7 @@ from nsa.kernels.triton.gpus import GPUS, Gpu
 from nsa.kernels.triton.index import PIECE
 from nsa.kernels.triton.machine_code import Code, read
 from nsa.kernels.triton.selected import block_of, keys_of, tile_of
+from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import split_width, widths
 
@@ -100,12 +101,9 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
     yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
-    keep = max(16, triton.next_power_of_2(model.n_sel))
-    per = dict(PER_L=model.l // model.d, PER_SEL=model.l_sel // model.d, L_SEL=model.l_sel, N_SEL=model.n_sel)
-    yield Job(
-        "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
-        tiles.warps, tiles.stages,
-    )  # fmt: skip
+    per = select_sizes(model.l, model.d, model.l_sel, model.n_sel, tiles)
+    constants = dict(G=model.groups, WIDE=False, **keys, **per)
+    yield Job("select", selection.select_kernel, constants, tiles.warps, tiles.stages)
     sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w)
     step = decoding.constants(model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False)
     tiles = choose("decode", width, gpu)

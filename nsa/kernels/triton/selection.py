@@ -54,15 +54,22 @@ def _choose(
     idx = torch.empty((B, S, G, n_sel), dtype=torch.int32, device=q.device)
 
     def start(tiles: Tiles, launch: Launch) -> None:
+        sizes = select_sizes(l, d, l_sel, n_sel, tiles)
         launch(
-            select_kernel, (triton.cdiv(S, tiles.m), B * G),
-            q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R,
-            **_keys(K), PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel,
-            KEEP=max(16, triton.next_power_of_2(n_sel)), BLOCK_Q=tiles.m, WIDE=is_wide(q.dtype), **tiles.options,
+            select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G),
+            q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], R, *q.stride()[:4], *k.stride()[:3], G=G, **_keys(K),
+            **sizes, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
     tuned("select", q, 0, start, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
     return idx
+
+
+def select_sizes(l: int, d: int, l_sel: int, n_sel: int, tiles: Tiles) -> dict[str, int]:
+    """The kernel's constants; where a step has more keys than the tile, its queries are fewer."""
+    keep, span = max(16, triton.next_power_of_2(n_sel)), triton.next_power_of_2(l_sel // d)
+    queries = max(16, min(tiles.m, tiles.m * tiles.n // (span * keep)))
+    return dict(PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=keep, SPAN=span, BLOCK_Q=queries)
 
 
 def _keys(n: int) -> dict[str, int]:

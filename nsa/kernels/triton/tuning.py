@@ -27,7 +27,7 @@ _NARROW = {
     "selected_forward": Tiles(64, 64, 4, 3),
     "selected_dq": Tiles(64, 64, 4, 2),
     "selected_dkv": Tiles(64, 32, 4, 2),
-    "select": Tiles(32, 16, 4, 2),
+    "select": Tiles(64, 64, 4, 2),
     "decode": Tiles(64, 32, 4, 3),
 }
 _BROAD = {
@@ -37,7 +37,7 @@ _BROAD = {
     "selected_forward": Tiles(32, 64, 4, 2),
     "selected_dq": Tiles(32, 64, 4, 2),
     "selected_dkv": Tiles(32, 32, 4, 2),
-    "select": Tiles(32, 16, 8, 2),
+    "select": Tiles(16, 64, 4, 2),
     "decode": Tiles(64, 32, 4, 3),
 }
 # Units that multiply 64 rows at a time: fewer rows would be left to the older instructions.
@@ -61,13 +61,11 @@ _NARROW_AMD = {
     "selected_forward": Tiles(64, 32, 4, 2),
     "selected_dq": Tiles(64, 32, 4, 2),
     "selected_dkv": Tiles(32, 64, 4, 2),
-    "select": Tiles(32, 16, 4, 1),
 }
 _BROAD_AMD = {
     **_BROAD,
     "selected_forward": Tiles(64, 32, 4, 2),
     "selected_dq": Tiles(64, 32, 4, 2),
-    "select": Tiles(32, 16, 4, 1),
 }
 _BY_GPU = {
     **dict.fromkeys(("sm_86", "sm_89", "sm_120"), (_NARROW_SMALL, _BROAD_SMALL)),
@@ -95,14 +93,14 @@ _CANDIDATES = {
     "selected_dq": _DQ,
     "selected_dkv": _DKV,
     "select": (
-        Tiles(32, 16, 4, 1), Tiles(32, 16, 4, 2), Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(64, 16, 8, 2),
+        Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 64, 4, 1),
     ),
 }  # fmt: skip
 
 _SELECTED_INTERPRETED = Tiles(32, 16)  # small, so that blocks are cut
 _INTERPRETED = {
     "decode": Tiles(16, 16),
-    "select": Tiles(32, 16),
+    "select": Tiles(32, 64),
     "selected_forward": _SELECTED_INTERPRETED,
     "selected_dq": _SELECTED_INTERPRETED,
 }

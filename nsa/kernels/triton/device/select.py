@@ -1,9 +1,12 @@
 """Choosing blocks: scores from the compressed branch's own probabilities, mapped by overlap, summed over heads, best n.
 
 No matrix of scores is ever stored. A first pass finds each row's log-sum-exp; the second forms the probabilities again,
-adds them up per selection block, and keeps the best in registers. A block's strides are computed column by column
-(block j takes compressed keys j·l_sel/d + m for a fixed range of m): no shuffling between lanes, and the overlap is
-computed twice, (l_sel + l − d) / l_sel of the products.
+each once, adds up the heads, then each block's keys, and keeps the best blocks in registers.
+
+A step's KEEP blocks lie one `steps` apart, so that what a key gives to the block after its own is due one step later in
+the same column: it waits in a register, and nothing moves between lanes. The keys of a step are laid out with a block's
+m-th key in the m-th run of KEEP columns: a block's keys are added up within a lane too. All heads see the same keys, so
+what is not visible is masked once, in the sum.
 
 Blocks are ranked by one integer: the bits of the score, which is ≥ 0 or +inf, above the block's index turned round. No
 two are equal, so the choice is exact, and ties go to the lower index.
@@ -76,57 +79,80 @@ def runs_lse_kernel(
 
 
 @triton.jit
+def overlap(m, PER_L: tl.constexpr, PER_SEL: tl.constexpr):
+    """Strides that a block shares with the compressed key that begins m strides after it."""
+    return tl.maximum(tl.minimum(m + PER_L, PER_SEL) - tl.maximum(m, 0), 0)
+
+
+@triton.jit
 def select_kernel(
-    q, k, pos, first, hi, lse, idx, scale, S, T, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    q, k, pos, first, hi, lse, idx, scale, S, T, R, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
+    G: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     PER_L: tl.constexpr, PER_SEL: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK_Q: tl.constexpr, WIDE: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_Q: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """KEEP ≥ N_SEL is a power of two; blocks are looked at KEEP at a time."""
+    """Powers of two: KEEP ≥ N_SEL, the blocks that are kept and those of a step; SPAN ≥ PER_SEL, the keys of a block.
+
+    R is no constant: six heads unrolled need more registers than there are.
+    """
     tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
     query = (tile * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)
     ok = query < S
     bounds = b.to(tl.int64) * S + query
-    pos_Q = tl.load(pos + bounds, mask=ok, other=-1)
     first_Q = tl.load(first + bounds, mask=ok, other=0)
+    own_Q = tl.load(pos + bounds, mask=ok, other=-1) // L_SEL
     hi_Q = tl.load(hi + bounds, mask=ok, other=0)
-    own_Q = pos_Q // L_SEL
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g
     flat = ((b.to(tl.int64) * S + query) * G + g) * R
     k += b.to(tl.int64) * k_b + g * k_g
-    # Queries of one document share its first key; a tile across documents takes them in turn.
-    low, high = tl.min(tl.where(ok, first_Q, 2147483647)), tl.max(tl.where(ok, first_Q, -2147483648))
+    column, m = tl.arange(0, KEEP), tl.arange(0, SPAN)[None, :, None]
+    row = tl.arange(0, SPAN * KEEP)
+    SPILLS: tl.constexpr = (PER_L + PER_SEL - 2) // PER_SEL  # blocks after its own that a key may reach into
 
-    best = tl.full([BLOCK_Q, KEEP], -1, tl.int64)
-    for j0 in tl.range(0, tl.max(own_Q) + 1, KEEP):
-        j = j0 + tl.arange(0, KEEP)
-        mass = tl.zeros([BLOCK_Q, KEEP], tl.float32)
-        document = low
-        while document <= high:
-            mine = ok & (first_Q == document)
-            for m in tl.static_range(0, PER_SEL + PER_L - 1):
-                # Strides of block j that compressed key j·PER_SEL + m − (PER_L − 1) lies in.
-                c = j * PER_SEL + m - (PER_L - 1)
-                at = document + c
-                weight = shared_strides(m, PER_L, PER_SEL)
-                real = (c >= 0) & (at >= 0) & (at < T)
-                k_at = at.to(tl.int64) * k_t
-                k1 = load_rows(k, k_at, real, K, 0, K1, WIDE)
+    best = tl.full([BLOCK_Q, KEEP], -1, tl.int64)  # ascending
+    # Queries of one document share its first key; a tile across documents takes them in turn.
+    document = tl.min(tl.where(ok, first_Q, 2147483647))
+    while document < 2147483647:
+        mine = ok & (first_Q == document)
+        last_Q, seen_Q = tl.where(mine, own_Q, -1), tl.where(mine, hi_Q - document, 0)
+        steps = tl.max(last_Q) // KEEP + 1
+        due = (tl.zeros([BLOCK_Q, KEEP], tl.float32),) * SPILLS
+        for step in tl.range(-SPILLS, steps):  # the first ones only for what reaches into the columns' first blocks
+            block, run = row % KEEP * steps + step, row // KEEP
+            at = document + block * PER_SEL + run
+            real = (block >= 0) & (run < PER_SEL) & (at < T)
+            k_at = at.to(tl.int64) * k_t
+            k1 = tl.trans(load_rows(k, k_at, real, K, 0, K1, WIDE))
+            if K2 > 0:
+                k2 = tl.trans(load_rows(k, k_at, real, K, K1, K2, WIDE))
+            p = tl.zeros([BLOCK_Q, SPAN * KEEP], tl.float32)
+            for r in tl.range(0, R):
+                s = dot(load_rows(q, q_at + r * q_r, mine, K, 0, K1, WIDE), k1)
                 if K2 > 0:
-                    k2 = load_rows(k, k_at, real, K, K1, K2, WIDE)
-                visible = mine[:, None] & real[None, :] & (at[None, :] < hi_Q[:, None])
-                for r in tl.range(0, R):
-                    s = dot(load_rows(q, q_at + r * q_r, mine, K, 0, K1, WIDE), tl.trans(k1))
-                    if K2 > 0:
-                        s += dot(load_rows(q, q_at + r * q_r, mine, K, K1, K2, WIDE), tl.trans(k2))
-                    level = tl.load(lse + flat + r, mask=mine, other=0.0)
-                    level = tl.where(level == float("-inf"), 0.0, level)
-                    p = tl.exp2(s * (scale * LOG2E) - level[:, None] * LOG2E)
-                    mass += tl.where(visible, p, 0.0) * weight
-            document = tl.min(tl.where(ok & (first_Q > document), first_Q, 2147483647))
-        key = ranked(mass, j[None, :], own_Q[:, None])
-        best = tl.topk(tl.reshape(tl.join(best, key), [BLOCK_Q, 2 * KEEP]), KEEP)
-    rank = tl.arange(0, KEEP)
-    block = ascending(best, rank[None, :] < N_SEL)
+                    s += dot(load_rows(q, q_at + r * q_r, mine, K, K1, K2, WIDE), k2)
+                level = tl.load(lse + flat + r, mask=mine, other=0.0)
+                p += tl.exp2(s * (scale * LOG2E) - level[:, None] * LOG2E)
+            j = column * steps + step
+            seen = tl.where(j[None, :] >= 0, tl.minimum(seen_Q[:, None] - j[None, :] * PER_SEL, PER_SEL), 0)
+            p = tl.where(m < seen[:, None, :], tl.reshape(p, [BLOCK_Q, SPAN, KEEP]), 0.0)
+            mass = tl.sum(p * overlap(m, PER_L, PER_SEL), 1)
+            if SPILLS > 0:
+                mass += due[0]
+            later = ()
+            for n in tl.static_range(1, SPILLS + 1):
+                reached = tl.sum(p * overlap(m - n * PER_SEL, PER_L, PER_SEL), 1)
+                if n < SPILLS:
+                    reached += due[n]
+                later += (reached,)  # type: ignore[assignment]
+            due = later
+            forced = (j[None, :] == 0) | (j[None, :] >= last_Q[:, None] - 1)
+            score = tl.where(forced, float("inf"), mass)
+            key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j[None, :]).to(tl.int64)
+            key = tl.where((step >= 0) & (j[None, :] <= last_Q[:, None]), key, -1)
+            best = tl.bitonic_merge(tl.maximum(best, tl.sort(key, descending=True)))
+        document = tl.min(tl.where(ok & (first_Q > document), first_Q, 2147483647))
+    chosen = (best >= 0) & (column[None, :] >= KEEP - N_SEL)
+    block = tl.sort(tl.where(chosen, 2147483647 - (best & 2147483647), 2147483647).to(tl.int32))
+    block = tl.where(block == 2147483647, -1, block)
     at = ((b.to(tl.int64) * S + query) * G + g) * N_SEL
-    tl.store(idx + at[:, None] + rank[None, :], block, mask=ok[:, None] & (rank[None, :] < N_SEL))
+    tl.store(idx + at[:, None] + column[None, :], block, mask=ok[:, None] & (column[None, :] < N_SEL))
