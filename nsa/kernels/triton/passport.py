@@ -30,9 +30,20 @@ class Model:
     l_sel: int = 64
     n_sel: int = 16
     w: int = 512
+    dtype: str = "bf16"
+
+    @property
+    def element_size(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
 
 
 MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
+FP32_MODELS = {
+    "seed": Model(2, 6, 64, 64, dtype="fp32"),
+    "128": Model(2, 6, 128, 128, dtype="fp32"),
+    "paper": Model(4, 16, 192, 128, dtype="fp32"),
+}
+"""For checking, not for speed: they have to fit, and may spill."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class Job:
     constants: dict[str, Any]
     warps: int
     stages: int
+    dtype: str
+    """Of the tensors that come from outside and go back there."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +83,12 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
     keys: dict[str, Any] = {name: broad[name] for name in ("K", "K1", "K2")}
 
     def tiles_for(kernel: str) -> Tiles:
-        return (tiles_by_kernel or {}).get(kernel) or choose(kernel, width, gpu)
+        return (tiles_by_kernel or {}).get(kernel) or choose(kernel, width, gpu, element_size=model.element_size)
 
     def job(kernel: str, function: Any, tiles_of: str = "", n: int = 0, **constants: Any) -> Job:
         tiles = tiles_for(tiles_of or kernel)
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
-        return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages)
+        return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
     block = block_of(model.l_sel)
     yield job("runs_forward", runs_forward.runs_forward_kernel, **broad)
@@ -91,26 +104,29 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
     yield job("selected_dkv", selected_backward.selected_dkv_kernel, L=model.l_sel, PIECE=PIECE, **broad)
     v = split_width(model.d_v)
     add = dict(G=model.groups, X=v.n, X1=v.main, X2=v.rest, L=model.l_sel, BLOCK_N=block)
-    yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2)
+    yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2, model.dtype)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
     keep = max(16, triton.next_power_of_2(model.n_sel))
     per = dict(PER_L=model.l // model.d, PER_SEL=model.l_sel // model.d, L_SEL=model.l_sel, N_SEL=model.n_sel)
     yield Job(
         "select", selection.select_kernel, {**sizes, **keys, **per, "KEEP": keep, "BLOCK_Q": tiles.m},
-        tiles.warps, tiles.stages,
+        tiles.warps, tiles.stages, model.dtype,
     )  # fmt: skip
-    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w)
+    tiles = tiles_for("decode")
+    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w, tiles)
     step = decoding.constants(model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False)
-    tiles = choose("decode", width, gpu)
-    yield Job("decode_compressed", decode.decode_compressed_kernel, step.compressed, tiles.warps, tiles.stages)
-    yield Job("decode_score", decode.decode_score_kernel, step.score, 4, 2)
-    yield Job("decode_raw", decode.decode_raw_kernel, step.raw, tiles.warps, tiles.stages)
-    yield Job("decode_merge", decode.decode_merge_kernel, step.merge, 4, 2)
+    for kernel, function, constants, options in (
+        ("decode_compressed", decode.decode_compressed_kernel, step.compressed, (tiles.warps, tiles.stages)),
+        ("decode_score", decode.decode_score_kernel, step.score, (4, 2)),
+        ("decode_raw", decode.decode_raw_kernel, step.raw, (tiles.warps, tiles.stages)),
+        ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
+    ):
+        yield Job(kernel, function, constants, *options, model.dtype)
 
 
+_ROWS = ("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv")
 _POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
     **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores"), "*fp32"),
     **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
@@ -122,9 +138,10 @@ _POINTERS = {
 
 
 def compile_for(job: Job, gpu: Gpu) -> Any:
+    types = {**dict.fromkeys(_ROWS, f"*{job.dtype}"), **_POINTERS}
     signature, attributes = {}, {}
     for position, name in enumerate(job.function.arg_names):
-        signature[name] = "constexpr" if name in job.constants else _POINTERS.get(name, "i32")
+        signature[name] = "constexpr" if name in job.constants else types.get(name, "i32")
         is_stride = name.endswith(("_b", "_s", "_g", "_r", "_t"))
         if signature[name].startswith("*") or is_stride:  # as the just-in-time compiler finds them for real tensors
             attributes[(position,)] = [["tt.divisibility", 16]]
