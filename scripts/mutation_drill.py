@@ -47,10 +47,13 @@ def plant(mutation: Mutation) -> tuple[bool, str]:
         if source.count(mutation.old) != 1:
             return False, f"cannot plant: the text to replace occurs {source.count(mutation.old)} times"
         file.write_text(source.replace(mutation.old, mutation.new))
+        environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+        if mutation.interpreted:
+            environ["TRITON_INTERPRET"] = "1"
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests],
             cwd=copy, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+            env={**environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return done.returncode == 1 and bool(failed), failed[0][:110] if failed else f"pytest ended with {done.returncode}"

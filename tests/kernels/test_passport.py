@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("triton", reason="it is in the dev extra")
 
 from nsa.kernels.triton.gpus import GPUS
-from nsa.kernels.triton.passport import MODELS, Passport, jobs
+from nsa.kernels.triton.passport import FP32_MODELS, MODELS, Passport, jobs
+from nsa.kernels.triton.tuning import choose
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = [Passport.from_json(e) for e in json.loads((ROOT / "docs" / "kernels" / "passport.json").read_text())]
@@ -20,11 +21,11 @@ WRITTEN = [Passport.from_json(e) for e in json.loads((ROOT / "docs" / "kernels" 
 _INSPECT = """
 import json, sys
 from dataclasses import asdict
-from nsa.kernels.triton.passport import MODELS, inspect, jobs
+from nsa.kernels.triton.passport import FP32_MODELS, MODELS, inspect, jobs
 from nsa.kernels.triton.tuning import Tiles
-wanted = json.loads(sys.argv[1])
-for model, gpu, kernel, tiles in wanted:
-    for job in jobs(MODELS[model], gpu, {kernel: Tiles(*tiles)} if tiles else None):
+models = {"bf16": MODELS, "fp32": FP32_MODELS}[sys.argv[2]]
+for model, gpu, kernel, tiles in json.loads(sys.argv[1]):
+    for job in jobs(models[model], gpu, {kernel: Tiles(*tiles)} if tiles else None):
         if kernel in ("", job.kernel):
             print(json.dumps(asdict(inspect(job, model, gpu))))
 """
@@ -43,8 +44,9 @@ def in_a_process(source: str, *arguments: str) -> str:
     return done.stdout
 
 
-def inspected(*wanted: Wanted) -> list[Passport]:
-    return [Passport.from_json(json.loads(line)) for line in in_a_process(_INSPECT, json.dumps(wanted)).splitlines()]
+def inspected(*wanted: Wanted, dtype: str = "bf16") -> list[Passport]:
+    lines = in_a_process(_INSPECT, json.dumps(wanted), dtype).splitlines()
+    return [Passport.from_json(json.loads(line)) for line in lines]
 
 
 def assert_as_good_as_written(found: Passport) -> None:
@@ -94,6 +96,39 @@ def test_the_machine_code_is_as_good_as_written(model, gpu):
         assert_as_good_as_written(found)
 
 
+def assert_fits(found: Passport) -> None:
+    """Of an fp32 kernel: a launch would not be refused, and next to nothing is spilled."""
+    assert found.code.shared_bytes <= GPUS[found.gpu].shared_limit, found
+    assert found.code.spilled_bytes <= 64, found
+
+
+def test_fp32_fits():
+    """The kernels that take the most shared memory, at the widest rows."""
+    sample = [
+        ("paper", "sm_80", "selected_dq", ()),
+        ("128", "sm_86", "selected_forward", ()),
+        ("paper", "gfx942", "runs_dkv", ()),
+    ]
+    for found in inspected(*sample, dtype="fp32"):
+        assert_fits(found)
+
+
+def test_tiles_of_half_precision_would_not_do_in_fp32():
+    """Which is why `choose` asks for the size of an element."""
+    tiles = choose("selected_forward", 128, "sm_80")
+    (found,) = inspected(("128", "sm_80", "selected_forward", tiles), dtype="fp32")
+    with pytest.raises(AssertionError, match="spilled_bytes"):
+        assert_fits(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FP32_MODELS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_fp32_fits_everywhere(model, gpu):
+    for found in inspected((model, gpu, "", ()), dtype="fp32"):
+        assert_fits(found)
+
+
 def test_a_tile_too_large_is_a_fault():
     spills, too_much = inspected(
         ("seed", "sm_90", "runs_forward", (128, 64, 4, 3)), ("seed", "sm_86", "runs_forward", (16, 256, 4, 3))
@@ -105,10 +140,11 @@ def test_a_tile_too_large_is_a_fault():
 # The loop over blocks of selected_forward, once as it is and once with a branch around the load of the keys.
 _BRANCH = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import importlib.util
 from nsa.kernels.triton.device import selected_forward
-from nsa.kernels.triton.passport import GPUS, MODELS, Job, compile_for, jobs
+from nsa.kernels.triton.passport import GPUS, MODELS, compile_for, jobs
 from nsa.kernels.triton.machine_code import read
 source = Path(selected_forward.__file__).read_text()
 load = "s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))"
@@ -120,7 +156,7 @@ spec = importlib.util.spec_from_file_location("mutated", file)
 mutated = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mutated)
 (job,) = (job for job in jobs(MODELS["seed"], "sm_80") if job.kernel == "selected_forward")
-job = Job(job.kernel, mutated.selected_forward_kernel, job.constants, job.warps, job.stages)
+job = replace(job, function=mutated.selected_forward_kernel)
 print(*read(compile_for(job, GPUS["sm_80"]), GPUS["sm_80"]).faults(GPUS["sm_80"]), sep="\\n")
 """
 

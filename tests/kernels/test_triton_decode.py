@@ -16,6 +16,7 @@ from tests.shapes import GEOMETRIES, attention_args
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 from nsa.kernels.triton import decoding
+from nsa.kernels.triton.tuning import choose
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
 REFERENCE = BACKENDS["reference"].functions
@@ -259,7 +260,7 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
 def test_a_single_row_of_64k_tokens_fills_a_gpu(monkeypatch):
     monkeypatch.undo()  # the sizes that users have
     for groups in (1, 2, 4, 8):
-        fixed = decoding.constants(groups, 6, 64, 64, 32, 16, 64, 16, 512, wide=False)
+        fixed = decoding.constants(groups, 6, 64, 64, 32, 16, 64, 16, 512, choose("decode", 64), wide=False)
         keys = Geometry(**GEOMETRIES["seed"]).n_compressed(65_536)
         assert 108 <= groups * min(fixed.compressed["PARTS"], keys // fixed.compressed["BLOCK_N"]) <= 148
 

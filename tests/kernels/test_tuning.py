@@ -18,6 +18,8 @@ import torch
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
+import triton
+
 from nsa.kernels.triton import autotune, tuning
 from nsa.kernels.triton.autotune import Launch, Tuner, key_of, tuned
 from nsa.kernels.triton.gpus import GPUS
@@ -233,9 +235,12 @@ def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
     assert gpu.kernel.ran == [choose("runs_forward", 64)]
 
 
-def test_fp32_keeps_the_table(gpu, tuning_on):
+def test_fp32_keeps_the_table_and_has_smaller_tiles(gpu, tuning_on):
+    small = choose("runs_forward", 64, element_size=4)
+    gpu.kernel.takes[small] = 1.0
     tuned("runs_forward", OnGpu(torch.float32), 64, gpu.start)
-    assert gpu.kernel.ran == [choose("runs_forward", 64)]
+    assert gpu.kernel.ran == [small]
+    assert (small == choose("runs_forward", 64)) == triton.knobs.runtime.interpret
 
 
 def test_on_a_gpu_the_winner_runs(gpu, tuning_on):
@@ -256,7 +261,9 @@ def test_a_key_names_all_that_a_kernel_is_compiled_for_and_whether_the_call_is_l
 def test_the_table_knows_every_kernel_that_is_tuned(kernel):
     for gpu in (*GPUS, "sm_75", "gfx90a", ""):
         for width in (64, 128, 192, 256):
-            assert all(size & (size - 1) == 0 for size in choose(kernel, width, gpu)[:3])
+            for element_size in (2, 4):
+                tiles = choose(kernel, width, gpu, element_size=element_size)
+                assert all(size & (size - 1) == 0 for size in tiles[:3])
 
 
 _JUDGE = """

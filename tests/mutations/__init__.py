@@ -11,3 +11,5 @@ class Mutation(NamedTuple):
     new: str
     tests: tuple[str, ...]
     """Test files that should go red, the likeliest first."""
+    interpreted: bool = False
+    """Whether they run under TRITON_INTERPRET=1."""

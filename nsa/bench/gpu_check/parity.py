@@ -51,9 +51,6 @@ def _attention(scope: Scope, branch: str, dtype: str) -> Iterator[Row | Measured
             if kind not in worst or not figure <= worst[kind][0]:  # what is not a number is the worst there is
                 worst[kind] = (figure, f"{name}: {sizes}")
     limit, unit = (FP32_LIMIT, "relative RMS") if dtype == "fp32" else (HALF_LIMIT, "× plain PyTorch's error")
-    if dtype == "bf16" and scope.bf16_error > 1:
-        limit *= scope.bf16_error
-        unit += f" ({scope.bf16_error:g}-fold here)"
     for kind in ("output", "gradients"):
         figure, where = worst.get(kind, (torch.inf, "nothing could be judged"))
         yield bounded(f"{branch} {kind}, {dtype}, {unit}", figure, limit, where)

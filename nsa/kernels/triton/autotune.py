@@ -39,7 +39,7 @@ WORTH_IT = 0.97
 
 def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, start: Start, **constants: int) -> Any:
     """Runs `start` with the kernel's tiles: the table's, or those that were fastest on this GPU."""
-    tiles = choose(kernel, max(q_BSGRK.shape[-1], d_v))
+    tiles = choose(kernel, max(q_BSGRK.shape[-1], d_v), element_size=q_BSGRK.dtype.itemsize)
     # Not under the interpreter, and not in fp32: without matrix units everything spills and takes minutes to compile.
     if tunes() and q_BSGRK.device.type == "cuda" and q_BSGRK.dtype != torch.float32:
         tuner = _tuner(torch.cuda.get_device_name(q_BSGRK.device))

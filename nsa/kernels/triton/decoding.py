@@ -19,7 +19,7 @@ from nsa.kernels.triton.device.decode import (
 )
 from nsa.kernels.triton.mix import mix_forward
 from nsa.kernels.triton.runs import rows_contiguous
-from nsa.kernels.triton.tuning import choose
+from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import is_wide, split_width, widths
 
 PROGRAMS = 128
@@ -66,8 +66,8 @@ def decode(
     k_win, v_win, pos_win, start_win = _laid_out(window)
     C, T = k_cmp.shape[1], k_sel.shape[1]
 
-    tiles = choose("decode", max(K, V))
-    fixed = constants(G, R, K, V, l, d, l_sel, n_sel, w, wide=is_wide(q.dtype))
+    tiles = choose("decode", max(K, V), element_size=q.dtype.itemsize)
+    fixed = constants(G, R, K, V, l, d, l_sel, n_sel, w, tiles, wide=is_wide(q.dtype))
     keep, block_m = fixed.score["KEEP"], fixed.compressed["BLOCK_M"]
     n_cmp = min(fixed.compressed["PARTS"], max(1, triton.cdiv(C, tiles.n)))  # any further would always be empty
     n_raw = n_sel + fixed.raw["WINDOW_PARTS"]
@@ -100,10 +100,9 @@ def decode(
 
 
 def constants(
-    G: int, R: int, K: int, V: int, l: int, d: int, l_sel: int, n_sel: int, w: int, *, wide: bool
+    G: int, R: int, K: int, V: int, l: int, d: int, l_sel: int, n_sel: int, w: int, tiles: Tiles, *, wide: bool
 ) -> Constants:
     """Of the model alone, so that a row has the same bits in any batch and any cache."""
-    tiles = choose("decode", max(K, V))
     parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
     window_parts = min(parts, triton.cdiv(w, WINDOW_PART))
     block_m = min(tiles.m, max(16, triton.next_power_of_2(R)))

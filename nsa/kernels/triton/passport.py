@@ -32,14 +32,20 @@ class Model:
     l_sel: int = 64
     n_sel: int = 16
     w: int = 512
+    dtype: str = "bf16"
+
+    @property
+    def element_size(self) -> int:
+        return 4 if self.dtype == "fp32" else 2
 
 
 MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
-
-
-AROUND = ("add_pieces", "bounds", "seen_by", "union", "sort_chunks", "place_chunks", "place_windows", "fill",
-          "find_pieces", "mix_forward", "mix_backward")  # fmt: skip
-"""Kernels without products of matrices."""
+FP32_MODELS = {
+    "seed": Model(2, 6, 64, 64, dtype="fp32"),
+    "128": Model(2, 6, 128, 128, dtype="fp32"),
+    "paper": Model(4, 16, 192, 128, dtype="fp32"),
+}
+"""For checking, not for speed: they have to fit, and may spill."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Job:
     constants: dict[str, Any]
     warps: int
     stages: int
+    dtype: str
+    """Of the tensors that come from outside and go back there."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +85,12 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
     keys: dict[str, Any] = {name: broad[name] for name in ("K", "K1", "K2")}
 
     def tiles_for(kernel: str) -> Tiles:
-        return (tiles_by_kernel or {}).get(kernel) or choose(kernel, width, gpu)
+        return (tiles_by_kernel or {}).get(kernel) or choose(kernel, width, gpu, element_size=model.element_size)
 
     def job(kernel: str, function: Any, tiles_of: str = "", n: int = 0, **constants: Any) -> Job:
         tiles = tiles_for(tiles_of or kernel)
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
-        return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages)
+        return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
     block = block_of(model.l_sel)
     yield job("runs_forward", runs_forward.runs_forward_kernel, **broad)
@@ -98,31 +106,34 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
     yield job("selected_dkv", selected_backward.selected_dkv_kernel, L=model.l_sel, PIECE=PIECE, **broad)
     v = split_width(model.d_v)
     add = dict(G=model.groups, X=v.n, X1=v.main, X2=v.rest, L=model.l_sel, BLOCK_N=block)
-    yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2)
+    yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2, model.dtype)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
     per = select_sizes(model.l, model.d, model.l_sel, model.n_sel, tiles)
     constants = dict(G=model.groups, WIDE=False, **keys, **per)
-    yield Job("select", selection.select_kernel, constants, tiles.warps, tiles.stages)
-    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w)
+    yield Job("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
+    tiles = tiles_for("decode")
+    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w, tiles)
     step = decoding.constants(model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False)
-    tiles = choose("decode", width, gpu)
-    yield Job("decode_compressed", decode.decode_compressed_kernel, step.compressed, tiles.warps, tiles.stages)
-    yield Job("decode_score", decode.decode_score_kernel, step.score, 4, 2)
-    yield Job("decode_raw", decode.decode_raw_kernel, step.raw, tiles.warps, tiles.stages)
-    yield Job("decode_merge", decode.decode_merge_kernel, step.merge, 4, 2)
-    yield from _around(model, width, gpu)
+    for kernel, function, constants, options in (
+        ("decode_compressed", decode.decode_compressed_kernel, step.compressed, (tiles.warps, tiles.stages)),
+        ("decode_score", decode.decode_score_kernel, step.score, (4, 2)),
+        ("decode_raw", decode.decode_raw_kernel, step.raw, (tiles.warps, tiles.stages)),
+        ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
+    ):
+        yield Job(kernel, function, constants, *options, model.dtype)
+    yield from _around(model, tiles_for("runs_dkv").n, tiles_for("selected_forward"))
 
 
-def _around(model: Model, width: int, gpu: str) -> Iterator[Job]:
+def _around(model: Model, keys_of_dkv: int, selected_tiles: Tiles) -> Iterator[Job]:
     """Bounds, indices and the gate mix, as their launchers call them."""
 
     def job(function: Any, warps: int = 4, **constants: int) -> Job:
-        return Job(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2)
+        return Job(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2, model.dtype)
 
     yield job(bounds.bounds_kernel, W=0, L=model.l, D=model.d, CHUNK=bounds.CHUNK)
-    yield job(bounds.seen_by_kernel, N=choose("runs_dkv", width, gpu).n, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
-    queries, _ = tile_of(choose("selected_forward", width, gpu), model.heads_per_group)
+    yield job(bounds.seen_by_kernel, N=keys_of_dkv, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
+    queries, _ = tile_of(selected_tiles, model.heads_per_group)
     sizes = index.union_sizes(model.n_sel, model.l_sel, queries)
     yield job(index.union_kernel, index.sorting_warps(sizes), G=model.groups, **sizes)
     sizes = index.chunk_sizes(model.n_sel, model.l_sel)
@@ -137,11 +148,9 @@ def _around(model: Model, width: int, gpu: str) -> Iterator[Job]:
         yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
 
 
+_ROWS = ("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv", "mixed", "compressed", "selected",
+         "sliding", "dmixed", "dcompressed", "dselected", "dsliding")  # fmt: skip
 _POINTERS = {
-    **dict.fromkeys(("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv"), "*bf16"),
-    **dict.fromkeys(
-        ("mixed", "compressed", "selected", "sliding", "dmixed", "dcompressed", "dselected", "dsliding"), "*bf16"
-    ),
     **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores", "gates", "dgates"), "*fp32"),
     **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
@@ -154,9 +163,10 @@ _POINTERS = {
 
 
 def compile_for(job: Job, gpu: Gpu) -> Any:
+    types = {**dict.fromkeys(_ROWS, f"*{job.dtype}"), **_POINTERS}
     signature, attributes = {}, {}
     for position, name in enumerate(job.function.arg_names):
-        signature[name] = "constexpr" if name in job.constants else _POINTERS.get(name, "i32")
+        signature[name] = "constexpr" if name in job.constants else types.get(name, "i32")
         is_stride = name.endswith(("_b", "_s", "_g", "_r", "_t"))
         if signature[name].startswith("*") or is_stride:  # as the just-in-time compiler finds them for real tensors
             attributes[(position,)] = [["tt.divisibility", 16]]

@@ -50,7 +50,7 @@ _BROAD_OF_64 = {
     "selected_dq": Tiles(64, 32, 4, 2),
     "selected_dkv": Tiles(32, 64, 8, 2),
 }
-# 99 KiB of shared memory, which fp32 rows must fit in as well; 64 keys at a time spill in selected_dq.
+# 99 KiB of shared memory; 64 keys at a time spill in selected_dq.
 _NARROW_SMALL = {**_NARROW, "selected_dq": Tiles(64, 32, 4, 2)}
 _BROAD_SMALL = {**_BROAD, "selected_forward": Tiles(32, 32, 4, 2), "selected_dq": Tiles(32, 32, 4, 2)}
 # 102 scalar registers, where a mask of 64 lanes takes two: fewer keys at a time, hence fewer masks.
@@ -70,6 +70,17 @@ _BROAD_AMD = {
 _BY_GPU = {
     **dict.fromkeys(("sm_86", "sm_89", "sm_120"), (_NARROW_SMALL, _BROAD_SMALL)),
     **dict.fromkeys(("sm_90", "sm_100"), (_NARROW_OF_64, _BROAD_OF_64)),
+}
+# fp32 rows take twice the room, and without matrix units each lane holds whole rows of its product: small tiles, one
+# stage, more warps where lanes would spill. It is for checking, so one table serves every GPU, the smallest included.
+_NARROW_FP32 = {
+    **dict.fromkeys(_NARROW, Tiles(32, 32, 8, 1)),
+    "select": Tiles(16, 16, 4, 1),
+    "decode": Tiles(16, 32, 4, 1),
+}
+_BROAD_FP32 = {
+    **dict.fromkeys(_NARROW, Tiles(16, 16, 4, 1)),
+    **dict.fromkeys(("runs_dq", "selected_dq"), Tiles(16, 16, 8, 1)),
 }
 
 # What timing may choose from, besides the table's own; those that spill on the GPU at hand are refused there.
@@ -106,10 +117,13 @@ _INTERPRETED = {
 }
 
 
-def choose(kernel: str, width: int, gpu: str | None = None) -> Tiles:
-    """One choice per kernel, width of the widest row and GPU (the current one): the same bits on every call."""
+def choose(kernel: str, width: int, gpu: str | None = None, *, element_size: int = 2) -> Tiles:
+    """One choice per kernel, width of the widest row, bytes of its elements and GPU (the current one): the same bits
+    on every call."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED.get(kernel, Tiles(32, 32))
+    if element_size > 2:
+        return (_NARROW_FP32 if width <= 64 else _BROAD_FP32)[kernel]
     name = gpu_here() if gpu is None else gpu
     narrow, broad = (_NARROW_AMD, _BROAD_AMD) if name.startswith("gfx") else _BY_GPU.get(name, (_NARROW, _BROAD))
     return (narrow if width <= 64 else broad)[kernel]

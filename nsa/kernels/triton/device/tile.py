@@ -3,8 +3,9 @@
 A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
 group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.widths`).
 
-Under the interpreter `tl.dot` of bf16 is wrong (Triton 3.8): WIDE operands are converted to fp32 right before it, after
-having been rounded as the hardware would see them.
+Under the interpreter of Triton 3.8 two things are wrong in bf16. `tl.dot` is: WIDE operands are converted to fp32 right
+before it, after having been rounded as the hardware would see them. Narrowing fp32 cuts where hardware rounds to the
+nearest: `narrowed` rounds first. Neither leaves a trace in what is compiled for a GPU.
 """
 
 import triton
@@ -12,6 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # settled, like the kernels themselves, on import
 
 
 @triton.jit
@@ -32,12 +34,22 @@ def load_rows(base, offset, ok, N: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """x in the dtype, rounded to the nearest, ties to even."""
+    if INTERPRETED and x.dtype == tl.float32 and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), float("nan"))
+    return x.to(dtype)
+
+
+@triton.jit
 def store_rows(base, offset, ok, x, N: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr):
     column = BEGIN + tl.arange(0, WIDTH)
     mask = ok[:, None]
     if BEGIN + WIDTH > N:
         mask = mask & (column[None, :] < N)
-    tl.store(base + offset[:, None] + column[None, :], x.to(base.dtype.element_ty), mask=mask)
+    tl.store(base + offset[:, None] + column[None, :], narrowed(x, base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -49,7 +61,7 @@ def dot(a, b):
 @triton.jit
 def rounded(x, WIDE: tl.constexpr, dtype: tl.constexpr):
     """An intermediate as an operand: rounded to the inputs' dtype."""
-    return operand(x.to(dtype), WIDE)
+    return operand(narrowed(x, dtype), WIDE)
 
 
 @triton.jit

@@ -1,0 +1,84 @@
+"""Bugs in the Triton kernels: the ones that NSA kernels really have, and what this design could get wrong."""
+
+from tests.mutations import Mutation
+
+SLIDING, COMPRESSED, CHOSEN = (
+    (f"tests/kernels/test_triton.py::test_keys_and_values_of_two_parts_and_blocks_of_two_cuts[{branch}]",)
+    for branch in ("sliding", "compressed", "selected")
+)
+ANY_ORDER = ("tests/kernels/test_triton.py::test_same_bits_in_any_order_of_programs[selected]",)
+ROUNDING = ("tests/kernels/test_triton.py::test_narrowing_rounds_as_torch_does",)
+ROWS_OF_A_BATCH = (
+    "tests/kernels/test_backends.py",
+    "-k",
+    "matches_reference and triton and cached and sliding and tiny-heads0",
+)
+NOTHING = ("tests/kernels/test_backends.py", "-k", "triton and see_nothing")
+TIES = ("tests/kernels/test_backends.py", "-k", "triton and ties_go")
+UNDERFLOW = ("tests/kernels/test_backends.py", "-k", "triton and underflows")
+DECODE = ("tests/kernels/test_triton_decode.py::test_equals_the_reference",)
+DECODE_HEADS = ("tests/kernels/test_triton_decode.py::test_every_head_and_every_part_counts_in_the_choice",)
+DECODE_WIDE = ("tests/kernels/test_triton_decode.py", "-k", "wide_rows and 24-40")
+
+TILE, RUNS, RUNS_BACKWARD, SELECTED, SELECTED_BACKWARD, SELECT, DECODING = (
+    f"nsa/kernels/triton/device/{name}.py"
+    for name in ("tile", "runs_forward", "runs_backward", "selected_forward", "selected_backward", "select", "decode")
+)
+
+
+def bug(name: str, file: str, old: str, new: str, tests: tuple[str, ...]) -> Mutation:
+    return Mutation(f"triton: {name}", file, old, new, tests, interpreted=True)
+
+
+MUTATIONS = [
+    bug("window of w + 1 tokens", RUNS, ">= lo_M[:, None]", ">= lo_M[:, None] - 1", SLIDING),
+    bug("compressed block visible one block early", RUNS, "< hi_M[:, None]", "<= hi_M[:, None]", COMPRESSED),
+    bug("past not rescaled", RUNS, "acc1 = acc1 * decay[:, None] +", "acc1 = acc1 +", SLIDING),
+    bug("past rescaled in the first half of the values only", RUNS, "acc2 = acc2 * decay[:, None] +", "acc2 = acc2 +",
+        SLIDING),
+    bug("second half of the keys forgotten", RUNS, "s += dot(q2,", "s += 0 * dot(q2,", COMPRESSED),
+    bug("second half of the values not normalised", RUNS, "acc2 / total[:, None]", "acc2", COMPRESSED),
+    bug("log-sum-exp without its sum", RUNS, "(top + tl.log2(total))", "top", SLIDING),
+    bug("total of the softmax not rescaled", TILE, "total * decay +", "total +", SLIDING),
+    bug("rows that see nothing are NaN", TILE, 'tl.where(new == float("-inf"), 0.0, new)', "new", NOTHING),
+    bug("query does not see itself", TILE, "key[None, :] <= limit", "key[None, :] < limit", CHOSEN),
+    bug("blocks that other queries chose", TILE, "tl.where(chosen, last, -1)", "last", CHOSEN),
+    bug("bf16 is cut, not rounded", TILE, "(bits + 0x7FFF + ((bits >> 16) & 1))", "bits", ROUNDING),
+    bug("dq without scale", RUNS_BACKWARD, "(dp - delta_M[:, None]) * scale", "(dp - delta_M[:, None])", SLIDING),
+    bug("dk without its row correction", RUNS_BACKWARD, "(dp - delta_M[None, :])", "dp", SLIDING),
+    bug("row correction from the first half of the values", RUNS_BACKWARD, "delta_M += tl.sum(do2",
+        "delta_M += 0 * tl.sum(do2", COMPRESSED),
+    bug("last rows of a run add nothing to dk and dv", RUNS_BACKWARD,
+        "tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), PARTS), BLOCK_M)",
+        "tl.maximum(end - first, 0) // PARTS // BLOCK_M", COMPRESSED),
+    bug("second half of dk forgotten", RUNS_BACKWARD, "dk2 += dot(ds, q2)", "dk2 += 0 * dot(ds, q2)", SLIDING),
+    bug("bounds of the batch's first row", RUNS_BACKWARD, "lo + b.to(tl.int64) * S + query", "lo + query",
+        ROWS_OF_A_BATCH),
+    bug("bit of the neighbouring query", SELECTED, "mask_u >> turn", "mask_u >> (turn + 1)", CHOSEN),
+    bug("keys past the block's end", SELECTED, "inside & (step < L)", "inside", CHOSEN),
+    bug("second cut of a block is the first again", SELECTED, "u % CUTS * BLOCK_N", "0 * u", CHOSEN),
+    bug("head by bits, where heads are no power of two", SELECTED, "row // R, row % R", "row // R, row & (R - 1)",
+        CHOSEN),
+    bug("rows past a tile's queries are stored", SELECTED, "(turn < QUERIES) & (query < S)", "query < S", ANY_ORDER),
+    bug("last query of a piece is skipped", SELECTED_BACKWARD, "tl.minimum(first + PIECE,",
+        "tl.minimum(first + PIECE - 1,", CHOSEN),
+    bug("last piece of a window is not added", SELECTED_BACKWARD, "tl.load(piece_first + place + 1)",
+        "tl.load(piece_first + place + 1) - 1", CHOSEN),
+    bug("block of a document across two windows has no end", SELECTED_BACKWARD,
+        "tl.minimum(begin_M + (L - 1), last_M)", "last_M", CHOSEN),
+    bug("second half of dv forgotten", SELECTED_BACKWARD, "dv2 += dot(p, do2)", "dv2 += 0 * dot(p, do2)", CHOSEN),
+    bug("ties to the higher index", SELECT, "(2147483647 - j).to(tl.int64)", "j.to(tl.int64)", TIES),
+    bug("invalid block scores 0", SELECT, "tl.where(j <= own, key, -1)",
+        "tl.where(j <= own, key, (2147483647 - j).to(tl.int64))", UNDERFLOW),
+    bug("decode: compressed block visible one token early", DECODING, "(position + 1 - L) // D + 1",
+        "(position + 2 - L) // D + 1", DECODE),
+    bug("decode: page read past the row's length", DECODING, "tl.minimum(page_begin + L_SEL, seen)",
+        "page_begin + L_SEL", DECODE),
+    bug("decode: query does not see itself", DECODING, "tl.minimum(seen, n_window_keys)",
+        "tl.minimum(seen - 1, n_window_keys)", DECODE),
+    bug("decode: parts merged without their weight in the whole", DECODING, " - top) / total", " - top)", DECODE),
+    bug("decode: heads after the sixteenth do not count", DECODING, "tl.range(0, R, BLOCK_R)",
+        "tl.range(0, BLOCK_R, BLOCK_R)", DECODE_HEADS),
+    bug("decode: second half of the values not rescaled", DECODING, "acc2 = acc2 * decay[:, None] +",
+        "acc2 = acc2 +", DECODE_WIDE),
+]  # fmt: skip
