@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton import selected
+from nsa.kernels.triton import index, selected
 from nsa.kernels.triton.device.tile import narrowed
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
@@ -58,7 +58,8 @@ def test_every_pair_of_sizes_occurs():
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     """So that a window of keys that all queries chose is cut into several pieces, the last one shorter."""
-    monkeypatch.setattr(selected, "PIECE", 20)
+    for module in (selected, index):
+        monkeypatch.setattr(module, "PIECE", 20)
 
 
 def call_of(
