@@ -29,10 +29,10 @@ def off(got, exact):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "per_group"), [(1, 1), (6, 6), (5, 1), (16, 16)])
+@pytest.mark.parametrize(("heads", "per_group", "width"), [(1, 1, 24), (6, 6, 192), (5, 1, 40), (16, 16, 128)])
 @pytest.mark.parametrize("name", OWN)
-def test_equals_fp64_as_closely_as_tensor_operations_do(name, heads, per_group, dtype):
-    tensors = inputs(dtype, heads, per_group, width=24)
+def test_equals_fp64_as_closely_as_tensor_operations_do(name, heads, per_group, width, dtype):
+    tensors = inputs(dtype, heads, per_group, width)
     exact = results(reference.mix, tensors, torch.float64)
     for got, plain, want in zip(
         results(BACKENDS[name].mix, tensors), results(reference.mix, tensors), exact, strict=True

@@ -231,7 +231,7 @@ def test_it_is_off_unless_asked_for(gpu):
 
 def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
     """As under the interpreter, whose one configuration is the table's."""
-    tuned("runs_forward", torch.empty(1, 8, 2, 6, 64), 64, gpu.start)
+    tuned("runs_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.start)
     assert gpu.kernel.ran == [choose("runs_forward", 64)]
 
 
