@@ -69,7 +69,9 @@ _BROAD_AMD = {
 }
 _BY_GPU = {
     **dict.fromkeys(("sm_86", "sm_89", "sm_120"), (_NARROW_SMALL, _BROAD_SMALL)),
-    **dict.fromkeys(("sm_90", "sm_100"), (_NARROW_OF_64, _BROAD_OF_64)),
+    "sm_90": (_NARROW_OF_64, _BROAD_OF_64),
+    # With 64 rows the selection's newer products wait for their keys: the pipeline is worth more than they are.
+    "sm_100": ({**_NARROW_OF_64, "select": Tiles(32, 64, 4, 2)}, _BROAD_OF_64),
 }
 # fp32 rows take twice the room, and without matrix units each lane holds whole rows of its product: small tiles, one
 # stage, more warps where lanes would spill. It is for checking, so one table serves every GPU, the smallest included.
