@@ -118,21 +118,29 @@ def judge_step(
 ) -> Agreement:
     """Gradients of every weight of a one-layer model on a short row, against the reference's in fp32.
 
-    Not in bf16: there the reference itself is up to 5 % off, more than any backend.
+    Not against its gradients in bf16: there the reference itself is off, on small models by more than the limit, so
+    twice its own error is allowed too.
     """
     length = short_length(Case(shape, 1, torch.float32))
-    got, want = (
+    want, plain_got, got = (
         Step(build(shape, 1, dim, 257, which), length, arithmetic, device).gradients()
-        for which, arithmetic in ((kernels, dtype), (truth, "fp32"))
+        for which, arithmetic in ((truth, "fp32"), (truth, dtype), (kernels, dtype))
     )
     assert got.keys() == want.keys()
     scale = max(g.norm() for g in want.values())
-    errors = {
-        name: ((got[name] - g).norm() / g.norm().clamp(min=1e-3 * scale)).nan_to_num(nan=torch.inf).item()
-        for name, g in want.items()
-    }
-    limit = GRADIENT_LIMIT[dtype]
-    wrong = [f"the gradient of {name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
+
+    def off(found: dict[str, Tensor]) -> dict[str, float]:
+        return {
+            name: ((found[name] - g).norm() / g.norm().clamp(min=1e-3 * scale)).nan_to_num(nan=torch.inf).item()
+            for name, g in want.items()
+        }
+
+    errors, plain_errors, limit = off(got), off(plain_got), GRADIENT_LIMIT[dtype]
+    wrong = [
+        f"the gradient of {name} by {error:.2g}"
+        for name, error in errors.items()
+        if not error <= max(limit, 2 * plain_errors[name])
+    ]
     reason = f"differs from the reference: {', '.join(wrong[:3])} (at most {limit:g})" if wrong else ""
     return Agreement(not wrong, errors, limit, f"all gradients of one layer on {length} tokens", reason)
 

@@ -52,7 +52,7 @@ def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(s
     assert "CRITICAL heartbeat_stall (rank" in text
     assert f"rank 0: stacks of process {pids[0]} are in" in text
     assert f"rank 1: process {pids[1]} did not write its stacks; it is stopped by a signal" in text
-    assert "train_batch" in (run.folder / names.stackdump(0, pids[0])).read_text()
+    assert "_fit_epoch" in (run.folder / names.stackdump(0, pids[0])).read_text()
     assert "pg_status" in (run.folder / names.collectives(0, pids[0])).read_text()
     assert (run.folder / names.ANOMALY).read_text() == "heartbeat_stall\n"
     run.end()

@@ -44,7 +44,7 @@ def test_shell_is_sound(name):
 @pytest.mark.parametrize("name", [name for name in TEXTS if "nsa " in TEXTS[name]])
 def test_our_commands_have_the_options_they_are_called_with(name):
     text = re.sub(r"^\s*#.*$", "", TEXTS[name], flags=re.MULTILINE).replace("\\\n", " ")
-    calls = re.findall(r"\bnsa ((?:[a-z]+ ?)+)([^;|&\n]*)", text)
+    calls = re.findall(r"\bnsa ((?:[a-z]+(?:-[a-z]+)* ?)+)([^;|&\n]*)", text)
     for words, rest in calls:
         command = typer.main.get_command(app)
         for word in words.split():
