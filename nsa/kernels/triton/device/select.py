@@ -15,7 +15,7 @@ two are equal, so the choice is exact, and ties go to the lower index.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, soften
 
 
 @triton.constexpr_function
@@ -35,7 +35,7 @@ def ranked(mass, j, own):
 
 @triton.jit
 def ascending(best, wanted):
-    """The blocks of ranked integers, best first: those wanted, in order of index, then −1."""
+    """The blocks of ranked integers: those wanted, in order of index, then −1."""
     block = tl.where((best >= 0) & wanted, 2147483647 - (best & 2147483647), 2147483647)
     block = tl.sort(block.to(tl.int32))
     return tl.where(block == 2147483647, -1, block)
@@ -68,10 +68,7 @@ def runs_lse_kernel(
             s += dot(q2, tl.trans(load_rows(k, k_at, at < T, K, K1, K2, WIDE)))
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
-        top = new
+        _, top, total, _ = soften(s, top, total)
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
@@ -145,14 +142,9 @@ def select_kernel(
                     reached += due[n]
                 later += (reached,)  # type: ignore[assignment]
             due = later
-            forced = (j[None, :] == 0) | (j[None, :] >= last_Q[:, None] - 1)
-            score = tl.where(forced, float("inf"), mass)
-            key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j[None, :]).to(tl.int64)
-            key = tl.where((step >= 0) & (j[None, :] <= last_Q[:, None]), key, -1)
+            key = tl.where(step >= 0, ranked(mass, j[None, :], last_Q[:, None]), -1)
             best = tl.bitonic_merge(tl.maximum(best, tl.sort(key, descending=True)))
         document = tl.min(tl.where(ok & (first_Q > document), first_Q, 2147483647))
-    chosen = (best >= 0) & (column[None, :] >= KEEP - N_SEL)
-    block = tl.sort(tl.where(chosen, 2147483647 - (best & 2147483647), 2147483647).to(tl.int32))
-    block = tl.where(block == 2147483647, -1, block)
+    block = ascending(best, column[None, :] >= KEEP - N_SEL)
     at = ((b.to(tl.int64) * S + query) * G + g) * N_SEL
     tl.store(idx + at[:, None] + column[None, :], block, mask=ok[:, None] & (column[None, :] < N_SEL))
