@@ -209,9 +209,8 @@ def model(
     time is its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2,
     launches, torch's sorts and scans. **Dense** is published FlashAttention; one rule times both sides.
 
-    *union*: blocks that a tile of neighbouring queries chose together. *selected*: our selected branch, forward, with
-    its index, beside the paper's loop, which takes one query of a group at a time. The second table is of the last
-    length, the slowest kernel first.
+    *selected*: our selected branch, forward, with its index, beside the paper's loop, which takes one query of a group
+    at a time. The second table is of the last length, the slowest kernel first.
 
     **Example:** `nsa bench model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md --plot model.svg`
     """

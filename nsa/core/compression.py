@@ -1,4 +1,4 @@
-"""φ: turns every block of l tokens of one stream (the keys or the values) into one.
+"""φ: turns every block of l tokens, one from every d-th on, of one stream (the keys or the values) into one.
 
 B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width of the stream · H hidden width
 """
@@ -19,14 +19,14 @@ class Compressor(nn.Module):
     Learned weights are separate per kv group. `pos_emb` adds a learned embedding of the place inside the block first.
     """
 
-    def __init__(self, phi: str, l: int, n_groups: int, width: int, pos_emb: bool) -> None:
+    def __init__(self, phi: str, l: int, d: int, n_groups: int, width: int, pos_emb: bool) -> None:
         super().__init__()
         if phi not in PHIS:
             raise ConfigError(f"nsa.phi is {phi!r}: there is no such operator. Use one of: {', '.join(PHIS)}.")
         if phi == "avg" and pos_emb:
             raise ConfigError("nsa.phi_pos_emb needs a learned operator, and nsa.phi is 'avg', which would average the "
                               "embedding to a constant. Set nsa.phi=linear or mlp.")  # fmt: skip
-        self.phi, self.l, self.width = phi, l, width
+        self.phi, self.l, self.d, self.width = phi, l, d, width
         hidden = MLP_EXPANSION * width
         self.pos_emb = nn.Parameter(torch.empty(l, n_groups, width)) if pos_emb else None
         self.w_in = nn.Parameter(torch.empty(n_groups, l, width, hidden)) if phi == "mlp" else None
@@ -48,7 +48,7 @@ class Compressor(nn.Module):
 
     def forward(self, raw_BTGX: Tensor, begin_BC: Tensor) -> Tensor:
         """Compress the l tokens from each `begin` on: [B, C, G, X]."""
-        block_BClGX = _blocks(raw_BTGX, begin_BC, self.l)
+        block_BClGX = _blocks(raw_BTGX, begin_BC, self.l, self.d)
         if self.pos_emb is not None:
             block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)
         if self.w_block is not None:
@@ -64,10 +64,21 @@ class Compressor(nn.Module):
         return sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
 
 
-def _blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int) -> Tensor:
-    B, T = raw_BTGX.shape[:2]
-    if l == T and begin_BC.shape[1] == 1:
+def _blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
+    """The tokens of every block. Their gradients add up where blocks overlap, on a GPU in any order: two have the same
+    sum either way, but of three or more only blocks that share no token may be gathered at a time."""
+    if l == raw_BTGX.shape[1] and begin_BC.shape[1] == 1:
         return raw_BTGX[:, None]
+    turns, n_blocks = -(-l // d), begin_BC.shape[1]
+    if turns <= 2:
+        return _gather(raw_BTGX, begin_BC, l)
+    whole_BC = F.pad(begin_BC, (0, -n_blocks % turns))
+    parts = [_gather(raw_BTGX, whole_BC[:, turn::turns], l) for turn in range(turns)]
+    return torch.stack(parts, 2).flatten(1, 2)[:, :n_blocks]
+
+
+def _gather(raw_BTGX: Tensor, begin_BC: Tensor, l: int) -> Tensor:
+    B, T = raw_BTGX.shape[:2]
     token_BCl = begin_BC[..., None] + torch.arange(l, device=begin_BC.device)
     row_BCl = token_BCl + torch.arange(B, device=begin_BC.device)[:, None, None] * T
     return raw_BTGX.flatten(0, 1).index_select(0, row_BCl.flatten()).view(*row_BCl.shape, *raw_BTGX.shape[2:])

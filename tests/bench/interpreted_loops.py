@@ -12,8 +12,8 @@ import torch
 from triton.runtime import interpreter
 
 from nsa.bench.case import Case
-from nsa.bench.model import index, kernels
-from nsa.bench.model.unions import Unions
+from nsa.bench.model import index, kernels, pairs
+from nsa.bench.model.choices import Choices
 from nsa.bench.model.work import Sizes
 from nsa.bench.shapes import BenchShape
 from nsa.core.geometry import Geometry
@@ -81,31 +81,31 @@ def main() -> None:
     mix.mix_backward(dout, gates, out, out, out)
     counted["select"] = counted.pop("select compressed")
 
-    unions, sizes = Unions(shape, length, "random", idx[:, :, 0]), Sizes(shape, length, "fp32")
-    found = {"right": compared(sizes, unions)}
+    choices, sizes = Choices(shape, length, "random", idx[:, :, 0]), Sizes(shape, length, "fp32")
+    found = {"right": compared(sizes, choices)}
     for name, (owner, attribute, wrong) in PLANTED.items():
         with patch.object(owner, attribute, wrong):
-            found[name] = compared(sizes, unions)
+            found[name] = compared(sizes, choices)
     print(json.dumps(found))
 
 
-def compared(sizes: Sizes, unions: Unions) -> dict[str, dict[str, list[float]]]:
+def compared(sizes: Sizes, choices: Choices) -> dict[str, dict[str, list[float]]]:
     modelled: defaultdict[str, Counter] = defaultdict(Counter)
-    for module in (kernels, index):
-        for work in (*module.forward(sizes, unions), *module.backward(sizes, unions)):
+    for module, about in ((kernels, (sizes,)), (pairs, (sizes, choices)), (index, (sizes, choices))):
+        for work in (*module.forward(*about), *module.backward(*about)):
             modelled[work.name].update(flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes)
     assert counted.keys() == modelled.keys(), (sorted(counted), sorted(modelled))
     return {name: {what: [counted[name][what], n] for what, n in found.items()} for name, found in modelled.items()}
 
 
-blocks, dkv_trips, key_trips, select_tile = Unions.blocks, Unions.dkv_trips, kernels.key_tile_trips, kernels.select_tile
+entries, trips, key_trips, select_tile = Choices.entries, Choices.trips, kernels.key_tile_trips, kernels.select_tile
 PLANTED = {
     "values have no columns": (Sizes, "padded", lambda self: (16, 0)),
-    "a union has one block less": (Unions, "blocks", lambda self, queries: blocks(self, queries) - 1),
+    "half of the slots are forgotten": (Choices, "entries", lambda self: entries(self) // 2),
     "tiles of keys are cut off": (kernels, "query_tile_trips", lambda sizes, branch, tiles: sizes.rows // tiles.m),
     "queries that see a tile are forgotten": (kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
     "no step for what earlier blocks give": (kernels, "select_tile", lambda sizes: (select_tile(sizes)[0], 0)),
-    "readers of a block are rows already": (Unions, "dkv_trips", lambda self, piece, m: dkv_trips(self, piece, 3 * m)),
+    "readers of a block are rows already": (Choices, "trips", lambda self, piece, m, n: trips(self, piece, 3 * m, n)),
     "outputs are mixed without their gates": (
         index,
         "mix",

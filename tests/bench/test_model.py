@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench.model import Unions, kernels, measure_unions, predict, torch_ops, unions
+from nsa.bench.model import Choices, choices, measure_choices, pairs, predict, torch_ops
 from nsa.bench.model.dense import dense_s, stretch
 from nsa.bench.model.gpus import GPUS, SCHEDULERS, gpu_named
 from nsa.bench.model.group_centric import group_centric_forward
@@ -28,12 +28,12 @@ A100 = GPUS["a100"]
 
 
 @pytest.fixture(scope="module")
-def seed_unions() -> dict[int, Unions]:
-    return {length: measure_unions(SEED, length, "smooth") for length in (2048, 4096)}
+def seed_choices() -> dict[int, Choices]:
+    return {length: measure_choices(SEED, length, "smooth") for length in (2048, 4096)}
 
 
-def predicted(gpu, found: Unions, **how):
-    return predict(gpu, found.shape, found.length, unions=found, instructions=lambda *_: None, **how)
+def predicted(gpu, found: Choices, **how):
+    return predict(gpu, found.shape, found.length, choices=found, instructions=lambda *_: None, **how)
 
 
 def test_a_kernel_takes_its_slowest_bound():
@@ -57,20 +57,20 @@ def test_a_cache_too_small_for_what_is_shared_costs_memory():
     assert half_missed.hbm_bytes == pytest.approx(1e9 + 0.5 * 9e9)
 
 
-def test_twice_the_bandwidth_halves_what_memory_bounds(seed_unions):
+def test_twice_the_bandwidth_halves_what_memory_bounds(seed_choices):
     fast = replace(A100, device=replace(A100.device, bandwidth_gb_s=2 * A100.device.bandwidth_gb_s))
-    slow = {k.name: k for k in predicted(A100, seed_unions[4096], launch_s=0.0).kernels}
-    for kernel in predicted(fast, seed_unions[4096], launch_s=0.0).kernels:
+    slow = {k.name: k for k in predicted(A100, seed_choices[4096], launch_s=0.0).kernels}
+    for kernel in predicted(fast, seed_choices[4096], launch_s=0.0).kernels:
         before = slow[kernel.name]
         assert kernel.bounds_s["memory"] == pytest.approx(before.bounds_s["memory"] / 2)
         assert kernel.seconds <= before.seconds
     assert slow["mix_forward"].bound == "memory"
 
 
-def test_work_grows_with_length(seed_unions):
+def test_work_grows_with_length(seed_choices):
     short, long = (
         {(k.name, k.backward): k for k in predicted("a100", found, backward=True).kernels}
-        for found in seed_unions.values()
+        for found in seed_choices.values()
     )
     assert short.keys() == long.keys()
     for name, kernel in long.items():
@@ -79,14 +79,14 @@ def test_work_grows_with_length(seed_unions):
         assert kernel.l2_bytes > short[name].l2_bytes
 
 
-def test_a_prediction_adds_up(seed_unions):
-    forward, both = (predicted("h100", seed_unions[2048], backward=b) for b in (False, True))
+def test_a_prediction_adds_up(seed_choices):
+    forward, both = (predicted("h100", seed_choices[2048], backward=b) for b in (False, True))
     assert forward.seconds == sum(k.seconds for k in forward.kernels) == sum(
         k.seconds for k in both.kernels if not k.backward)  # fmt: skip
     assert both.ratio == both.dense_seconds / both.seconds
     assert both.dense_seconds > forward.dense_seconds
     plain, slower = (
-        predicted("h100", seed_unions[4096], as_triton=t, backward=True, launch_s=0.0) for t in (False, True)
+        predicted("h100", seed_choices[4096], as_triton=t, backward=True, launch_s=0.0) for t in (False, True)
     )
     assert plain.seconds < slower.seconds < GPUS["h100"].published.triton_slowdown * plain.seconds
 
@@ -115,31 +115,31 @@ def test_clocks_and_units_give_the_table_s_peak():
 
 @pytest.mark.parametrize("data", ["random", "smooth"])
 @pytest.mark.parametrize("length", [90, 777])
-def test_the_yardstick_never_reads_less_than_a_union(data, length):
-    found, sizes = measure_unions(TINY, length, data), Sizes(TINY, length, "bf16")
+def test_the_yardstick_reads_every_choice(data, length):
+    found, sizes = measure_choices(TINY, length, data), Sizes(TINY, length, "bf16")
     reads = group_centric_forward(sizes).trips
     chosen = int((found.idx_LSN >= 0).sum()) * TINY.n_kv_groups
     assert reads == chosen
     per_query = [found.blocks(queries) * TINY.n_kv_groups for queries in (1, 2, 5, 10, 32)]
     assert per_query[0] == reads
     assert per_query == sorted(per_query, reverse=True)
-    assert group_centric_forward(sizes).l2_bytes >= kernels.selected_forward(sizes, found).l2_bytes
+    assert group_centric_forward(sizes).l2_bytes >= pairs.selected_forward(sizes, found).l2_bytes
 
 
 def test_spans_speak_for_the_whole_row(monkeypatch):
-    whole = measure_unions(TINY, 4000, "smooth")
-    monkeypatch.setattr(unions, "MOST_SPANS", 8)
-    sampled = measure_unions(TINY, 4000, "smooth")
+    whole = measure_choices(TINY, 4000, "smooth")
+    monkeypatch.setattr(choices, "MOST_SPANS", 8)
+    sampled = measure_choices(TINY, 4000, "smooth")
     assert whole.whole
-    assert (sampled.whole, sampled.n_measured) == (False, 8 * unions.SPAN)
+    assert (sampled.whole, sampled.n_measured) == (False, 8 * choices.SPAN)
     for queries in (1, 10, 32):
         assert sampled.blocks(queries) == pytest.approx(whole.blocks(queries), rel=0.1)
-    assert sampled.dkv_trips(1024, 64)[0] == pytest.approx(whole.dkv_trips(1024, 64)[0], rel=0.1)
+    assert sampled.trips(1024, 64)[0] == pytest.approx(whole.trips(1024, 64)[0], rel=0.1)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 10, 32])
 def test_a_union_is_a_set(queries):
-    found = measure_unions(TINY, 90)
+    found = measure_choices(TINY, 90)
     rows = found.idx_LSN[0].tolist()
     tiles = [{block for row in rows[i : i + queries] for block in row} - {-1} for i in range(0, 90, queries)]
     assert found.blocks(queries) == sum(map(len, tiles))
@@ -147,7 +147,7 @@ def test_a_union_is_a_set(queries):
 
 
 def test_smooth_neighbours_share_more_blocks():
-    assert measure_unions(TINY, 2000, "smooth").mean(10) < 0.8 * measure_unions(TINY, 2000, "random").mean(10)
+    assert measure_choices(TINY, 2000, "smooth").mean(10) < 0.8 * measure_choices(TINY, 2000, "random").mean(10)
 
 
 def test_torch_operations_are_counted_once_each():
@@ -179,7 +179,7 @@ def test_machine_code_says_what_a_turn_issues():
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
     found = issued("selected_forward", SEED, "sm_80")
     sizes = Sizes(SEED, 640, "bf16")
-    work = kernels.selected_forward(sizes, measure_unions(SEED, 640))
+    work = pairs.selected_forward(sizes, measure_choices(SEED, 640))
     assert found is not None
     assert found.hmma_flops == work.flops / work.trips == 2 * 64 * 64 * 128
     assert found.instructions > found.hmma_flops // HMMA_FLOPS
@@ -193,8 +193,8 @@ def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
 def test_a_wrong_wish_is_refused_with_the_right_words():
     with pytest.raises(ConfigError, match="a100, h100, b200, mi300x"):
         gpu_named("a1000")
-    with pytest.raises(ConfigError, match="Measure them for this case"):
-        predict("a100", TINY, 200, unions=measure_unions(TINY, 100))
+    with pytest.raises(ConfigError, match="Measure it for this case"):
+        predict("a100", TINY, 200, choices=measure_choices(TINY, 100))
     with pytest.raises(ConfigError, match="rows of at most 256"):
         predict("a100", replace(TINY, d_k=512), 200)
 

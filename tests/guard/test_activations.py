@@ -5,8 +5,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.config.schema import RunConfig
+from nsa.guard.activations import Pass, workspace_bytes
 from nsa.guard.estimate import estimate
 from nsa.guard.hardware import CPU, DEVICES, Target
+from nsa.kernels.triton import SLOT_BYTES
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -86,3 +88,19 @@ def test_checkpointing_keeps_inputs_only():
     inputs = 2 * deep.train.batch_size * deep.train.seq_len * deep.model.dim * 4
     assert memory[1].recomputed - memory[0].recomputed == inputs
     assert memory[1].kept - memory[0].kept > 10 * inputs
+
+
+def test_the_triton_kernels_take_slots_up_to_a_limit():
+    """Held against what they allocate by tests/kernels/test_triton.py."""
+    config = config_of("blocks", precision="bf16", checkpointing=False)
+    config = config.model_copy(update={"kernels": config.kernels.model_copy(update={"selected": "triton"})})
+
+    def workspace(seq_len: int) -> int:
+        return workspace_bytes(config, Pass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
+
+    itself, slots = 6 * 32 * 2, 6 * 2 * 4 * 32 * 2
+    assert workspace(4096) >= 4096 * slots
+    assert workspace(8192) < 2.1 * workspace(4096)
+    many = 4 * SLOT_BYTES // slots
+    assert workspace(many) > SLOT_BYTES
+    assert workspace(2 * many) - workspace(many) < many * (2 * itself + slots / 5)  # sums are as many as keys

@@ -71,18 +71,20 @@ def test_what_is_written_down_has_no_fault(gpu):
 
 
 def test_hopper_and_blackwell_multiply_with_their_own_units():
-    """But for those that have 16 rows or columns to multiply at a time, where the units want 64."""
+    """But for those that have 16 rows or columns to multiply at a time, where the units want 64; in wide rows, one of
+    five products in selected_backward has 32."""
     for p in WRITTEN:
         native = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}.get(p.gpu)
         if native and p.code.loops and not (p.kernel == "select" or p.kernel.startswith("decode")):
-            assert set(p.code.matrix) == {native}, p
+            older = {"HMMA"} if (p.kernel, p.model) == ("selected_backward", "paper") else set()
+            assert set(p.code.matrix) == {native} | older, p
 
 
 def test_the_machine_code_of_a_sample_is_as_good_as_written():
     sample = [
         ("seed", "sm_80", "selected_forward", ()),
         ("paper", "sm_90", "runs_dkv", ()),
-        ("seed", "gfx942", "selected_dq", ()),
+        ("seed", "gfx942", "selected_backward", ()),
     ]
     for found in inspected(*sample):
         assert_as_good_as_written(found)
@@ -105,7 +107,7 @@ def assert_fits(found: Passport) -> None:
 def test_fp32_fits():
     """The kernels that take the most shared memory, at the widest rows."""
     sample = [
-        ("paper", "sm_80", "selected_dq", ()),
+        ("paper", "sm_80", "selected_backward", ()),
         ("128", "sm_86", "selected_forward", ()),
         ("paper", "gfx942", "runs_dkv", ()),
     ]
@@ -137,26 +139,26 @@ def test_a_tile_too_large_is_a_fault():
     assert any("bytes of shared memory, the limit is 101376" in fault for fault in too_much.faults())
 
 
-# The loop over blocks of selected_forward, once as it is and once with a branch around the load of the keys.
+# The loop over keys of runs_forward with a branch around the load of the keys.
 _BRANCH = """
 import sys
 from dataclasses import replace
 from pathlib import Path
 import importlib.util
-from nsa.kernels.triton.device import selected_forward
+from nsa.kernels.triton.device import runs_forward
 from nsa.kernels.triton.passport import GPUS, MODELS, compile_for, jobs
 from nsa.kernels.triton.machine_code import read
-source = Path(selected_forward.__file__).read_text()
+source = Path(runs_forward.__file__).read_text()
 load = "s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))"
 assert source.count(load) == 1
-branch = f"s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\\n        if mask_u != 0:\\n            {load}"
+branch = f"s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\\n        if n != 7:\\n            {load}"
 file = Path(sys.argv[1])
 file.write_text(source.replace(load, branch))
 spec = importlib.util.spec_from_file_location("mutated", file)
 mutated = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mutated)
-(job,) = (job for job in jobs(MODELS["seed"], "sm_80") if job.kernel == "selected_forward")
-job = replace(job, function=mutated.selected_forward_kernel)
+(job,) = (job for job in jobs(MODELS["seed"], "sm_80") if job.kernel == "runs_forward")
+job = replace(job, function=mutated.runs_forward_kernel)
 print(*read(compile_for(job, GPUS["sm_80"]), GPUS["sm_80"]).faults(GPUS["sm_80"]), sep="\\n")
 """
 

@@ -7,12 +7,15 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nsa.bench.agree import blocks_error
 from nsa.bench.gpu_check.kernel_call import KernelCall
 from nsa.bench.gpu_check.parity import relative_rms
 from nsa.bench.gpu_check.scope import KernelSizes
+from nsa.config.schema import RunConfig
 from nsa.core.geometry import Geometry
+from nsa.guard.activations import Pass, workspace_bytes
 from nsa.kernels.registry import BACKENDS
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
@@ -107,17 +110,57 @@ def test_outputs_and_gradients_are_the_references(heads, widths, dtype, geometry
 
 
 @interpreted
+def test_long_rows_are_taken_in_spans(monkeypatch):
+    """What queries get from their blocks waits in memory: as much as is allowed, whatever the length."""
+    monkeypatch.setattr(selected, "SLOT_BYTES", 1)
+    monkeypatch.setattr(selected, "QUERIES_OF_SLOTS", 0)
+    taken = []
+    monkeypatch.setattr(selected, "chosen", lambda idx, *rest: taken.append(idx.shape[1]) or index.chosen(idx, *rest))
+    call = call_of(3, (16, 24), torch.float32, SIZES[1], packed=True)
+    assert_as_the_reference(call, "selected")
+    assert taken == [16, 16, 15] * 2
+
+    def of_a_batch(*rows: int) -> list[torch.Tensor]:
+        """Row i is the call's with queries, keys, values and gradients i times as large."""
+        leaves = [torch.cat([x * i for i in rows]).requires_grad_() for x in (call.q_BSGRK, *call.raw)]
+        where = (torch.cat([x] * len(rows)) for x in (call.idx_BSGN, call.layout.pos_BS, call.layout.start_BS))
+        out = TRITON.functions.selected(*leaves, *where, l_sel=call.geometry.l_sel, scale=call.scale)
+        return [out, *torch.autograd.grad(out, leaves, torch.cat([call.dout_BSGRV * i for i in rows]))]
+
+    for both, first, second in zip(of_a_batch(1, 2), of_a_batch(1), of_a_batch(2), strict=True):
+        assert torch.equal(both, torch.cat((first, second)))
+
+
+@interpreted
+def test_slots_are_what_is_reckoned_before_a_run():
+    call = call_of(6, (32, 32), torch.float32, SIZES[0], packed=False, length=192)
+    g = SIZES[0]
+    nsa = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
+    model = dict(dim=192, n_heads=6, n_kv_groups=1, d_k=32, d_v=32)
+    config = RunConfig.model_validate({"model": model, "nsa": nsa, "kernels": {"selected": "triton"}})
+    reckoned = workspace_bytes(config, Pass(1, 192, 257, autocast=False, width=4, on_gpu=True))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
+        call.by_kernel("triton", "selected", CPU)
+    sizes = [e.nbytes() for e in heard.profiler.kineto_results.events() if e.name() == "[memory]"]
+    slots = 192 * 6 * 2 * g.n_sel * 32 * 4
+    assert sizes.count(slots) == 2  # forward and backward
+    assert slots < reckoned < 2 * slots
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("heads", "widths", "dtype", "geometry", "packed"),
     [
         (5, (192, 128), torch.float32, SIZES[1], False),
         (3, (64, 64), torch.bfloat16, Geometry(l=12, d=4, l_sel=4, n_sel=4, w=1), True),
         (16, (128, 128), torch.float16, Geometry(l=8, d=4, l_sel=12, n_sel=4, w=1), False),
+        (3, (16, 16), torch.float32, Geometry(l=4, d=2, l_sel=2, n_sel=20, w=1), True),
     ],
     ids=told,
 )
 def test_the_choice_of_blocks_is_the_references(heads, widths, dtype, geometry, packed):
-    """More blocks than may be chosen, three of which are forced; by either way to the log-sum-exp they need."""
+    """More blocks than may be chosen, three of which are forced; by either way to the log-sum-exp they need. Of 20,
+    which is more than 16 and no power of two."""
     call = call_of(heads, widths, dtype, geometry, packed, length=61)
     q, (k, v), where = call.q_BSGRK, call.compressed, (call.layout.pos_BS, call.layout.first_BS)
     if dtype == torch.float32:

@@ -12,7 +12,7 @@ from tests.mutations.triton import MUTATIONS
 SCRIPT = Path(__file__).parents[2] / "scripts" / "mutation_drill.py"
 SAMPLE = [
     "triton: past rescaled in the first half of the values only",
-    "triton: bit of the neighbouring query",
+    "triton: a query's blocks share a slot",
     "triton: last piece of a window is not added",
 ]
 

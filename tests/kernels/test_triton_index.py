@@ -38,45 +38,19 @@ def choices(pos: torch.Tensor, n_sel: int, seed: int = 0) -> torch.Tensor:
     return idx
 
 
-@pytest.mark.parametrize(
-    ("name", "queries", "n_sel"),
-    [("plain", 1, 4), ("plain", 32, 3), ("packed", 5, 5), ("packed", 10, 4), ("dropped", 10, 4)],
-)
-def test_a_union_has_each_block_once_with_the_bits_of_who_chose_it(name, queries, n_sel):
-    from nsa.kernels.triton.index import union
-
-    pos, start, _ = layout(name)
-    idx = choices(pos, n_sel)
-    begin, bits, size, last = union(idx, pos, start, L, queries)
-    assert torch.equal(last, (pos + start).int())
-    B, S = pos.shape
-    for b in range(B):
-        for tile in range(-(-S // queries)):
-            for g in range(GROUPS):
-                want: dict[int, int] = {}
-                for turn, s in enumerate(range(tile * queries, min(S, (tile + 1) * queries))):
-                    for block in idx[b, s, g].tolist():
-                        if block >= 0:
-                            first = int(start[b, s]) + block * L
-                            want[first] = want.get(first, 0) | 1 << turn
-                n = int(size[b, tile, g])
-                found = [x % 2**32 for x in bits[b, tile, g, :n].tolist()]
-                assert list(zip(begin[b, tile, g, :n].tolist(), found, strict=True)) == sorted(want.items())
-
-
 def readers(idx: torch.Tensor, pos: torch.Tensor, start: torch.Tensor, n_keys: int) -> list[list[tuple[int, int]]]:
-    """For each (batch, group, window): (query, first key of its block), across entries first, then by query."""
-    B, S, G, _ = idx.shape
+    """For each (batch, group, window): (pair, first key of its block), across entries first, then by query."""
+    B, S, G, N = idx.shape
     n_windows = -(-n_keys // L)
     found: list[list[tuple[bool, int, int]]] = [[] for _ in range(B * G * n_windows)]
     for b, s, g in torch.cartesian_prod(torch.arange(B), torch.arange(S), torch.arange(G)).tolist():
-        for block in idx[b, s, g].tolist():
+        for n, block in enumerate(idx[b, s, g].tolist()):
             begin, last = int(start[b, s]) + block * L, int(start[b, s] + pos[b, s])
             windows = {key // L for key in range(begin, begin + L) if 0 <= key <= last} if block >= 0 else ()
             for window in windows:
                 if window < n_windows:
-                    found[(b * G + g) * n_windows + window].append((begin // L == window, s, begin))
-    return [[(s, begin) for _, s, begin in sorted(entries)] for entries in found]
+                    found[(b * G + g) * n_windows + window].append((begin // L == window, s * N + n, begin))
+    return [[(pair, begin) for _, pair, begin in sorted(entries)] for entries in found]
 
 
 @pytest.mark.parametrize(("name", "n_sel"), [("plain", 4), ("packed", 3), ("packed", 4), ("dropped", 4)])
@@ -88,10 +62,11 @@ def test_every_window_has_its_readers_in_order(name, n_sel, monkeypatch):
     monkeypatch.setattr(index, "PLACES", 8)
     pos, start, n_keys = layout(name)
     idx = choices(pos, n_sel)
-    got = index.chosen(idx, (pos + start).int().contiguous(), start, L, n_keys)
+    got = index.chosen(idx, pos, start, L, n_keys)
+    assert torch.equal(got.last_BS, (pos + start).int())
     want = readers(idx, pos, start, n_keys)
     offset = got.offset.tolist()
-    entries = list(zip(got.query.tolist(), got.begin.tolist(), strict=True))
+    entries = list(zip(got.pair.tolist(), got.begin.tolist(), strict=True))
     assert [entries[a:b] for a, b in pairwise(offset)] == want
     pieces = [-(-len(w) // 16) for w in want]
     first = got.piece_first.tolist()

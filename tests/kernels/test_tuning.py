@@ -251,9 +251,9 @@ def test_on_a_gpu_the_winner_runs(gpu, tuning_on):
 
 def test_a_key_names_all_that_a_kernel_is_compiled_for_and_whether_the_call_is_long():
     def key(S: int = 8, dtype: torch.dtype = torch.bfloat16, **constants: int) -> str:
-        return key_of("selected_dq", torch.empty(1, S, 2, 6, 64, dtype=dtype, device="meta"), **constants)
+        return key_of("selected_backward", torch.empty(1, S, 2, 6, 64, dtype=dtype, device="meta"), **constants)
 
-    assert key(d_v=64, l_sel=64) == "selected_dq bfloat16 G=2 R=6 d_k=64 d_v=64 l_sel=64 short"
+    assert key(d_v=64, l_sel=64) == "selected_backward bfloat16 G=2 R=6 d_k=64 d_v=64 l_sel=64 short"
     assert len({key(), key(4096), key(dtype=torch.float16), key(d_v=32), key(l_sel=32)}) == 5
 
 

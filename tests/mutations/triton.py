@@ -6,7 +6,8 @@ SLIDING, COMPRESSED, CHOSEN = (
     (f"tests/kernels/test_triton.py::test_keys_and_values_of_two_parts_and_blocks_of_two_cuts[{branch}]",)
     for branch in ("sliding", "compressed", "selected")
 )
-ANY_ORDER = ("tests/kernels/test_triton.py::test_same_bits_in_any_order_of_programs[selected]",)
+SPANS = ("tests/kernels/test_triton.py::test_long_rows_are_taken_in_spans",)
+READERS = ("tests/kernels/test_triton_index.py", "-k", "readers and packed")
 ROUNDING = ("tests/kernels/test_triton.py::test_narrowing_rounds_as_torch_does",)
 ROWS_OF_A_BATCH = (
     "tests/kernels/test_backends.py",
@@ -20,9 +21,19 @@ DECODE = ("tests/kernels/test_triton_decode.py::test_equals_the_reference",)
 DECODE_HEADS = ("tests/kernels/test_triton_decode.py::test_every_head_and_every_part_counts_in_the_choice",)
 DECODE_WIDE = ("tests/kernels/test_triton_decode.py", "-k", "wide_rows and 24-40")
 
-TILE, RUNS, RUNS_BACKWARD, SELECTED, SELECTED_BACKWARD, SELECT, DECODING = (
+TILE, RUNS, RUNS_BACKWARD, PAIRS, INDEXING, SELECTED, SELECTED_BACKWARD, SELECT, DECODING = (
     f"nsa/kernels/triton/device/{name}.py"
-    for name in ("tile", "runs_forward", "runs_backward", "selected_forward", "selected_backward", "select", "decode")
+    for name in (
+        "tile",
+        "runs_forward",
+        "runs_backward",
+        "pairs",
+        "chosen",
+        "selected_forward",
+        "selected_backward",
+        "select",
+        "decode",
+    )
 )
 
 
@@ -41,8 +52,10 @@ MUTATIONS = [
     bug("log-sum-exp without its sum", RUNS, "(top + tl.log2(total))", "top", SLIDING),
     bug("total of the softmax not rescaled", TILE, "total * decay +", "total +", SLIDING),
     bug("rows that see nothing are NaN", TILE, 'tl.where(new == float("-inf"), 0.0, new)', "new", NOTHING),
-    bug("query does not see itself", TILE, "key[None, :] <= limit", "key[None, :] < limit", CHOSEN),
-    bug("blocks that other queries chose", TILE, "tl.where(chosen, last, -1)", "last", CHOSEN),
+    bug("query does not see itself", PAIRS, "tl.minimum(begin + (L - 1), last)", "tl.minimum(begin + (L - 1), last - 1)",
+        CHOSEN),
+    bug("block's second window takes the first one's slot", PAIRS, "begin < window * L", "begin < 0", CHOSEN),
+    bug("window has no end", PAIRS, "last), window * L + (L - 1))", "last), window * L + 2 * L)", CHOSEN),
     bug("bf16 is cut, not rounded", TILE, "(bits + 0x7FFF + ((bits >> 16) & 1))", "bits", ROUNDING),
     bug("dq without scale", RUNS_BACKWARD, "(dp - delta_M[:, None]) * scale", "(dp - delta_M[:, None])", SLIDING),
     bug("dk without its row correction", RUNS_BACKWARD, "(dp - delta_M[None, :])", "dp", SLIDING),
@@ -54,18 +67,23 @@ MUTATIONS = [
     bug("second half of dk forgotten", RUNS_BACKWARD, "dk2 += dot(ds, q2)", "dk2 += 0 * dot(ds, q2)", SLIDING),
     bug("bounds of the batch's first row", RUNS_BACKWARD, "lo + b.to(tl.int64) * S + query", "lo + query",
         ROWS_OF_A_BATCH),
-    bug("bit of the neighbouring query", SELECTED, "mask_u >> turn", "mask_u >> (turn + 1)", CHOSEN),
-    bug("keys past the block's end", SELECTED, "inside & (step < L)", "inside", CHOSEN),
-    bug("second cut of a block is the first again", SELECTED, "u % CUTS * BLOCK_N", "0 * u", CHOSEN),
-    bug("head by bits, where heads are no power of two", SELECTED, "row // R, row % R", "row // R, row & (R - 1)",
+    bug("a query's blocks share a slot", PAIRS, "pair % N * 2", "pair % N", CHOSEN),
+    bug("keys past the block's end", PAIRS, "begin + (L - 1)", "begin + L", CHOSEN),
+    bug("second cut of a block is the first again", SELECTED, "step = cut * BLOCK_N", "step = 0 * BLOCK_N", CHOSEN),
+    bug("head by bits, where heads are no power of two", SELECTED, "row // R, row % R, row < end",
+        "row // R, row & (R - 1), row < end", CHOSEN),
+    bug("first query of the next piece counts twice", PAIRS, "tl.minimum(first + PIECE,", "tl.minimum(first + PIECE + 1,",
         CHOSEN),
-    bug("rows past a tile's queries are stored", SELECTED, "(turn < QUERIES) & (query < S)", "query < S", ANY_ORDER),
-    bug("last query of a piece is skipped", SELECTED_BACKWARD, "tl.minimum(first + PIECE,",
-        "tl.minimum(first + PIECE - 1,", CHOSEN),
+    bug("slots are added without their share", SELECTED, "acc1 * decay[:, None] + x * share[:, None]",
+        "acc1 * decay[:, None] + x", CHOSEN),
+    bug("slots of the past not rescaled", SELECTED, "total * decay + share", "total + share", CHOSEN),
+    bug("block that ends with the row has no second window", INDEXING, "(window * L <= last)", "(window * L < last)",
+        READERS),
+    bug("last query of a piece is skipped", PAIRS, "tl.minimum(first + PIECE,", "tl.minimum(first + PIECE - 1,", CHOSEN),
+    bug("dq without what lies across", SELECTED_BACKWARD, "here if cut < CUTS else across", "here", CHOSEN),
+    bug("later spans of queries replace the sums of earlier ones", SELECTED_BACKWARD, "if MORE:", "if False:", SPANS),
     bug("last piece of a window is not added", SELECTED_BACKWARD, "tl.load(piece_first + place + 1)",
         "tl.load(piece_first + place + 1) - 1", CHOSEN),
-    bug("block of a document across two windows has no end", SELECTED_BACKWARD,
-        "tl.minimum(begin_M + (L - 1), last_M)", "last_M", CHOSEN),
     bug("second half of dv forgotten", SELECTED_BACKWARD, "dv2 += dot(p, do2)", "dv2 += 0 * dot(p, do2)", CHOSEN),
     bug("ties to the higher index", SELECT, "(2147483647 - j).to(tl.int64)", "j.to(tl.int64)", TIES),
     bug("invalid block scores 0", SELECT, "tl.where(j <= own, key, -1)",

@@ -41,7 +41,7 @@ def _overlapping(scope: Scope, dtype: str) -> Iterator[Row | Measured]:
     """A token in three blocks or more gets a sum of as many gradients, which depends on their order."""
     g, m = scope.overlapping, scope.module
     raw = tokens(scope, TORCH_DTYPES[dtype]).unflatten(-1, (m.n_heads, m.d_k)).requires_grad_()
-    phi = Compressor("avg", g.l, m.n_heads, m.d_k, pos_emb=False)
+    phi = Compressor("avg", g.l, g.d, m.n_heads, m.d_k, pos_emb=False)
     begin_BC = plain_layout(1, m.length, g, scope.device).begin_BC
 
     def run() -> Bits:

@@ -1,40 +1,39 @@
 """The kernels round attention: bounds, indices and the gate mix, for a plain row. All they do is move bytes and sort.
 
-What a chunk's sorted entries say of windows is counted from the selection that was measured: `Unions`.
+What a chunk's sorted entries say of windows is counted from the selection that was measured: `Choices`.
 """
 
 from collections.abc import Iterator
 
+from nsa.bench.model.choices import Choices
 from nsa.bench.model.kernels import INDEX, tiles_of
-from nsa.bench.model.unions import Unions
+from nsa.bench.model.pairs import POSITION, n_spans
 from nsa.bench.model.work import Sizes, Work
 from nsa.kernels.triton.bounds import CHUNK
 from nsa.kernels.triton.index import PIECE, chunk_sizes
-from nsa.kernels.triton.selected import tile_of
-
-POSITION = 8  # bytes of a position as the layout has it
 
 
-def forward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+def forward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
     """The compressed branch's bounds are computed twice: for its output and for the selection."""
     for branch in ("compressed", "compressed", "sliding"):
         yield bounds(sizes, branch, False)
-    yield union(sizes, unions, "selected_forward", False)
+    yield from chosen(sizes, choices, False)
     yield mix(sizes, False)
 
 
-def backward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+def backward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
     yield mix(sizes, True)
     for branch in ("compressed", "sliding"):
         yield bounds(sizes, branch, True)
         yield seen_by(sizes, branch)
-    yield union(sizes, unions, "selected_dq", True)
-    yield from chosen(sizes, unions)
+    yield from chosen(sizes, choices, True)
 
 
-def moves(name: str, backward: bool, moved: float, programs: int = 0, again: float = 0.0) -> Work:
+def moves(
+    name: str, backward: bool, moved: float, programs: int = 0, again: float = 0.0, launches: int = 1
+) -> Work:  # fmt: skip
     """`again`: bytes that come from the cache a second time."""
-    return Work(name, backward, programs, l2_bytes=moved + again, hbm_bytes=moved)
+    return Work(name, backward, programs, l2_bytes=moved + again, hbm_bytes=moved, launches=launches)
 
 
 def bounds(sizes: Sizes, branch: str, backward: bool) -> Work:
@@ -51,34 +50,27 @@ def seen_by(sizes: Sizes, branch: str) -> Work:
     return moves(f"seen_by {branch}", True, once, again=touched - once)
 
 
-def union(sizes: Sizes, unions: Unions, kernel: str, backward: bool) -> Work:
-    s = sizes.shape
-    queries, _ = tile_of(tiles_of(kernel, sizes), s.heads_per_group)
-    chosen_by_all = sizes.length * s.n_kv_groups * s.geometry.n_sel
-    n_tiles = -(-sizes.length // queries) * s.n_kv_groups
-    written = unions.blocks(queries) * s.n_kv_groups * 2 * INDEX + n_tiles * INDEX
-    moved = chosen_by_all * INDEX + written + sizes.length * (2 * POSITION + INDEX)
-    # Every entry loads where its document begins.
-    return moves("union", backward, moved, n_tiles, again=chosen_by_all * POSITION - sizes.length * POSITION)
-
-
-def chosen(sizes: Sizes, unions: Unions) -> Iterator[Work]:
-    s, n_windows = sizes.shape, sizes.shape.geometry.n_blocks(sizes.length)
+def chosen(sizes: Sizes, choices: Choices, backward: bool) -> Iterator[Work]:
+    s, n_windows, spans = sizes.shape, sizes.shape.geometry.n_blocks(sizes.length), n_spans(sizes, backward)
     at = chunk_sizes(s.geometry.n_sel, s.geometry.l_sel)
     n_chunks = -(-sizes.length // at["CHUNK"]) * s.n_kv_groups
     slots, entries = n_chunks * 2 ** at["LOG"], sizes.length * s.n_kv_groups * s.geometry.n_sel
-    real = unions.entries() * s.n_kv_groups
-    runs = unions.blocks(at["CHUNK"]) * s.n_kv_groups
-    counted, places = n_chunks * (n_windows + 1), s.n_kv_groups * n_windows
-    start_and_last = real * (POSITION + INDEX)
-    sorts = entries * INDEX + slots * INDEX + 2 * runs * INDEX
-    yield moves("sort_chunks", True, sorts, n_chunks, again=entries * POSITION + start_and_last)
-    yield moves("place_chunks", True, counted * 3 * INDEX + runs * INDEX + (places + s.n_kv_groups) * 2 * INDEX)
-    yield moves("place_windows", True, places * 4 * INDEX + 2 * INDEX)
-    yield moves("fill", True, slots * INDEX + real * 2 * INDEX, n_chunks, again=start_and_last + real * 4 * INDEX)
+    real = choices.entries() * s.n_kv_groups
+    runs = choices.blocks(at["CHUNK"]) * s.n_kv_groups
+    counted, places = n_chunks * (n_windows + 1), s.n_kv_groups * n_windows * spans
+    where = real * 2 * POSITION
+
+    def work(name: str, moved: float, programs: int = 0, again: float = 0.0) -> Work:
+        return moves(name, backward, moved, programs, again, launches=spans)
+
+    sorts = entries * INDEX + slots * INDEX + 2 * runs * INDEX + sizes.length * (INDEX + POSITION)
+    yield work("sort_chunks", sorts, n_chunks, again=entries * POSITION + where)
+    yield work("place_chunks", counted * 3 * INDEX + runs * INDEX + (places + spans * s.n_kv_groups) * 2 * INDEX)
+    yield work("place_windows", places * 4 * INDEX + spans * 2 * INDEX)
+    yield work("fill", slots * INDEX + real * 2 * INDEX, n_chunks, again=where + real * 4 * INDEX)
     n_pieces = 2 * entries // PIECE + places
-    steps = (places + 1).bit_length()
-    yield moves("find_pieces", True, n_pieces * INDEX, again=n_pieces * steps * INDEX)
+    steps = (places // spans + 1).bit_length()
+    yield work("find_pieces", n_pieces * INDEX, again=n_pieces * steps * INDEX)
 
 
 def count_shape(sizes: Sizes) -> tuple[int, int, int]:

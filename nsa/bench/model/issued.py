@@ -45,9 +45,9 @@ def issued(kernel: str, shape: BenchShape, code: str) -> Issued | None:
 def count(text: str, heads: int = 0) -> tuple[int, int]:
     """Instructions of one turn of the main loop and, of those, HMMA.
 
-    The main loop is the first with exponentials; with `heads`, the one around it, in which it turns once per head. A
-    pipelined loop leaves some of its turns before or after itself: the exponentials there tell how many. A kernel
-    without loops is one turn from end to end.
+    The main loop is the first with exponentials, or the outermost; with `heads`, the one around it, in which it turns
+    once per head. A pipelined loop leaves some of its turns before or after itself: the exponentials there tell how
+    many. A kernel without loops is one turn from end to end.
     """
     names, loops = parse(text)
     if not loops:
@@ -59,7 +59,7 @@ def count(text: str, heads: int = 0) -> tuple[int, int]:
     def exponentials(begin: int, end: int) -> int:
         return sum(name.startswith("MUFU.EX2") for name in names[begin : end + 1])
 
-    busy = [loop for loop in loops if exponentials(*loop) > 2]
+    busy = [loop for loop in loops if exponentials(*loop) > 2] or loops[-1:]
     main = busy[0]
     if not heads:
         return measure(*main)

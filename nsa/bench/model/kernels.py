@@ -1,13 +1,10 @@
-"""Every Triton kernel's work, from its launcher's grid and its loop: B is 1, a plain row of one document."""
+"""Sliding and compressed attention and the selection, from launchers' grids and loops: B is 1, one plain document."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from nsa.bench.model.bounds import key_tile_trips, query_tile_trips
-from nsa.bench.model.unions import Unions
 from nsa.bench.model.work import Sizes, Work
-from nsa.kernels.triton.index import PIECE
-from nsa.kernels.triton.selected import block_of, keys_of, tile_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import Tiles, choose
 
@@ -19,36 +16,24 @@ def tiles_of(kernel: str, sizes: Sizes) -> Tiles:
     return choose(kernel, s.d_k if kernel == "select" else max(s.d_k, s.d_v), sizes.code)
 
 
-def forward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+def forward(sizes: Sizes) -> Iterator[Work]:
     yield runs_forward(sizes, "compressed")
     yield select(sizes)
-    yield selected_forward(sizes, unions)
     yield runs_forward(sizes, "sliding")
 
 
-def backward(sizes: Sizes, unions: Unions) -> Iterator[Work]:
+def backward(sizes: Sizes) -> Iterator[Work]:
     for branch in ("compressed", "sliding"):
         yield runs_dq(sizes, branch)
         yield runs_dkv(sizes, branch)
-    yield selected_dq(sizes, unions)
-    yield selected_dkv(sizes, unions)
-    yield add_pieces(sizes, unions)
 
 
 def runs_forward(sizes: Sizes, branch: str) -> Work:
     return _forward(f"runs_forward {branch}", sizes, *_runs(sizes, branch, "runs_forward"))
 
 
-def selected_forward(sizes: Sizes, unions: Unions) -> Work:
-    return _forward("selected_forward", sizes, *_unions(sizes, unions, "selected_forward"))
-
-
 def runs_dq(sizes: Sizes, branch: str) -> Work:
     return _dq(f"runs_dq {branch}", sizes, *_runs(sizes, branch, "runs_dq"))
-
-
-def selected_dq(sizes: Sizes, unions: Unions) -> Work:
-    return _dq("selected_dq", sizes, *_unions(sizes, unions, "selected_dq"))
 
 
 def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
@@ -56,15 +41,6 @@ def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, i
     tiles = tiles_of(kernel, sizes)
     trips = query_tile_trips(sizes, branch, tiles) * sizes.shape.n_kv_groups
     return trips, tiles.m, tiles.n, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
-
-
-def _unions(sizes: Sizes, unions: Unions, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
-    """As `_runs`; the index is the unions themselves."""
-    s, tiles, l_sel = sizes.shape, tiles_of(kernel, sizes), sizes.shape.geometry.l_sel
-    queries, m = tile_of(tiles, s.heads_per_group)
-    blocks, keys = unions.blocks(queries) * s.n_kv_groups, keys_of(tiles, l_sel)
-    trips = blocks * -(-l_sel // keys)
-    return trips, m, keys, min(keys, l_sel), sizes.length, True, blocks * 2 * INDEX
 
 
 def _axis(sizes: Sizes, branch: str) -> int:
@@ -111,27 +87,14 @@ def runs_dkv(sizes: Sizes, branch: str) -> Work:
     tiles, groups, n_keys = tiles_of("runs_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
     trips, parts = key_tile_trips(sizes, branch, tiles)
     sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
-    work = _dkv(f"runs_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums, 2)
+    work = _dkv(f"runs_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
 
 
-def selected_dkv(sizes: Sizes, unions: Unions) -> Work:
-    tiles, g = tiles_of("selected_dkv", sizes), sizes.shape.geometry
-    keys = min(tiles.n, block_of(g.l_sel))
-    columns = -(-g.l_sel // keys)
-    trips, pieces = unions.dkv_trips(PIECE, tiles.m)
-    pieces *= sizes.shape.n_kv_groups
-    sums = pieces * g.l_sel * (sizes.shape.d_k + sizes.shape.d_v) * 4.0
-    trips *= sizes.shape.n_kv_groups * columns
-    return _dkv("selected_dkv", sizes, trips, tiles.m, keys, sizes.length, pieces * g.l_sel, sums, 3)
-
-
-def _dkv(
-    name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, keys_loaded: float, sums: float, indices: int
-) -> Work:
-    """Keys stay in registers; every trip loads m rows: query, dout, log-sum-exp, delta and `indices` numbers."""
+def _dkv(name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, keys_loaded: float, sums: float) -> Work:
+    """Keys stay in registers; every trip loads m rows: query, dout, log-sum-exp, delta and two bounds."""
     k, v = sizes.padded()
-    per_row = sizes.key_bytes() + 2 * 4 + indices * INDEX
+    per_row = sizes.key_bytes() + 2 * 4 + 2 * INDEX
     rows = sizes.queries_bytes() + sizes.outputs_bytes() + 2 * sizes.level_bytes()
     return Work(
         name, True, trips,
@@ -141,15 +104,6 @@ def _dkv(
         hbm_bytes=rows + n_keys * sizes.shape.n_kv_groups * sizes.key_bytes() + sums,
         shared_bytes=rows / sizes.shape.n_kv_groups,
     )  # fmt: skip
-
-
-def add_pieces(sizes: Sizes, unions: Unions) -> Work:
-    """Twice: for keys and for values."""
-    s = sizes.shape
-    _, pieces = unions.dkv_trips(PIECE, tiles_of("selected_dkv", sizes).m)
-    moved = pieces * s.n_kv_groups * s.geometry.l_sel * (s.d_k + s.d_v) * 4.0
-    moved += sizes.length * s.n_kv_groups * sizes.key_bytes()
-    return Work("add_pieces", True, l2_bytes=moved, hbm_bytes=moved, launches=2)
 
 
 def select(sizes: Sizes) -> Work:

@@ -4,16 +4,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.bench.model import index, kernels, torch_ops
+from nsa.bench.model import index, kernels, pairs, torch_ops
+from nsa.bench.model.choices import Choices, measure_choices
 from nsa.bench.model.dense import dense_s, serial_s, stretch
 from nsa.bench.model.gpus import LAUNCH_S, SCAN_S, SORT_CLOCKS, Gpu, gpu_named
 from nsa.bench.model.group_centric import group_centric_forward
 from nsa.bench.model.issued import Issued, issued
-from nsa.bench.model.unions import Unions, measure_unions
 from nsa.bench.model.work import Sizes, Work
 from nsa.bench.shapes import BenchShape
 from nsa.errors import ConfigError
 
+SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "place_chunks", "place_windows", "fill", "find_pieces")
 MODELLED = "modelled"
 """The label of every output: nothing here was run on a GPU."""
 
@@ -46,8 +47,6 @@ class Prediction:
     """Whether backward is in it, after forward."""
     data: str
     triton_slowdown: float
-    union_blocks: float
-    """Blocks in the union of a tile of the forward's queries."""
     kernels: list[Kernel]
     dense_seconds: float
     group_centric: Kernel
@@ -65,7 +64,7 @@ class Prediction:
     @property
     def selected_seconds(self) -> float:
         """Our selected forward with the index it needs."""
-        ours = ("selected_forward", "union")
+        ours = (*SELECTED, "counts, torch")
         return sum(kernel.seconds for kernel in self.kernels if kernel.name in ours and not kernel.backward)
 
     @property
@@ -88,7 +87,7 @@ def predict(
     length: int,
     dtype: str = "bf16",
     backward: bool = False,
-    unions: Unions | None = None,
+    choices: Choices | None = None,
     data: str = "random",
     as_triton: bool = False,
     launch_s: float = LAUNCH_S,
@@ -96,16 +95,16 @@ def predict(
 ) -> Prediction:
     """Seconds of our Triton kernels and of dense attention, modelled from the kernels' own loops.
 
-    `unions`: what `measure_unions` found; None: it is measured here, on `data`. `as_triton`: our arithmetic is as much
-    slower than published dense attention as attention in Triton was on that GPU; otherwise it is as good.
+    `choices`: what `measure_choices` found; None: it is measured here, on `data`. `as_triton`: our arithmetic is as
+    much slower than published dense attention as attention in Triton was on that GPU; otherwise it is as good.
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     sizes = Sizes(shape, length, dtype, machine.code)
-    unions = unions or measure_unions(shape, length, data)
-    if (unions.shape, unions.length) != (shape, length):
+    choices = choices or measure_choices(shape, length, data)
+    if (choices.shape, choices.length) != (shape, length):
         raise ConfigError(
-            f"the unions were measured at {unions.length} tokens, {unions.shape.describe()}, and the prediction is for "
-            f"{length}, {shape.describe()}: unions grow with both. Measure them for this case."
+            f"what queries choose was measured at {choices.length} tokens, {choices.shape.describe()}, and the "
+            f"prediction is for {length}, {shape.describe()}: it depends on both. Measure it for this case."
         )
     slowdown = machine.published.triton_slowdown if as_triton else 1.0
 
@@ -114,14 +113,13 @@ def predict(
         counted = instructions(kind, shape, machine.code) if work.trips and dtype == "bf16" else None
         return time_of(machine, dtype, work, counted, slowdown, launch_s)
 
-    found = [timed(work) for work in (*kernels.forward(sizes, unions), *index.forward(sizes, unions),
-                                      *torch_ops.forward(sizes))]  # fmt: skip
+    found = [timed(work) for work in (*kernels.forward(sizes), *pairs.forward(sizes, choices),
+                                      *index.forward(sizes, choices), *torch_ops.forward(sizes))]  # fmt: skip
     dense = dense_s(machine, sizes, False)
     if backward:
-        found += [timed(work) for work in (*kernels.backward(sizes, unions), *index.backward(sizes, unions),
-                                           *torch_ops.backward(sizes))]  # fmt: skip
+        found += [timed(work) for work in (*kernels.backward(sizes), *pairs.backward(sizes, choices),
+                                           *index.backward(sizes, choices), *torch_ops.backward(sizes))]  # fmt: skip
         dense += dense_s(machine, sizes, True)
-    queries, _ = kernels.tile_of(kernels.tiles_of("selected_forward", sizes), shape.heads_per_group)
     yardstick = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
     return Prediction(
         machine.name,
@@ -129,9 +127,8 @@ def predict(
         length,
         dtype,
         backward,
-        unions.data,
+        choices.data,
         slowdown,
-        unions.mean(queries),
         found,
         dense,
         yardstick,

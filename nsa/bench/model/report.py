@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.bench import plot
+from nsa.bench.model.choices import measure_choices
 from nsa.bench.model.gpus import L2_SHARE, MEMORY_SHARE, Gpu, gpu_named
 from nsa.bench.model.prediction import MODELLED, Kernel, Prediction, predict
-from nsa.bench.model.unions import measure_unions
 from nsa.bench.report import seconds, to_markdown_table
 from nsa.bench.shapes import DTYPES, parse_lengths, shape_named, spell
 from nsa.errors import ConfigError
@@ -16,12 +16,12 @@ from nsa.errors import ConfigError
 SCHEMA = 1
 TOTAL_COLUMNS = (
     "modelled", "forward", "dense", "ratio", "fwd+bwd", "dense both", "ratio both", "selected", "paper's loop",
-    "ratio loop", "union",
+    "ratio loop",
 )  # fmt: skip
 KERNEL_COLUMNS = (
     "modelled kernel", "pass", "time", "share", "bound", "next bound", "TFLOP", "HBM GB", "L2 GB", "launches"
 )  # fmt: skip
-NARROW = {TOTAL_COLUMNS: 10, KERNEL_COLUMNS: 6}
+NARROW: dict[tuple[str, ...], int] = {TOTAL_COLUMNS: 10, KERNEL_COLUMNS: 6}
 """Columns that a terminal of 80 has room for."""
 
 
@@ -76,23 +76,23 @@ def model(
     launch_us: float,
     say: Callable[[str], None],
 ) -> Iterator[Pair]:
-    """A pair of predictions per dtype and length, from unions that are measured once per length."""
+    """A pair of predictions per dtype and length, from choices that are measured once per length."""
     gpu_named(gpu)
     wanted = [word.strip() for word in dtypes.split(",")]
     for dtype in wanted:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype has {dtype!r}: there is no such dtype. Use one of: {', '.join(DTYPES)}.")
     sizes, asked = shape_named(shape), parse_lengths(lengths)
-    unions = {}
+    choices = {}
     for length in asked:
         say(f"measuring what neighbouring queries choose at {spell(length)}")
-        unions[length] = measure_unions(sizes, length, data)
+        choices[length] = measure_choices(sizes, length, data)
     for dtype in wanted:
         for length in asked:
             say(f"modelling {dtype}, {spell(length)}")
             forward, both = (
                 predict(
-                    gpu, sizes, length, dtype, backward, unions[length], as_triton=as_triton, launch_s=launch_us * 1e-6
+                    gpu, sizes, length, dtype, backward, choices[length], as_triton=as_triton, launch_s=launch_us * 1e-6
                 )
                 for backward in (False, True)
             )
@@ -106,7 +106,6 @@ def total_row(pair: Pair) -> tuple[str, ...]:
         seconds(f.seconds), seconds(f.dense_seconds), f"{f.ratio:.2f}",
         seconds(b.seconds), seconds(b.dense_seconds), f"{b.ratio:.2f}",
         seconds(f.selected_seconds), seconds(f.group_centric.seconds), f"{f.selected_ratio:.2f}",
-        f"{f.union_blocks:.1f}",
     )  # fmt: skip
 
 

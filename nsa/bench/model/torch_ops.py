@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from nsa.bench.case import TORCH_DTYPES
 from nsa.bench.model.index import count_shape
 from nsa.bench.model.kernels import tiles_of
+from nsa.bench.model.pairs import n_spans
 from nsa.bench.model.work import Sizes, Work
 from nsa.core.layout import plain_layout
 from nsa.kernels.triton.runs import _parts
@@ -85,14 +86,19 @@ def traced(name: str, backward: bool, run: Callable[[], object]) -> Work:
 
 
 def forward(sizes: Sizes) -> Iterator[Work]:
-    yield traced("positions, torch", False, _Row(sizes).positions)
+    row = _Row(sizes)
+    yield traced("positions, torch", False, row.positions)
+    yield traced("counts, torch", False, partial(row.counts, n_spans(sizes, False)))
 
 
 def backward(sizes: Sizes) -> Iterator[Work]:
     row = _Row(sizes)
     for branch in ("compressed", "sliding"):
         yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
-    yield traced("counts, torch", True, row.counts)
+    spans = n_spans(sizes, True)
+    yield traced("counts, torch", True, partial(row.counts, spans))
+    if spans > 1:
+        yield traced("sums of spans, torch", True, row.narrow_sums)
     yield traced("sum of dq, torch", True, row.sum_dq)
 
 
@@ -111,9 +117,17 @@ class _Row:
         for x in (self.pos_BS, self.start_BS):
             x.to(torch.int32).contiguous()
 
-    def counts(self) -> Tensor:
+    def counts(self, n_spans: int) -> None:
         """Of chunks and bins, before the readers of windows are counted."""
-        return torch.zeros(count_shape(self.sizes), dtype=torch.int32, device="meta")
+        groups, n_chunks, n_bins = count_shape(self.sizes)
+        for _ in range(n_spans):
+            torch.zeros((groups, -(-n_chunks // n_spans), n_bins), dtype=torch.int32, device="meta")
+
+    def narrow_sums(self) -> None:
+        """dk and dv of selected keys, after the last span."""
+        for width in (self.shape.d_k, self.shape.d_v):
+            shape = (1, self.sizes.length, self.shape.n_kv_groups, width)
+            torch.empty(shape, dtype=torch.float32, device="meta").to(self.q_BSGRK.dtype)
 
     def sum_parts(self, branch: str) -> None:
         s, n_keys = self.shape, self.sizes.length if branch == "sliding" else self.sizes.n_compressed

@@ -13,7 +13,7 @@ from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.gpus import GPUS, Gpu
 from nsa.kernels.triton.index import PIECE
 from nsa.kernels.triton.machine_code import Code, read
-from nsa.kernels.triton.selected import block_of, keys_of, tile_of
+from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import split_width, widths
@@ -92,21 +92,28 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
         return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
-    block = block_of(model.l_sel)
     yield job("runs_forward", runs_forward.runs_forward_kernel, **broad)
     yield job("runs_dq", runs_backward.runs_dq_kernel, **broad)
     yield job("runs_dkv", runs_backward.runs_dkv_kernel, PARTS=4, **broad)
+    chosen: dict[str, Any] = dict(N=model.n_sel, L=model.l_sel)
     for kernel, function in (
         ("selected_forward", selected_forward.selected_forward_kernel),
-        ("selected_dq", selected_backward.selected_dq_kernel),
+        ("selected_backward", selected_backward.selected_backward_kernel),
     ):
-        tiles = tiles_for(kernel)
-        queries, m = tile_of(tiles, model.heads_per_group)
-        yield job(kernel, function, n=keys_of(tiles, model.l_sel), L=model.l_sel, QUERIES=queries, BLOCK_M=m, **broad)
-    yield job("selected_dkv", selected_backward.selected_dkv_kernel, L=model.l_sel, PIECE=PIECE, **broad)
-    v = split_width(model.d_v)
-    add = dict(G=model.groups, X=v.n, X1=v.main, X2=v.rest, L=model.l_sel, BLOCK_N=block)
-    yield Job("add_pieces", selected_backward.add_pieces_kernel, add, 4, 2, model.dtype)
+        n, cuts = keys_of(tiles_for(kernel), model.l_sel)
+        yield job(kernel, function, n=n, PIECE=PIECE, **chosen, **broad)
+    k, v, x = columns("K", model.d_k), columns("V", model.d_v), columns("X", model.d_v)
+    of_k, of_v = (
+        dict(G=model.groups, R=model.heads_per_group, BLOCK_M=rows_of(width)) for width in (model.d_k, model.d_v)
+    )
+    for kernel, function, constants in (
+        ("merge_slots", selected_forward.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
+        ("delta", selected_backward.delta_kernel, dict(**of_v, **v)),
+        ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
+        ("add_pieces", selected_backward.add_pieces_kernel,
+         dict(G=model.groups, **x, L=model.l_sel, BLOCK_N=block_of(model.l_sel), MORE=False)),
+    ):  # fmt: skip
+        yield Job(kernel, function, constants, 4, 2, model.dtype)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
     per = select_sizes(model.l, model.d, model.l_sel, model.n_sel, tiles)
@@ -122,10 +129,10 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
         ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
     ):
         yield Job(kernel, function, constants, *options, model.dtype)
-    yield from _around(model, tiles_for("runs_dkv").n, tiles_for("selected_forward"))
+    yield from _around(model, tiles_for("runs_dkv").n)
 
 
-def _around(model: Model, keys_of_dkv: int, selected_tiles: Tiles) -> Iterator[Job]:
+def _around(model: Model, keys_of_dkv: int) -> Iterator[Job]:
     """Bounds, indices and the gate mix, as their launchers call them."""
 
     def job(function: Any, warps: int = 4, **constants: int) -> Job:
@@ -133,12 +140,9 @@ def _around(model: Model, keys_of_dkv: int, selected_tiles: Tiles) -> Iterator[J
 
     yield job(bounds.bounds_kernel, W=0, L=model.l, D=model.d, CHUNK=bounds.CHUNK)
     yield job(bounds.seen_by_kernel, N=keys_of_dkv, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
-    queries, _ = tile_of(selected_tiles, model.heads_per_group)
-    sizes = index.union_sizes(model.n_sel, model.l_sel, queries)
-    yield job(index.union_kernel, index.sorting_warps(sizes), G=model.groups, **sizes)
     sizes = index.chunk_sizes(model.n_sel, model.l_sel)
     warps = index.sorting_warps(sizes)
-    yield job(index.sort_chunks_kernel, warps, G=model.groups, N=model.n_sel, **sizes)
+    yield job(index.sort_chunks_kernel, warps, G=model.groups, **sizes)
     yield job(index.place_chunks_kernel, CHUNKS=index.CHUNKS, BINS=index.BINS)
     yield job(index.place_windows_kernel, PIECE=PIECE, BLOCK=index.PLACES)
     yield job(index.fill_kernel, warps, G=model.groups, **sizes)
@@ -149,12 +153,14 @@ def _around(model: Model, keys_of_dkv: int, selected_tiles: Tiles) -> Iterator[J
 
 
 _ROWS = ("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv", "mixed", "compressed", "selected",
-         "sliding", "dmixed", "dcompressed", "dselected", "dsliding")  # fmt: skip
+         "sliding", "dmixed", "dcompressed", "dselected", "dsliding", "slot", "total")  # fmt: skip
 _POINTERS = {
-    **dict.fromkeys(("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "scores", "gates", "dgates"), "*fp32"),
+    **dict.fromkeys(
+        ("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "slot_lse", "scores", "gates", "dgates"), "*fp32",
+    ),
     **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
-        ("lo", "hi", "pos", "first", "last", "begins", "bits", "counts", "idx", "seen_first", "seen_end", "queries",
+        ("lo", "hi", "pos", "first", "last", "begins", "idx", "seen_first", "seen_end", "pairs",
          "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "run_begins", "run_ends", "before",
          "totals"), "*i32",
     ),

@@ -1,15 +1,27 @@
-"""Launches selected attention. Shapes as in `nsa.kernels.reference`."""
+"""Launches selected attention. Shapes as in `nsa.kernels.reference`.
+
+What queries get from each of their blocks waits in slots until it is put together. Slots are 2·N times as large as an
+output: too large for all of a long row, so spans of its queries take turns.
+"""
+
+from collections.abc import Iterator
 
 import torch
 import triton
 from torch import Tensor
 
+from nsa.kernels.triton import QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.kernels.triton.autotune import Launch, tuned
-from nsa.kernels.triton.device.selected_backward import add_pieces_kernel, selected_dkv_kernel, selected_dq_kernel
-from nsa.kernels.triton.device.selected_forward import selected_forward_kernel
-from nsa.kernels.triton.index import MOST_QUERIES, PIECE, chosen, union
+from nsa.kernels.triton.device.selected_backward import (
+    add_pieces_kernel,
+    add_slots_kernel,
+    delta_kernel,
+    selected_backward_kernel,
+)
+from nsa.kernels.triton.device.selected_forward import merge_slots_kernel, selected_forward_kernel
+from nsa.kernels.triton.index import PIECE, Chosen, chosen
 from nsa.kernels.triton.runs import Gradients, rows_contiguous
-from nsa.kernels.triton.tuning import Tiles
+from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import is_wide, split_width, widths
 
 
@@ -20,23 +32,41 @@ def selected_forward(
     (l_sel,) = sizes
     B, S, G, R, K = q_BSGRK.shape
     q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
-    T, V = v.shape[1], v.shape[-1]
+    (T, V), N = (v.shape[1], v.shape[-1]), idx_BSGN.shape[-1]
+    n_windows = triton.cdiv(T, l_sel)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-
-    def start(tiles: Tiles, launch: Launch) -> None:
-        queries, block_m = tile_of(tiles, R)
-        begin, bits, size, last = union(idx_BSGN, pos_BS, start_BS, l_sel, queries)
-        n_tiles = triton.cdiv(S, queries)
-        launch(
-            selected_forward_kernel, (n_tiles, B * G),
-            q, k, v, last, begin, bits, size, out, lse, scale, S, T, n_tiles, begin.shape[-1],
-            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V), L=l_sel, QUERIES=queries,
-            BLOCK_M=block_m, BLOCK_N=keys_of(tiles, l_sel), WIDE=is_wide(q.dtype), **tiles.options,
+    for some in spans("selected_forward", q, N, l_sel, V, max(K, V)):
+        queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
+        index = chosen(idx, pos_BS[:, some], start, l_sel, T)
+        slots, levels = _windows_forward(queries, k, v, index, N, l_sel, scale)
+        merge_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(V)), B * G)](
+            idx, index.last_BS, start, slots, levels, out[:, some], lse[:, some], queries.shape[1], S, n_windows,
+            *start.stride(), G=G, R=R, **columns("V", V), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(V),
         )  # fmt: skip
-
-    tuned("selected_forward", q, V, start, l_sel=l_sel, n_sel=idx_BSGN.shape[-1])
     return out, lse
+
+
+def _windows_forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, index: Chosen, n_sel: int, l_sel: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What each query gets from each of its blocks, [B, S, G, slots, cuts, R, V], with its log-sum-exp in base 2."""
+    B, S, G, R, K = q_BSGRK.shape
+    (T, V), q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), q_BSGRK, k_BTGK, v_BTGV
+
+    def start(tiles: Tiles, launch: Launch) -> tuple[Tensor, Tensor]:
+        keys, cuts = keys_of(tiles, l_sel)
+        slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, V))
+        levels = q.new_empty(slots.shape[:-1], dtype=torch.float32)
+        launch(
+            selected_forward_kernel, (index.n_pieces, cuts),
+            q, k, v, index.last_BS, *index.by_piece, slots, levels, scale, S, T, triton.cdiv(T, l_sel), B * G,
+            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V), N=n_sel, L=l_sel,
+            PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+        return slots, levels
+
+    return tuned("selected_forward", q, V, start, l_sel=l_sel, n_sel=n_sel)
 
 
 def selected_backward(
@@ -45,62 +75,92 @@ def selected_backward(
 ) -> Gradients:  # fmt: skip
     (l_sel,) = sizes
     B, S, G, R, K = q_BSGRK.shape
-    T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
+    (T, V), N = (v_BTGV.shape[1], v_BTGV.shape[-1]), idx_BSGN.shape[-1]
+    n_windows = triton.cdiv(T, l_sel)
     dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
-    strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
-    common = dict(G=G, R=R, L=l_sel, WIDE=is_wide(q.dtype), **widths(K, V))
-
-    def start_dq(tiles: Tiles, launch: Launch) -> Tensor:
-        queries, block_m = tile_of(tiles, R)
-        begin, bits, size, last = union(idx_BSGN, pos_BS, start_BS, l_sel, queries)
-        n_tiles = triton.cdiv(S, queries)
-        launch(
-            selected_dq_kernel, (n_tiles, B * G),
-            dout, q, k, v, last, begin, bits, size, out, lse, dq, delta, scale, S, T, n_tiles, begin.shape[-1],
-            *strides, QUERIES=queries, BLOCK_M=block_m, BLOCK_N=keys_of(tiles, l_sel), **common, **tiles.options,
+    delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
+        dout, out, delta, S, *dout.stride()[:4], G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
+    )
+    all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
+    wide = torch.float32 if len(all_spans) > 1 else k.dtype
+    dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    for some in all_spans:
+        queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
+        index = chosen(idx, pos_BS[:, some], start, l_sel, T)
+        slots, *sums = _windows_backward(
+            dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, scale
         )  # fmt: skip
-        return last
-
-    sizes_chosen = dict(l_sel=l_sel, n_sel=idx_BSGN.shape[-1])
-    last = tuned("selected_dq", q, V, start_dq, **sizes_chosen)
-    index = chosen(idx_BSGN, last, start_BS, l_sel, T)
-    n_windows = triton.cdiv(T, l_sel)
-    first, window = index.piece_first, index.piece_window
-    n_pieces = window.numel()
-    dk_part = torch.empty((n_pieces, l_sel, K), dtype=torch.float32, device=q.device)
-    dv_part = torch.empty((n_pieces, l_sel, V), dtype=torch.float32, device=q.device)
-
-    def start_dkv(tiles: Tiles, launch: Launch) -> None:
-        keys = keys_of(tiles, l_sel)
-        launch(
-            selected_dkv_kernel, (n_pieces, triton.cdiv(l_sel, keys)),
-            dout, q, k, v, last, index.query, index.begin, index.offset, window, first, lse, delta, dk_part, dv_part,
-            scale, S, T, n_windows, B * G, *strides, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, **common,
-            **tiles.options,
+        add_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G)](
+            idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
+            G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
         )  # fmt: skip
+        for part, total in zip(sums, (dk, dv), strict=True):
+            add_pieces_kernel[(n_windows, B * G)](
+                part, index.piece_first, total, T, n_windows,
+                G=G, **columns("X", part.shape[-1]), L=l_sel, BLOCK_N=block_of(l_sel), MORE=some.start > 0,
+            )  # fmt: skip
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    tuned("selected_dkv", q, V, start_dkv, **sizes_chosen)
-    dk, dv = torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    for part, total in ((dk_part, dk), (dv_part, dv)):
-        n, main, rest = split_width(part.shape[-1])
-        add_pieces_kernel[(n_windows, B * G)](
-            part, first, total, T, n_windows, G=G, X=n, X1=main, X2=rest, L=l_sel, BLOCK_N=block_of(l_sel)
+
+def _windows_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, lse_BSGR: Tensor, delta_BSGR: Tensor,
+    n_queries: int, index: Chosen, n_sel: int, l_sel: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ by slots, dK and dV by pieces of windows. Log-sum-exps and deltas are part of a row of `n_queries`."""
+    B, S, G, R, K = q_BSGRK.shape
+    (T, V), dout, q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV
+
+    def start(tiles: Tiles, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
+        keys, cuts = keys_of(tiles, l_sel)
+        slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, K))
+        dk_part, dv_part = (
+            torch.empty((index.n_pieces, l_sel, width), dtype=torch.float32, device=q.device) for width in (K, V)
         )
-    return dq, dk, dv
+        launch(
+            selected_backward_kernel, (index.n_pieces, cuts),
+            dout, q, k, v, index.last_BS, *index.by_piece, lse_BSGR, delta_BSGR, slots, dk_part, dv_part, scale,
+            S, n_queries, T, triton.cdiv(T, l_sel), B * G,
+            *dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
+            N=n_sel, L=l_sel, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+        return slots, dk_part, dv_part
+
+    return tuned("selected_backward", q, V, start, l_sel=l_sel, n_sel=n_sel)
 
 
-def tile_of(tiles: Tiles, heads_per_group: int) -> tuple[int, int]:
-    """Queries of a tile, and its rows as a power of two."""
-    queries = max(1, min(MOST_QUERIES, tiles.m // heads_per_group))
-    return queries, max(16, triton.next_power_of_2(queries * heads_per_group))
+def spans(kernel: str, q_BSGRK: Tensor, n_sel: int, l_sel: int, width: int, widest: int) -> Iterator[slice]:
+    """Queries whose slots, rows of `width`, fit in the memory they may take, in equal numbers."""
+    B, S, G, R, K = q_BSGRK.shape
+    _, cuts = keys_of(choose(kernel, widest, element_size=q_BSGRK.dtype.itemsize), l_sel)
+    heads = B * G * R * q_BSGRK.dtype.itemsize
+    length = span_of(S, heads * K, heads * width * 2 * n_sel * cuts)
+    return (slice(first, min(first + length, S)) for first in range(0, S, length))
 
 
-def keys_of(tiles: Tiles, l_sel: int) -> int:
-    """Keys of a tile: a whole block, or a cut of a long one."""
-    return min(tiles.n, block_of(l_sel))
+def span_of(n_queries: int, bytes_per_query: int, slot_bytes_per_query: int) -> int:
+    """In whole 16s: what a span begins with is as aligned as the whole."""
+    allowed = max(SLOT_BYTES, QUERIES_OF_SLOTS * n_queries * bytes_per_query)
+    n_spans = triton.cdiv(n_queries * slot_bytes_per_query, allowed)
+    return triton.cdiv(triton.cdiv(n_queries, n_spans), 16) * 16
+
+
+def keys_of(tiles: Tiles, l_sel: int) -> tuple[int, int]:
+    """Keys of a tile, a whole block or a cut of a long one, and how many cuts that makes."""
+    keys = min(tiles.n, block_of(l_sel))
+    return keys, triton.cdiv(l_sel, keys)
+
+
+def rows_of(width: int) -> int:
+    """Query heads of a program that puts slots together, rows of `width`."""
+    return 64 if width <= 64 else 32
 
 
 def block_of(l_sel: int) -> int:
     return max(16, triton.next_power_of_2(l_sel))
+
+
+def columns(name: str, width: int) -> dict[str, int]:
+    n, main, rest = split_width(width)
+    return {name: n, f"{name}1": main, f"{name}2": rest}

@@ -24,9 +24,8 @@ _NARROW = {
     "runs_forward": Tiles(64, 64, 4, 3),
     "runs_dq": Tiles(64, 32, 4, 2),
     "runs_dkv": Tiles(64, 64, 4, 2),
-    "selected_forward": Tiles(64, 64, 4, 3),
-    "selected_dq": Tiles(64, 64, 4, 2),
-    "selected_dkv": Tiles(64, 32, 4, 2),
+    "selected_forward": Tiles(64, 64, 4, 2),
+    "selected_backward": Tiles(32, 64, 4, 2),
     "select": Tiles(64, 64, 4, 2),
     "decode": Tiles(64, 32, 4, 3),
 }
@@ -34,44 +33,41 @@ _BROAD = {
     "runs_forward": Tiles(64, 32, 4, 2),
     "runs_dq": Tiles(32, 32, 4, 2),
     "runs_dkv": Tiles(32, 32, 4, 2),
-    "selected_forward": Tiles(32, 64, 4, 2),
-    "selected_dq": Tiles(32, 64, 4, 2),
-    "selected_dkv": Tiles(32, 32, 4, 2),
+    "selected_forward": Tiles(64, 64, 4, 2),
+    "selected_backward": Tiles(32, 64, 8, 3),
     "select": Tiles(16, 64, 4, 2),
     "decode": Tiles(64, 32, 4, 3),
 }
 # Units that multiply 64 rows at a time: fewer rows would be left to the older instructions.
-_NARROW_OF_64 = {**_NARROW, "selected_dkv": Tiles(32, 64, 4, 2)}
+_NARROW_OF_64 = {**_NARROW, "selected_backward": Tiles(64, 64, 8, 2)}
 _BROAD_OF_64 = {
     **_BROAD,
     "runs_dq": Tiles(64, 32, 4, 2),
     "runs_dkv": Tiles(32, 64, 8, 2),
-    "selected_forward": Tiles(64, 32, 4, 2),
-    "selected_dq": Tiles(64, 32, 4, 2),
-    "selected_dkv": Tiles(32, 64, 8, 2),
+    "selected_backward": Tiles(32, 64, 8, 2),
 }
-# 99 KiB of shared memory; 64 keys at a time spill in selected_dq.
-_NARROW_SMALL = {**_NARROW, "selected_dq": Tiles(64, 32, 4, 2)}
-_BROAD_SMALL = {**_BROAD, "selected_forward": Tiles(32, 32, 4, 2), "selected_dq": Tiles(32, 32, 4, 2)}
+# 99 KiB of shared memory, and fewer registers to spare.
+_BROAD_SMALL = {**_BROAD, "selected_forward": Tiles(32, 64, 4, 2)}
 # 102 scalar registers, where a mask of 64 lanes takes two: fewer keys at a time, hence fewer masks.
 _NARROW_AMD = {
     **_NARROW,
     "runs_forward": Tiles(64, 32, 4, 2),
     "runs_dkv": Tiles(32, 64, 4, 2),
-    "selected_forward": Tiles(64, 32, 4, 2),
-    "selected_dq": Tiles(64, 32, 4, 2),
-    "selected_dkv": Tiles(32, 64, 4, 2),
 }
 _BROAD_AMD = {
     **_BROAD,
-    "selected_forward": Tiles(64, 32, 4, 2),
-    "selected_dq": Tiles(64, 32, 4, 2),
+    "selected_forward": Tiles(32, 64, 4, 2),
+    "selected_backward": Tiles(16, 64, 4, 2),
 }
 _BY_GPU = {
-    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), (_NARROW_SMALL, _BROAD_SMALL)),
+    **dict.fromkeys(("sm_86", "sm_89"), (_NARROW, _BROAD_SMALL)),
+    "sm_120": (_NARROW, {**_BROAD_SMALL, "selected_backward": Tiles(32, 64, 8, 2)}),
     "sm_90": (_NARROW_OF_64, _BROAD_OF_64),
     # With 64 rows the selection's newer products wait for their keys: the pipeline is worth more than they are.
-    "sm_100": ({**_NARROW_OF_64, "select": Tiles(32, 64, 4, 2)}, _BROAD_OF_64),
+    "sm_100": (
+        {**_NARROW_OF_64, "select": Tiles(32, 64, 4, 2), "selected_backward": Tiles(64, 64, 4, 2)},
+        _BROAD_OF_64,
+    ),
 }
 # fp32 rows take twice the room, and without matrix units each lane holds whole rows of its product: small tiles, one
 # stage, more warps where lanes would spill. It is for checking, so one table serves every GPU, the smallest included.
@@ -82,7 +78,7 @@ _NARROW_FP32 = {
 }
 _BROAD_FP32 = {
     **dict.fromkeys(_NARROW, Tiles(16, 16, 4, 1)),
-    **dict.fromkeys(("runs_dq", "selected_dq"), Tiles(16, 16, 8, 1)),
+    **dict.fromkeys(("runs_dq", "selected_backward"), Tiles(16, 16, 8, 1)),
 }
 
 # What timing may choose from, besides the table's own; those that spill on the GPU at hand are refused there.
@@ -98,13 +94,16 @@ _DKV = (
     Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2),
     Tiles(32, 32, 4, 2),
 )  # fmt: skip
+_WHOLE_BLOCKS = (  # of 64 keys: a block that is cut takes more slots
+    Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 3),
+    Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2),
+)  # fmt: skip
 _CANDIDATES = {
     "runs_forward": _FORWARD,
     "runs_dq": _DQ,
     "runs_dkv": _DKV,
-    "selected_forward": _FORWARD,
-    "selected_dq": _DQ,
-    "selected_dkv": _DKV,
+    "selected_forward": _WHOLE_BLOCKS,
+    "selected_backward": _WHOLE_BLOCKS,
     "select": (
         Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 64, 4, 1),
     ),
@@ -115,7 +114,7 @@ _INTERPRETED = {
     "decode": Tiles(16, 16),
     "select": Tiles(32, 64),
     "selected_forward": _SELECTED_INTERPRETED,
-    "selected_dq": _SELECTED_INTERPRETED,
+    "selected_backward": _SELECTED_INTERPRETED,
 }
 
 

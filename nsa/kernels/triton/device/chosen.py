@@ -1,5 +1,7 @@
 """Who chose each window of keys: a stable counting sort, in which every number has one writer.
 
+What is sorted are pairs: a query, and which of its N chosen blocks, as query · N + n.
+
 The queries of a group are cut into chunks. A chunk sorts in registers what it chose, and says where each window begins
 and ends in that (`sort_chunks`); the counts become places (`place_chunks`, `place_windows`), and every chunk writes its
 own (`fill`). A window has those whose block begins in the window before and lies across, then those whose block begins
@@ -16,27 +18,43 @@ from nsa.kernels.triton.device.order import NONE, following, sort_rows
 
 
 @triton.jit
-def unpack(key, chunk, last, origin, b, S, n_windows, origin_b, origin_s,
-           L: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
-    """Of sorted entries: counted window, query, the block's first key, if it lies across; how many up to each entry."""
+def reached(block, start, last, n_windows, L: tl.constexpr):
+    """The counted window in which a chosen block begins (0: before the first key), if any window has it, and if it lies
+    across the next one, which `last`, the last key its query may see, has to reach."""
+    after = start + block * L + L  # the first key after the block
+    window = after // L
+    real = (block >= 0) & (after > 0) & (after < (n_windows + 1) * L)
+    return window, real, real & (after % L != 0) & (window * L <= last) & (window < n_windows)
+
+
+@triton.jit
+def unpack(key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s,
+           N: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Of sorted entries: counted window, pair, the block's first key, if it lies across; how many up to each entry."""
     real = key != NONE
     window = key >> SHIFT
-    query = chunk * CHUNK + (key & ((1 << SHIFT) - 1))
+    query = chunk * CHUNK + ((key & ((1 << SHIFT) - 1)) >> BITS)
     at = query.to(tl.int64)
     start = tl.load(origin + b * origin_b + at * origin_s, mask=real, other=0).to(tl.int32)
-    end = tl.load(last + b * S + at, mask=real, other=-1)
-    phase = (start % L + L) % L
-    across = real & (phase != 0) & (window * L <= end) & (window < n_windows)
-    return window, query, (window - 1) * L + phase, across, tl.cumsum(1 + (across.to(tl.int32) << 16), 1)
+    pos = tl.load(position + b * position_b + at * position_s, mask=real, other=0).to(tl.int32)
+    begin = (window - 1) * L + (start % L + L) % L
+    _, _, across = reached((begin - start) // L, start, start + pos, n_windows, L)
+    across = across & real
+    count = tl.cumsum(1 + (across.to(tl.int32) << 16), 1)
+    return window, query * N + (key & ((1 << BITS) - 1)), begin, across, count
 
 
 @triton.jit
 def sort_chunks_kernel(
-    idx, last, origin, entries, run_begins, run_ends, S, n_chunks, n_windows, origin_b, origin_s,
+    idx, position, origin, last, entries, run_begins, run_ends, S, n_chunks, n_windows,
+    position_b, position_s, origin_b, origin_s,
     G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    CHUNK: tl.constexpr, SHIFT: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """2^LOG ≥ CHUNK·N, 2^SHIFT ≥ CHUNK; ROWS chunks. `run_ends` is 0 for windows that the chunk did not choose."""
+    """2^LOG ≥ CHUNK·N, 2^BITS ≥ N, 2^(SHIFT − BITS) ≥ CHUNK; ROWS chunks. `last`: the last key each query may see.
+
+    `run_ends` is 0 for windows that the chunk did not choose.
+    """
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
     chunk = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -46,12 +64,16 @@ def sort_chunks_kernel(
     ok = (turn < CHUNK) & (query < S)
     block = tl.load(idx + ((b * S + query) * G + g) * N + which, mask=ok, other=-1)
     start = tl.load(origin + b * origin_b + query * origin_s, mask=ok, other=0).to(tl.int32)
-    after = start + block * L + L  # the first key after the block
-    real = (block >= 0) & (after > 0) & (after < (n_windows + 1) * L)
-    key = sort_rows(tl.where(real, (after // L << SHIFT) | turn, NONE), LOG)
+    once = ok & (which == 0) & (g == 0)
+    pos = tl.load(position + b * position_b + query * position_s, mask=once, other=0).to(tl.int32)
+    tl.store(last + b * S + query, start + pos, mask=once)
+    window, real, _ = reached(block, start, 0, n_windows, L)
+    key = sort_rows(tl.where(real, (window << SHIFT) | (turn << BITS) | which, NONE), LOG)
     here, exists = bg * n_chunks + chunk, chunk < n_chunks
     tl.store(entries + here * 2**LOG + entry, key, mask=exists)
-    window, _, _, _, count = unpack(key, chunk, last, origin, b, S, n_windows, origin_b, origin_s, L, CHUNK, SHIFT)
+    window, _, _, _, count = unpack(
+        key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s, N, L, CHUNK, SHIFT, BITS
+    )
     run_begins += here * (n_windows + 1)
     run_ends += here * (n_windows + 1)
     after_key = following(key, LOG)
@@ -108,17 +130,19 @@ def place_windows_kernel(
 
 @triton.jit
 def fill_kernel(
-    entries, run_begins, before, totals, offsets, last, origin, queries, begins, S, n_chunks, n_windows,
-    origin_b, origin_s,
-    G: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+    entries, run_begins, before, totals, offsets, position, origin, pairs, begins, n_chunks, n_windows,
+    position_b, position_s, origin_b, origin_s,
+    G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     bg = tl.program_id(1).to(tl.int64)
     chunk = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     here = bg * n_chunks + chunk
     key = tl.load(entries + here * 2**LOG + tl.arange(0, 2**LOG)[None, :], mask=chunk < n_chunks, other=NONE)
-    window, query, begin, across, count = unpack(
-        key, chunk, last, origin, bg // G, S, n_windows, origin_b, origin_s, L, CHUNK, SHIFT
-    )
+    window, pair, begin, across, count = unpack(
+        key, chunk, position, origin, bg // G, n_windows, position_b, position_s, origin_b, origin_s,
+        N, L, CHUNK, SHIFT, BITS,
+    )  # fmt: skip
     mine = (key != NONE) & (window > 0)
     at = here * (n_windows + 1) + window
     rank = count - tl.load(run_begins + at, mask=key != NONE, other=0)
@@ -126,11 +150,11 @@ def fill_kernel(
     before_it = tl.load(totals + (bg * (n_windows + 1) + window - 1) * 2 + 1, mask=mine, other=0)
     to = tl.load(offsets + place - 1, mask=mine, other=0) + before_it + (rank & 0xFFFF) - 1
     to += tl.load(before + at * 2, mask=mine, other=0)
-    tl.store(queries + to, query, mask=mine)
+    tl.store(pairs + to, pair, mask=mine)
     tl.store(begins + to, begin, mask=mine)
     to = tl.load(offsets + place, mask=across, other=0) + (rank >> 16) - 1
     to += tl.load(before + at * 2 + 1, mask=across, other=0)
-    tl.store(queries + to, query, mask=across)
+    tl.store(pairs + to, pair, mask=across)
     tl.store(begins + to, begin, mask=across)
 
 

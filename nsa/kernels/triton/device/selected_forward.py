@@ -1,66 +1,100 @@
-"""Selected attention, forward: a tile of queries reads the union of its blocks, each once, and a bit says who may look.
+"""Selected attention, forward: a window of keys at a time, for the queries that chose it; then a query's slots merge.
 
-Never more bytes than a loop per query would read, one exact online softmax, no partial sums. The loop's only loads are
-unconditional: a branch around them would cost the software pipeline.
+The loop carries nothing from one tile of queries to the next, and its only loads are unconditional: a branch around
+them would cost the software pipeline. Log-sum-exps of slots are in base 2.
 """
 
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, seen, soften, store_rows
+from nsa.kernels.triton.device.pairs import ends_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, store_rows
 
 
 @triton.jit
 def selected_forward_kernel(
-    q, k, v, last, begins, bits, counts, out, lse, scale, S, T, n_tiles, n_slots,
+    q, k, v, last, pairs, begins, offsets, piece_window, piece_first, slot, slot_lse,
+    scale, S, T, n_windows, n_groups_all,
     q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    L: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N  # of a block, taken one after the other
-    tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
-    row = tl.arange(0, BLOCK_M)
-    turn, head = row // R, row % R
-    query = (tile * QUERIES + turn).to(tl.int64)
-    ok = (turn < QUERIES) & (query < S)
-    last_M = tl.load(last + b.to(tl.int64) * S + query, mask=ok, other=-1)
-    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
-    q1 = load_rows(q, q_at, ok, K, 0, K1, WIDE)
+    CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
+    bg, window, first, end, _ = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
+    b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
+    step = cut * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = window * L + step
+    inside = (step < L) & (at < T)
+    k_at = b * k_b + g * k_g + at.to(tl.int64) * k_t
+    v_at = b * v_b + g * v_g + at.to(tl.int64) * v_t
+    k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
     if K2 > 0:
-        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
-    k += b.to(tl.int64) * k_b + g * k_g
-    v += b.to(tl.int64) * v_b + g * v_g
-    here = (b.to(tl.int64) * n_tiles + tile) * G + g
-    begins += here * n_slots
-    bits += here * n_slots
+        k2 = load_rows(k, k_at, inside, K, K1, K2, WIDE)
+    if V2 > 0:
+        v2 = load_rows(v, v_at, inside, V, V1, V2, WIDE)
 
+    for m in tl.range(first * R, end * R, BLOCK_M):
+        row = m + tl.arange(0, BLOCK_M)
+        entry, head, ok = row // R, row % R, row < end * R
+        query, here, begin_M = reader_of(pairs, begins, entry, ok, window, N, L)
+        last_M = tl.load(last + b * S + query, mask=ok, other=-1)
+        q_at = b * q_b + query * q_s + g * q_g + head * q_r
+        s = dot(load_rows(q, q_at, ok, K, 0, K1, WIDE), tl.trans(k1))
+        if K2 > 0:
+            s += dot(load_rows(q, q_at, ok, K, K1, K2, WIDE), tl.trans(k2))
+        end_M = ends_of(begin_M, last_M, window, L)
+        visible = (at[None, :] >= begin_M[:, None]) & (at[None, :] <= end_M[:, None])
+        s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
+        top = tl.max(s, 1)
+        e = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        total = tl.sum(e, 1)
+        total = tl.where(total == 0, 1.0, total)
+        share = 1 / total  # of each row, once
+        p = rounded(e, WIDE, v.dtype.element_ty)
+        to = ((((b * S + query) * G + g) * (2 * N) + here) * CUTS + cut) * R + head
+        store_rows(slot, to * V, ok, dot(p, v1) * share[:, None], V, 0, V1)
+        if V2 > 0:
+            store_rows(slot, to * V, ok, dot(p, v2) * share[:, None], V, V1, V2)
+        tl.store(slot_lse + to, top + tl.log2(total), mask=ok)
+
+
+@triton.jit
+def merge_slots_kernel(
+    idx, last, origin, slot, slot_lse, out, lse, S, n_queries, n_windows, origin_b, origin_s,
+    G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Each slot by its share of the whole softmax. `n_queries`: of a row of `out`, of which these are a part."""
+    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
     if V2 > 0:
         acc2 = tl.zeros([BLOCK_M, V2], tl.float32)
-    for u in tl.range(0, tl.load(counts + here) * CUTS):
-        step = u % CUTS * BLOCK_N + tl.arange(0, BLOCK_N)
-        at = tl.load(begins + u // CUTS) + step
-        mask_u = tl.load(bits + u // CUTS)
-        inside = (at >= 0) & (at < T)
-        if CUTS * BLOCK_N > L:
-            inside = inside & (step < L)
-        k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
-        s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))
-        if K2 > 0:
-            s += dot(q2, tl.trans(load_rows(k, k_at, inside, K, K1, K2, WIDE)))
-        visible = seen(at, inside, ((mask_u >> turn) & 1) == 1, last_M)
-        e, top, total, decay = soften(tl.where(visible, s * (scale * LOG2E), float("-inf")), top, total)
-        p = rounded(e, WIDE, v.dtype.element_ty)
-        acc1 = acc1 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, 0, V1, WIDE))
-        if V2 > 0:
-            acc2 = acc2 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, V1, V2, WIDE))
-
+    for n in tl.range(0, N):
+        base, here, across = slots_of(
+            idx, last, origin, b, g, query, ok, n, S, n_windows, origin_b, origin_s, G, N, L
+        )  # fmt: skip
+        for cut in tl.static_range(0, 2 * CUTS):
+            written = here if cut < CUTS else across
+            at = (base * CUTS + cut) * R + head
+            level = tl.load(slot_lse + at, mask=written, other=float("-inf"))
+            new = tl.maximum(top, level)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            decay, share = tl.exp2(top - safe), tl.exp2(level - safe)
+            top, total = new, total * decay + share
+            x = load_rows(slot, at * V, written, V, 0, V1, False).to(tl.float32)
+            acc1 = acc1 * decay[:, None] + x * share[:, None]
+            if V2 > 0:
+                x = load_rows(slot, at * V, written, V, V1, V2, False).to(tl.float32)
+                acc2 = acc2 * decay[:, None] + x * share[:, None]
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
-    flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
+    flat = ((b * n_queries + query) * G + g) * R + head
     store_rows(out, flat * V, ok, acc1 / total[:, None], V, 0, V1)
     if V2 > 0:
         store_rows(out, flat * V, ok, acc2 / total[:, None], V, V1, V2)

@@ -65,17 +65,6 @@ def rounded(x, WIDE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def seen(at, inside, chosen, last):
-    """[queries, keys]: keys that are inside and not past `last`, for the queries that chose their block.
-
-    One comparison per pair: masks that are combined pair by pair fill the scalar registers of AMD GPUs.
-    """
-    key = tl.where(inside, at, 2147483647)
-    limit = tl.where(chosen, last, -1)
-    return key[None, :] <= limit[:, None]
-
-
-@triton.jit
 def soften(s, top, total):
     """One step of the online softmax in base 2: exponentials, new top, new total, and what to scale the past by."""
     new = tl.maximum(top, tl.max(s, 1))

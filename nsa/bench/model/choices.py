@@ -22,7 +22,7 @@ MOST_SPANS = 48
 
 
 @dataclass(frozen=True)
-class Unions:
+class Choices:
     """The chosen blocks of one group: all of a row's queries, or spans of them."""
 
     shape: BenchShape
@@ -50,7 +50,7 @@ class Unions:
         return total / n_tiles
 
     def _sizes(self, queries: int) -> tuple[int, int]:
-        """Blocks in the unions of all tiles, and how many tiles there are."""
+        """Blocks in the choices of all tiles, and how many tiles there are."""
         idx_LSN = self.idx_LSN if self.whole else self.idx_LSN[:, : self.idx_LSN.shape[1] // queries * queries]
         tiles = torch.nn.functional.pad(idx_LSN, (0, 0, 0, -idx_LSN.shape[1] % queries), value=-1)
         tiles = tiles.reshape(-1, queries * tiles.shape[-1]).sort(-1).values
@@ -69,15 +69,19 @@ class Unions:
         chosen = self.idx_LSN[self.idx_LSN >= 0].long()
         return (torch.bincount(chosen, minlength=n_windows) * (self.length / self.n_measured)).round().long()
 
-    def dkv_trips(self, piece: int, m: int) -> tuple[int, int]:
-        """Steps of m rows over each window's readers, cut into pieces; and how many pieces have any."""
+    def trips(self, piece: int, m: int, n_spans: int = 1) -> tuple[int, int]:
+        """Steps of m rows over each window's readers, cut into pieces; and how many pieces have any.
+
+        Spans of queries are taken one after the other: each has its share of every window's readers.
+        """
         heads = self.shape.heads_per_group
-        whole, rest = self.readers // piece, self.readers % piece
-        trips = whole * -(-piece * heads // m) + -(-rest * heads // m)
-        return int(trips.sum()), int((whole + (rest > 0)).sum())
+        shares = -(-self.readers // n_spans)
+        whole, rest = shares // piece, shares % piece
+        steps = whole * -(-piece * heads // m) + -(-rest * heads // m)
+        return n_spans * int(steps.sum()), n_spans * int((whole + (rest > 0)).sum())
 
 
-def measure_unions(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> Unions:
+def measure_choices(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> Choices:
     """Choose blocks as the module would, on the data that `nsa bench attention` races on."""
     one = replace(shape, n_heads=shape.heads_per_group, n_kv_groups=1)
     case = Case(one, length, torch.float32, data, seed)
@@ -90,4 +94,4 @@ def measure_unions(shape: BenchShape, length: int, data: str = "random", seed: i
     wanted = plan(Wanted(), torch.device("cpu"), torch.float32, one.kernel)
     backend = next(choice.backend for choice in wanted.choices if choice.branch == "select")
     idx = chooser(case, backend)(rows.flatten())
-    return Unions(shape, length, data, idx[0, :, 0].view(*rows.shape, -1))
+    return Choices(shape, length, data, idx[0, :, 0].view(*rows.shape, -1))

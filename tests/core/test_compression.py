@@ -1,0 +1,51 @@
+"""Gradients of tokens that several blocks share: the right sum, and one that no order of additions can change."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.core.compression import Compressor
+from nsa.core.geometry import Geometry
+from nsa.core.layout import packed_layout, plain_layout
+
+LENGTH = 61
+
+
+class Additions(TorchDispatchMode):
+    """How often one addition adds to the same row, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name in ("aten::index_add", "aten::index_add_"):
+            added = args[2][args[3].flatten(1).any(1)]  # slots that no document fills add nothing
+            self.most.append(int(added.bincount().max()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(("l", "d"), [(8, 8), (8, 4), (12, 4), (8, 2)])
+def test_no_order_of_additions_changes_a_gradient(l, d, packed):
+    geometry = Geometry(l=l, d=d, l_sel=l, n_sel=4, w=8)
+    cu = torch.tensor([0, 1, 20, 20, LENGTH])
+    layout = packed_layout(cu, LENGTH, geometry) if packed else plain_layout(2, LENGTH, geometry, torch.device("cpu"))
+    begin_BC = layout.begin_BC
+    raw = torch.randn(begin_BC.shape[0], LENGTH, 2, 3, dtype=torch.float64, requires_grad=True)
+    phi = Compressor("avg", l, d, n_groups=2, width=3, pos_emb=False)
+    n_filled = begin_BC.shape[1]
+    if packed:
+        n_filled = int(((cu.diff() - l) // d + 1).clamp(min=0).sum())
+    weight = torch.randn(begin_BC.shape[0], n_filled, 2, 3, dtype=torch.float64)
+    out = phi(raw, begin_BC)[:, :n_filled]
+    with Additions() as additions:
+        (gradient,) = torch.autograd.grad((out * weight).sum(), raw)
+    want = torch.zeros_like(raw)
+    for b in range(raw.shape[0]):
+        for c in range(n_filled):
+            at = int(begin_BC[b, c])
+            want[b, at : at + l] += weight[b, c] / l
+            assert torch.allclose(out[b, c], raw[b, at : at + l].mean(0))
+    assert torch.allclose(gradient, want)
+    assert max(additions.most) <= 2
