@@ -142,8 +142,8 @@ def spans(kernel: str, q_BSGRK: Tensor, n_sel: int, l_sel: int, width: int, wide
 def span_of(n_queries: int, bytes_per_query: int, slot_bytes_per_query: int) -> int:
     """In whole 16s: what a span begins with is as aligned as the whole."""
     allowed = max(SLOT_BYTES, QUERIES_OF_SLOTS * n_queries * bytes_per_query)
-    n_spans = triton.cdiv(n_queries * slot_bytes_per_query, allowed)
-    return triton.cdiv(triton.cdiv(n_queries, n_spans), 16) * 16
+    n_spans = max(1, triton.cdiv(n_queries * slot_bytes_per_query, allowed))
+    return max(1, triton.cdiv(triton.cdiv(n_queries, n_spans), 16)) * 16
 
 
 def keys_of(tiles: Tiles, l_sel: int) -> tuple[int, int]:
