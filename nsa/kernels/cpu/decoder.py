@@ -34,30 +34,33 @@ class Decoder:
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
         self._first, self._fresh = self._step.compressed, [stream.fresh for stream in self._arrival.streams]
         self._strides: list[tuple[int, ...]] = [()] * len(self._fresh)
+        self._first.out = rows(q.new_empty(self._out_shape))
+        self._q, self._out, self._q_strides = self._first.q, self._first.out, q.stride()
 
     def take_in(self, new: tuple[Tensor, ...]) -> bool:
-        new = tuple([x if x.dtype is self._dtype and x.stride(-1) == 1 else self._plain(x) for x in new])
+        new = tuple([x if x.dtype is self._dtype else x.to(self._dtype) for x in new])
         for i, x in enumerate(new):
-            self._fresh[i].data = x.data_ptr()
             if (strides := x.stride()) != self._strides[i]:
+                if strides[-1] != 1 < x.shape[-1]:
+                    return self.take_in(tuple([dense(y) for y in new]))
                 self._strides[i] = strides
                 self._fresh[i].batch, _, self._fresh[i].group, _ = strides
+            self._fresh[i].data = x.data_ptr()
         self._arrival.isa = library.isa_for(self._dtype)
         return bool(library.load().nsa_take_in(ctypes.byref(self._arrival)))
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen blocks are overwritten by the next step."""
         q, gates = dense(q_B1GRK), gates_B1GR3.float().contiguous()
-        out = q.new_empty(self._out_shape)
-        first = self._first
-        first.q, first.out = rows(q), rows(out)
+        out, first = q.new_empty(self._out_shape), self._first
+        if (strides := q.stride()) != self._q_strides:
+            self._q_strides = strides
+            self._q.batch, self._q.token, self._q.group, self._q.head, _ = strides
+        self._q.data, self._out.data = q.data_ptr(), out.data_ptr()
         first.threads, first.isa = torch.get_num_threads(), library.isa_for(self._dtype)
         self._step.gates, self._step.gates_per_group = gates.data_ptr(), gates.shape[3]
         library.call("nsa_decode", self._step)
         return out, self._idx_B1GN
-
-    def _plain(self, x: Tensor) -> Tensor:
-        return dense(x.to(self._dtype))
 
 
 def _arrival(cache: Remembered, means: bool, *, l: int, d: int, w: int) -> Arrival:
