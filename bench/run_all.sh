@@ -14,8 +14,8 @@ record() { # name, then the words of the command
 nsa bench machine --json "$out/machine.json"
 record attention_seed attention --lengths 2k,4k,8k,16k,32k,64k --plot "$out/attention_seed.svg"
 record attention_smooth attention --lengths 4k,16k,64k --data smooth --no-peers
-record attention_gqa16 attention --lengths 2k,8k,32k --shape gqa16 --no-peers
-record prefill prefill --lengths 4k,16k,64k --plot "$out/prefill.svg"
-record decode decode --plot "$out/decode.svg"
-record train train
-record memory memory --lengths 4k,8k,16k,32k,64k,128k
+record attention_gqa16 attention --lengths 2k,4k,8k,16k,32k --shape gqa16 --no-peers
+record prefill_seed prefill --lengths 4k,16k,64k --plot "$out/prefill_seed.svg"
+record decode_seed decode --plot "$out/decode_seed.svg"
+record train_125m train
+record memory_seed memory --lengths 4k,8k,16k,32k,64k,128k --dtype fp32,bf16
