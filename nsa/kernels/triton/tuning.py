@@ -38,8 +38,8 @@ _BROAD = {
     "select": Tiles(16, 64, 4, 2),
     "decode": Tiles(64, 32, 4, 3),
 }
-# Units that multiply 64 rows at a time: fewer rows would be left to the older instructions. They are so fast that 64 rows
-# wait for the cache, where many rows see the same keys.
+# Units that multiply 64 rows at a time: fewer rows would be left to the older instructions. They are so fast that 64
+# rows wait for the cache, where many rows see the same keys.
 _NARROW_OF_64 = {
     **_NARROW,
     "runs_forward": Tiles(128, 64, 8, 3),
