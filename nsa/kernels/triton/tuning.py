@@ -79,6 +79,7 @@ _BY_GPU = {
 # stage, more warps where lanes would spill. It is for checking, so one table serves every GPU, the smallest included.
 _NARROW_FP32 = {
     **dict.fromkeys(_NARROW, Tiles(32, 32, 8, 1)),
+    "selected_backward": Tiles(16, 32, 4, 1),
     "select": Tiles(16, 16, 4, 1),
     "decode": Tiles(16, 32, 4, 1),
 }
