@@ -14,7 +14,7 @@ from nsa.config.schema import RunConfig
 from nsa.core.geometry import Geometry
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.selected import UNION_FACTOR
-from nsa.kernels.triton import QUERIES_OF_SLOTS, SLOT_BYTES
+from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.build import wanted_kernels
 
 FP32 = 4
@@ -181,13 +181,13 @@ def _packed_keys(config: RunConfig, one: Pass) -> int:
 
 def _slots(config: RunConfig, one: Pass) -> int:
     """The Triton kernels keep what every query gets from each of its blocks, which may lie across two windows of keys,
-    and gradients of windows in fp32: one sum per window, and two of a thousand readers of each chosen block."""
+    and gradients of windows in fp32: a sum per window, and one more for every PIECE of its readers."""
     model, nsa = config.model, config.nsa
     queries = one.tokens * model.n_heads * model.d_k * one.width
     slots = one.tokens * model.n_heads * 2 * nsa.n_sel * max(model.d_k, model.d_v) * one.width
     share = min(1.0, max(SLOT_BYTES, QUERIES_OF_SLOTS * queries) / slots)  # of the queries, which are taken at a time
     windows = one.rows * model.n_kv_groups * -(-one.seq_len // nsa.l_sel)
-    sums = windows + int(share * one.tokens * model.n_kv_groups * nsa.n_sel * 2) // 1024
+    sums = windows + int(share * one.tokens * model.n_kv_groups * nsa.n_sel * 2) // PIECE
     return int(share * slots) + sums * nsa.l_sel * (model.d_k + model.d_v) * FP32
 
 

@@ -69,7 +69,7 @@ MUTATIONS = [
         ROWS_OF_A_BATCH),
     bug("a query's blocks share a slot", PAIRS, "pair % N * 2", "pair % N", CHOSEN),
     bug("keys past the block's end", PAIRS, "begin + (L - 1)", "begin + L", CHOSEN),
-    bug("second cut of a block is the first again", SELECTED, "step = cut * BLOCK_N", "step = 0 * BLOCK_N", CHOSEN),
+    bug("second cut of a block is the first again", PAIRS, "step = tl.program_id(1) * BLOCK_N", "step = 0 * BLOCK_N", CHOSEN),
     bug("head by bits, where heads are no power of two", SELECTED, "row // R, row % R, row < end",
         "row // R, row & (R - 1), row < end", CHOSEN),
     bug("first query of the next piece counts twice", PAIRS, "tl.minimum(first + PIECE,", "tl.minimum(first + PIECE + 1,",

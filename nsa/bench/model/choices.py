@@ -40,7 +40,7 @@ class Choices:
         return self.idx_LSN.shape[0] * self.idx_LSN.shape[1]
 
     def blocks(self, queries: int) -> int:
-        """Sum over tiles of so many queries of the blocks in their union: turns of the loop, for one group."""
+        """Sum over tiles of so many queries of the blocks in their union, for one group."""
         n_tiles = -(-self.length // queries)
         return self._sizes(queries)[0] if self.whole else round(self.mean(queries) * n_tiles)
 
@@ -50,7 +50,7 @@ class Choices:
         return total / n_tiles
 
     def _sizes(self, queries: int) -> tuple[int, int]:
-        """Blocks in the choices of all tiles, and how many tiles there are."""
+        """Blocks that each tile chose together, over all tiles, and how many tiles there are."""
         idx_LSN = self.idx_LSN if self.whole else self.idx_LSN[:, : self.idx_LSN.shape[1] // queries * queries]
         tiles = torch.nn.functional.pad(idx_LSN, (0, 0, 0, -idx_LSN.shape[1] % queries), value=-1)
         tiles = tiles.reshape(-1, queries * tiles.shape[-1]).sort(-1).values

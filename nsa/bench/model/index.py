@@ -9,8 +9,9 @@ from nsa.bench.model.choices import Choices
 from nsa.bench.model.kernels import INDEX, tiles_of
 from nsa.bench.model.pairs import POSITION, n_spans
 from nsa.bench.model.work import Sizes, Work
+from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.bounds import CHUNK
-from nsa.kernels.triton.index import PIECE, chunk_sizes
+from nsa.kernels.triton.index import chunk_sizes
 
 
 def forward(sizes: Sizes, choices: Choices) -> Iterator[Work]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from nsa.bench.model.choices import Choices
 from nsa.bench.model.kernels import INDEX, tiles_of
 from nsa.bench.model.work import Sizes, Work
-from nsa.kernels.triton.index import PIECE
+from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.selected import keys_of, rows_of, span_of
 
 POSITION = 8  # bytes of a position as the layout has it

@@ -13,6 +13,8 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # a row is at most a power of two and the next smaller one
 MOST_BLOCKS = 64  # chosen blocks that are kept in registers
+PIECE = 1024
+"""Queries of one window of keys that one program adds up."""
 SLOT_BYTES = 2**30
 QUERIES_OF_SLOTS = 2
 """What queries get from each of their blocks waits until it is put together: in SLOT_BYTES, or so many times the bytes

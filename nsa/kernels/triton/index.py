@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.device.chosen import (
     fill_kernel,
     find_pieces_kernel,
@@ -21,8 +22,6 @@ from nsa.kernels.triton.device.chosen import (
     sort_chunks_kernel,
 )
 
-PIECE = 1024
-"""Queries of one window that one program adds up."""
 MOST_SORTED = 1024
 """Entries that a chunk of queries sorts in registers."""
 

@@ -7,11 +7,10 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton import bounds, decoding, index, mix
+from nsa.kernels.triton import PIECE, bounds, decoding, index, mix
 from nsa.kernels.triton.device import decode, runs_backward, runs_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.gpus import GPUS, Gpu
-from nsa.kernels.triton.index import PIECE
 from nsa.kernels.triton.machine_code import Code, read
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.kernels.triton import QUERIES_OF_SLOTS, SLOT_BYTES
+from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.device.selected_backward import (
     add_pieces_kernel,
@@ -19,7 +19,7 @@ from nsa.kernels.triton.device.selected_backward import (
     selected_backward_kernel,
 )
 from nsa.kernels.triton.device.selected_forward import merge_slots_kernel, selected_forward_kernel
-from nsa.kernels.triton.index import PIECE, Chosen, chosen
+from nsa.kernels.triton.index import Chosen, chosen
 from nsa.kernels.triton.runs import Gradients, rows_contiguous
 from nsa.kernels.triton.tuning import Tiles, choose
 from nsa.kernels.triton.widths import is_wide, split_width, widths

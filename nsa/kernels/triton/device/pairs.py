@@ -24,6 +24,25 @@ def piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE:
 
 
 @triton.jit
+def keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's cut of the window: places in it, keys on the axis, which of them there are, and their rows."""
+    step = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = window * L + step
+    inside = (step < L) & (at < T)
+    k_at = b * k_b + g * k_g + at.to(tl.int64) * k_t
+    v_at = b * v_b + g * v_g + at.to(tl.int64) * v_t
+    return step, at, inside, k_at, v_at
+
+
+@triton.jit
+def heads_of(S, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's batch, group, and query heads: query, head, and which of them there are."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    return b, g, (row // R).to(tl.int64), row % R, row < S * R
+
+
+@triton.jit
 def reader_of(pairs, begins, entry, ok, window, N: tl.constexpr, L: tl.constexpr):
     """Of entries: the query, the slot of what it gets here, and the first key of its block."""
     pair = tl.load(pairs + entry, mask=ok, other=0)

@@ -7,7 +7,7 @@ to slots, which `add_slots` adds, in order. No atomics: the same bits every time
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.pairs import ends_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.pairs import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
 from nsa.kernels.triton.device.runs_backward import probabilities
 from nsa.kernels.triton.device.tile import dot, load_rows, rounded, store_rows
 
@@ -18,9 +18,7 @@ def delta_kernel(
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Of each query head, dout · out: what the softmax takes from every score's gradient."""
-    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
+    b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
     do_at = b * do_b + query * do_s + g * do_g + head * do_r
     flat = ((b * S + query) * G + g) * R + head
     x = load_rows(dout, do_at, ok, V, 0, V1, False).to(tl.float32)
@@ -45,11 +43,7 @@ def selected_backward_kernel(
     CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     bg, window, first, end, needed = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
     b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
-    step = cut * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = window * L + step
-    inside = (step < L) & (at < T)
-    k_at = b * k_b + g * k_g + at.to(tl.int64) * k_t
-    v_at = b * v_b + g * v_g + at.to(tl.int64) * v_t
+    step, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
     k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
     dk1, dv1 = tl.zeros([BLOCK_N, K1], tl.float32), tl.zeros([BLOCK_N, V1], tl.float32)
     if K2 > 0:
@@ -107,9 +101,7 @@ def add_slots_kernel(
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
+    b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
     sum1 = tl.zeros([BLOCK_M, K1], tl.float32)
     if K2 > 0:
         sum2 = tl.zeros([BLOCK_M, K2], tl.float32)

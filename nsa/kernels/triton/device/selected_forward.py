@@ -7,7 +7,7 @@ them would cost the software pipeline. Log-sum-exps of slots are in base 2.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.pairs import ends_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.pairs import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
 from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, store_rows
 
 
@@ -24,11 +24,7 @@ def selected_forward_kernel(
     CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     bg, window, first, end, _ = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
     b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
-    step = cut * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = window * L + step
-    inside = (step < L) & (at < T)
-    k_at = b * k_b + g * k_g + at.to(tl.int64) * k_t
-    v_at = b * v_b + g * v_g + at.to(tl.int64) * v_t
+    _, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
     k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
     if K2 > 0:
         k2 = load_rows(k, k_at, inside, K, K1, K2, WIDE)
@@ -67,9 +63,7 @@ def merge_slots_kernel(
     N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Each slot by its share of the whole softmax. `n_queries`: of a row of `out`, of which these are a part."""
-    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
+    b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
