@@ -99,10 +99,13 @@ def compress_block(tokens: list[Array], weights: dict[str, Array], group: int) -
 def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups: int, d_k: int, d_v: int, l: int,
               d: int, l_sel: int, n_sel: int, w: int, gate: str = "softmax", gate_per: str = "head",
               gate_temperature: float = 1.0, rope_base: float = 500_000.0, rope_scale: float = 1.0,
-              rope_compressed: str = "before", **_: object) -> Array:  # fmt: skip
+              rope_compressed: str = "auto", **_: object) -> Array:  # fmt: skip
     """A whole NSAAttention on one document x [S, D], from its state dict."""
     n_tokens, heads_per_group, scale = len(x), n_heads // n_kv_groups, 1 / math.sqrt(d_k)
     out = np.zeros((n_tokens, n_heads * d_v))
+    learned = any(name.startswith("phi_k.w_") for name in weights)
+    if rope_compressed == "auto":
+        rope_compressed = "after" if learned else "before"
 
     def turn(vector: Array, pos: float) -> Array:
         return rotated(vector, pos, rope_base, rope_scale)

@@ -32,10 +32,12 @@ def show(
     from nsa.config.schema import settings
 
     config = resolve(arguments or [])
-    keys = [key for key in settings() if not changed or config.value(key) != settings()[key].default]
+    # A value that follows from others (auto, resolved) was not changed by anyone.
+    differ = [key for key, field in settings().items() if config.value(key) != field.default]
+    keys = [key for key in differ if config.origin(key) != "default"] if changed else list(settings())
     if as_json:
         origins = {key: config.origin(key) for key in keys}
-        values = config.model_dump(mode="json", exclude_defaults=changed)
+        values = config.model_dump(mode="json", exclude_defaults=changed, exclude_unset=changed)
         print(json.dumps({"config": values, "origins": origins, "notices": config.notices}, indent=2))
     else:
         _print_table(config, keys)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from pydantic_core import PydanticCustomError
 
 from nsa.core import geometry
+from nsa.core.rope_placement import broken_rope_rule
 
 if TYPE_CHECKING:
     from nsa.config.schema import DataConfig, ModelConfig, NSAConfig, TrainConfig
@@ -55,6 +56,8 @@ def of_nsa(nsa: NSAConfig) -> Iterator[Broken]:
             "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
             "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
         )
+    if broken := broken_rope_rule(nsa.phi, nsa.rope_compressed):
+        yield Broken(("nsa.rope_compressed", "nsa.phi"), broken)
 
 
 def of_train(train: TrainConfig) -> Iterator[Broken]:

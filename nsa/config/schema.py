@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from nsa.config import rules
 from nsa.config.describe import Looks, Unit
+from nsa.core.rope_placement import resolve_rope_compressed
 from nsa.core.sizes import default_ffn_dim
 from nsa.errors import ConfigError
 
@@ -90,9 +91,16 @@ class NSAConfig(Section):
     gate_temperature: Positive = Field(
         default=1.0, description="Gate logits are divided by this; above 1 evens the branches out."
     )
-    rope_compressed: Literal["before", "after"] = Field(
-        default="before", description="Rotate keys before compression, or rotate the compressed keys after it."
+    rope_compressed: Literal["auto", "before", "after"] = Field(
+        default="auto",
+        description="Rotate keys before compression or compressed keys after it; auto: before for avg, else after.",
     )
+
+    @field_validator("rope_compressed")
+    @classmethod
+    def _resolve_auto(cls, value: str, info: ValidationInfo) -> str:
+        """Everything that reads or records the settings sees what `auto` came to."""
+        return resolve_rope_compressed(info.data["phi"], value) if "phi" in info.data else value
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
@@ -333,7 +341,9 @@ class RunConfig(Section):
         value = self.value(key)
         if key in self._origins:
             return self._origins[key]
-        return "default" if value == settings()[key].default else "code"
+        section, _, name = key.rpartition(".")
+        given = name in (getattr(self, section) if section else self).model_fields_set
+        return "code" if given and value != settings()[key].default else "default"
 
     def origins(self) -> dict[str, str]:
         return {key: self.origin(key) for key in settings()}

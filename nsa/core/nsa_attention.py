@@ -18,11 +18,10 @@ from nsa.core.layout import Layout, packed_layout, plain_layout
 from nsa.core.probe import Probe
 from nsa.core.reads import compressed_reads, selected_reads, sliding_reads
 from nsa.core.rope import Rotary, rotate
+from nsa.core.rope_placement import ROPE_COMPRESSED, broken_rope_rule, resolve_rope_compressed
 from nsa.errors import ConfigError
 from nsa.kernels.decoder import Decoder
 from nsa.kernels.registry import Plan, Shape, Wanted, check_names, plan
-
-ROPE_COMPRESSED = ("before", "after")
 
 
 class Where(NamedTuple):
@@ -60,16 +59,18 @@ class NSAAttention(nn.Module):
         gate_temperature: float = 1.0,
         rope_base: float = 500_000.0,
         rope_scale: float = 1.0,
-        rope_compressed: str = "before",
+        rope_compressed: str = "auto",
         kernels: Wanted = Wanted(),  # noqa: B008 - an immutable tuple of names
     ) -> None:
         super().__init__()
-        _check_heads(n_heads, n_kv_groups, d_k, rope_compressed)
+        _check_heads(n_heads, n_kv_groups, d_k)
+        _check_rope(phi, rope_compressed)
         check_names(kernels)
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = Shape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w)
-        self.rotary, self.rope_compressed = Rotary(d_k, rope_base, rope_scale), rope_compressed
+        self.rotary = Rotary(d_k, rope_base, rope_scale)
+        self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
         self.kernels = kernels
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
@@ -223,7 +224,7 @@ class NSAAttention(nn.Module):
         return shared_BS[..., None] + selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
 
 
-def _check_heads(n_heads: int, n_kv_groups: int, d_k: int, rope_compressed: str) -> None:
+def _check_heads(n_heads: int, n_kv_groups: int, d_k: int) -> None:
     if n_heads % n_kv_groups:
         raise ConfigError(
             f"model.n_heads is {n_heads} and model.n_kv_groups is {n_kv_groups}: every group has the same number of "
@@ -231,6 +232,11 @@ def _check_heads(n_heads: int, n_kv_groups: int, d_k: int, rope_compressed: str)
         )
     if d_k % 2:
         raise ConfigError(f"model.d_k is {d_k}: rotary embedding turns pairs of it. Set an even number.")
+
+
+def _check_rope(phi: str, rope_compressed: str) -> None:
     if rope_compressed not in ROPE_COMPRESSED:
         known = ", ".join(ROPE_COMPRESSED)
         raise ConfigError(f"nsa.rope_compressed is {rope_compressed!r}: there is no such choice. Use one of: {known}.")
+    if broken := broken_rope_rule(phi, rope_compressed):
+        raise ConfigError(broken)

@@ -43,7 +43,7 @@ class NSAMixerConfig(SequenceMixerConfig):
     gate_temperature: float = 1.0
     rope_base: float = 500_000.0
     rope_scale: float = 1.0
-    rope_compressed: str = "before"
+    rope_compressed: str = "auto"
     kernel_compressed: str = "auto"
     kernel_select: str = "auto"
     kernel_selected: str = "auto"

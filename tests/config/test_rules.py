@@ -151,3 +151,22 @@ def test_the_keys_users_already_have_are_all_known():
     }
     for section, names in known.items():
         assert set(names.split()) <= sections()[section].model_fields.keys()
+
+
+def test_auto_rotation_of_compressed_keys_follows_the_operator(resolve):
+    chosen = {phi: resolve(f"nsa.phi={phi}").nsa.rope_compressed for phi in ("avg", "linear", "mlp")}
+    assert chosen == {"avg": "before", "linear": "after", "mlp": "after"}
+    assert resolve("nsa.rope_compressed=after").nsa.rope_compressed == "after"
+
+
+def test_a_resolved_auto_is_recorded_as_what_it_came_to_and_counts_as_default(resolve):
+    """A record of settings must still say so when the rule behind `auto` has changed."""
+    config = resolve("nsa.phi=mlp")
+    assert config.model_dump(mode="json")["nsa"]["rope_compressed"] == "after"
+    assert config.origin("nsa.rope_compressed") == "default"
+
+
+@pytest.mark.parametrize("phi", ["linear", "mlp"])
+def test_learned_compression_of_rotated_keys_is_refused(resolve, phi):
+    with pytest.raises(ConfigError, match=r"nsa.rope_compressed \(before\)"):
+        resolve(f"nsa.phi={phi}", "nsa.rope_compressed=before")

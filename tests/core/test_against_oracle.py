@@ -75,8 +75,8 @@ def cases(draw):
         n_sel=draw(st.integers(3, 6)),
         w=draw(st.integers(1, 20)),
         phi=draw(st.sampled_from(["avg", "linear", "mlp"])),
-        rope_compressed=draw(st.sampled_from(["before", "after"])),
     )
+    args["rope_compressed"] = draw(st.sampled_from(["auto", "after"] + ["before"] * (args["phi"] == "avg")))
     args["n_heads"] = args["n_kv_groups"] * draw(st.integers(1, 4))
     documents = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))
     return args, documents, draw(st.integers(0, 2**16))

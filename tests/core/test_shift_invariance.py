@@ -1,0 +1,65 @@
+"""Relative position only: the same tokens thousands of positions later give the same output, for every φ and branch."""
+
+import pytest
+import torch
+
+from nsa.core.compression import PHIS
+from nsa.core.gating import BRANCH_ORDER
+from nsa.core.nsa_attention import NSAAttention, Where
+from nsa.errors import ConfigError
+from tests.shapes import attention_args
+
+SHIFT = 5_000
+
+
+def make(branch: str, **changes) -> NSAAttention:
+    """A module far from its initial weights whose gates let one branch through, whole."""
+    torch.manual_seed(0)
+    module = NSAAttention(**attention_args("tiny", **changes))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+        module.gates.proj.weight.zero_()
+        bias = torch.full((module.n_heads, 3), -1e4)
+        bias[:, BRANCH_ORDER.index(branch)] = 1e4
+        module.gates.proj.bias.copy_(bias.flatten())
+    return module
+
+
+def located(module: NSAAttention, x_BSD: torch.Tensor, shift: int, **kwargs) -> Where:
+    """The positions of these tokens, `shift` later: everything a rotation is made from is moved."""
+    layout, _ = module.locate(x_BSD, **kwargs)
+    assert layout is not None
+    moved = layout._replace(block_pos_BC=layout.block_pos_BC + shift)
+    return Where(moved, module.rotary.tables(layout.pos_BS + shift))
+
+
+@pytest.mark.parametrize("branch", BRANCH_ORDER)
+@pytest.mark.parametrize(
+    "changes",
+    [*(dict(phi=phi) for phi in PHIS), *(dict(phi=phi, phi_pos_emb=True) for phi in PHIS if phi != "avg")]
+    + [dict(phi=phi, rope_compressed="after") for phi in PHIS]
+    + [dict(rope_compressed="before")],
+    ids=str,
+)
+def test_shifting_all_positions_changes_nothing(branch, changes):
+    module = make(branch, **changes)
+    x = torch.randn(2, 150, 24)
+    cu = torch.tensor([0, 40, 190, 300])
+    with torch.no_grad():
+        for kwargs in (dict(), dict(cu_doc_lens=cu)):
+            here = module(x, **kwargs)
+            assert here.abs().max() > 0.1
+            there = module(x, **kwargs, where=located(module, x, SHIFT, **kwargs))
+            torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("phi", [phi for phi in PHIS if phi != "avg"])
+def test_an_operator_that_mixes_channels_is_refused_after_a_rotation(phi):
+    with pytest.raises(ConfigError, match="rope_compressed"):
+        NSAAttention(**attention_args("tiny", phi=phi, rope_compressed="before"))
+
+
+def test_auto_rotates_means_before_and_learned_operators_after():
+    chosen = {phi: NSAAttention(**attention_args("tiny", phi=phi)).rope_compressed for phi in PHIS}
+    assert chosen == {"avg": "before", "linear": "after", "mlp": "after"}
