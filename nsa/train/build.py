@@ -1,5 +1,7 @@
 """From the description of a run to the engine's parts: model, parallelism, optimizer, schedule."""
 
+import fnmatch
+
 import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
@@ -18,7 +20,7 @@ from nsa.train.mixer import transformer_config
 from nsa.train.ranks import Ranks
 
 BETAS = (0.9, 0.95)
-NOT_DECAYED = ["*norm.weight", "*.bias", "embeddings.weight"]
+NOT_DECAYED = ["*norm.weight", "*.bias", "*.b_in", "*.pos_emb", "embeddings.weight"]
 
 
 def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
@@ -38,13 +40,14 @@ def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device:
     check(config, ranks)
     train, bf16 = config.train, config.runtime.precision == "bf16"
     sharded = ranks.distributed and config.parallel.data != "ddp"
+    model = transformer_config(config, vocab_size).build(init_device="meta")
     module = GuardedTrainModule(
-        model=transformer_config(config, vocab_size).build(init_device="meta"),
+        model=model,
         optim=AdamWConfig(
             lr=train.lr,
             betas=BETAS,
             weight_decay=train.weight_decay,
-            group_overrides=[OptimGroupOverride(params=NOT_DECAYED, opts={"weight_decay": 0.0})],
+            group_overrides=[OptimGroupOverride(params=_not_decayed(model), opts={"weight_decay": 0.0})],
         ),
         rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,
         max_sequence_length=train.seq_len,
@@ -84,6 +87,12 @@ def check(config: RunConfig, ranks: Ranks) -> None:
             f"train.replica_check_every is {train.replica_check_every} and parallel.data is fsdp: every rank holds "
             f"another part of the weights there, so nothing can be compared. Set train.replica_check_every=0."
         )
+
+
+def _not_decayed(model: Transformer) -> list[str]:
+    """The patterns that a parameter of this model has: the engine refuses one that nothing matches."""
+    names = [name for name, _ in model.named_parameters()]
+    return [pattern for pattern in NOT_DECAYED if fnmatch.filter(names, pattern)]
 
 
 def _data_parallel(config: RunConfig, bf16: bool) -> TransformerDataParallelConfig:

@@ -1,0 +1,51 @@
+"""Which parameters weight decay reaches: matrices, and nothing that is a bias, a norm or an embedding."""
+
+import itertools
+
+import pytest
+import torch
+
+from nsa.config.schema import ModelConfig, NSAConfig, RunConfig, TrainConfig
+from nsa.train.build import build_train_module
+from nsa.train.ranks import Ranks
+
+BLOCK = {
+    "attention_norm.weight": False,
+    "attention.w_q.weight": True,
+    "attention.w_k.weight": True,
+    "attention.w_v.weight": True,
+    "attention.gates.proj.weight": True,
+    "attention.gates.proj.bias": False,
+    "attention.w_out.weight": True,
+    "feed_forward_norm.weight": False,
+    "feed_forward.w1.weight": True,
+    "feed_forward.w2.weight": True,
+    "feed_forward.w3.weight": True,
+}
+MODEL = {"embeddings.weight": False, "lm_head.norm.weight": False, "lm_head.w_out.weight": True}
+PHI = {"avg": {}, "linear": {"w_block": True}, "mlp": {"w_in": True, "b_in": False, "w_out": True}}
+VARIANTS = [
+    dict(phi=phi, phi_pos_emb=pos_emb, gate=gate, gate_per=per)
+    for phi, pos_emb, gate, per in itertools.product(PHI, (False, True), ("softmax", "sigmoid"), ("head", "group"))
+    if not (phi == "avg" and pos_emb)
+]
+
+
+def expected(phi: str, pos_emb: bool) -> dict[str, bool]:
+    of_phi = PHI[phi] | ({"pos_emb": False} if pos_emb else {})
+    block = BLOCK | {f"attention.phi_{s}.{name}": decayed for s in "kv" for name, decayed in of_phi.items()}
+    return MODEL | {f"blocks.{i}.{name}": decayed for i in range(2) for name, decayed in block.items()}
+
+
+@pytest.mark.parametrize("nsa", VARIANTS, ids=lambda nsa: "-".join(map(str, nsa.values())))
+def test_every_parameter_is_in_its_group(nsa):
+    config = RunConfig(
+        model=ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, ffn_dim=16),
+        nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=4, **nsa),
+        train=TrainConfig(seq_len=16, weight_decay=0.1),
+    )
+    module = build_train_module(config, 32, Ranks(), torch.device("cpu"))
+    decay = {id(p): group["weight_decay"] for group in module.optim.param_groups for p in group["params"]}
+    got = {name: decay[id(p)] for name, p in module.model.named_parameters()}
+    want = {name: 0.1 if decayed else 0.0 for name, decayed in expected(nsa["phi"], nsa["phi_pos_emb"]).items()}
+    assert got == want
