@@ -260,7 +260,8 @@ class DataConfig(Section):
         default=8, description="Unreadable pieces of data to skip, each with a warning, before the run stops."
     )
     cache_dir: Text | None = Field(
-        default=None, description="Folder for fetched shards and hub listings; null keeps none."
+        default=None,
+        description="Folder for fetched shards, hub listings and unit checksums; null: checksums in the run folder.",
     )
     cache_gib: Annotated[float, Field(gt=0), Unit("GiB")] = Field(
         default=16.0, description="Disk the download cache may fill."

@@ -1,5 +1,7 @@
 """From the settings of a run to the rows it trains and is judged on."""
 
+from pathlib import Path
+
 from nsa.config.schema import RunConfig
 from nsa.data.feed.first_look import FINEWEB_EDU
 from nsa.data.rows.opening import GIB, DirectData, PreparedData, RowData, SyntheticData
@@ -7,6 +9,7 @@ from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
 from nsa.data.tokenizer import load_tokenizer
 from nsa.errors import ConfigError
+from nsa.observe import names
 
 _PACKING = {"stream": "concat", "best_fit": "best_fit"}
 _AT_END = {"epoch": "repeat", "error": "error"}
@@ -20,13 +23,14 @@ def vocabulary(config: RunConfig) -> int:
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 
-def training_rows(config: RunConfig, vocab_size: int) -> RowData:
-    return _rows(config, vocab_size, held_out=False)
+def training_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
+    """`run_folder` keeps the checksums of the units that are read, unless data.cache_dir does."""
+    return _rows(config, vocab_size, run_folder, held_out=False)
 
 
-def held_out_rows(config: RunConfig, vocab_size: int) -> RowData:
+def held_out_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
     """One pass over what training never sees."""
-    return _rows(config, vocab_size, held_out=True)
+    return _rows(config, vocab_size, run_folder, held_out=True)
 
 
 def global_rows(config: RunConfig) -> int:
@@ -34,7 +38,7 @@ def global_rows(config: RunConfig) -> int:
     return config.train.batch_size * config.train.accumulate_grad_batches
 
 
-def _rows(config: RunConfig, vocab_size: int, *, held_out: bool) -> RowData:
+def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_out: bool) -> RowData:
     data, seq_len, seed = config.data, config.train.seq_len, config.train.seed
     if data.dataset == "synthetic":
         return SyntheticData(data.synthetic_task, vocab_size, seq_len, seed + _HELD_OUT_SEED if held_out else seed)
@@ -61,6 +65,7 @@ def _rows(config: RunConfig, vocab_size: int, *, held_out: bool) -> RowData:
         max_bad_units=data.max_bad_units,
         loader_timeout_s=data.loader_timeout_s,
         cache_path=data.cache_dir,
+        checksum_path=data.cache_dir or (str(run_folder / names.DATA_CHECKSUMS) if run_folder else None),
     )
 
 

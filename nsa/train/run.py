@@ -264,7 +264,7 @@ class _Run:
             callbacks["replicas"] = Replicas(config.train.replica_check_every, self.agreement)
         if config.train.eval_every:
             callbacks["evaluation"] = Evaluation(
-                data=rows.held_out_rows(config, self.vocab_size) if not self._stands_in else self.data,
+                data=self.data if self._stands_in else rows.held_out_rows(config, self.vocab_size, self.folder.path),
                 rows=config.train.batch_size,
                 batches=config.train.eval_batches,
                 every=config.train.eval_every,
@@ -301,7 +301,7 @@ class _Run:
 
     def _choose_rows(self) -> RowData:
         """The rows asked for; made-up ones only where that was allowed, and said."""
-        config, wanted = self.config, rows.training_rows(self.config, self.vocab_size)
+        config, wanted = self.config, rows.training_rows(self.config, self.vocab_size, self.folder.path)
         self._stands_in = False
         if not config.data.synthetic_on_fail or config.data.dataset == "synthetic":
             return wanted

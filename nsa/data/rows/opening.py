@@ -15,6 +15,7 @@ from nsa.data.shards.cache import ShardCache
 from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import TRAIN
 from nsa.data.shards.reader import ShardReader
+from nsa.data.source.checksums import ChecksummedSource
 from nsa.data.source.opening import open_source
 from nsa.data.source.patience import Patience
 from nsa.data.source.row_group import Columns
@@ -62,7 +63,7 @@ class PreparedData:
 @dataclass(frozen=True, slots=True)
 class DirectData:
     """Documents read, tokenised and packed while training. `loader_timeout_s` bounds every read of the source;
-    `cache_path` keeps a hub dataset's listing between starts."""
+    `cache_path` keeps a hub dataset's listing between starts, `checksum_path` the checksum of every unit read."""
 
     source: str
     tokenizer: str
@@ -78,6 +79,7 @@ class DirectData:
     id_column: str | None = "id"
     loader_timeout_s: float = 120.0
     cache_path: str | None = None
+    checksum_path: str | None = None
 
     def open(self) -> RowStream:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -88,14 +90,16 @@ class DirectData:
             dtype=token_dtype(tokenizer.vocab_size),
             buffer_rows=self.buffer_rows,
         )
-        columns = Columns(self.text_column, self.id_column)
+        source = open_source(
+            self.source,
+            patience=Patience.below(self.loader_timeout_s),
+            columns=Columns(self.text_column, self.id_column),
+            cache_dir=Path(self.cache_path) if self.cache_path else None,
+        )
+        if self.checksum_path is not None:
+            source = ChecksummedSource(source, Path(self.checksum_path))
         documents = DocumentStream(
-            open_source(
-                self.source,
-                patience=Patience.below(self.loader_timeout_s),
-                columns=columns,
-                cache_dir=Path(self.cache_path) if self.cache_path else None,
-            ),
+            source,
             tokenizer,
             seed=self.seed,
             split=self.split,

@@ -1,8 +1,8 @@
 """Local JSON lines, plain or compressed.
 
 A plain file is cut into blocks of bytes; a line belongs to the block in which it starts. A compressed file can only be
-read from its beginning, so the whole file is one unit. Plain JSONL carries no checksum: damage that leaves valid JSON
-goes unseen (gzip and zstd detect it). For large corpora use parquet with page checksums, or `nsa data prepare`.
+read from its beginning, so the whole file is one unit. Plain JSONL and zstd without frame checksums cannot detect
+damage that leaves valid JSON (gzip can); `checksums.py` finds it from the second read on.
 """
 
 import gzip
