@@ -2,13 +2,14 @@
 
 The order is a permutation of units per epoch and a permutation of rows per unit. There is no shuffle buffer, so a
 position is three numbers, and it knows nothing of ranks: whoever has four ranks takes every fourth row of the same
-sequence.
+sequence. Ranks that share a folder divide the reading among them (`unit_exchange.py`); the sequence stays the same.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from nsa.data.document import Document, Position, TokenDoc, is_held_out
 from nsa.data.order import permutation
 from nsa.data.source.unit import CorruptUnit, Source
 from nsa.data.tokenizer import Tokenizer
+from nsa.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
 from nsa.errors import ConfigError, DataError
 
 Split = Literal["train", "validation"]
@@ -24,10 +26,14 @@ AtEnd = Literal["repeat", "error", "stop"]
 _STATE_VERSION = 1
 _UNIT_ORDER, _ROW_ORDER = 1, 2  # keep the two families of permutations apart
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class DocumentStream:
-    """An iterator of `TokenDoc`. At the end of the data it counts an epoch and goes on, raises an error, or stops."""
+    """An iterator of `TokenDoc`. At the end of the data it counts an epoch and goes on, raises an error, or stops.
+
+    With `exchange`, this stream reads its share of the units and gets the others from the streams of other ranks.
+    """
 
     def __init__(
         self,
@@ -40,6 +46,7 @@ class DocumentStream:
         at_end: AtEnd = "repeat",
         max_bad_units: int = 8,
         tokenize_batch: int = 64,
+        exchange: ExchangeSettings | None = None,
     ) -> None:
         if not 0.0 <= held_out_fraction < 1.0:
             raise ConfigError(
@@ -59,6 +66,9 @@ class DocumentStream:
         self._quarantined: dict[int, str] = {}
         self._next = Position(epoch=0, unit=0, row=0, documents=0, tokens=0)
         self._flow: Iterator[TokenDoc] | None = None
+        self._unit_order = lru_cache(maxsize=2)(self._compute_unit_order)
+        self._exchange = UnitExchange(exchange, self._tokenize_unit) if exchange is not None else None
+        self._tokenized_documents = 0
         self.empty_documents = 0
 
     @property
@@ -73,7 +83,14 @@ class DocumentStream:
             "bad_units": len(self._quarantined),
             "empty_documents": self.empty_documents,
             "retries": self._source.retries,
+            "bytes_read": self._source.bytes_read,
+            "tokenized_documents": self._tokenized_documents,
         }
+
+    def close(self) -> None:
+        """Stop reading ahead for other ranks."""
+        if self._exchange is not None:
+            self._exchange.close()
 
     def __iter__(self) -> "DocumentStream":
         return self
@@ -129,9 +146,12 @@ class DocumentStream:
 
     def _documents(self, position: Position) -> Iterator[TokenDoc]:
         self._check_quarantine()
+        if self._exchange is not None:
+            stop = None if self._at_end == "repeat" else (position.epoch + 1) * len(self._source)
+            self._exchange.start(position.epoch * len(self._source) + position.unit, stop)
         while True:
             before = position.documents
-            order = permutation(len(self._source), self._seed, _UNIT_ORDER, position.epoch)
+            order = self._unit_order(position.epoch)
             started_inside = position.unit > 0 or position.row > 0
             for place in range(position.unit, len(order)):
                 position = replace(position, unit=place, row=position.row if place == position.unit else 0)
@@ -162,35 +182,75 @@ class DocumentStream:
         )
         return replace(position, epoch=position.epoch + 1, unit=0, row=0)
 
+    def _compute_unit_order(self, epoch: int) -> np.ndarray:
+        return permutation(len(self._source), self._seed, _UNIT_ORDER, epoch)
+
     def _unit_documents(self, index: int, position: Position) -> Iterator[TokenDoc]:
         """The documents of one unit from `position.row` on, in the unit's own order."""
-        documents = self._read(index)
+        if self._exchange is not None:
+            yield from self._exchanged_documents(index, position, self._exchange)
+            return
+        documents = self._unless_corrupt(index, lambda: self._source.read(index)) or []
         order = permutation(len(documents), self._seed, _ROW_ORDER, position.epoch, index)
         rows = [int(row) for row in range(position.row, len(documents)) if self._wanted(documents[order[row]])]
         for first in range(0, len(rows), self._tokenize_batch):
             batch = rows[first : first + self._tokenize_batch]
-            tokens = self._tokenizer.encode_batch([documents[order[row]].text for row in batch])
+            tokens = self._encode([documents[order[row]].text for row in batch])
             for row, ids in zip(batch, tokens, strict=True):
-                doc = TokenDoc(documents[order[row]].id, _read_only(ids), replace(position, row=row))
+                doc = TokenDoc(documents[order[row]].id, ids, replace(position, row=row))
                 position = _after(doc)
                 yield doc
+
+    def _exchanged_documents(self, index: int, position: Position, exchange: UnitExchange) -> Iterator[TokenDoc]:
+        number = position.epoch * len(self._source) + position.unit
+        unit = self._unless_corrupt(index, lambda: exchange.take(number))
+        if unit is None:
+            return
+        self.empty_documents += unit.empty_documents
+        order = permutation(len(unit.ids), self._seed, _ROW_ORDER, position.epoch, index)
+        for row in range(position.row, len(order)):
+            if (tokens := unit.tokens[order[row]]) is not None:
+                doc = TokenDoc(unit.ids[order[row]], tokens, replace(position, row=row))
+                position = _after(doc)
+                yield doc
+
+    def _tokenize_unit(self, number: int) -> TokenUnit | None:
+        """Called by the exchange, in a thread of its own; None for a unit that no rank will ask for."""
+        epoch, place = divmod(number, len(self._source))
+        if (index := int(self._unit_order(epoch)[place])) in self._quarantined:
+            return None
+        documents = self._source.read(index)
+        wanted = [row for row, document in enumerate(documents) if document.text and self._in_split(document)]
+        tokens: list[np.ndarray | None] = [None] * len(documents)
+        for first in range(0, len(wanted), self._tokenize_batch):
+            batch = wanted[first : first + self._tokenize_batch]
+            for row, ids in zip(batch, self._encode([documents[row].text for row in batch]), strict=True):
+                tokens[row] = ids
+        return TokenUnit([document.id for document in documents], tokens, sum(not d.text for d in documents))
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        self._tokenized_documents += len(texts)
+        return [_read_only(ids) for ids in self._tokenizer.encode_batch(texts)]
 
     def _wanted(self, document: Document) -> bool:
         if not document.text:
             self.empty_documents += 1
             return False
+        return self._in_split(document)
+
+    def _in_split(self, document: Document) -> bool:
         return is_held_out(document.id, self._held_out_fraction) == (self._split == "validation")
 
-    def _read(self, index: int) -> list[Document]:
+    def _unless_corrupt(self, index: int, read: Callable[[], _T]) -> _T | None:
         if index in self._quarantined:
-            return []
+            return None
         try:
-            return self._source.read(index)
+            return read()
         except CorruptUnit as error:
             self._quarantined[index] = self._name(index)
             _log.warning("unit %d is skipped from now on (bad unit %d): %s", index, len(self._quarantined), error)
             self._check_quarantine(error)
-            return []
+            return None
 
     def _check_quarantine(self, cause: CorruptUnit | None = None) -> None:
         if len(self._quarantined) > self._max_bad_units:

@@ -1,23 +1,33 @@
 """The engine's data loader over our row streams: every rank its share of one global sequence.
 
-The saved state is the stream's cursor after the last batch taken; it names neither rank nor world size.
+The saved state is the stream's cursor after the last batch taken; it names neither rank nor world size. Ranks that
+stream documents directly divide the reading: each reads and tokenises its share of the units and passes the tokens on
+through a folder of the run.
 """
 
+import shutil
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from olmo_core.data.collator import DataCollator
 from olmo_core.data.data_loader import TextDataLoaderBase
+from olmo_core.distributed.utils import broadcast_object
 from torch import Tensor
 
 from nsa.data.feed.feeder import Feeder, FeedSettings
 from nsa.data.rows.batch import Batch
-from nsa.data.rows.opening import RowData, check_batch
+from nsa.data.rows.opening import DirectData, RowData, check_batch
 from nsa.data.rows.stream import State
+from nsa.data.unit_exchange import ExchangeSettings
+from nsa.errors import CheckpointError
 from nsa.model.loss import IGNORE
+from nsa.observe import names
 from nsa.train.ranks import Ranks
 
 Tensors = dict[str, Any]
@@ -78,6 +88,8 @@ class RowLoader(TextDataLoaderBase):
         if self._feeder is not None:
             self._feeder.close()
             self._feeder = None
+        if self.ranks.first:
+            shutil.rmtree(self.work_dir / names.DATA_EXCHANGE, ignore_errors=True)
 
     def _iter_batches(self) -> Iterator[Tensors]:
         for batch, state in self._feed() if self._prefetch else self._read():
@@ -88,7 +100,7 @@ class RowLoader(TextDataLoaderBase):
 
     def _feed(self) -> Iterator[tuple[Batch, State | None]]:
         self._feeder = feeder = Feeder(
-            self.data,
+            divide_reading(self.data, self.ranks, self.work_dir),
             global_rows=self.global_rows,
             rank=self.ranks.rank,
             world=self.ranks.world,
@@ -100,11 +112,39 @@ class RowLoader(TextDataLoaderBase):
             yield batch, feeder.state_dict()
 
     def _read(self) -> Iterator[tuple[Batch, State | None]]:
-        stream = self.data.open()
+        data = divide_reading(self.data, self.ranks, self.work_dir)
+        if isinstance(data, DirectData) and data.exchange is not None:
+            data = replace(data, exchange=replace(data.exchange, timeout_s=data.loader_timeout_s))
+        stream = data.open()
         if self._state is not None:
             stream.load_state_dict(self._state)
-        while True:
-            yield stream.next_batch(self.global_rows, self.ranks.rank, self.ranks.world), stream.state_dict()
+        try:
+            while True:
+                yield stream.next_batch(self.global_rows, self.ranks.rank, self.ranks.world), stream.state_dict()
+        finally:
+            stream.close()
+
+
+def divide_reading(data: RowData, ranks: Ranks, work_dir: Path) -> RowData:
+    """The same rows, with the reading of documents divided among the ranks. All ranks must call it at the same time."""
+    if not isinstance(data, DirectData) or ranks.world == 1 or not dist.is_initialized():
+        return data
+    folder, problem = broadcast_object(_new_exchange(work_dir) if ranks.first else ("", ""))
+    if problem:
+        raise CheckpointError(f"{folder} cannot be made ({problem}): ranks share tokens there. Check the run folder.")
+    return replace(data, exchange=ExchangeSettings(folder, ranks.rank, ranks.world))
+
+
+def _new_exchange(work_dir: Path) -> tuple[str, str]:
+    """A folder of its own for every start, so that no rank reads what an earlier one left; and what went wrong."""
+    parent = work_dir / names.DATA_EXCHANGE
+    folder = parent / uuid.uuid4().hex
+    try:
+        shutil.rmtree(parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(folder), str(error.strerror)
+    return str(folder), ""
 
 
 def to_engine(batch: Batch) -> Tensors:

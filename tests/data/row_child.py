@@ -1,17 +1,20 @@
 """One rank of a run without a model: reads batches through a Feeder, writes down what it saw, saves its cursor.
 
-KIND SOURCE DIR RANK WORLD STEPS: appends one line per batch to DIR/rank{RANK}.jsonl. As a trainer does, it writes its
-output first and its cursor, with the step, afterwards and atomically; what was seen after the last cursor is redone.
+KIND SOURCE DIR RANK WORLD STEPS EXCHANGE: appends one line per batch to DIR/rank{RANK}.jsonl. As a trainer does, it
+writes its output first and its cursor, with the step, afterwards and atomically; what was seen after the last cursor is
+redone. Ranks of kind `direct_divided` divide the reading through the folder EXCHANGE.
 """
 
 import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from nsa.data.feed.feeder import Feeder, FeedSettings
 from nsa.data.rows.opening import DirectData, PreparedData, RowData
+from nsa.data.unit_exchange import ExchangeSettings
 
 GLOBAL_ROWS = 4
 
@@ -24,14 +27,18 @@ def data_of(kind: str, source: str) -> RowData:
 
 
 def main() -> None:
-    kind, source, folder, rank_text, world_text, steps_text = sys.argv[1:]
+    kind, source, folder, rank_text, world_text, steps_text, exchange = sys.argv[1:]
     rank, world, steps = int(rank_text), int(world_text), int(steps_text)
+    data = data_of(kind, source)
+    if kind == "direct_divided":
+        assert isinstance(data, DirectData)
+        data = replace(data, exchange=ExchangeSettings(exchange, rank, world))
     cursor = Path(folder, f"cursor{rank}.json")
     saved = json.loads(cursor.read_text()) if cursor.exists() else {"step": 0, "data": None}
     settings = FeedSettings(queue_depth=8)
     with (
         Feeder(
-            data_of(kind, source),
+            data,
             global_rows=GLOBAL_ROWS,
             rank=rank,
             world=world,

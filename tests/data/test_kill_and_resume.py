@@ -1,5 +1,6 @@
 """SIGKILL in the middle, three times, on one and two ranks: what was read is what an undisturbed run reads."""
 
+import itertools
 import json
 import random
 import signal
@@ -26,7 +27,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for f in range(4):
         lines = [{"id": f"{f}/{i}", "text": "".join(rng.choices("abcde ", k=rng.randint(1, 150)))} for i in range(40)]
         (base / "direct" / f"{f}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {"prepared": str(base / "prepared"), "direct": str(base / "direct"), "direct_best_fit": str(base / "direct")}
+    direct = dict.fromkeys(("direct", "direct_best_fit", "direct_divided"), str(base / "direct"))
+    return {"prepared": str(base / "prepared"), **direct}
 
 
 def _calm(kind: str, source: str) -> list[tuple[object, object]]:
@@ -55,7 +57,13 @@ def _seen(folder: Path, world: int) -> list[tuple[object, object]]:
     return [rows[row] for row in sorted(rows)]
 
 
-def _start(kind: str, source: str, folder: Path, rank: int, world: int, steps: int) -> subprocess.Popen[bytes]:
+def _start(kind: str, source: str, folder: Path, world: int, attempt: int) -> list[subprocess.Popen[bytes]]:
+    exchange = folder / f"exchange{attempt}"  # a new one for every start, as the trainer makes it
+    exchange.mkdir()
+    return [_start_rank(kind, source, folder, rank, world, exchange) for rank in range(world)]
+
+
+def _start_rank(kind: str, source: str, folder: Path, rank: int, world: int, exchange: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
@@ -65,17 +73,17 @@ def _start(kind: str, source: str, folder: Path, rank: int, world: int, steps: i
         str(folder),
         str(rank),
         str(world),
-        str(steps),
+        str(STEPS),
+        str(exchange),
     ]
     return subprocess.Popen(command, start_new_session=True)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "world"), [*itertools.product(KINDS, [1, 2]), ("direct_divided", 2)])
 def test_three_kills_leave_no_trace(kind: str, world: int, sources: dict[str, str], tmp_path: Path) -> None:
     rng = random.Random(f"{kind}{world}")
     for kill in range(3):
-        ranks = [_start(kind, sources[kind], tmp_path, rank, world, STEPS) for rank in range(world)]
+        ranks = _start(kind, sources[kind], tmp_path, world, kill)
         goal = 12 * (kill + 1)
         while any(_lines(tmp_path, rank) < goal for rank in range(world)):
             assert all(child.poll() in (None, 0) for child in ranks)
@@ -84,7 +92,7 @@ def test_three_kills_leave_no_trace(kind: str, world: int, sources: dict[str, st
         for child in ranks:
             child.kill()  # the Feeder's process must notice by itself
         assert -signal.SIGKILL in [child.wait() for child in ranks]
-    for child in [_start(kind, sources[kind], tmp_path, rank, world, STEPS) for rank in range(world)]:
+    for child in _start(kind, sources[kind], tmp_path, world, 3):
         assert child.wait(timeout=60) == 0
     assert _seen(tmp_path, world) == _calm(kind, sources[kind])
 

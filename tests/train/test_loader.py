@@ -1,14 +1,20 @@
 """The loader hands every rank its share, and its state knows no ranks."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.batch import Batch
-from nsa.data.rows.opening import SyntheticData
+from nsa.data.rows.opening import DirectData, SyntheticData
 from nsa.errors import ConfigError
 from nsa.model.loss import IGNORE
+from nsa.observe import names
 from nsa.train.loader import RowLoader, to_engine
 from nsa.train.ranks import Ranks
 
@@ -20,10 +26,12 @@ def loader(tmp_path, rank=0, world=1, prefetch=None) -> RowLoader:
     return RowLoader(DATA, global_rows=4, ranks=ranks, work_dir=tmp_path, prefetch=prefetch)
 
 
-def take(of: RowLoader, count: int) -> list[torch.Tensor]:
+def take(of: RowLoader, count: int, after_each: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
     of.reshuffle(1)
-    batches = iter(of)
-    taken = [next(batches)["input_ids"] for _ in range(count)]
+    batches, taken = iter(of), []
+    for _ in range(count):
+        taken.append(next(batches)["input_ids"])
+        after_each()
     of.close()
     return taken
 
@@ -77,3 +85,34 @@ def test_rows_that_are_whole_documents_need_no_boundaries():
 def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="multiple of 3"):
         loader(tmp_path, 0, 3)
+
+
+def read_share(rank, world, folder, source, steps):
+    """One rank of a process group, in step with the others as training is; tells what it read through a file."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    data = DirectData(source, "byte", 32, seed=1, checksum_path=f"{folder}/sums")
+    ranks = Ranks(rank=rank, world=world, distributed=True)
+    for name, prefetch in (("in between", None), ("ahead", FeedSettings(queue_depth=2))):
+        made = RowLoader(data, global_rows=4, ranks=ranks, work_dir=Path(folder) / "run", prefetch=prefetch)
+        first = take(made, steps, dist.barrier)
+        made.load_state_dict(state := made.state_dict())  # as at a rollback
+        again = take(made, 2, dist.barrier)
+        made.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(again, take(made, 2, dist.barrier), strict=True))
+        torch.save(first + again, f"{folder}/{name}{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_run_divide_the_reading_and_share_one_sequence(tmp_path):
+    lines = [json.dumps({"id": str(i), "text": f"document {i} " * (i % 17)}) for i in range(300)]
+    for part in range(6):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines[part::6]))
+    source = str(tmp_path / "*.jsonl")
+    alone = RowLoader(DirectData(source, "byte", 32, seed=1), global_rows=4, ranks=Ranks(), work_dir=tmp_path)
+    whole = take(alone, 42)
+    torch.multiprocessing.spawn(read_share, (2, str(tmp_path), source, 40), nprocs=2)
+    for name in ("in between", "ahead"):
+        shares = [torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
+        assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
+    assert not (tmp_path / "run" / names.DATA_EXCHANGE).exists(), "removed at the end"

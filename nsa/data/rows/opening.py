@@ -21,6 +21,7 @@ from nsa.data.source.patience import Patience
 from nsa.data.source.row_group import Columns
 from nsa.data.stream import AtEnd, DocumentStream, Split
 from nsa.data.tokenizer import check_same, load_tokenizer, token_dtype
+from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import ConfigError
 
 GIB = 2**30
@@ -63,7 +64,8 @@ class PreparedData:
 @dataclass(frozen=True, slots=True)
 class DirectData:
     """Documents read, tokenised and packed while training. `loader_timeout_s` bounds every read of the source;
-    `cache_path` keeps a hub dataset's listing between starts, `checksum_path` the checksum of every unit read."""
+    `cache_path` keeps a hub dataset's listing between starts, `checksum_path` the checksum of every unit read;
+    `exchange` divides the reading among ranks."""
 
     source: str
     tokenizer: str
@@ -80,6 +82,7 @@ class DirectData:
     loader_timeout_s: float = 120.0
     cache_path: str | None = None
     checksum_path: str | None = None
+    exchange: ExchangeSettings | None = None
 
     def open(self) -> RowStream:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -106,6 +109,7 @@ class DirectData:
             held_out_fraction=self.held_out_fraction,
             at_end=self.at_end,
             max_bad_units=self.max_bad_units,
+            exchange=self.exchange,
         )
         name = self.packing if self.packing == "concat" else f"{self.packing}:{self.buffer_rows}"
         return DirectRowStream(documents, packer, seq_len=self.seq_len, packing=name)

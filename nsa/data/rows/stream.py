@@ -36,6 +36,9 @@ class RowStream(Protocol):
         ...
 
     def load_state_dict(self, state: State) -> None: ...
+    def close(self) -> None:
+        """End what reads ahead."""
+        ...
 
 
 class IndexedRows(Protocol):
@@ -63,6 +66,7 @@ class DocumentStream(Protocol):
 
     def state_dict(self) -> State: ...
     def load_state_dict(self, state: State) -> None: ...
+    def close(self) -> None: ...
 
 
 class IndexedRowStream:
@@ -95,10 +99,13 @@ class IndexedRowStream:
         _check_identity(state, self._rows.identity)
         self._next_row = int(state["next_row"])
 
+    def close(self) -> None:
+        """Nothing reads ahead."""
+
 
 class DirectRowStream:
-    """Documents from a stream, packed on the way. Every rank packs the whole sequence and keeps its share: tokenising
-    is cheaper than agreeing on it, and no rank can drift from another."""
+    """Documents from a stream, packed on the way. Every rank packs the whole sequence of tokens and keeps its share of
+    the rows, so no rank can drift from another; reading and tokenising may be divided among them."""
 
     kind = "direct"
 
@@ -184,6 +191,9 @@ class DirectRowStream:
         self._iterator = None
         self._next_row = int(state["next_row"])
         self._padding_tokens = int(state["padding_tokens"])
+
+    def close(self) -> None:
+        self._documents.close()
 
 
 def _check_identity(state: State, mine: dict[str, object]) -> None:

@@ -38,6 +38,10 @@ class ChecksummedSource:
     def retries(self) -> int:
         return self._source.retries
 
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
     def __len__(self) -> int:
         return len(self._source)
 

@@ -42,6 +42,7 @@ class JsonlSource:
         self._columns = columns or Columns()
         self._block_bytes = block_bytes
         self._max_unit_bytes = max_unit_bytes
+        self.bytes_read = 0
         self._sizes = [file.size() for file in self._files]
         blocks = [self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True)]
         self._first_unit = np.concatenate([[0], np.cumsum(blocks)]).astype(int)
@@ -61,7 +62,9 @@ class JsonlSource:
         file, block = self._locate(index)
         try:
             with open(self._files[file].path, "rb") as raw:
-                return [self._parse(line) for line in self._lines(raw, file, block) if line.strip()]
+                documents = [self._parse(line) for line in self._lines(raw, file, block) if line.strip()]
+                self.bytes_read += raw.tell() - block * self._block_bytes
+                return documents
         except (zlib.error, EOFError, gzip.BadGzipFile, CorruptUnit) as error:
             raise CorruptUnit(f"{self.unit(index)} is corrupt: {error}") from error
         except OSError as error:

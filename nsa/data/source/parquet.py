@@ -49,6 +49,7 @@ class ParquetSource:
         self._max_unit_bytes = max_unit_bytes
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
+        self.bytes_read = 0
         cache = ListingCache(cache_dir, [f.name for f in self._files], repr(self._columns)) if cache_dir else None
         self._listed = (cache.load() if cache else None) or self._list_files()
         if cache:
@@ -93,9 +94,12 @@ class ParquetSource:
                 f"it holds {size} bytes, more than max_unit_bytes={self._max_unit_bytes}: a unit is held in memory. "
                 "Write the file with smaller row groups (FineWeb-Edu has 1000 rows), or raise the limit."
             )
-        source_file = self._files[file]
-        reading = RangeFile(lambda start, length: source_file.range(start, length, deadline), self._listed[file].size)
-        return parse_row_group(reading, metadata, row_group, self._columns)
+
+        def fetch(start: int, length: int) -> bytes:
+            self.bytes_read += length
+            return self._files[file].range(start, length, deadline)
+
+        return parse_row_group(RangeFile(fetch, self._listed[file].size), metadata, row_group, self._columns)
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first_unit, index, side="right")) - 1

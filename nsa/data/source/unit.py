@@ -40,6 +40,11 @@ class Source(Protocol):
         """Requests repeated so far because of the network."""
         ...
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of units read so far, without listings."""
+        ...
+
     def __len__(self) -> int:
         """How many units."""
         ...

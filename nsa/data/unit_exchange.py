@@ -1,0 +1,235 @@
+"""Divides direct streaming among ranks: each reads and tokenises every N-th unit and shares its tokens through files.
+
+Rows are cut from all documents in one order, so no rank can make its rows without the lengths of everyone's documents.
+What is expensive (fetching, decompressing, tokenising) is done once per unit; tokens, a few bytes per word, go to all
+ranks through a folder they share. A unit's file is a pure function of the source, so who made it, and how many ranks
+there are, does not show in the sequence of rows.
+
+The folder is used by one set of readers once: whoever starts them makes a new one. Nothing in it is executed; every
+file carries its SHA-256 and appears whole.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nsa import errors
+from nsa.data.source.unit import CorruptUnit
+from nsa.errors import CheckpointError, DataError, NSAError
+
+_LOOKAHEAD = 2  # units per reader: one is being made while the one before it is used
+_POLL_S = 0.01
+_POLL_MAX_S = 0.2
+_LENGTH_BYTES, _HASH_BYTES = 8, 32
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """`folder` is seen by all `readers`, of which this is number `reader`. `timeout_s` bounds the wait for a unit of
+    another reader; None where whoever waits for the rows has a limit of its own."""
+
+    folder: str
+    reader: int
+    readers: int
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenUnit:
+    """The rows of a unit, in file order: tokens, or None where the document is not wanted."""
+
+    ids: list[str]
+    tokens: list[np.ndarray | None]
+    empty_documents: int
+
+
+class UnitExchange:
+    """`make(number)` reads and tokenises a unit; numbers count units along the order of the stream, over all epochs."""
+
+    def __init__(self, settings: ExchangeSettings, make: Callable[[int], TokenUnit | None]) -> None:
+        self._settings = settings
+        self._folder = Path(settings.folder)
+        self._make = make
+        self._position = 0
+        self._moved = threading.Condition()
+        self._stopped = threading.Event()
+        self._published: list[int] = []
+        self._thread: threading.Thread | None = None
+        self._crash: BaseException | None = None
+
+    def start(self, first: int, stop: int | None) -> None:
+        """Make this reader's share of the units from `first` on, up to `stop`, in the background."""
+        self.close()
+        self._position, self._stopped = first, threading.Event()
+        arguments = (first, stop, self._stopped)
+        self._thread = threading.Thread(target=self._produce, args=arguments, name="unit-exchange", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._stopped.set()
+            with self._moved:
+                self._moved.notify()
+            self._thread.join()
+            self._thread = None
+
+    def take(self, number: int) -> TokenUnit:
+        """The unit with this number, whoever made it; a larger one than the last time. Raises what its reader met."""
+        with self._moved:
+            self._position = number
+            self._moved.notify()
+        with self._explained():
+            self._write(self._progress_name(self._settings.reader), str(number).encode())
+        started, pause_s = time.monotonic(), _POLL_S
+        while True:
+            if self._crash is not None:
+                raise self._crash
+            with self._explained():
+                # Listed rather than opened: a network file system remembers for a while that a file was not there.
+                names = set(os.listdir(self._folder))
+                if (name := self._unit_name(number)) in names:
+                    return _decode((self._folder / name).read_bytes(), self._folder / name)
+                reader = number % self._settings.readers
+                if (name := self._failure_name(reader)) in names:
+                    raise _failure((self._folder / name).read_bytes(), reader)
+            waited_s, limit_s = time.monotonic() - started, self._settings.timeout_s
+            if limit_s is not None and waited_s > limit_s:
+                raise DataError(
+                    f"unit {number} of the data, read by rank {number % self._settings.readers}, did not come within "
+                    f"{limit_s:g} s. Look at that rank, or raise data.loader_timeout_s."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    def _produce(self, first: int, stop: int | None, stopped: threading.Event) -> None:
+        settings = self._settings
+        number = first + (settings.reader - first) % settings.readers
+        try:
+            while stop is None or number < stop:
+                with self._moved:
+                    while number >= self._position + _LOOKAHEAD * settings.readers and not stopped.is_set():
+                        self._moved.wait()
+                if stopped.is_set():
+                    return
+                self._publish(number)
+                self._remove_used()
+                number += settings.readers
+        except NSAError as error:
+            failure = {"kind": type(error).__name__, "message": str(error)}
+            try:
+                self._write(self._failure_name(settings.reader), json.dumps(failure).encode())
+            except OSError:
+                self._crash = error  # the others will miss this rank
+        except BaseException as error:
+            self._crash = error  # a defect of ours: raised where rows are asked for, with its traceback
+            raise
+
+    def _publish(self, number: int) -> None:
+        try:
+            unit = self._make(number)
+            content = _encode(unit) if unit is not None else None
+        except CorruptUnit as error:
+            content = _sealed({"corrupt": str(error)}, b"")
+        if content is not None:
+            with self._explained():
+                self._write(self._unit_name(number), content)
+            self._published.append(number)
+
+    def _remove_used(self) -> None:
+        """Delete this reader's units that every reader has left behind."""
+        with self._explained():
+            names = set(os.listdir(self._folder))
+            if any(self._progress_name(reader) not in names for reader in range(self._settings.readers)):
+                return
+            progress = [self._folder / self._progress_name(r) for r in range(self._settings.readers)]
+            oldest = min(int(path.read_text()) for path in progress)
+            for number in [number for number in self._published if number < oldest]:
+                (self._folder / self._unit_name(number)).unlink(missing_ok=True)
+                self._published.remove(number)
+
+    def _write(self, name: str, content: bytes) -> None:
+        unfinished = self._folder / f".{name}.{os.getpid()}.tmp"
+        unfinished.write_bytes(content)
+        os.replace(unfinished, self._folder / name)
+
+    def _explained(self) -> "_StorageErrors":
+        return _StorageErrors(self._folder)
+
+    @staticmethod
+    def _unit_name(number: int) -> str:
+        return f"unit-{number:012d}"
+
+    @staticmethod
+    def _progress_name(reader: int) -> str:
+        return f"progress-{reader:05d}"
+
+    @staticmethod
+    def _failure_name(reader: int) -> str:
+        return f"failure-{reader:05d}"
+
+
+class _StorageErrors:
+    """Turn an `OSError` of the shared folder into an error with the place and the fix."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        problem = f"tokens cannot be shared with other ranks in {self._folder} ({error.strerror})"
+        if error.errno in _NO_ROOM:
+            raise CheckpointError(f"{problem}. Free disk space and add --resume.") from error
+        raise DataError(f"{problem}: every rank must be able to write there. Check the run folder.") from error
+
+
+def _encode(unit: TokenUnit) -> bytes:
+    present = [tokens for tokens in unit.tokens if tokens is not None]
+    header = {
+        "ids": unit.ids,
+        "lengths": [-1 if tokens is None else len(tokens) for tokens in unit.tokens],
+        "dtype": present[0].dtype.name if present else "uint16",
+        "empty_documents": unit.empty_documents,
+    }
+    return _sealed(header, b"".join(tokens.tobytes() for tokens in present))
+
+
+def _sealed(header: dict[str, Any], body: bytes) -> bytes:
+    encoded = json.dumps(header).encode()
+    content = len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded + body
+    return content + hashlib.sha256(content).digest()
+
+
+def _decode(raw: bytes, path: Path) -> TokenUnit:
+    content, digest = raw[:-_HASH_BYTES], raw[-_HASH_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise DataError(f"{path} does not match its SHA-256: the disk of the run folder is failing. Add --resume.")
+    start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    header = json.loads(content[_LENGTH_BYTES:start])
+    if "corrupt" in header:
+        raise CorruptUnit(header["corrupt"])
+    joined = np.frombuffer(content, dtype=header["dtype"], offset=start)
+    tokens: list[np.ndarray | None] = []
+    at = 0
+    for length in header["lengths"]:
+        tokens.append(None if length < 0 else joined[at : at + length])
+        at += max(0, length)
+    return TokenUnit(header["ids"], tokens, header["empty_documents"])
+
+
+def _failure(raw: bytes, reader: int) -> NSAError:
+    content = json.loads(raw)
+    error: NSAError = getattr(errors, content["kind"], DataError)(f"rank {reader}: {content['message']}")
+    return error
