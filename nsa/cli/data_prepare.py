@@ -23,6 +23,10 @@ WorkersOption = Annotated[int | None, typer.Option(help="Processes; default: one
 HeldOutOption = Annotated[float, typer.Option(help="Fraction of documents kept for validation, by a hash of their id.")]
 
 
+_ENOUGH_HELD_OUT_TOKENS = 16 * 2048
+"""The default train.eval_batches rows of the default train.seq_len."""
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -110,6 +114,7 @@ def prepare(
     with _progress_bar() as update:
         manifest = run(plan, out, workers=workers or _cores(), on_progress=update)
     _print_totals(out, manifest)
+    _warn_of_small_held_out_split(manifest)
 
 
 @data_app.command()
@@ -242,6 +247,7 @@ def bootstrap(
             on_progress=update,
         )
     _print_totals(out, manifest)
+    _warn_of_small_held_out_split(manifest)
 
 
 def _print_totals(where: str, manifest: "Manifest") -> None:
@@ -249,6 +255,24 @@ def _print_totals(where: str, manifest: "Manifest") -> None:
     totals = {split: manifest.totals(split) for split in manifest.splits}
     rows = [[split, *(f"{total[column]:,}" for column in columns)] for split, total in totals.items()]
     _print_table(where, ["split", *columns], rows)
+
+
+def _warn_of_small_held_out_split(manifest: "Manifest") -> None:
+    """A split that no evaluation can be made of is found here, not at the first evaluation of a run."""
+    from nsa.data.shards.manifest import TRAIN, VALIDATION
+
+    held_out, trained = manifest.totals(VALIDATION), manifest.totals(TRAIN)
+    if held_out["tokens"] >= _ENOUGH_HELD_OUT_TOKENS:
+        return
+    tokens, documents = (held_out[of] + trained[of] for of in ("tokens", "documents"))
+    share = max(2 * _ENOUGH_HELD_OUT_TOKENS / max(1, tokens), 10 / max(1, documents))
+    advice = f"Prepare into another folder with --held-out {share:.2g}" if share < 0.5 else "Prepare more documents"
+    Console(stderr=True, soft_wrap=True).print(
+        f"WARNING: the held-out split has {held_out['documents']} documents, {held_out['tokens']:,} tokens: too few to "
+        f"evaluate on, which takes at least one batch of rows. {advice}, or train with train.eval_every=0.",
+        highlight=False,
+        markup=False,
+    )
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:

@@ -69,6 +69,8 @@ class Facts:
     ranks_problem: str | None = None
     """Why this config cannot be spread over so many ranks, or be computed by the trainer at all."""
     resuming: bool = False
+    held_out: Attempt = Attempt(not_tried="the held-out split was not looked at")
+    """One batch of the held-out split."""
 
 
 def look_at_folder(config: RunConfig, checkpoints: Sequence[int]) -> FolderFacts:

@@ -248,6 +248,12 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", "the device is large enough", _memory),
     Rule("disk", "the disk is large enough", _disk),
     Rule("data", "a batch comes in time", _attempt(lambda facts: facts.dry_run.data, "Correct data.* and try again.")),
+    Rule(
+        "held_out",
+        "a batch to evaluate on",
+        _attempt(lambda facts: facts.held_out, "Hold out more documents, or set train.eval_every=0."),
+        applies=lambda facts: facts.config.train.eval_every > 0 and not facts.resuming,
+    ),
     Rule("model", "the model builds", _attempt(lambda facts: facts.dry_run.model, "Correct model.* and nsa.*.")),
     Rule("step", "a step works", _attempt(lambda facts: facts.dry_run.step, "Correct the config; see the message.")),
     Rule(

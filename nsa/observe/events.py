@@ -18,6 +18,8 @@ class Kind(StrEnum):
     SAVE = "save"
     CHECKPOINT_REJECTED = "checkpoint_rejected"
     EVALUATION = "evaluation"
+    EVALUATION_FAILED = "evaluation_failed"
+    """The held-out split could not be read or scored; training continued."""
     STALL = "stall"
     SKIPPED_STEP = "skipped_step"
     ROLLBACK = "rollback"

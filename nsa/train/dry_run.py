@@ -99,7 +99,7 @@ def _share_of_one(config: RunConfig, world: int) -> RunConfig:
 
 
 def _try_data(config: RunConfig, vocab_size: int, world: int, fetch_remote: bool) -> tuple[Attempt, Tensors | None]:
-    if not fetch_remote and (place := _remote(config)):
+    if not fetch_remote and (place := rows.remote_address(config)):
         return Attempt(not_tried=f"{place} is on another machine; --fetch tries it"), None
     data, began = config.data, time.monotonic()
     settings = FeedSettings(queue_depth=1, timeout_s=data.loader_timeout_s)
@@ -111,16 +111,6 @@ def _try_data(config: RunConfig, vocab_size: int, world: int, fetch_remote: bool
     except _FAILURES as error:
         return Attempt(problem=_tell(error)), None
     return Attempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(batch)
-
-
-def _remote(config: RunConfig) -> str | None:
-    """Where the data is, if that is not a folder or a file here."""
-    if config.data.dataset == "synthetic":
-        return None
-    path = config.data.path
-    if path is None:
-        return config.data.dataset
-    return path if "://" in path or (config.data.dataset == "fineweb_edu" and not Path(path).exists()) else None
 
 
 def _made_up(config: RunConfig, vocab_size: int) -> Tensors:

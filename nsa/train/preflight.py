@@ -12,6 +12,7 @@ from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
 from nsa.train.build import check
 from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.held_out import try_held_out
 from nsa.train.ranks import Ranks
 
 
@@ -43,7 +44,9 @@ def gather(
     else:
         tried = DryRun.not_tried("no dry run was asked for")
     reckoned = estimate(config, target, vocab_size, efficiency=efficiency, price=price, measured_step_s=tried.step_s)
-    return Facts(config, target, reckoned, _folder(config), tried, problem, resuming)
+    not_asked = Attempt(not_tried="no dry run was asked for")
+    held_out = _held_out(config, vocab_size, resuming, fetch_remote=fetch_remote) if try_it else not_asked
+    return Facts(config, target, reckoned, _folder(config), tried, problem, resuming, held_out)
 
 
 def demand_fitness(config: RunConfig, vocab_size: int, ranks: Ranks, *, resuming: bool, allowed: Sequence[str]) -> None:
@@ -60,8 +63,16 @@ def demand_fitness(config: RunConfig, vocab_size: int, ranks: Ranks, *, resuming
         _folder(config),
         DryRun.not_tried("the run itself is the trial"),
         resuming=resuming,
+        held_out=_held_out(config, vocab_size, resuming, fetch_remote=True),
     )
     demand(judge(facts, allowed))
+
+
+def _held_out(config: RunConfig, vocab_size: int, resuming: bool, *, fetch_remote: bool) -> Attempt:
+    """Not of a run that is resumed: a failing evaluation is recorded there, and must not keep it from going on."""
+    if resuming or not config.train.eval_every:
+        return Attempt(not_tried="nothing will be evaluated before the run is under way")
+    return try_held_out(config, vocab_size, fetch_remote=fetch_remote)
 
 
 def _folder(config: RunConfig) -> FolderFacts:

@@ -38,6 +38,16 @@ def global_rows(config: RunConfig) -> int:
     return config.train.batch_size * config.train.accumulate_grad_batches
 
 
+def remote_address(config: RunConfig) -> str | None:
+    """Where the data is, if that is not a folder or a file here."""
+    if config.data.dataset == "synthetic":
+        return None
+    path = config.data.path
+    if path is None:
+        return config.data.dataset
+    return path if "://" in path or (config.data.dataset == "fineweb_edu" and not Path(path).exists()) else None
+
+
 def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_out: bool) -> RowData:
     data, seq_len, seed = config.data, config.train.seq_len, config.train.seed
     if data.dataset == "synthetic":

@@ -271,6 +271,7 @@ class _Run:
                 ranks=self.ranks,
                 agreement=self.agreement,
                 say=self._hear_verdict,
+                report_failure=partial(self._report_failed_evaluation, heartbeat),
                 stay_alive=heartbeat.stay_alive,
             )
         trainer = GuardedTrainer(
@@ -378,6 +379,14 @@ class _Run:
             self.story.add(Kind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
         if self.reporter is not None:
             self.reporter.verdict(verdict)
+
+    def _report_failed_evaluation(self, heartbeat: Heartbeat, problem: str | None) -> None:
+        """On rank 0 as an event; another rank that failed says why in its own heartbeat."""
+        if self.story is not None:
+            self.story.add(Kind.EVALUATION_FAILED, error=problem or "on another rank; its heartbeat says why")
+            self._line(f"WARNING: the evaluation at step {heartbeat.step} failed ({problem or 'on another rank'})")
+        elif problem is not None:
+            heartbeat.beat(names.ALIVE, detail=f"evaluation failed: {problem}")
 
     def _report_documents(self, count: int) -> None:
         every = self.config.data.report_docs

@@ -12,5 +12,14 @@ class QuietTrainer(Trainer):
     reads those metrics, so they are dropped; callbacks still see them until the step ends.
     """
 
+    def fit(self) -> None:
+        try:
+            super().fit()
+        except BaseException as error:
+            if self._error is not error:  # after the last step the engine tells its callbacks nothing
+                for callback in self._iter_callbacks():
+                    callback.on_error(error)
+            raise
+
     def _log_metrics(self) -> None:
         self._metrics.clear()

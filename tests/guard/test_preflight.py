@@ -28,7 +28,8 @@ def facts(
     merged = {**SOUND, **{name: SOUND.get(name, {}) | more for name, more in sections.items()}}
     config = RunConfig.model_validate({"profile": profile, **merged})
     hardware = replace(parse_target(target), here=here)
-    return Facts(config, hardware, estimate(config, hardware, 257, measured_step_s=step_s), folder, dry_run)
+    reckoned = estimate(config, hardware, 257, measured_step_s=step_s)
+    return Facts(config, hardware, reckoned, folder, dry_run, held_out=Attempt(seen="fine"))
 
 
 def statuses(of: Facts, allowed=()) -> dict[str, Status]:
@@ -61,6 +62,7 @@ BROKEN = {
     "memory": facts("rtx3090", train=dict(batch_size=1024, log_every=1)),
     "disk": facts(folder=replace(FOLDER, disk_free=GIB)),
     "data": facts(dry_run=replace(WENT_WELL, data=Attempt(problem="no batch within 120 s"))),
+    "held_out": replace(facts(), held_out=Attempt(problem="0 rows of 2048")),
     "model": facts(dry_run=replace(WENT_WELL, model=Attempt(problem="no kernel"))),
     "step": facts(dry_run=replace(WENT_WELL, step=Attempt(problem="out of memory"))),
     "checkpoint": facts(dry_run=replace(WENT_WELL, checkpoint=Attempt(problem="read-only file system"))),

@@ -259,6 +259,15 @@ def _without_saves() -> Recording:
     return recording
 
 
+def _evaluation_failed() -> Recording:
+    recording = record(a_run(50))
+    recording.events += [
+        Event(recording.beats[0][24].ts, Kind.EVALUATION, 25, {"val_loss": 3.0}),
+        Event(recording.end - 1, Kind.EVALUATION_FAILED, 50, {"error": "DataError: no rows"}),
+    ]
+    return recording
+
+
 def _slow(since: int, steps: int) -> Recording:
     slow = dict(step_s=5.0, toks_per_s=TOKENS_PER_STEP / 5.0)
     return record(a_run(steps, lambda step: slow if step > since else {}))
@@ -294,6 +303,7 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "grad_spikes": [lambda: _at([100, 120, 140], grad_norm=8.0)],
     "straggler": [lambda: two_ranks(1.6)],
     "checkpoint_overdue": [_without_saves],
+    "evaluation_failed": [_evaluation_failed],
     "synthetic_data": [_made_up],
 }
 assert UNWELL.keys() == CONDITIONS.keys()

@@ -13,6 +13,7 @@ from nsa.guard.hardware import hardware_here, parse_target
 from nsa.observe import names
 from nsa.observe.heartbeat import read_beats
 from nsa.train import dry_run as module
+from nsa.train import rows
 from nsa.train.dry_run import dry_run
 from nsa.train.preflight import gather
 from tests.train.runs import Job, run_all, write_config
@@ -67,9 +68,11 @@ def test_data_that_gives_no_batch_is_found(tmp_path):
 
 def test_a_dataset_elsewhere_is_left_alone_unless_asked_for(tmp_path, no_feeder):
     config = run_config(tmp_path, "data.dataset=fineweb_edu")
-    assert module._remote(config) == "fineweb_edu"
-    assert module._remote(run_config(tmp_path, "data.dataset=prepared", "data.path=s3://bucket/x")) == "s3://bucket/x"
-    assert module._remote(run_config(tmp_path, "data.dataset=local", f"data.path={tmp_path}")) is None
+    assert rows.remote_address(config) == "fineweb_edu"
+    assert (
+        rows.remote_address(run_config(tmp_path, "data.dataset=prepared", "data.path=s3://bucket/x")) == "s3://bucket/x"
+    )
+    assert rows.remote_address(run_config(tmp_path, "data.dataset=local", f"data.path={tmp_path}")) is None
 
 
 def test_a_checkpoint_that_reads_back_differently_is_found(tmp_path, no_feeder, monkeypatch):

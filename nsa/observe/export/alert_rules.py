@@ -114,6 +114,7 @@ RULES = {
         f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
         "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
     ),
+    "evaluation_failed": Rule("evaluation", _judged("evaluation_failed")),
     "synthetic_data": Rule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
 }
 """`nsa_heartbeat_limit_seconds` is there for as long as a rank has not said its last word."""

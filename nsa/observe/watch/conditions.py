@@ -149,5 +149,8 @@ CONDITIONS = _table(
     Condition("grad_spikes", _W, "gradient norm {spike_sigma} sigma above its window, repeatedly", "grad_clip, lr"),
     Condition("straggler", _W, "one rank's forward {straggler} times the others'", "that GPU's clocks and neighbours"),
     Condition("checkpoint_overdue", _W, "no checkpoint for {checkpoint_overdue} save intervals", "disk, events.jsonl"),
+    Condition(
+        "evaluation_failed", _W, "the newest evaluation failed; training continues", "the held-out split, events.jsonl"
+    ),
     Condition("synthetic_data", _W, "made-up data where a dataset was asked for", "fix the data source, restart"),
 )

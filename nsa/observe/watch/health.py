@@ -248,6 +248,8 @@ def _of_run(history: History, log: RankLog, limits: Limits) -> Iterator[Finding]
     if log.progress:
         found += [*_numbers(log, limits), *_losses(log, limits), *_pace(log, limits)]
         found += [*_gates(log, limits), *_chosen(log, history, limits)]
+    if (failed := history.evaluation_failure) is not None:
+        found.append(("evaluation_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason told'}"))
     for name, message in found:
         yield _finding(name, None, log.last.step, message)
     yield from _stragglers(history, limits)

@@ -160,6 +160,8 @@ class History:
     """Steady time of the newest start the events tell of."""
     failure: Event | None = None
     """The error that ended the run since its newest start, and that no launcher answers by starting it again."""
+    evaluation_failure: Event | None = None
+    """The newest evaluation since the newest start, if it failed."""
     saved_step: int = 0
     """Of the newest checkpoint on the way to the present step; without one, where the run began."""
     gone: frozenset[int] = frozenset()
@@ -175,6 +177,9 @@ class History:
         self.events.append(event)
         if event.kind in _NEW_PROCESS:
             self.started_at, self.saved_step, self.failure = at, event.step, None
+            self.evaluation_failure = None
+        elif event.kind in (Kind.EVALUATION, Kind.EVALUATION_FAILED):
+            self.evaluation_failure = event if event.kind == Kind.EVALUATION_FAILED else None
         elif event.kind == Kind.SAVE:
             self.saved_step = max(event.step, self.saved_step)
         elif event.kind == Kind.ERROR:

@@ -1,4 +1,8 @@
-"""Loss on rows that training never sees, the same rows every time."""
+"""Loss on rows that training never sees, the same rows every time.
+
+An evaluation that fails is reported and training continues: the checkpoint of its step has been started before it, and
+the next evaluation tries again.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,10 +13,13 @@ from olmo_core.train.callbacks import Callback
 
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.opening import RowData
-from nsa.errors import DataError
+from nsa.errors import DataError, NSAError
 from nsa.model.loss import IGNORE
 from nsa.train.loader import to_engine
 from nsa.train.ranks import Agreement, Ranks
+
+# What reading or a forward pass raises; torch reports memory, shapes and devices by RuntimeError.
+_FAILURES = (NSAError, OSError, RuntimeError, ValueError)
 
 
 class Verdict(NamedTuple):
@@ -32,6 +39,8 @@ class Evaluation(Callback):
     ranks: Ranks
     agreement: Agreement
     say: Callable[[Verdict], None]
+    report_failure: Callable[[str | None], None]
+    """Called on every rank when an evaluation failed on any; None on ranks that did not fail themselves."""
     stay_alive: Callable[[], None]
     _kept: list[Batch] = field(default_factory=list)
     _last_step: int = -1
@@ -45,13 +54,24 @@ class Evaluation(Callback):
             self._evaluate()
 
     def _evaluate(self) -> None:
+        """All ranks agree before the forward passes, which some of them cannot make alone, and after them."""
         began = time.perf_counter()
         self._last_step = self.step
+        problem = self._read_once()
+        (failed,) = self.agreement.any([problem is not None])
         nats, tokens = 0.0, 0.0
-        for batch in self._kept or self._read():
-            loss, count = self._score(to_engine(batch))
-            nats, tokens = nats + loss, tokens + count
-            self.stay_alive()
+        if not failed:
+            try:
+                for batch in self._kept:
+                    loss, count = self._score(to_engine(batch))
+                    nats, tokens = nats + loss, tokens + count
+                    self.stay_alive()
+            except _FAILURES as error:
+                problem = _describe(error)
+            (failed,) = self.agreement.any([problem is not None])
+        if failed:
+            self.report_failure(problem)
+            return
         nats, tokens = self.agreement.sum([nats, tokens])
         self.say(Verdict(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
 
@@ -62,16 +82,28 @@ class Evaluation(Callback):
         losses = output.ce_loss.double().cpu().masked_fill(~counted, 0)
         return float(losses.sum()), float(counted.sum())
 
+    def _read_once(self) -> str | None:
+        """Fill `_kept`, whole or not at all; why it could not be filled, or None."""
+        try:
+            self._kept = self._kept or self._read()
+        except _FAILURES as error:
+            return _describe(error)
+        return None
+
     def _read(self) -> list[Batch]:
         """Kept in memory: a held-out split of 0.1 % is found by reading a thousand times as much."""
-        stream = self.data.open()
+        stream, kept = self.data.open(), list[Batch]()
         try:
             for _ in range(self.batches):
-                self._kept.append(stream.next_batch(self.rows, self.ranks.rank, self.ranks.world))
+                kept.append(stream.next_batch(self.rows, self.ranks.rank, self.ranks.world))
         except EndOfData:
-            if not self._kept:
+            if not kept:
                 raise DataError(
                     f"{self.data} gives not even one batch of {self.rows} rows to evaluate on. Raise data.held_out, or "
                     f"set train.eval_every=0."
                 ) from None
-        return self._kept
+        return kept
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -33,6 +33,7 @@ _SIGNS = {
     Kind.SAVE: _Sign("checkpoints", "◆", "calm"),
     Kind.CHECKPOINT_REJECTED: _Sign("checkpoints", "✗", "crit"),
     Kind.EVALUATION: _Sign("evaluations", "○", "calm"),
+    Kind.EVALUATION_FAILED: _Sign("evaluations", "✗", "warn"),
     Kind.SKIPPED_STEP: _Sign("trouble", "×", "warn"),
     Kind.ROLLBACK: _Sign("trouble", "↶", "warn"),
     Kind.STALL: _Sign("trouble", "▲", "crit"),
