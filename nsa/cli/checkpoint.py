@@ -65,7 +65,7 @@ def verify(
     bad = 0
     for checkpoint in wanted:
         try:
-            manifest = demand_trustworthy(checkpoint, key=key)
+            manifest = demand_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
             bad += 1
             print(f"BAD   {error}")
@@ -91,12 +91,14 @@ def export(
     **Example:** `nsa checkpoint export artifacts/run --out exported`
     """
     from nsa.train.checkpoint.layout import COMMIT, step_of
+    from nsa.train.checkpoint.load import demand_trustworthy
     from nsa.train.checkpoint.load import export as write
     from nsa.train.checkpoint.manifest import read_key
 
     source = checkpoint.resolve()
     if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
-        found = _open(checkpoint, key_file).find_resumable()
+        key = read_key(key_file) if key_file else None
+        found = _open(checkpoint, key_file).find_resumable(lambda path: demand_trustworthy(path, key=key))
         for finding in found.passed_over:
             print(f"WARNING: passed over {finding}")
         if found.path is None:

@@ -28,7 +28,7 @@ from nsa.train import rows
 from nsa.train.build import build_train_module, choose_device
 from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.checkpoint.layout import CHECKPOINTS, step_name
-from nsa.train.checkpoint.load import read_model
+from nsa.train.checkpoint.load import open_checkpoint, read_model
 from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import make_checkpointer, signing_key
 from nsa.train.guard import GuardedTrainModule
@@ -180,7 +180,7 @@ def _try_checkpoint(config: RunConfig, module: GuardedTrainModule) -> Attempt:
             if found.path is None:
                 problem = "; ".join(str(finding) for finding in found.passed_over)
                 return Attempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
-            read, size = read_model(found.path), _size(found.path)
+            read, size = read_model(open_checkpoint(found.path, key=key)), _size(found.path)
             wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
     except _FAILURES as error:
         return Attempt(problem=_tell(error))

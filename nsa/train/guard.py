@@ -26,7 +26,6 @@ from nsa.observe import names
 from nsa.observe.events import Kind
 from nsa.train.callbacks.heartbeat import GRAD_NORM_METRIC, Heartbeat
 from nsa.train.callbacks.story import Story
-from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import Saver
 from nsa.train.judge import Act, Judge, Limits, Memory, Verdict
 from nsa.train.ranks import Agreement
@@ -84,7 +83,9 @@ class Guard(Callback):
         self._tell_way_back(failed_at, reason, found.path, [first, end])
 
     def post_checkpoint_loaded(self, path: PathOrStr) -> None:
-        record = RunRecord.read(Path(path))
+        record = self.trainer.checkpointer.loaded_record  # from the bytes that were verified
+        if record is None:
+            return
         self.judge.memory = Memory.restored(record.spike_window, record.skipped_batches)
 
     def _tell_skip(self, verdict: Verdict, loss: float, grad_norm: float) -> None:

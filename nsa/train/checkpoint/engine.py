@@ -1,4 +1,7 @@
-"""The engine's checkpointer, made to save through `CheckpointFolder` and to verify before it loads.
+"""The engine's checkpointer, made to save through `CheckpointFolder` and to load verified bytes only.
+
+A load does not use the engine's own reader, which unpickles: rank 0 checks COMMIT.json and hands it to all ranks, each
+of which then reads the index, its trainer state and its pieces of the tensors through `VerifiedFiles`.
 
 Order of an asynchronous save, on every rank in the main thread unless said otherwise:
 1. rank 0 empties the staging folder; barrier;
@@ -18,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dist_cp
 from olmo_core.aliases import PathOrStr
-from olmo_core.distributed.utils import barrier, broadcast_object, get_rank
+from olmo_core.distributed.utils import all_gather_object, barrier, broadcast_object, get_rank
 from olmo_core.io import is_url
 from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig
 from olmo_core.train.train_module import TrainModule
@@ -27,12 +31,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
+from nsa.train.checkpoint.dcp_reader import VerifiedReader
 from nsa.train.checkpoint.folder import CheckpointFolder, Resumable, Retention
-from nsa.train.checkpoint.load import demand_trustworthy
+from nsa.train.checkpoint.load import demand_trustworthy, open_checkpoint, read_record
 from nsa.train.checkpoint.manifest import read_key
+from nsa.train.checkpoint.pickles import demand_harmless, read_trainer_state
 from nsa.train.checkpoint.record import RunRecord, write_rng
+from nsa.train.checkpoint.verified_files import VerifiedFiles
 
 log = logging.getLogger(__name__)
+
+_READING_THREADS = 4
 
 
 @dataclass
@@ -56,11 +65,12 @@ class VerifiedCheckpointer(Checkpointer):
     key: bytes | None = field(default=None, repr=False)
     retention: Retention = field(default_factory=Retention)
     allow_foreign: bool = False
-    """Load folders that have no COMMIT.json, after a look at their pickles only."""
+    """Load folders that have no COMMIT.json, whose damage cannot be detected."""
     record: Callable[[], RunRecord] | None = None
     """Set by the trainer; asked on rank 0 at every save."""
     _folders: dict[Path, CheckpointFolder] = field(default_factory=dict, repr=False)
-    _just_verified: Path | None = field(default=None, repr=False)
+    loaded_record: RunRecord | None = field(default=None, repr=False)
+    """state.json of the checkpoint that was loaded last."""
 
     def folder(self, checkpoints: Path) -> CheckpointFolder:
         """The folder of all checkpoints, the same object each time, so that it remembers suspects."""
@@ -70,10 +80,13 @@ class VerifiedCheckpointer(Checkpointer):
 
     def find_resumable(self, checkpoints: Path) -> Resumable:
         """The same answer on all ranks; rank 0 reads and hashes."""
-        found = self.folder(checkpoints).find_resumable() if get_rank() == 0 else None
+
+        def inspect(path: Path) -> None:
+            demand_trustworthy(path, key=self.key, deep=False)
+
+        found = self.folder(checkpoints).find_resumable(inspect) if get_rank() == 0 else None
         found = broadcast_object(found)
         assert found is not None
-        self._just_verified = found.path.resolve() if found.path is not None else None
         return found
 
     def save(
@@ -108,19 +121,44 @@ class VerifiedCheckpointer(Checkpointer):
         reset_optimizer_states_on_load: bool | None = None,
     ) -> dict[str, Any] | None:
         path = self._local(dir).resolve()  # `latest` may move while we read
-        hashed, self._just_verified = path == self._just_verified, None  # good for one load: hashing terabytes is slow
-        self._agree(lambda: demand_trustworthy(path, key=self.key, allow_foreign=self.allow_foreign, hashed=hashed))
-        return super().load(
-            path,
-            train_module,
-            load_trainer_state=load_trainer_state,
-            load_optim_state=load_optim_state,
-            reset_optimizer_states_on_load=reset_optimizer_states_on_load,
-        )
+        if hasattr(train_module, "load_state_dict_direct"):
+            raise CheckpointError(
+                f"{type(train_module).__name__} reads checkpoints unverified: it cannot be used here."
+            )
+        opened: list[VerifiedFiles] = []
+        self._agree(lambda: opened.append(open_checkpoint(path, key=self.key, allow_foreign=self.allow_foreign)))
+        manifest = broadcast_object(opened[0].manifest if opened else None)
+        files = opened[0] if opened else VerifiedFiles(path, manifest)
+        read: dict[str, Any] = {}
+
+        def read_small_files() -> None:
+            read["index"] = demand_harmless(files, pieces=False)
+            read["record"] = read_record(files)
+            read["state"] = read_trainer_state(files, get_rank()) if load_trainer_state is not False else None
+            if load_trainer_state is True and not isinstance(read["state"], dict):
+                raise CheckpointError(f"{path} holds no state of the trainer: a run cannot go on from it.")
+
+        self._agree(read_small_files, on_every_rank=True)
+        state = train_module.state_dict_to_load(read["index"], optim=load_optim_state)
+        try:
+            dist_cp.load(
+                state,
+                checkpoint_id=str(path),
+                storage_reader=VerifiedReader(files, read["index"], self.load_thread_count or _READING_THREADS),
+                process_group=self.process_group,
+            )
+        except CheckpointException as error:  # on all ranks, if on one
+            failures = [failure for failure, _ in error.failures.values()]
+            raise CheckpointError(f"{path} could not be loaded: {failures[0]}") from error
+        train_module.load_state_dict(state)
+        self.loaded_record = read["record"]
+        return read["state"]
 
     def _save_train_state(self, dir: PathOrStr, wd: Path, train_state: dict[str, Any]) -> None:
         """Inside the engine's barriers, so that no rank's file can miss the commit."""
         super()._save_train_state(dir, wd, train_state)
+        # What cannot be loaded again must not be found out by the run that needs it.
+        read_trainer_state(VerifiedFiles(wd, None), get_rank())
         write_rng(wd, get_rank())
         if get_rank() == 0 and self.record is not None:
             self.record().write(wd)
@@ -147,7 +185,7 @@ class VerifiedCheckpointer(Checkpointer):
 
     @staticmethod
     def _agree(act: Callable[[], object], *, on_every_rank: bool = False) -> None:
-        """Act on rank 0, or on all; then raise on every rank what went wrong on rank 0, or on this one."""
+        """Act on rank 0, or on all; then raise on every rank what went wrong on one that acted."""
         failure: BaseException | None = None
         if on_every_rank or get_rank() == 0:
             try:
@@ -155,8 +193,9 @@ class VerifiedCheckpointer(Checkpointer):
             # DCP's own failure is no Exception. Whatever it is, it is raised below, when all ranks know.
             except (Exception, CheckpointException) as error:  # noqa: BLE001
                 failure = error
-        told = broadcast_object(str(failure) if failure is not None else None)
+        mine = str(failure) if failure is not None else None
+        told = all_gather_object(mine) if on_every_rank else [broadcast_object(mine)]
         if isinstance(failure, Exception):
             raise failure
-        if failure is not None or told is not None:
-            raise CheckpointError(str(failure or told))
+        if reasons := [reason for reason in told if reason is not None]:
+            raise CheckpointError(reasons[0])

@@ -12,7 +12,7 @@ turn and leftovers are put right by `tidy` at the next start. All of it needs th
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -92,15 +92,24 @@ class CheckpointFolder:
     def examine(self, step: int, *, deep: bool = True) -> Verdict:
         return examine(Folder(self.step_path(step)), key=self._key, step=step, deep=deep)
 
-    def find_resumable(self) -> Resumable:
-        """Newest first, until one is good. Bad ones stay where they are, are never read further, and are reported."""
+    def find_resumable(self, inspect: Callable[[Path], object] | None = None) -> Resumable:
+        """Newest first, until one is good. Bad ones stay where they are, are never read further, and are reported.
+
+        `inspect` looks at the contents of one whose hashes are right, and raises CheckpointError for what would not be
+        loaded: otherwise it would be found again at every start.
+        """
         passed_over: list[Finding] = []
         for step in reversed(self.steps()):
-            verdict = self.examine(step)
-            if verdict.good:
+            problems = self.examine(step).problems
+            if not problems and inspect is not None:
+                try:
+                    inspect(self.step_path(step))
+                except CheckpointError as error:
+                    problems = (str(error),)
+            if not problems:
                 return Resumable(step, self.step_path(step), tuple(passed_over))
             self._suspect.add(step)
-            passed_over.append(Finding(layout.step_name(step), verdict.problems))
+            passed_over.append(Finding(layout.step_name(step), problems))
         return Resumable(None, None, tuple(passed_over))
 
     def staging(self, step: int) -> Path:

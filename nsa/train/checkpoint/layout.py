@@ -5,8 +5,9 @@ checkpoints/
         COMMIT.json             written last
         state.json              what the trainer records beside tensors
         state/rank{N}.json      the random state of each rank
-        model_and_optim/        tensors, written by DCP; its `.metadata` is a pickle
+        model_and_optim/        tensors in `__{rank}_{n}.distcp`, written by DCP; its index `.metadata` is a pickle
         train/rank{N}.pt        the engine's own trainer state
+        .metadata.json          the engine's note that it has finished
     latest -> step200           replaced atomically after every save
     .saving-step300/            being written, or left by a killed save
     .replaced-step200/          the former step200 while a new one takes its place
@@ -29,7 +30,12 @@ REPLACED = ".replaced-"
 DELETING = ".deleting-"
 NEW_LINK = ".latest-new"
 
-_STEP = re.compile(r"step(0|[1-9]\d*)")
+_STEP = re.compile(r"step(0|[1-9]\d{0,17})")
+_NUMBER = r"(0|[1-9]\d{0,8})"
+_KNOWN_FILE = re.compile(
+    rf"COMMIT\.json|state\.json|\.metadata\.json|state/rank{_NUMBER}\.json|train/rank{_NUMBER}\.pt"
+    rf"|(model_and_optim/)?(\.metadata|__{_NUMBER}_{_NUMBER}\.distcp)"
+)
 
 
 def step_name(step: int) -> str:
@@ -44,6 +50,15 @@ def step_of(name: str) -> int | None:
 
 def rank_state(rank: int) -> str:
     return f"state/rank{rank}.json"
+
+
+def trainer_state(rank: int) -> str:
+    return f"train/rank{rank}.pt"
+
+
+def is_known_file(name: str) -> bool:
+    """Whether a file of this name belongs into a checkpoint, ours or one of DCP's alone."""
+    return _KNOWN_FILE.fullmatch(name) is not None
 
 
 def is_leftover(name: str) -> bool:

@@ -1,10 +1,8 @@
 """From a checkpoint on disk to tensors in memory, without ever executing what is in it."""
 
-import io
 import json
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +14,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
-from nsa.train.checkpoint.manifest import Manifest, examine
-from nsa.train.checkpoint.pickles import demand_harmless, read_index
+from nsa.train.checkpoint.manifest import examine
+from nsa.train.checkpoint.pickles import demand_harmless, read_index, read_piece
 from nsa.train.checkpoint.record import RunRecord
-from nsa.train.checkpoint.store import Folder, sync
+from nsa.train.checkpoint.store import IRREGULAR, Folder, sync
+from nsa.train.checkpoint.verified_files import LARGEST_JSON_BYTES, VerifiedFiles
 
 log = logging.getLogger(__name__)
 
@@ -28,31 +27,38 @@ MODEL_SAFETENSORS = "model.safetensors"
 
 
 def demand_trustworthy(
-    checkpoint: Path, *, key: bytes | None = None, allow_foreign: bool = False, hashed: bool = False
-) -> Manifest | None:
-    """Raise CheckpointError unless a checkpoint is whole, ours, and free of pickles that run code.
+    checkpoint: Path, *, key: bytes | None = None, allow_foreign: bool = False, deep: bool = True
+) -> VerifiedFiles:
+    """Raise CheckpointError unless a checkpoint is whole, ours, and holds nothing but what a checkpoint may hold.
 
-    `allow_foreign` takes a folder without COMMIT.json, never one whose COMMIT.json does not fit. `hashed` spares
-    reading every byte again, for a caller that has just done so.
+    What it returns hands out verified bytes only. `allow_foreign` takes a folder without COMMIT.json, never one whose
+    COMMIT.json does not fit. Without `deep` only names, sizes, the index and the small files are looked at: the rest
+    is verified as it is read.
     """
+    files = open_checkpoint(checkpoint, key=key, allow_foreign=allow_foreign, deep=deep)
+    demand_harmless(files, pieces=deep)
+    return files
+
+
+def open_checkpoint(
+    checkpoint: Path, *, key: bytes | None = None, allow_foreign: bool = False, deep: bool = False
+) -> VerifiedFiles:
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} does not exist. `nsa checkpoint ls RUN_FOLDER` shows what there is.")
-    manifest = None
-    if allow_foreign and not (checkpoint / layout.COMMIT).exists():
+    if allow_foreign and not os.path.lexists(checkpoint / layout.COMMIT):
         log.warning("%s has no %s: damage to its tensors cannot be detected", checkpoint, layout.COMMIT)
-    else:
-        step = layout.step_of(checkpoint.name)
-        manifest = examine(Folder(checkpoint), key=key, step=step, deep=not hashed).demand_good()
-    demand_harmless(checkpoint)
-    return manifest
+        store = Folder(checkpoint)
+        if irregular := sorted(name for name, size in store.files().items() if size == IRREGULAR):
+            raise CheckpointError(f"{checkpoint / irregular[0]} is a link: a checkpoint holds its own files only.")
+        return VerifiedFiles(checkpoint, None)
+    step = layout.step_of(checkpoint.name)
+    manifest = examine(Folder(checkpoint), key=key, step=step, deep=deep).demand_good()
+    return VerifiedFiles(checkpoint, manifest)
 
 
-def read_model(checkpoint: Path) -> dict[str, Tensor]:
-    """The model's whole tensors from DCP's pieces, by parameter name, in one process. Verify the checkpoint first."""
-    folder = layout.tensors_of(checkpoint)
-    if not folder.is_dir():
-        folder = checkpoint  # tensors alone, as `torch.distributed.checkpoint.save` leaves them
-    index = read_index(folder / layout.TENSOR_INDEX)
+def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
+    """The model's whole tensors from DCP's pieces, by parameter name, in one process, every byte verified."""
+    index = read_index(files)
     paths: Mapping[str, Any] = index.planner_data or {}
     whole = {}
     for key, described in index.state_dict_metadata.items():
@@ -60,23 +66,17 @@ def read_model(checkpoint: Path) -> dict[str, Tensor]:
         if path[0] != "model" or not isinstance(described, TensorStorageMetadata):
             continue
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
-        missing = tensor.numel()
         for chunk in described.chunks:
-            piece = _read_piece(folder, index.storage_data[MetadataIndex(key, chunk.offsets)])
+            piece = read_piece(files, index.storage_data[MetadataIndex(key, chunk.offsets)])
             part = tensor
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
-            if part.shape != piece.shape:
-                raise CheckpointError(
-                    f"{folder}: a piece of {key} has shape {tuple(piece.shape)}, the index says otherwise."
-                )
+            if not isinstance(piece, Tensor) or part.shape != piece.shape:
+                raise CheckpointError(f"{files.path}: a piece of {key} has another shape than the index says.")
             part.copy_(piece)
-            missing -= piece.numel()
-        if missing:
-            raise CheckpointError(f"{folder}: {missing} of the {tensor.numel()} values of {key} are in no piece.")
         whole[".".join(path[1:])] = tensor
     if not whole:
-        raise CheckpointError(f"{folder} holds no model: no tensor in it is called model.*.")
+        raise CheckpointError(f"{files.path} holds no model: no tensor in it is called model.*.")
     return whole
 
 
@@ -85,11 +85,10 @@ def export(checkpoint: Path, to: Path, *, key: bytes | None = None, allow_foreig
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    demand_trustworthy(checkpoint, key=key, allow_foreign=allow_foreign)
-    model = read_model(checkpoint)
+    files = demand_trustworthy(checkpoint, key=key, allow_foreign=allow_foreign, deep=False)
+    model = read_model(files)
     about = {"format": "pt"}
-    if (checkpoint / layout.STATE).is_file():
-        record = RunRecord.read(checkpoint)
+    if (record := read_record(files)) is not None:
         about |= {"step": str(record.step), "config": json.dumps(record.config, sort_keys=True)}
     to.mkdir(parents=True, exist_ok=True)
     written = []
@@ -112,14 +111,8 @@ def export(checkpoint: Path, to: Path, *, key: bytes | None = None, allow_foreig
     return written
 
 
-def _read_piece(folder: Path, where: Any) -> Tensor:
-    file = folder / where.relative_path
-    try:
-        with file.open("rb") as stream:
-            stream.seek(where.offset)
-            piece = torch.load(io.BytesIO(stream.read(where.length)), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
-    if not isinstance(piece, Tensor):
-        raise CheckpointError(f"{file} holds {type(piece).__name__} where the index has a tensor.")
-    return piece
+def read_record(files: VerifiedFiles) -> RunRecord | None:
+    """state.json, from verified bytes; None if there is none."""
+    if layout.STATE not in files.sizes:
+        return None
+    return RunRecord.parse(files.read(layout.STATE, limit=LARGEST_JSON_BYTES), files.path / layout.STATE)

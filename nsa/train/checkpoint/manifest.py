@@ -1,13 +1,14 @@
-"""COMMIT.json: the size and SHA-256 of every file of a checkpoint, written last, optionally signed.
+"""COMMIT.json: the size of every file of a checkpoint and the SHA-256 of its blocks, written last, optionally signed.
 
-Hashes tell damage from health. They do not tell who wrote a folder: whoever can write the tensors can write the hashes.
-A key (HMAC-SHA256 over the same text) does.
+A file is hashed in blocks of 8 MiB, so that a rank can verify the bytes it loads, as it loads them, without reading the
+rest of the file. A file of one block has the hash that `sha256sum` prints. Hashes tell damage from health. They do not
+tell who wrote a folder: whoever can write the tensors can write the hashes. A key (HMAC-SHA256 over this text) does.
 """
 
 import hashlib
 import hmac
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -17,7 +18,10 @@ from nsa.errors import CheckpointError
 from nsa.train.checkpoint.layout import COMMIT
 from nsa.train.checkpoint.store import IRREGULAR, Store
 
-FORMAT = 1
+FORMAT = 2
+_WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
+BLOCK_BYTES = 8 << 20
+LARGEST_COMMIT_BYTES = 64 << 20  # enough for the blocks of 8 TB
 _THREADS = 4
 _SHORTEST_KEY_BYTES = 16
 
@@ -25,7 +29,13 @@ _SHORTEST_KEY_BYTES = 16
 @dataclass(frozen=True)
 class Entry:
     bytes: int
-    sha256: str
+    blocks: tuple[str, ...]
+    """SHA-256 of every block; the last one may be short, an empty file has none."""
+    sha256: str | None = None
+    """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
+
+
+INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,8 @@ class Manifest:
     saved_at: str
     """UTC, ISO 8601."""
     files: Mapping[str, Entry]
+    reason: str = INTERVAL
+    """Why it was saved."""
 
     @property
     def bytes(self) -> int:
@@ -76,17 +88,18 @@ def read_key(file: Path) -> bytes:
     return key
 
 
-def take_stock(store: Store, step: int, saved_at: str) -> Manifest:
+def take_stock(store: Store, step: int, saved_at: str, reason: str = INTERVAL) -> Manifest:
     """Hash every file that is there now."""
     sizes = store.files()
     sizes.pop(COMMIT, None)
     if irregular := sorted(name for name, size in sizes.items() if size == IRREGULAR):
         raise CheckpointError(f"{store} holds {irregular[0]}, which is no plain file: a checkpoint cannot keep it.")
-    return Manifest(step, saved_at, _hash_all(store, sorted(sizes)))
+    return Manifest(step, saved_at, _hash_all(store, sorted(sizes)), reason)
 
 
 def encode(manifest: Manifest, key: bytes | None = None) -> bytes:
-    body = {"format": FORMAT, **asdict(manifest)}
+    body = {"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    body["files"] = {name: {"bytes": e.bytes, "sha256": list(e.blocks)} for name, e in manifest.files.items()}
     text = _canonical(body)
     document: dict[str, Any] = {"commit": body, "sha256": hashlib.sha256(text).hexdigest()}
     if key is not None:
@@ -112,17 +125,36 @@ def decode(raw: bytes, key: bytes | None = None) -> Manifest:
         expected = hmac.new(key, text, hashlib.sha256).hexdigest()
         if not hmac.compare_digest(expected, str(document["hmac_sha256"])):
             raise CheckpointError(f"{COMMIT} is signed with another key, or forged")
-    if body.get("format") != FORMAT:
-        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads {FORMAT}")
+    if body.get("format") not in (_WHOLE_FILE_FORMAT, FORMAT):
+        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {FORMAT}")
     try:
-        files = {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
-        manifest = Manifest(int(body["step"]), str(body["saved_at"]), files)
+        files = {str(name): _entry(entry) for name, entry in body["files"].items()}
+        manifest = Manifest(int(body["step"]), str(body["saved_at"]), files, str(body.get("reason", INTERVAL)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT} is not one of ours ({error!r})") from error
-    for name in manifest.files:
-        if name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise CheckpointError(f"{COMMIT} names {name!r}, which lies outside the checkpoint")
+    _require_names_inside(manifest.files)
     return manifest
+
+
+def _entry(entry: Mapping[str, Any]) -> Entry:
+    size, digest = int(entry["bytes"]), entry["sha256"]
+    blocks = -(-size // BLOCK_BYTES)
+    if isinstance(digest, str):
+        if size < 0 or len(digest) != 64:
+            raise ValueError("a file has no SHA-256")
+        return Entry(size, (digest,)) if blocks == 1 else Entry(size, (), digest if blocks else None)
+    if size < 0 or len(digest) != blocks or not all(isinstance(block, str) and len(block) == 64 for block in digest):
+        raise ValueError("a file has another number of blocks than its size")
+    return Entry(size, tuple(digest))
+
+
+def _require_names_inside(names: Mapping[str, Entry]) -> None:
+    for name in names:
+        parts = name.split("/")
+        if name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in parts or "\0" in name:
+            raise CheckpointError(f"{COMMIT} names {name!r}, which lies outside the checkpoint")
+        if any("/".join(parts[:depth]) in names for depth in range(1, len(parts))) or name == COMMIT:
+            raise CheckpointError(f"{COMMIT} names {name!r}, which cannot be beside the other files it names")
 
 
 def examine(store: Store, *, key: bytes | None = None, step: int | None = None, deep: bool = True) -> Verdict:
@@ -132,8 +164,7 @@ def examine(store: Store, *, key: bytes | None = None, step: int | None = None, 
         if sizes.get(COMMIT, IRREGULAR) == IRREGULAR:
             why = f"{COMMIT} is missing: the save never finished, or another program wrote this folder"
             return Verdict(str(store), None, (why,))
-        raw = b"".join(store.chunks(COMMIT))
-        manifest = decode(raw, key)
+        manifest = read_commit(store, sizes[COMMIT], key)
         problems = list(_compare(store, manifest, sizes, deep=deep))
     except CheckpointError as error:
         return Verdict(str(store), None, (str(error),))
@@ -142,6 +173,17 @@ def examine(store: Store, *, key: bytes | None = None, step: int | None = None, 
     if step is not None and manifest.step != step:
         problems.insert(0, f"{COMMIT} speaks of step {manifest.step}")
     return Verdict(str(store), manifest, tuple(problems), signed=key is not None)
+
+
+def read_commit(store: Store, size: int, key: bytes | None) -> Manifest:
+    if size > LARGEST_COMMIT_BYTES:
+        raise CheckpointError(f"{COMMIT} has {size} bytes, more than the {LARGEST_COMMIT_BYTES} allowed")
+    raw = bytearray()
+    for chunk in store.chunks(COMMIT):
+        raw += chunk
+        if len(raw) > LARGEST_COMMIT_BYTES:
+            raise CheckpointError(f"{COMMIT} is longer than it was said to be")
+    return decode(bytes(raw), key)
 
 
 def _compare(store: Store, manifest: Manifest, sizes: Mapping[str, int], *, deep: bool) -> Iterator[str]:
@@ -158,24 +200,45 @@ def _compare(store: Store, manifest: Manifest, sizes: Mapping[str, int], *, deep
             whole.append(name)
     yield from (f"{name} is not listed in {COMMIT}" for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}))
     if deep:
-        for name, entry in _hash_all(store, whole).items():
-            if entry.sha256 != manifest.files[name].sha256:
+        by_file = {name for name in whole if manifest.files[name].sha256 is not None}
+        for name, found_entry in _hash_all(store, whole, by_file).items():
+            if not same_content(manifest.files[name], found_entry):
                 yield f"{name} does not match its SHA-256"
 
 
-def _hash_all(store: Store, names: list[str]) -> dict[str, Entry]:
+def same_content(listed: Entry, found: Entry) -> bool:
+    """Whether a file that was just hashed is the one in a manifest."""
+    if listed.sha256 is not None:
+        return (listed.bytes, listed.sha256) == (found.bytes, found.sha256)
+    return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
+
+
+def _hash_all(store: Store, names: list[str], by_file: Collection[str] = ()) -> dict[str, Entry]:
     """hashlib lets go of the interpreter lock, so threads overlap both reading and hashing."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-hash") as pool:
-        return dict(zip(names, pool.map(lambda name: _hash(store, name), names), strict=True))
+        hashed = pool.map(lambda name: hash_blocks(store.chunks(name), whole=name in by_file), names)
+        return dict(zip(names, hashed, strict=True))
 
 
-def _hash(store: Store, name: str) -> Entry:
-    digest = hashlib.sha256()
-    size = 0
-    for chunk in store.chunks(name):
-        digest.update(chunk)
+def hash_blocks(chunks: Iterable[bytes], *, whole: bool = False) -> Entry:
+    """Size and block hashes of a file given in pieces; with `whole` its own hash too."""
+    blocks, size, left = [], 0, BLOCK_BYTES
+    block, entire = hashlib.sha256(), hashlib.sha256()
+    for chunk in chunks:
         size += len(chunk)
-    return Entry(size, digest.hexdigest())
+        if whole:
+            entire.update(chunk)
+        rest = memoryview(chunk)
+        while len(rest):
+            part, rest = rest[:left], rest[left:]
+            block.update(part)
+            left -= len(part)
+            if not left:
+                blocks.append(block.hexdigest())
+                block, left = hashlib.sha256(), BLOCK_BYTES
+    if left < BLOCK_BYTES:
+        blocks.append(block.hexdigest())
+    return Entry(size, tuple(blocks), entire.hexdigest() if whole else None)
 
 
 def _canonical(value: object) -> bytes:

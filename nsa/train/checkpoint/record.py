@@ -47,17 +47,23 @@ class RunRecord:
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
         """From a verified checkpoint, on any rank."""
-        values = _read_json(checkpoint / STATE)
+        path = checkpoint / STATE
+        return cls.parse(_read_bytes(path), path)
+
+    @classmethod
+    def parse(cls, raw: bytes | bytearray, path: Path) -> Self:
+        """From the bytes of a file that is called `path` in messages."""
+        values = _parse_json(raw, path)
         try:
             version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")
             values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
             record = cls(**values)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{checkpoint / STATE} is not a record of this version: {error!r}.") from error
+            raise CheckpointError(f"{path} is not a record of this version: {error!r}.") from error
         if version != FORMAT:
-            raise CheckpointError(f"{checkpoint / STATE} has format {version!r}, this version reads {FORMAT}.")
+            raise CheckpointError(f"{path} has format {version!r}, this version reads {FORMAT}.")
         if fingerprint(record.config) != config_fingerprint:
-            raise CheckpointError(f"{checkpoint / STATE} holds a config that does not match its own fingerprint.")
+            raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
         return record
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
@@ -94,7 +100,7 @@ def restore_rng(checkpoint: Path, rank: int) -> bool:
     path = checkpoint / rank_state(rank)
     if not path.is_file():
         return False
-    state = _read_json(path)
+    state = _parse_json(_read_bytes(path), path)
     try:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -125,10 +131,17 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_durably(path, content.encode() + b"\n")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_bytes(path: Path) -> bytes:
     try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _parse_json(raw: bytes | bytearray, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(raw)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not a record.")

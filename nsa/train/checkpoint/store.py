@@ -1,6 +1,9 @@
 """Where the files of one checkpoint lie: a folder here, a prefix of an object store in `s3`."""
 
+import errno
+import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -40,7 +43,7 @@ class Folder:
         return found
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        with (self.path / name).open("rb", buffering=0) as file:
+        with open_plain(self.path / name) as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
 
@@ -50,6 +53,15 @@ class Folder:
             for name in names:
                 sync(Path(folder) / name)
             sync(Path(folder))
+
+
+def open_plain(path: Path) -> io.FileIO:
+    """Open a plain file for reading: never through a link, never waiting for a pipe to be written to."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return io.FileIO(descriptor, "rb")
 
 
 def sync(path: Path) -> None:
