@@ -22,6 +22,15 @@ class Looks:
     words: str
 
 
+@dataclass(frozen=True)
+class MayChangeOnResume:
+    """Marks a setting that may differ from the one saved in the checkpoint a run resumes from."""
+
+
+def may_change_on_resume(field: FieldInfo) -> bool:
+    return any(isinstance(m, MayChangeOnResume) for m in _metadata(field.annotation, field.metadata))
+
+
 def kind(field: FieldInfo) -> str:
     """What a value must look like, in words: 'a whole number ≥ 1', 'one of bf16, fp16, fp32'."""
     return _kind(field.annotation, list(field.metadata))
@@ -70,7 +79,7 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
     if looks := next((item for item in metadata if isinstance(item, Looks)), None):
         return looks.words
     limits = [
-        f"{sign} {limit:g}"
+        f"{sign} {limit if isinstance(limit, int) else format(limit, 'g')}"
         for item in _metadata(None, metadata)
         for name, sign in _SIGNS
         if (limit := getattr(item, name, None)) is not None

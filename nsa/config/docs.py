@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nsa.config import env
-from nsa.config.describe import kind, plain, unit
+from nsa.config.describe import kind, may_change_on_resume, plain, unit
 from nsa.config.schema import RETIRED_KEYS, RunConfig, sections, settings
 
 REFRESH = "nsa config docs"
@@ -42,6 +42,12 @@ def _config_page() -> Iterator[str]:
         "`nsa config show FILE` prints every value of a run and where it came from; `nsa config check FILE` lists",
         "everything that is wrong. Values are read by the type of their setting: `2e-4` is a number where a number is",
         "due, `no` is text where text is due. Unknown keys, and keys written twice, are errors.",
+        "",
+        "A run that resumes (`--resume`, `--resume-from`) must have the values its checkpoint was saved with, except",
+        "where the column *on resume* says *may change*; such changes are recorded in `events.jsonl`. Other settings",
+        "are refused with exit code 20, all at once, before anything is written. Another number of ranks is fine. Data",
+        "and tokenizer may move, but must be the same data and the same tokenizer. Changed kernels, precision, threads",
+        "or ranks change the last bits of the numbers; a changed `train.steps` stretches the learning rate schedule.",
         "",
         "## Top level",
         "",
@@ -106,10 +112,17 @@ def _variables() -> Iterator[tuple[str, ...]]:
 def _settings_table(keys: Iterable[str]) -> Iterator[str]:
     fields = ((key, settings()[key]) for key in keys)
     rows = (
-        (f"`{key}`", kind(field), f"`{plain(field.default)}`", unit(field), str(field.description))
+        (
+            f"`{key}`",
+            kind(field),
+            f"`{plain(field.default)}`",
+            unit(field),
+            "may change" if may_change_on_resume(field) else "fixed",
+            str(field.description),
+        )
         for key, field in fields
     )
-    return _table(("key", "type", "default", "unit", "meaning"), rows)
+    return _table(("key", "type", "default", "unit", "on resume", "meaning"), rows)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -7,13 +7,13 @@ checked and printed on a machine without torch.
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from nsa.config import rules
-from nsa.config.describe import Looks, Unit
+from nsa.config.describe import Looks, MayChangeOnResume, Unit
 from nsa.core.rope_placement import resolve_rope_compressed
 from nsa.core.sizes import default_ffn_dim
 from nsa.errors import ConfigError
@@ -25,6 +25,10 @@ StepsOrNever = Annotated[int, Field(ge=0), Unit("steps, 0 = never")]
 Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+
+T = TypeVar("T")
+Changeable = Annotated[T, MayChangeOnResume()]
+"""A setting that may differ from the checkpoint that a run resumes from. Every other setting may not."""
 
 
 class Section(BaseModel):
@@ -110,30 +114,30 @@ class NSAConfig(Section):
 class RuntimeConfig(Section):
     """Where and in which arithmetic a run computes."""
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Looks("auto, cpu, cuda or cuda:N")] = Field(
-        default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged."
-    )
-    precision: Literal["bf16", "fp16", "fp32"] = Field(
+    device: Changeable[
+        Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Looks("auto, cpu, cuda or cuda:N")]
+    ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged.")
+    precision: Changeable[Literal["bf16", "fp16", "fp32"]] = Field(
         default="bf16", description="Arithmetic of the model; the loss is fp32 always. Long runs want bf16."
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: Changeable[bool] = Field(
         default=False, description="Recompute activations in backward: less memory, more time."
     )
-    use_flash: bool = Field(
+    use_flash: Changeable[bool] = Field(
         default=True, description="Let kernels=auto take fused kernels; false keeps it to the portable backend."
     )
-    prefill_chunk: Tokens = Field(
+    prefill_chunk: Changeable[Tokens] = Field(
         default=2048, description="Prompt tokens per prefill pass; smaller needs less memory."
     )
-    threads: Count | None = Field(
+    threads: Changeable[Count | None] = Field(
         default=None,
         description="CPU threads for torch; null leaves torch's choice. Bitwise resume needs the same number.",
     )
-    kernel_cache: Text | None = Field(
+    kernel_cache: Changeable[Text | None] = Field(
         default=None,
         description="Folder that keeps compiled CPU kernels and tuned tiles; null is the user's cache folder.",
     )
-    tune_kernels: bool = Field(
+    tune_kernels: Changeable[bool] = Field(
         default=False,
         description="Time tile sizes on the GPU at first use and keep the fastest; without, all GPUs of a kind give "
         "equal bits.",
@@ -143,68 +147,78 @@ class RuntimeConfig(Section):
 class KernelsConfig(Section):
     """One backend per branch. A backend asked for by name that cannot run is an error, never replaced."""
 
-    compressed: Text = Field(
+    compressed: Changeable[Text] = Field(
         default="auto", description="Backend of compressed attention; auto picks and logs the reason."
     )
-    select: Text = Field(default="auto", description="Backend that scores and picks the selection blocks.")
-    selected: Text = Field(default="auto", description="Backend of attention over the selected blocks.")
-    sliding: Text = Field(default="auto", description="Backend of sliding-window attention.")
+    select: Changeable[Text] = Field(default="auto", description="Backend that scores and picks the selection blocks.")
+    selected: Changeable[Text] = Field(default="auto", description="Backend of attention over the selected blocks.")
+    sliding: Changeable[Text] = Field(default="auto", description="Backend of sliding-window attention.")
 
 
 class TrainConfig(Section):
     """Length, batch, optimizer and rhythm of a training run."""
 
-    steps: Steps = Field(default=1000, description="Optimizer steps in the whole run.")
+    steps: Changeable[Steps] = Field(default=1000, description="Optimizer steps in the whole run.")
     seq_len: Tokens = Field(default=2048, description="Length of a training row.")
-    batch_size: Annotated[int, Field(ge=1), Unit("rows")] = Field(
+    batch_size: Changeable[Annotated[int, Field(ge=1), Unit("rows")]] = Field(
         default=1, description="Rows per forward pass over all ranks together; a multiple of the number of ranks."
     )
-    accumulate_grad_batches: Count = Field(
+    accumulate_grad_batches: Changeable[Count] = Field(
         default=1, description="Forward passes per optimizer step; a step sees batch_size times this many rows."
     )
-    lr: Positive = Field(default=3e-4, description="Peak learning rate, reached at the end of warm-up.")
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field(
+    lr: Changeable[Positive] = Field(default=3e-4, description="Peak learning rate, reached at the end of warm-up.")
+    lr_schedule: Changeable[Literal["cosine", "linear", "constant"]] = Field(
         default="cosine", description="Learning rate after warm-up."
     )
-    warmup_steps: Annotated[int, Field(ge=0), Unit("steps")] = Field(
+    warmup_steps: Changeable[Annotated[int, Field(ge=0), Unit("steps")]] = Field(
         default=0, description="Steps of linear warm-up from zero."
     )
-    final_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+    final_lr_ratio: Changeable[Annotated[float, Field(ge=0, le=1)]] = Field(
         default=0.1, description="Share of lr that cosine and linear schedules end with."
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.01, description="AdamW weight decay.")
-    grad_clip: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Largest gradient norm; 0 does not clip.")
-    max_skipped: Annotated[int, Field(ge=0), Unit("steps")] = Field(
+    weight_decay: Changeable[Annotated[float, Field(ge=0)]] = Field(default=0.01, description="AdamW weight decay.")
+    grad_clip: Changeable[Annotated[float, Field(ge=0)]] = Field(
+        default=1.0, description="Largest gradient norm; 0 does not clip."
+    )
+    max_skipped: Changeable[Annotated[int, Field(ge=0), Unit("steps")]] = Field(
         default=3,
         description="Non-finite or spiking steps of any skip_window that are skipped; one more and the run goes back.",
     )
-    max_rollbacks: Annotated[int, Field(ge=0)] = Field(
+    max_rollbacks: Changeable[Annotated[int, Field(ge=0)]] = Field(
         default=3,
         description="Times a run may go back to its last checkpoint, leaving out the batches since; then it stops.",
     )
-    skip_window: Steps = Field(default=128, description="Steps back that max_skipped and spike_sigma look.")
-    spike_sigma: Annotated[float, Field(ge=0)] = Field(
+    skip_window: Changeable[Steps] = Field(default=128, description="Steps back that max_skipped and spike_sigma look.")
+    spike_sigma: Changeable[Annotated[float, Field(ge=0)]] = Field(
         default=0.0,
         description="Skip steps whose loss or gradient norm is this many sigma above its window; 0 skips none.",
     )
-    replica_check_every: StepsOrNever = Field(
+    replica_check_every: Changeable[StepsOrNever] = Field(
         default=0, description="Steps between checks that replicas of the weights (ddp, hsdp) are equal bit for bit."
     )
-    log_every: Steps = Field(default=20, description="Steps between progress records.")
-    eval_every: StepsOrNever = Field(default=1000, description="Steps between evaluations on the held-out split.")
-    eval_batches: Count = Field(default=16, description="Batches of the held-out split that an evaluation reads.")
-    save_every: StepsOrNever = Field(
+    log_every: Changeable[Steps] = Field(default=20, description="Steps between progress records.")
+    eval_every: Changeable[StepsOrNever] = Field(
+        default=1000, description="Steps between evaluations on the held-out split."
+    )
+    eval_batches: Changeable[Count] = Field(
+        default=16, description="Batches of the held-out split that an evaluation reads."
+    )
+    save_every: Changeable[StepsOrNever] = Field(
         default=1000, description="Steps between checkpoints; the end of a run is always saved."
     )
-    save_async: bool = Field(default=True, description="Write checkpoints in the background while training goes on.")
-    keep_checkpoints: Count = Field(default=3, description="Newest checkpoints to keep; older ones are removed.")
-    checkpoint_key_file: str | None = Field(
+    save_async: Changeable[bool] = Field(
+        default=True, description="Write checkpoints in the background while training goes on."
+    )
+    keep_checkpoints: Changeable[Count] = Field(
+        default=3, description="Newest checkpoints to keep; older ones are removed."
+    )
+    checkpoint_key_file: Changeable[str | None] = Field(
         default=None, description="File with a key that signs checkpoints; only signed ones are then loaded."
     )
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
         default=1337, description="Seeds weights, data order and the held-out split."
     )
-    out_dir: Text = Field(default="artifacts/run", description="The run folder; one run, one folder.")
+    out_dir: Changeable[Text] = Field(default="artifacts/run", description="The run folder; one run, one folder.")
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
@@ -214,14 +228,16 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How several ranks share a run; with one rank nothing of it matters."""
 
-    data: Literal["ddp", "fsdp", "hsdp"] = Field(
+    data: Changeable[Literal["ddp", "fsdp", "hsdp"]] = Field(
         default="ddp",
         description="ddp: whole weights on every rank; fsdp: sharded over all; hsdp: sharded in groups of shard_ranks.",
     )
-    shard_ranks: Annotated[int, Field(ge=1), Unit("ranks")] | None = Field(
+    shard_ranks: Changeable[Annotated[int, Field(ge=1), Unit("ranks")] | None] = Field(
         default=None, description="Ranks that hold one copy of the weights together (hsdp); null means one node's."
     )
-    timeout_s: Seconds = Field(default=600.0, description="Longest wait for other ranks before a run fails.")
+    timeout_s: Changeable[Seconds] = Field(
+        default=600.0, description="Longest wait for other ranks before a run fails."
+    )
 
 
 class DataConfig(Section):
@@ -231,45 +247,49 @@ class DataConfig(Section):
         default="fineweb_edu",
         description="Streamed parquet, your own parquet/JSONL, token shards made earlier, or made-up tasks.",
     )
-    path: Text | None = Field(
+    path: Changeable[Text | None] = Field(
         default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
     )
-    tokenizer: Text = Field(default="byte", description="byte, or the path of a tokenizers JSON file.")
+    tokenizer: Changeable[Text] = Field(default="byte", description="byte, or the path of a tokenizers JSON file.")
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.001, description="Share of the documents kept for evaluation and never trained on."
     )
     packing: Literal["stream", "best_fit"] = Field(
         default="stream", description="stream cuts documents at row ends; best_fit keeps them whole where they fit."
     )
-    on_end: Literal["epoch", "error"] = Field(
+    on_end: Changeable[Literal["epoch", "error"]] = Field(
         default="epoch", description="Data used up: start another epoch, or stop with an error."
     )
-    queue_depth: Annotated[int, Field(ge=1), Unit("batches")] = Field(
+    queue_depth: Changeable[Annotated[int, Field(ge=1), Unit("batches")]] = Field(
         default=8, description="Batches the prefetcher keeps ready."
     )
-    prefetch: bool = Field(default=True, description="Prepare batches in the background while the step computes.")
-    warmup_batches: Annotated[int, Field(ge=0), Unit("batches")] = Field(
+    prefetch: Changeable[bool] = Field(
+        default=True, description="Prepare batches in the background while the step computes."
+    )
+    warmup_batches: Changeable[Annotated[int, Field(ge=0), Unit("batches")]] = Field(
         default=0, description="Batches to have ready before step 1; hides a slow first fetch."
     )
-    warmup_timeout_s: Seconds = Field(default=60.0, description="Longest wait for the warm-up batches.")
-    loader_timeout_s: Seconds = Field(default=120.0, description="Longest wait for any one batch before the run stops.")
-    report_docs: Annotated[int, Field(ge=0), Unit("documents, 0 = never")] = Field(
+    warmup_timeout_s: Changeable[Seconds] = Field(default=60.0, description="Longest wait for the warm-up batches.")
+    loader_timeout_s: Changeable[Seconds] = Field(
+        default=120.0, description="Longest wait for any one batch before the run stops."
+    )
+    report_docs: Changeable[Annotated[int, Field(ge=0), Unit("documents, 0 = never")]] = Field(
         default=1000, description="Documents between progress lines of the data reader."
     )
-    max_bad_units: Annotated[int, Field(ge=0), Unit("row groups")] = Field(
+    max_bad_units: Changeable[Annotated[int, Field(ge=0), Unit("row groups")]] = Field(
         default=8, description="Unreadable pieces of data to skip, each with a warning, before the run stops."
     )
-    cache_dir: Text | None = Field(
+    cache_dir: Changeable[Text | None] = Field(
         default=None,
         description="Folder for fetched shards, hub listings and unit checksums; null: checksums in the run folder.",
     )
-    cache_gib: Annotated[float, Field(gt=0), Unit("GiB")] = Field(
+    cache_gib: Changeable[Annotated[float, Field(gt=0), Unit("GiB")]] = Field(
         default=16.0, description="Disk the download cache may fill."
     )
     synthetic_task: Literal["uniform", "copy", "needle"] = Field(
         default="copy", description="Synthetic data: random tokens, a repeated sequence, or one fact to find again."
     )
-    synthetic_on_fail: bool = Field(
+    synthetic_on_fail: Changeable[bool] = Field(
         default=False,
         description="Train on synthetic data if the dataset fails: loud, recorded, refused for long runs.",
     )
@@ -282,13 +302,19 @@ class DataConfig(Section):
 class TrackConfig(Section):
     """Copies of the heartbeat for trackers of experiments. One that is slow or down costs records, never a step."""
 
-    name: Text | None = Field(default=None, description="What trackers call the run; null takes the run folder's name.")
-    wandb_project: Text | None = Field(
+    name: Changeable[Text | None] = Field(
+        default=None, description="What trackers call the run; null takes the run folder's name."
+    )
+    wandb_project: Changeable[Text | None] = Field(
         default=None, description="Weights & Biases project; null sends nothing. WANDB_API_KEY must be set."
     )
-    wandb_entity: Text | None = Field(default=None, description="Weights & Biases team or user; null is the key's own.")
-    mlflow_uri: Text | None = Field(default=None, description="MLflow tracking server, e.g. http://127.0.0.1:5000.")
-    mlflow_experiment: Text = Field(default="nsa", description="MLflow experiment that the run appears in.")
+    wandb_entity: Changeable[Text | None] = Field(
+        default=None, description="Weights & Biases team or user; null is the key's own."
+    )
+    mlflow_uri: Changeable[Text | None] = Field(
+        default=None, description="MLflow tracking server, e.g. http://127.0.0.1:5000."
+    )
+    mlflow_experiment: Changeable[Text] = Field(default="nsa", description="MLflow experiment that the run appears in.")
 
 
 class RunConfig(Section):
@@ -296,7 +322,7 @@ class RunConfig(Section):
 
     TOY: ClassVar[str] = "toy"
 
-    profile: Text | None = Field(
+    profile: Changeable[Text | None] = Field(
         None,
         description="Hardware profile (configs/profiles/NAME.yaml, or a path); toy marks a config unfit for long runs.",
     )

@@ -13,6 +13,8 @@ from nsa.observe.heartbeat import JsonLines, read_records, to_line
 class Kind(StrEnum):
     START = "start"
     RESTART = "restart"
+    SETTINGS_CHANGED = "settings_changed"
+    """A run was resumed with settings that its checkpoint was not saved with, and that may change."""
     LOST_STEPS = "lost_steps"
     FIRST_STEP = "first_step"
     SAVE = "save"

@@ -22,6 +22,9 @@ from nsa.train.ranks import Ranks
 BETAS = (0.9, 0.95)
 NOT_DECAYED = ["*norm.weight", "*.bias", "*.b_in", "*.pos_emb", "embeddings.weight"]
 
+FROM_THE_CONFIG = ("initial_lr", "weight_decay")
+"""Of the optimizer, not restored from a checkpoint: a run may be resumed with others."""
+
 
 def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
     """Where this rank computes."""
@@ -47,6 +50,7 @@ def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device:
             lr=train.lr,
             betas=BETAS,
             weight_decay=train.weight_decay,
+            fixed_fields=FROM_THE_CONFIG,
             group_overrides=[OptimGroupOverride(params=_not_decayed(model), opts={"weight_decay": 0.0})],
         ),
         rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,

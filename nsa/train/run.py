@@ -47,6 +47,7 @@ from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
 from nsa.train.preflight import demand_fitness
 from nsa.train.ranks import Agreement, Ranks
+from nsa.train.resume_check import VOCAB_SIZE, Change, require_same_data, require_same_settings
 from nsa.train.tracking import start_tracking
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -101,11 +102,9 @@ def train(
                     f"add --clear-halt, or remove the file, to go on."
                 )
             return HALTED
-        resuming = resume or resume_from is not None
-        run = _Run(
-            config, ranks, device, folder, signals, reporter if ranks.first else None, open_things, resuming, allowed
-        )
-        return run.go(resume, resume_from)
+        heard = reporter if ranks.first else None
+        run = _Run(config, ranks, device, folder, signals, heard, open_things, (resume, resume_from), allowed)
+        return run.go()
 
 
 @contextmanager
@@ -175,21 +174,28 @@ class _Run:
         signals: Signals,
         reporter: Reporter | None,
         open_things: ExitStack,
-        resuming: bool,
+        resume: tuple[bool, Path | None],
         allowed: Sequence[str],
     ) -> None:
+        """Everything that can refuse a run comes before anything that writes to its folder."""
         self.config, self.ranks, self.device, self.folder = config, ranks, device, folder
         self.signals, self.reporter = signals, reporter
         self.agreement = Agreement(config.parallel.timeout_s)
         self.judge = make_judge(config)
         self.vocab_size = config.model.vocab_size or rows.vocabulary(config)
         self.allowed = tuple(allowed)
-        _on_first(
-            ranks, lambda: demand_fitness(config, self.vocab_size, ranks, resuming=resuming, allowed=self.allowed)
-        )
+        self.checkpointer = make_checkpointer(config, folder.path, self._record)
+        self.origin = origin = find_origin(self.checkpointer, folder.checkpoints, *resume)
+        self.changes: list[Change] = []
+        if origin.path is not None:
+            self.changes = _on_first(ranks, partial(require_same_settings, origin.path, config, self.vocab_size))
+        fitness = partial(demand_fitness, config, self.vocab_size, ranks, resuming=any(resume), allowed=self.allowed)
+        _on_first(ranks, fitness)
         if self.allowed:
             self._line(f"WARNING: this run may break rules of preflight (--allow): {', '.join(self.allowed)}")
         self.data = self._choose_rows()
+        if origin.path is not None:
+            _on_first(ranks, partial(require_same_data, origin.path, config, self.data, self.changes))
         self.loader = RowLoader(
             self.data,
             global_rows=rows.global_rows(config),
@@ -208,9 +214,9 @@ class _Run:
             open_things.callback(courier.close)
         self._documents_told = 0
 
-    def go(self, resume: bool, resume_from: Path | None) -> int:
+    def go(self) -> int:
         trainer, wishes = self._build()
-        origin = find_origin(trainer.checkpointer, self.folder.checkpoints, resume, resume_from)
+        origin = self.origin
         self._tell_start(origin)
         if origin.path is not None:
             trainer.load_checkpoint(origin.path, load_trainer_state=True, load_optim_state=True)
@@ -280,7 +286,7 @@ class _Run:
             data_loader=self.loader,
             device=self.device,
             save_folder=str(self.folder.checkpoints),
-            checkpointer=make_checkpointer(config, self.folder.path, self._record),
+            checkpointer=self.checkpointer,
             callbacks=callbacks,
             max_duration=Duration.steps(config.train.steps),
             load_strategy=LoadStrategy.never,
@@ -298,6 +304,7 @@ class _Run:
             data_cursor=self.loader.state_dict(),
             skipped_batches=self.judge.memory.left_out,
             spike_window=self.judge.memory.window(),
+            more={VOCAB_SIZE: self.vocab_size},
         )
 
     def _choose_rows(self) -> RowData:
@@ -337,8 +344,10 @@ class _Run:
             tell(Kind.LOST_STEPS, steps=lost)
         if origin.path is not None:
             self._line(f"going on from {origin.path}")
-            for difference in RunRecord.read(origin.path).differences(config.model_dump(mode="json")):
-                self._line(f"changed since that checkpoint: {difference}")
+            for change in self.changes:
+                self._line(f"changed since that checkpoint: {change}")
+            if changed := [str(change) for change in self.changes if not change.key.startswith("track.")]:
+                tell(Kind.SETTINGS_CHANGED, reason="; ".join(changed))
         self._line(
             f"{self.data} · {self.vocab_size} ids · {config.train.steps} steps of {rows.global_rows(config)} rows of "
             f"{config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from nsa.config.dotted import flat
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint.layout import STATE, rank_state
 from nsa.train.checkpoint.store import write_durably
@@ -65,12 +64,6 @@ class RunRecord:
         if fingerprint(record.config) != config_fingerprint:
             raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
         return record
-
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """Settings that a run about to resume has changed: `train.lr was 0.1, is 0.2`."""
-        then, now = flat(self.config), flat(config)
-        changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
-        return [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in changed]
 
 
 def write_rng(checkpoint: Path, rank: int) -> None:
