@@ -1,6 +1,5 @@
 """One run from its description to an exit code. The order of things is here; what each does is in its own module."""
 
-import errno
 import logging
 import os
 import time
@@ -20,7 +19,7 @@ from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCal
 from nsa.config.schema import RunConfig
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
-from nsa.errors import CheckpointError, ConfigError, DataError, NSAError
+from nsa.errors import ConfigError, DataError, NSAError
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.triton.switch import set_tuning
 from nsa.observe import halt, names
@@ -43,6 +42,7 @@ from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver, signing_key
 from nsa.train.collectives import keep_record
 from nsa.train.exits import DONE, HALTED
+from nsa.train.full_disk import NO_ROOM, no_room_error
 from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
 from nsa.train.preflight import demand_fitness
@@ -50,7 +50,6 @@ from nsa.train.ranks import Agreement, Ranks
 from nsa.train.resume_check import VOCAB_SIZE, Change, require_same_data, require_same_settings
 from nsa.train.tracking import start_tracking
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
 
@@ -228,12 +227,9 @@ class _Run:
                 raise error.__cause__ from error
             raise
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise
-            raise CheckpointError(
-                f"{self.folder.path} could not be written ({error.strerror}): what is saved there is untouched. Free "
-                f"disk space and add --resume."
-            ) from error
+            raise no_room_error(error, self.folder.path) from error
         self._finish(trainer, wishes)
         return wishes.exit_code
 
