@@ -27,6 +27,10 @@ class DataError(NSAError):
     exit_code = 21
 
 
+class DataTimeout(DataError):
+    """Data that did not come in time: its source is slow, hangs or is gone. The condition `loader_timeout`."""
+
+
 class CheckpointError(NSAError):
     """A checkpoint that cannot be trusted, written or found, or a run folder that another process holds."""
 

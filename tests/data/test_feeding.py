@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,12 @@ from nsa.data.feed.feeder import Feeder, FeedSettings
 from nsa.data.feed.tensors import to_tensors
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.opening import DirectData, PreparedData, SyntheticData
-from nsa.errors import ConfigError, DataError
+from nsa.errors import ConfigError, DataError, DataTimeout
+from nsa.observe import names
+from nsa.observe.heartbeat import Beat
+from nsa.observe.watch.conditions import Limits
+from nsa.observe.watch.health import examine
+from nsa.observe.watch.history import History
 from tests.data.shard_sets import documents, write_set
 
 SYNTHETIC = SyntheticData("uniform", vocab_size=100, seq_len=16, seed=1)
@@ -174,3 +180,20 @@ def test_tensors_are_what_a_model_reads() -> None:
     assert tensors["cu_doc_lens"].dtype == torch.int32
     assert tensors["label_mask"].sum() == 5
     assert not tensors["input_ids"].is_pinned()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_a_source_that_is_gone_is_data_that_did_not_come_in_time(name: str) -> None:
+    """By class, through the feeding process: health names it `loader_timeout` and not just a failed run."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/{name}"
+    data = DirectData(url, "byte", seq_len=8, loader_timeout_s=4.0)
+    with (
+        Feeder(data, global_rows=1, settings=FeedSettings(timeout_s=60.0)) as feeder,
+        pytest.raises(DataTimeout) as seen,
+    ):
+        next(feeder)
+    beat = Beat.now(ts=1.7e9, rank=0, step=1, msg=names.FAILED, detail=f"{type(seen.value).__name__}: {seen.value}")
+    history = History()
+    history.add(beat, 0.0)
+    assert [finding.name for finding in examine(history, now=1.0, limits=Limits())] == ["loader_timeout"]

@@ -18,7 +18,7 @@ from nsa.data.feed.worker import Failure, produce
 from nsa.data.rows.batch import Batch
 from nsa.data.rows.opening import RowData, check_batch
 from nsa.data.rows.stream import State
-from nsa.errors import ConfigError, DataError, NSAError
+from nsa.errors import ConfigError, DataError, DataTimeout, NSAError
 
 _POLL_S = 0.2
 
@@ -164,5 +164,5 @@ class Feeder:
         return received
 
 
-class _TooLate(DataError):
+class _TooLate(DataTimeout):
     """The queue stayed empty."""

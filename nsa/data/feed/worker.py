@@ -16,7 +16,7 @@ from nsa.errors import DataError, NSAError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of the worker, by name: the trainer raises the same class with the same message."""
+    """An error of the worker, by name: the trainer raises the same class, or the nearest in `nsa.errors`, again."""
 
     kind: str
     message: str
@@ -26,6 +26,12 @@ class Failure:
             return EndOfData(self.message)
         error: NSAError = getattr(errors, self.kind, DataError)(self.message)
         return error
+
+    @classmethod
+    def of(cls, error: NSAError) -> "Failure":
+        if isinstance(error, EndOfData):
+            return cls(EndOfData.__name__, str(error))
+        return cls(next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__)), str(error))
 
 
 def produce(
@@ -46,7 +52,7 @@ def produce(
             batch = stream.next_batch(global_rows, rank, world)
             out.put((batch, stream.state_dict()))
     except NSAError as error:
-        out.put(Failure(type(error).__name__, str(error)))
+        out.put(Failure.of(error))
         out.close()
         out.join_thread()
         sys.exit(error.exit_code)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa.data.source.patience import Deadline, Patience
-from nsa.errors import DataError
+from nsa.errors import DataError, DataTimeout
 
 MAX_PARALLEL = 8
 _CHUNK = 256 * 1024
@@ -23,6 +23,10 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 class Unreachable(DataError):
     """A server that refused, or did not answer within the patience it was given."""
+
+
+class NoAnswer(Unreachable, DataTimeout):
+    """A server that did not answer within its patience, as opposed to one that refused."""
 
 
 class _Retry(Exception):
@@ -126,7 +130,7 @@ class HttpClient:
             fruitless, before = (fruitless + 1, before) if now == before else (0, now)
             pause_s = max(self._patience.pause_s(fruitless), min(after_s, self._patience.backoff_max_s))
             if fruitless >= self._patience.attempts or deadline.left_s() <= pause_s:
-                raise Unreachable(
+                raise NoAnswer(
                     f"{what} could not be read in {deadline.passed_s():.1f} s ({fruitless} attempts in a row brought "
                     f"nothing, limits: {self._patience.attempts} attempts, {self._patience.deadline_s:g} s; last: "
                     f"{why})"

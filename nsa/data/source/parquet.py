@@ -23,7 +23,7 @@ from nsa.data.source.row_group import (
     parse_row_group,
 )
 from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Unit
-from nsa.errors import DataError
+from nsa.errors import DataError, DataTimeout
 
 _TAIL_BYTES = 256 * 1024
 _FOOTER_CACHE_BYTES = 256 * 2**20
@@ -83,6 +83,8 @@ class ParquetSource:
                 return self._read_once(index, deadline)
         except CorruptUnit as error:
             raise CorruptUnit(f"{unit} is corrupt: {error}") from error
+        except DataTimeout as error:
+            raise DataTimeout(f"{unit} could not be read: {error}") from error
         except DataError as error:
             raise DataError(f"{unit} could not be read: {error}") from error
 
@@ -126,7 +128,8 @@ class ParquetSource:
             metadata = parse_footer(footer)
             check_footer(metadata, self._columns)
         except Unreachable as error:
-            raise DataError(f"{file.where} could not be listed: {error}") from error
+            kind = DataTimeout if isinstance(error, DataTimeout) else DataError
+            raise kind(f"{file.where} could not be listed: {error}") from error
         except CorruptUnit as error:
             raise DataError(
                 f"{file.where} is not a usable parquet file: {error}. Without its footer the number of units is "
