@@ -5,6 +5,7 @@ stream documents directly divide the reading: each reads and tokenises its share
 through a folder of the run.
 """
 
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.data.collator import DataCollator
 from olmo_core.data.data_loader import TextDataLoaderBase
-from olmo_core.distributed.utils import broadcast_object
+from olmo_core.distributed.utils import all_gather_object, broadcast_object
 from torch import Tensor
 
 from nsa.data.feed.feeder import Feeder, FeedSettings
@@ -29,6 +30,8 @@ from nsa.errors import CheckpointError
 from nsa.model.loss import IGNORE
 from nsa.observe import names
 from nsa.train.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 Tensors = dict[str, Any]
 
@@ -126,12 +129,20 @@ class RowLoader(TextDataLoaderBase):
 
 
 def divide_reading(data: RowData, ranks: Ranks, work_dir: Path) -> RowData:
-    """The same rows, with the reading of documents divided among the ranks. All ranks must call it at the same time."""
+    """The same rows, with the reading of documents divided among the ranks. All ranks must call it at the same time.
+
+    Ranks whose run folder is on a disk of their own cannot exchange tokens: then each reads everything.
+    """
     if not isinstance(data, DirectData) or ranks.world == 1 or not dist.is_initialized():
         return data
     folder, problem = broadcast_object(_new_exchange(work_dir) if ranks.first else ("", ""))
     if problem:
         raise CheckpointError(f"{folder} cannot be made ({problem}): ranks share tokens there. Check the run folder.")
+    if not all(all_gather_object(Path(folder).is_dir())):
+        if ranks.first:
+            log.warning("%s is not seen by every rank: each rank reads and tokenises all of the data. Put the run "
+                        "folder on a shared file system, or prepare the data.", work_dir)  # fmt: skip
+        return data
     return replace(data, exchange=ExchangeSettings(folder, ranks.rank, ranks.world))
 
 

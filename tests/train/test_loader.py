@@ -1,6 +1,8 @@
 """The loader hands every rank its share, and its state knows no ranks."""
 
+import ctypes
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from nsa.data.rows.opening import DirectData, SyntheticData
 from nsa.errors import ConfigError
 from nsa.model.loss import IGNORE
 from nsa.observe import names
-from nsa.train.loader import RowLoader, to_engine
+from nsa.train.loader import RowLoader, divide_reading, to_engine
 from nsa.train.ranks import Ranks
 
 DATA = SyntheticData("uniform", vocab_size=50, seq_len=16, seed=3)
@@ -116,3 +118,24 @@ def test_ranks_of_a_run_divide_the_reading_and_share_one_sequence(tmp_path):
         shares = [torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
         assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
     assert not (tmp_path / "run" / names.DATA_EXCHANGE).exists(), "removed at the end"
+
+
+def read_without_shared_folder(rank, world, folder, source):
+    """Rank 1 sees an empty run folder, as on another node whose disk is its own."""
+    if rank == 1:
+        new_mount_namespace = 0x00020000
+        assert ctypes.CDLL(None, use_errno=True).unshare(new_mount_namespace) == 0, "needs root"
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", f"{folder}/run"], check=True)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    ranks = Ranks(rank=rank, world=world, distributed=True)
+    divided = divide_reading(DirectData(source, "byte", 32, seed=1), ranks, Path(folder) / "run")
+    assert divided.exchange is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_without_a_shared_run_folder_read_everything_themselves(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": "0", "text": "document"}))
+    (tmp_path / "run").mkdir()
+    torch.multiprocessing.spawn(read_without_shared_folder, (2, str(tmp_path), str(tmp_path / "a.jsonl")), nprocs=2)
