@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.errors import ConfigError
+from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
     from nsa.observe.watch.conditions import Limits
@@ -98,9 +99,9 @@ def halt(
     folder = _folder(run, directory)
     who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
     if ask(folder, reason, who):
-        print(f"asked {folder} to halt: {reason}", flush=True)
+        print(f"asked {printable(folder)} to halt: {printable(reason)}", flush=True)
     elif (asked := read(folder)) is not None:
-        print(f"{names.HALT} is there already: {asked.describe(time.time())}", flush=True)
+        print(f"{names.HALT} is there already: {printable(asked.describe(time.time()))}", flush=True)
     if wait:
         _wait_for_end(folder, timeout)
 
@@ -128,7 +129,7 @@ def smoke(
         )
     )
     for answer in answers:
-        print(f"{'ok    ' if answer.good else 'FAILED'}  {answer.text}")
+        print(f"{'ok    ' if answer.good else 'FAILED'}  {printable(answer.text)}")
     raise typer.Exit(0 if all(answer.good for answer in answers) else 1)
 
 
@@ -143,7 +144,8 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
         ended = bool(logs) and all(log.ended for log in logs)
         if ended and not reader.leaving():
             last = logs[0].last
-            print(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
+            why = f": {printable(last.detail)}" if last.detail else ""
+            print(f"{phase(history, [])} at step {last.step}{why}")
             return
         if history.gone & history.present.keys():
             print(f"the process of rank {min(history.gone)} is gone without a last word")
@@ -152,7 +154,7 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
             shown = line
             print(line, flush=True)
         if time.monotonic() > until:
-            print(f"not halted within {timeout_s:g} s; {folder} may hang: nsa status says more")
+            print(f"not halted within {timeout_s:g} s; {printable(folder)} may hang: nsa status says more")
             raise typer.Exit(1)
         time.sleep(0.2)
 
@@ -173,19 +175,22 @@ def _status(folder: Path, limits: "Limits") -> "Status":
 
 def _show(folder: Path, found: "Status") -> None:
     from rich.console import Console
+    from rich.text import Text
 
     from nsa.observe.halt import age
+    from nsa.observe.records import describe_unreadable
     from nsa.observe.watch.conditions import Level
     from nsa.observe.watch.health import Phase
     from nsa.observe.watch.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
     colour = ("green", "yellow", "red")[found.exit_code]
-    console.print(f"[bold {colour}]{found.phase}[/]  {folder}", soft_wrap=True)
+    console.print(Text.assemble((str(found.phase), f"bold {colour}"), f"  {printable(folder)}"), soft_wrap=True)
     of = f" of {found.steps:,} ({found.step / found.steps:.1%})" if found.steps else ""
     rows = [("step", f"{found.step:,}{of}")]
     if found.loss is not None:
-        rows.append(("loss", f"{found.loss:.4f}"))
+        how = f", mean of the last {found.loss_records} records" if found.loss_records > 1 else ""
+        rows.append(("loss", f"{found.loss:.4f}{how}"))
     if found.toks_per_s is not None:
         rows.append(("pace", f"{found.toks_per_s:,.0f} tokens/s"))
     if found.left_s is not None:
@@ -196,14 +201,16 @@ def _show(folder: Path, found: "Status") -> None:
     rows.append(("checkpoint", found.checkpoint or "none"))
     if found.halt is not None:
         rows.append((".HALT", found.halt))
+    if found.unreadable:
+        rows.append(("unreadable", describe_unreadable(found.unreadable)))
     for name, text in rows:
-        console.print(f"  {name:11}{text}", markup=False, soft_wrap=True)
+        console.print(f"  {name:11}{printable(text)}", markup=False, soft_wrap=True)
     for same in by_condition(found.findings):
         first, ranks = same[0], ranks_of(same)
         colour = "red" if first.level == Level.CRITICAL else "yellow"
         where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
         console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
-        console.print(f"  {first.message}", markup=False)
+        console.print(f"  {printable(first.message)}", markup=False)
         console.print(f"  → {first.condition.advice}", markup=False)
     if found.phase == Phase.EMPTY:
         console.print("no process has written a heartbeat here")
@@ -250,4 +257,4 @@ def _inside(folder: Path | None, name: str) -> Path:
 
 
 def _say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+    print(f"[{time.strftime('%H:%M:%S')}] {printable(line)}", flush=True)

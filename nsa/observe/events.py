@@ -6,8 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import names
-from nsa.observe.heartbeat import JsonLines, read_records, to_line
+from nsa.observe import names, records
+from nsa.observe.heartbeat import JsonLines, to_line
 
 
 class Kind(StrEnum):
@@ -54,14 +54,41 @@ def add_event(run_folder: Path, kind: Kind, *, ts: float, step: int, **details: 
         lines.close()
 
 
-def event_of(record: dict[str, Any]) -> Event | None:
-    """None for kinds of a later version and records that are none."""
-    if record.get("event") not in list(Kind) or not {"ts", "step"} <= record.keys():
-        return None
-    details = {name: value for name, value in record.items() if name not in ("ts", "iso", "event", "step")}
-    return Event(record["ts"], Kind(record["event"]), record["step"], details)
+_CHECKS = {
+    "ts": records.time_stamp,
+    "event": records.text,
+    "step": records.whole,
+    **dict.fromkeys(("val_loss", "loss", "grad_norm"), records.number),
+    **dict.fromkeys(("steps", "world", "tokens", "code"), records.whole),
+    **dict.fromkeys(
+        ("reason", "error", "problem", "why", "message", "condition", "level", "launcher", "origin", "data", "path",
+         "logs", "by", "aside"), records.text,
+    ),
+    "over": records.flag,
+}  # fmt: skip
+"""Of the fields that readers use; others may be anything."""
+_KINDS = frozenset(Kind)
+_OF_EVERY_EVENT = ("ts", "iso", "event", "step")
+
+
+def parse_event(line: str) -> records.Parsed[Event]:
+    """One line of events.jsonl. Kinds of a later version are skipped, and are not damage."""
+    record, torn = records.parse_record(line)
+    if record is None:
+        return None, torn
+    checks = dict.fromkeys(record, records.anything) | _CHECKS
+    kept, damaged = records.fields(record, checks, ("ts", "event", "step"))
+    if kept is None or kept["event"] not in _KINDS:
+        return None, damaged
+    details = {name: value for name, value in kept.items() if name not in _OF_EVERY_EVENT}
+    return Event(kept["ts"], Kind(kept["event"]), kept["step"], details), damaged
+
+
+def read_events_and_damage(run_folder: Path) -> tuple[list[Event], int]:
+    """Events, oldest first, and how many records could not be read, whole or in part."""
+    found = list(records.read_records(run_folder / names.EVENTS, parse_event))
+    return [event for event, _ in found if event is not None], sum(damaged for _, damaged in found)
 
 
 def read_events(run_folder: Path) -> list[Event]:
-    """Oldest first; torn lines and kinds of a later version are passed over."""
-    return [event for record in read_records(run_folder / names.EVENTS) if (event := event_of(record)) is not None]
+    return read_events_and_damage(run_folder)[0]

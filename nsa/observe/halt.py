@@ -1,12 +1,17 @@
 """`.HALT`, the file that stops a run: who asks, why, and since when. It is never overwritten and never just deleted."""
 
+import errno
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.observe import names
+from nsa.observe import names, records
 from nsa.observe.events import Kind, add_event
+
+_MOST_BYTES = 1 << 16
+_SOMETHING_ELSE = (errno.EINVAL, errno.ELOOP, errno.EACCES, errno.ENXIO)
+"""A folder, a pipe, a loop of links or a file of somebody else: it is there, so it asks, without saying why."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,14 @@ def read(folder: Path) -> Halt | None:
     """What `.HALT` says, or None without one; an empty file counts, and so does what `echo` wrote."""
     path = folder / names.HALT
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        since = path.stat().st_mtime
+        since = path.lstat().st_mtime
+        lines = records.read_text(path, _MOST_BYTES).splitlines()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno not in _SOMETHING_ELSE:
+            raise
+        return Halt(f"something that cannot be read ({error.strerror})", None, since)
     by = [line.removeprefix("by:").strip() for line in lines if line.startswith("by:")]
     said = " ".join(line.strip() for line in lines if not line.startswith("by:"))
     return Halt(said.strip().removeprefix("halt:").strip() or "no reason given", by[0] if by else None, since)

@@ -1,23 +1,22 @@
 """The heartbeat: one JSON record per line, the truth that every other record of a run copies.
 
-Writer and readers share `Beat`. A full disk or a kill may tear a line; readers pass over it and writers begin anew.
+Writer and readers share `Beat`. A full disk or a kill may tear a line; readers skip and count it, writers begin anew.
 """
 
 import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from nsa.observe import names
+from nsa.observe import names, records
 
 ALIVE_EVERY_S = 15.0
 """A run whose steps go on is silent no longer than this and one step."""
-_NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +80,6 @@ class Beat:
     def to_line(self) -> str:
         return to_line(self.as_dict())
 
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """A record with fields this version does not know loses them; one without the fixed fields is no beat."""
-        known = cls.__dataclass_fields__
-        return cls(
-            **{
-                name: _frozen(value) if isinstance(value, list) else value
-                for name, value in record.items()
-                if name in known
-            }
-        )
-
 
 PROGRESS_FIELDS = tuple(
     field.name for field in fields(Beat) if field.default is None and field.name not in ("detail", "step_s")
@@ -106,7 +93,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = _ends_torn(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = records.open_to_append(path)
         if torn:
             self._file.write("\n")
         self._turn = threading.Lock()  # saves end in a thread of their own
@@ -125,37 +112,62 @@ def to_line(record: Mapping[str, Any]) -> str:
     return json.dumps({name: _spell(value) for name, value in record.items()}, allow_nan=False, separators=(",", ":"))
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole record of a file, oldest first; nothing if there is no file."""
-    try:
-        text = path.read_bytes().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return
-    for line in text.split("\n"):
-        record = parse_record(line)
-        if record is not None:
-            yield record
+FIXED_FIELDS = ("ts", "pid", "rank", "step", "msg")
+"""A record without one of these is no beat."""
+_BY_TYPE: Mapping[Any, records.Check] = {
+    float: records.number,
+    int: records.whole,
+    str: records.text,
+    float | None: records.number,
+    int | None: records.whole,
+    str | None: records.text,
+    bool | None: records.flag,
+    tuple[str, ...] | None: records.texts,
+    tuple[float, ...] | None: records.numbers,
+    tuple[tuple[float, ...], ...] | None: records.rows_of_numbers,
+}
+_AMOUNTS = (
+    "toks_per_s", "step_s", "forward_s", "dt_fetch_s", "host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved",
+    "gpu_mem_alloc_gib", "gpu_mem_reserved_gib",
+)  # fmt: skip
+CHECKS: Mapping[str, records.Check] = {
+    **{field.name: _BY_TYPE[field.type] for field in fields(Beat)},
+    **dict.fromkeys(_AMOUNTS, records.amount),
+    "ts": records.time_stamp,
+    "pid": records.process_id,
+    "rank": records.rank_number,
+}
 
 
-def parse_record(line: str) -> dict[str, Any] | None:
-    """One line as a record, or None if it was torn or is something else."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict):
-        return None
-    spelled = "NaN" in line or "Infinity" in line  # few records are: most need no second look
-    return {name: _read(value) for name, value in record.items()} if spelled else record
+def beat_fields(rank: int | None = None) -> Callable[[str], records.Parsed[dict[str, Any]]]:
+    """Parser of one line of a heartbeat file into the fields of a beat; the file is that of `rank`, if one is given."""
+
+    def parse(line: str) -> records.Parsed[dict[str, Any]]:
+        record, torn = records.parse_record(line)
+        if record is None:
+            return None, torn
+        kept, damaged = records.fields(record, CHECKS, FIXED_FIELDS)
+        if kept is None or (rank is not None and kept["rank"] != rank):
+            return None, True
+        return kept, damaged
+
+    return parse
+
+
+def beat_parser(rank: int | None = None) -> Callable[[str], records.Parsed[Beat]]:
+    """The same, as a `Beat`."""
+    parse_fields = beat_fields(rank)
+
+    def parse(line: str) -> records.Parsed[Beat]:
+        kept, damaged = parse_fields(line)
+        return (None if kept is None else Beat(**({"iso": ""} | kept))), damaged
+
+    return parse
 
 
 def read_beats(path: Path) -> Iterator[Beat]:
     """Every whole beat of a heartbeat file, oldest first."""
-    for record in read_records(path):
-        try:
-            yield Beat.from_dict(record)
-        except TypeError:
-            continue
+    return (beat for beat, _ in records.read_records(path, beat_parser()) if beat is not None)
 
 
 def last_beat(path: Path, msg: str | None = None) -> Beat | None:
@@ -192,19 +204,9 @@ def _spell(value: Any) -> Any:
     return value
 
 
-def _read(value: Any) -> Any:
-    if isinstance(value, str) and value in _NON_FINITE:
-        return float(value)
-    return [_read(item) for item in value] if isinstance(value, list) else value
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
-
-
 def _ends_torn(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with records.open_regular(path) as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
     except OSError:  # no file, or an empty one

@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa import __version__
 from nsa.config.schema import RunConfig
-from nsa.observe import halt, names
+from nsa.observe import halt, names, records
 from nsa.observe.heartbeat import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
@@ -38,7 +38,7 @@ class RunFolder:
 
     def last_step(self) -> int:
         """The last step any earlier process of this run reported; 0 if none did."""
-        beats = (last_beat(path, names.PROGRESS) for path in self.path.glob(names.HEARTBEATS))
+        beats = (last_beat(path, names.PROGRESS) for _, path in records.heartbeat_files(self.path))
         return max((beat.step for beat in beats if beat is not None), default=0)
 
     def write_env(self, config: RunConfig, **facts: Any) -> None:

@@ -1,6 +1,7 @@
 """`nsa status`, `watch`, `halt` and `smoke` as commands: what they show, write and return."""
 
 import json
+import random
 import time
 from dataclasses import replace
 
@@ -207,3 +208,16 @@ def test_smoke_accepts_steps_told_twice_after_a_rollback(tmp_path):
     again = a_run(40, lambda step: {"loss": 2.0 - step / 100}, first=31, began=beats[-1].ts)[1:]
     write(tmp_path, record([*beats, back, *again]))
     assert nsa("smoke", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_smoke_does_not_take_noise_for_learning(tmp_path, seed):
+    """The mean of the last quarter lies below that of the first in half of all runs that learn nothing."""
+    rng = random.Random(seed)
+    nothing = record(a_run(60, lambda step: {"loss": 5.0 + rng.gauss(0, 0.1)}))
+    little = record(a_run(60, lambda step: {"loss": 5.0 - 0.006 * step + rng.gauss(0, 0.1)}))
+    for name, recording, learned in (("nothing", nothing, False), ("little", little, True)):
+        (tmp_path / name).mkdir()
+        text = nsa("smoke", write(tmp_path / name, recording), "--min-steps", 10)[1]
+        (line,) = (line for line in text.splitlines() if "mean loss of the first quarter" in line)
+        assert line.startswith("ok" if learned else "FAILED"), line

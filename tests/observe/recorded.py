@@ -27,13 +27,15 @@ class Recording:
     end: float
     facts: Facts = field(
         default_factory=lambda: Facts(
-            host="here", world=1, local_world=1, steps=50_000, log_every=1, save_every=200, eval_every=100, l_sel=64,
+            host="here", world=1, local_world=1, steps=50_000, log_every=1, save_every=200, eval_every=100,
             dataset="fineweb_edu", loader_timeout_s=120.0,
         )
     )  # fmt: skip
     events: list[Event] = field(default_factory=list)
     gone: frozenset[int] = frozenset()
     """Ranks whose process does not exist at the end."""
+    ahead_s: float = 0.0
+    """How far the clock of the run is ahead of the reader's."""
 
     def at(self, moment: float) -> "Recording":
         """What was known at an earlier moment."""
@@ -45,7 +47,7 @@ class Recording:
         for event in self.events:
             history.add_event(event, event.ts)
         for beat in sorted((beat for log in self.beats.values() for beat in log), key=lambda beat: beat.ts):
-            history.add(beat, beat.ts)
+            history.add(beat, beat.ts, self.ahead_s)
         return history
 
 
@@ -160,6 +162,31 @@ def late() -> Recording:
     return record(a_run(12_000, loss, first=20_000, every=20), log_every=20)
 
 
+def very_noisy() -> Recording:
+    """A batch of few tokens: the loss of a record says little, and the run is well."""
+    rng = random.Random(3)
+    return record(a_run(900, lambda step: {"loss": 3.0 + 5.0 * step**-0.3 + rng.gauss(0, 0.4)}))
+
+
+def other_data() -> Recording:
+    """Started again on other data, on which the loss is higher, and falls."""
+    first = a_run(200)
+    harder = lambda step: {"loss": 5.0 + 5.0 * (step - 199) ** -0.3}  # noqa: E731
+    return record([*first, *a_run(100, harder, first=201, began=first[-1].ts + 90, pid=2000)])
+
+
+def evaluated_again() -> Recording:
+    """An evaluation failed, the next did not."""
+    recording = record(a_run(250))
+    times = {beat.step: beat.ts for beat in recording.beats[0]}
+    recording.events += [
+        Event(times[100], Kind.EVALUATION_FAILED, 100, {"error": "x"}),
+        Event(times[200], Kind.EVALUATION, 200, {"val_loss": 3.0}),
+    ]
+    recording.events.sort(key=lambda event: event.ts)
+    return recording
+
+
 def compiling() -> Recording:
     return record(a_run(0), after_s=500.0)
 
@@ -194,6 +221,8 @@ HEALTHY: dict[str, Callable[[], Recording]] = {
     "restarted": restarted,
     "two ranks": two_ranks,
     "late": late,
+    "very noisy": very_noisy,
+    "other data": other_data,
 }
 
 
@@ -253,6 +282,12 @@ def _at(steps: Iterable[int], **changed: Any) -> Recording:
     return record(a_run(150, lambda step: changed if step in set(steps) else {}))
 
 
+def _rising(since: int, by: float, noise: float = 0.02) -> Change:
+    """The loss falls as usual until `since` and rises by so much per step from there on."""
+    rng = random.Random(since)
+    return lambda step: {"loss": 3.0 + 5.0 * min(step, since) ** -0.3 + max(0, step - since) * by + rng.gauss(0, noise)}
+
+
 def _without_saves() -> Recording:
     recording = record(a_run(450))
     recording.events = [event for event in recording.events if event.kind != Kind.SAVE]
@@ -279,11 +314,17 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "run_failed": [lambda: _failed("RuntimeError: a kernel went wrong")],
     "loss_nonfinite": [lambda: _at([150], loss=math.nan), lambda: _at([140], loss=math.inf), _skipping_all],
     "grad_nonfinite": [lambda: _at([150], grad_norm=math.inf)],
-    "throughput_zero": [_still],
+    "loss_divergence": [
+        lambda: record(a_run(200, _rising(120, 0.02))),
+        lambda: record(a_run(400, _rising(200, 0.004, noise=0.1))),
+        lambda: record(a_run(3000, _rising(1000, 0.0005))),
+    ],
+    "throughput_zero": [_still, lambda: _after(50, toks_per_s=0.0)],
     "gate_entropy_critical": [lambda: _after(50, gate_entropy_mean=0.19)],
     "gate_collapse_critical": [lambda: _after(50, gate_collapse_frac=0.25)],
     "loader_timeout": [
-        lambda: _failed("_TooLate: a batch from fineweb did not come within 120 s (the process is alive …)")
+        lambda: _failed("_TooLate: a batch from fineweb did not come within 120 s (the process is alive …)"),
+        lambda: _failed("DataTimeout: http://host/a.parquet, row group 3 could not be read: … in 90 s (8 attempts)"),
     ],
     "out_of_memory": [lambda: _failed("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")],
     "steps_skipped": [_skipping, _skipping_uncounted],
@@ -293,17 +334,18 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "gate_entropy_low": [lambda: _after(50, gate_entropy_mean=0.29)],
     "gate_collapse_high": [lambda: _after(50, gate_collapse_frac=0.15)],
     "gate_max_high": [lambda: _after(50, gate_max_mean=0.9)],
-    "selection_at_max": [lambda: _after(50, sel_pct_at_max=0.12)],
     "reads_differ": [lambda: _at([150], reads_act_total=999_999)],
     "data_slow": [lambda: _after(50, dt_fetch_s=2.1)],
     "memory_creep": [
         lambda: record(a_run(400, lambda step: {"host_mem_rss": 4000.0 + 4.0 * step})),
         lambda: record(a_run(400, lambda step: {"gpu_mem_alloc": 21_000.0 + 20.0 * step})),
+        lambda: record(a_run(400, lambda step: {"gpu_mem_reserved": 30_000.0 + 30.0 * step})),
     ],
     "grad_spikes": [lambda: _at([100, 120, 140], grad_norm=8.0)],
     "straggler": [lambda: two_ranks(1.6)],
     "checkpoint_overdue": [_without_saves],
     "evaluation_failed": [_evaluation_failed],
     "synthetic_data": [_made_up],
+    "clock_skew": [lambda: replace(record(a_run(50)), ahead_s=3600.0)],
 }
 assert UNWELL.keys() == CONDITIONS.keys()

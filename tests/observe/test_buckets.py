@@ -95,7 +95,7 @@ def test_without_a_finite_value_there_is_no_axis():
         (number(12345.6), "12,346"), (number(3e-5), "3e-5"), (number(1e9), "1e9"),
         (share(0.0004), "< 0.1 %"), (share(0.999), "> 99 %"), (share(1.0), "100 %"), (share(0.123), "12 %"),
         (count(1234567), "1,234,567"), (count(12_300_000), "12.3 M"), (count(4.56e9), "4.56 G"),
-        (plain("a\x1b[31mb\nc"), "a [31mb c"), (plain("x" * 900, 5), "xxxx…"),
+        (plain("a\x1b[31mb\nc"), r"a\x1b[31mb\nc"), (plain("x" * 900, 5), "xxxx…"),
     ],
 )  # fmt: skip
 def test_numbers_are_said_as_people_read_them(said, expected):

@@ -35,7 +35,7 @@ def test_the_command_prints_figures_settings_and_curves(tmp_path):
     assert result.exit_code == 0, result.output
     assert re.search(r"steps +600 +500", result.output)
     assert re.search(r"train.lr +0.0003 +0.001", result.output)
-    assert re.search(r"loss \(mean of the last records\) +3\.\d+ +9\.000", result.output)
+    assert re.search(r"loss, mean of the last records +3\.\d+ \(20 up to 600\) +9\.000 \(20 up to 500\)", result.output)
     plot = result.output[result.output.index("nats per token") :]
     assert plot.count("A") >= 3
     assert plot.count("B") >= 3

@@ -1,6 +1,7 @@
 """Every condition is found where it holds, alone, and nothing is found in a run that is well."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -86,10 +87,34 @@ def test_one_spike_is_noise_and_so_is_one_odd_batch():
     assert found(recorded._at([150], gate_entropy_mean=0.1, gate_collapse_frac=0.5, gate_max_mean=0.99)) == set()
 
 
-def test_selection_blocks_of_eight_have_a_larger_natural_share():
-    recording = record(a_run(50, lambda step: {"sel_pct_at_max": 0.125}), l_sel=8)
+def test_a_failed_evaluation_is_named_until_the_next_one_succeeds():
+    recording = recorded.evaluated_again()
+    (finding,) = examine(recording.at(recording.end - 200).history(), now=recording.end - 200, limits=LIMITS)
+    assert finding.name == "evaluation_failed"
+    assert "100: x" in finding.message
     assert found(recording) == set()
-    assert found(replace(recording, facts=replace(recording.facts, l_sel=64))) == {"selection_at_max"}
+
+
+def test_a_rise_is_no_plateau_and_a_plateau_no_rise():
+    """Over a window in which both would be judged."""
+    noise = [0.05 * (-1) ** step for step in range(1301)]
+    flat = record(a_run(1300, lambda step: {"loss": 4.0 + noise[step]}))
+    up = record(a_run(1300, lambda step: {"loss": 4.0 + noise[step] + max(0, step - 900) * 0.003}))
+    assert found(flat) == {"loss_plateau"}
+    assert found(up) == {"loss_divergence"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_divergence(seed):
+    """Correlated noise around a loss that has stopped falling, up to a tenth of it."""
+    rng, drift = random.Random(seed), 0.0
+
+    def change(step):
+        nonlocal drift
+        drift = 0.9 * drift + rng.gauss(0, 0.05)
+        return {"loss": 2.5 + drift + rng.gauss(0, 0.1)}
+
+    assert "loss_divergence" not in found(record(a_run(900, change)))
 
 
 def test_a_slow_rank_counts_only_where_it_costs_something():

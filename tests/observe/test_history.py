@@ -107,7 +107,7 @@ def test_facts_come_from_env_and_saves_from_events(folder):
     add_event(folder.path, Kind.START, ts=BEGAN, step=0)
     add_event(folder.path, Kind.SAVE, ts=BEGAN, step=4)
     history = folder.reader.update()
-    assert (history.facts.world, history.facts.save_every, history.facts.l_sel) == (4, 2, 8)
+    assert (history.facts.world, history.facts.save_every, history.facts.dataset) == (4, 2, "local")
     assert history.saved_step == 4
     add_event(folder.path, Kind.LOST_STEPS, ts=BEGAN, step=2)
     assert folder.reader.update().saved_step == 2

@@ -1,5 +1,6 @@
 """What the watchdog writes, says and does, on recorded heartbeats; clocks are turned by hand."""
 
+import errno
 import json
 import os
 
@@ -194,6 +195,26 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched
         (watched.path / names.EVENTS).rmdir()
         watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
 
+    assert watch(watched.dog, interval_s=1.0, pause=pause) == Phase.FINISHED
+    assert any("could not be read (events.jsonl 1)" in line for line in watched.said)
+    assert any("all records can be read" in line for line in watched.said)
+
+
+def test_a_look_that_fails_is_told_and_watched_on(watched, monkeypatch):
+    """A file server that is away for a moment."""
+    watched.go_on(3)
+    looks = iter([OSError(errno.ESTALE, "Stale file handle"), None])
+    update = watched.dog._reader.update
+
+    def once(*_):
+        if problem := next(looks):
+            raise problem
+        return update()
+
+    def pause(seconds: float) -> None:
+        watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
+
+    monkeypatch.setattr(watched.dog._reader, "update", once)
     assert watch(watched.dog, interval_s=1.0, pause=pause) == Phase.FINISHED
     assert any("could not look: " in line for line in watched.said)
 

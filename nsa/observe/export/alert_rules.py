@@ -75,6 +75,7 @@ RULES = {
     "grad_nonfinite": Rule(
         "grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")
     ),
+    "loss_divergence": Rule("loss", _judged("loss_divergence")),
     "throughput_zero": Rule("throughput", _judged("throughput_zero")),
     "gate_entropy_critical": Rule(
         "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", MOMENT_S
@@ -98,7 +99,6 @@ RULES = {
         "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", STEADY_S
     ),
     "gate_max_high": Rule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", STEADY_S),
-    "selection_at_max": Rule("selection", _judged("selection_at_max")),
     "reads_differ": Rule("reads", "nsa_reads_counted != nsa_reads_predicted"),
     "data_slow": Rule("data", _judged("data_slow")),
     "memory_creep": Rule("memory", _judged("memory_creep")),
@@ -116,6 +116,7 @@ RULES = {
     ),
     "evaluation_failed": Rule("evaluation", _judged("evaluation_failed")),
     "synthetic_data": Rule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
+    "clock_skew": Rule("clock", _judged("clock_skew")),
 }
 """`nsa_heartbeat_limit_seconds` is there for as long as a rank has not said its last word."""
 

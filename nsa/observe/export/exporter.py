@@ -24,6 +24,7 @@ from nsa.errors import ConfigError
 from nsa.observe import names
 from nsa.observe.export.run_metrics import CountedHistory, Sample, run_info, samples
 from nsa.observe.watch.history import HistoryReader
+from nsa.terminal_text import printable
 
 Family = GaugeMetricFamily | CounterMetricFamily
 
@@ -68,7 +69,8 @@ def run_names(paths: Iterable[Path]) -> dict[Path, str]:
     """The folder's own name, and its parent's before it where two are called the same."""
     paths = list(paths)
     count = Counter(path.name for path in paths)
-    return {path: path.name if count[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths}
+    named = {path: path.name if count[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths}
+    return {path: printable(name) for path, name in named.items()}
 
 
 class Exporter:

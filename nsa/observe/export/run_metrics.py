@@ -4,7 +4,6 @@ No server in here. Labels are the run's name, the rank and words of ours; text f
 addresses, error messages) may hold a secret and never becomes a label.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,14 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nsa.observe import names
+from nsa.observe import names, records
 from nsa.observe.events import Event, Kind
 from nsa.observe.heartbeat import Beat
 from nsa.observe.watch.conditions import CONDITIONS, Limits
 from nsa.observe.watch.health import examine, stall_limit_s
 from nsa.observe.watch.history import Facts, History, Moment, RankLog
+from nsa.terminal_text import printable
 
 _MIB = 2.0**20
+_LONGEST_LABEL = 80
 _GATE_BRANCHES = ("compressed", "selected", "sliding")
 
 
@@ -136,6 +137,9 @@ _MISSING = Metric("nsa_missing_ranks", "Ranks that have not spoken since the run
 _START_TS = Metric("nsa_start_timestamp_seconds", "When the run was started, or started again.")
 _FINDING = Metric("nsa_findings", "Ranks, or the run, that a condition of the health table holds for.")
 _TARGET = Metric("nsa_steps_target", "train.steps.")
+_UNREADABLE = Metric(
+    "nsa_unreadable_records", "Records of the run folder that could not be read, whole or in part, and were skipped."
+)
 
 
 def served_names() -> set[str]:
@@ -158,8 +162,8 @@ class CountedHistory(History):
     saved_ts: float | None = None
     eval_loss: float | None = None
 
-    def add(self, beat: Beat, at: float) -> None:
-        super().add(beat, at)
+    def add(self, beat: Beat, at: float, ahead_s: float = 0.0) -> None:
+        super().add(beat, at, ahead_s)
         rank, loss_bad, norm_bad = beat.rank, _not_finite(beat.loss), _not_finite(beat.grad_norm)
         if beat.msg == names.SKIPPED:
             self.skipped[rank] += 1
@@ -172,7 +176,7 @@ class CountedHistory(History):
         super().add_event(event, at)
         self.happened[event.kind] += 1
         if event.kind == Kind.LOST_STEPS:
-            self.lost_steps += int(event.details.get("steps", 0))
+            self.lost_steps += event.details.get("steps", 0)
         elif event.kind == Kind.SAVE:
             self.saved_ts = event.ts
         elif event.kind == Kind.EVALUATION:
@@ -194,20 +198,28 @@ def samples(history: CountedHistory, now: Moment, local: set[int]) -> Iterator[S
 
 def run_info(folder: Path) -> Iterator[Sample]:
     """From env.json, only what cannot be a secret."""
-    try:
-        env = json.loads((folder / names.ENV).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    env, _ = records.read_section(folder / names.ENV)
+    if env is None:
         return
-    config = env.get("config", {})
+
+    def part(of: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return records.section(of.get(name)) or {}
+
+    config = part(env, "config")
     words = {
         "version": env.get("nsa"),
-        "torch": env.get("packages", {}).get("torch"),
+        "torch": part(env, "packages").get("torch"),
         "device": env.get("device"),
         "world_size": env.get("world_size"),
-        "precision": config.get("runtime", {}).get("precision"),
-        "dataset": config.get("data", {}).get("dataset"),
+        "precision": part(config, "runtime").get("precision"),
+        "dataset": part(config, "data").get("dataset"),
     }
-    yield Sample(_INFO, {name: "" if word is None else str(word) for name, word in words.items()}, 1.0)
+    yield Sample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
+
+
+def _label(word: Any) -> str:
+    """Short, and printable: text of a file becomes a label."""
+    return printable(word, _LONGEST_LABEL) if isinstance(word, (str, int)) else ""
 
 
 def _of_run(history: CountedHistory, now: Moment) -> Iterator[Sample]:
@@ -215,6 +227,7 @@ def _of_run(history: CountedHistory, now: Moment) -> Iterator[Sample]:
     yield Sample(_ROLLBACKS, {}, history.happened[Kind.ROLLBACK])
     yield Sample(_LOST, {}, history.lost_steps)
     yield Sample(_SAVE_STEP, {}, history.saved_step)
+    yield Sample(_UNREADABLE, {}, history.unreadable.total())
     yield Sample(_MISSING, {}, sum(rank not in history.present for rank in range(history.facts.world or 1)))
     known = {
         _START_TS: None if history.started_at is None else _on_the_wall(history.started_at, now),
@@ -262,7 +275,7 @@ def _figures(figures: Mapping[str, Any]) -> Iterator[Sample]:
             yield Sample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
     for name in figures:
         if name.startswith("kernel_"):
-            yield Sample(_KERNEL, {"branch": name.removeprefix("kernel_"), "backend": str(figures[name])}, 1.0)
+            yield Sample(_KERNEL, {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0)
 
 
 def _latest(log: RankLog) -> dict[str, Any]:

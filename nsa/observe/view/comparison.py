@@ -44,7 +44,7 @@ def figures(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
 
     return [
         ("steps", [f"{each.step:,}" for each in summaries]),
-        ("loss (mean of the last records)", [number(each.loss) for each in summaries]),
+        ("loss, mean of the last records", [_last_loss(each) for each in summaries]),
         ("least loss of a record", [at(each.best_loss, each.best_step) for each in summaries]),
         ("held-out loss, last", [at(each.held_out, each.held_out_step) for each in summaries]),
         ("held-out loss, best", [at(each.best_held_out, each.best_held_out_step) for each in summaries]),
@@ -55,4 +55,9 @@ def figures(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("restarts", [str(each.restarts) for each in summaries]),
         ("steps done again", [f"{each.lost_steps:,}" for each in summaries]),
         ("steps skipped", [str(each.skipped) for each in summaries]),
+        ("unreadable records", [str(each.unreadable) for each in summaries]),
     ]
+
+
+def _last_loss(of: Summary) -> str:
+    return f"{number(of.loss)} ({of.loss_records} up to {of.loss_step:,})" if of.loss_records else number(None)

@@ -9,7 +9,7 @@ def told(event: Event) -> str:
     if event.kind == Kind.EVALUATION:
         return f"held-out loss {number(as_float(details.get('val_loss')))}"
     if event.kind == Kind.LOST_STEPS:
-        return f"{details.get('steps')} steps to do again"
+        return f"{details.get('steps', '?')} steps to do again"
     if event.kind in (Kind.START, Kind.RESTART):
         origin = str(details.get("origin") or "").rpartition("/")[2]
         return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")

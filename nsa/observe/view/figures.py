@@ -3,6 +3,8 @@
 import math
 from datetime import UTC, datetime
 
+from nsa.terminal_text import printable
+
 UNKNOWN = "–"
 NOT_FINITE = "not finite"
 
@@ -53,6 +55,11 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
+def records_of(n: int) -> str:
+    """record · 20 records"""
+    return "record" if n == 1 else f"{n} records"
+
+
 def share(value: float | None) -> str:
     if value is None or math.isnan(value):
         return UNKNOWN
@@ -97,9 +104,8 @@ def moment(ts: float) -> str:
 
 
 def plain(text: object, most: int = 500) -> str:
-    """One line that moves no cursor and changes no colour, whatever a file said."""
-    line = "".join(letter if letter.isprintable() else " " for letter in str(text)[: most + 1])
-    return line if len(line) <= most else line[: most - 1] + "…"
+    """One line of bounded length, whatever a file said."""
+    return printable(text, most)
 
 
 def as_float(value: object) -> float:

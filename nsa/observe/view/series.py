@@ -4,8 +4,6 @@ Fed record by record, so that a report that reads everything and a monitor that 
 kept in arrays: half a million records are some tens of megabytes.
 """
 
-import csv
-import json
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa.errors import ConfigError
-from nsa.observe import names
-from nsa.observe.events import Event, read_events
-from nsa.observe.heartbeat import Beat
+from nsa.observe import names, records
+from nsa.observe.events import Event, read_events_and_damage
+from nsa.observe.heartbeat import Beat, beat_fields
 from nsa.observe.run_folder import RunFolder
 from nsa.observe.watch.tail import Tail
 
@@ -188,6 +186,8 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     halt: str | None = None
     """What `.HALT` says."""
+    unreadable: records.Unreadable = field(default_factory=records.Unreadable)
+    """Records that could not be read, by file."""
 
     @property
     def name(self) -> str:
@@ -200,24 +200,20 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        found = self.env.get("config")
-        return found if isinstance(found, dict) else {}
+        return records.section(self.env.get("config")) or {}
 
     @property
     def target_steps(self) -> int | None:
-        train = self.config.get("train")
-        steps = train.get("steps") if isinstance(train, dict) else None
-        return steps if isinstance(steps, int) else None
+        return records.whole((records.section(self.config.get("train")) or {}).get("steps"))
 
-    def take(self, rank: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Records of one heartbeat file; what is no beat is passed over."""
+    def take(self, rank: int, beats: Iterable[Mapping[str, Any]]) -> None:
+        """Records of one heartbeat file, as `beat_fields` gives them."""
         if rank not in self.ranks:
             lead = not self.ranks or rank < min(self.ranks)
             self.ranks[rank] = RankSeries(rank, (*OF_THE_LEAD, *SHARES) if lead else OF_EVERY_RANK)
         series = self.ranks[rank]
-        for record in records:
-            if record.keys() >= _FIXED and isinstance(record["step"], int):
-                series.take(record)
+        for record in beats:
+            series.take(record)
 
     def counted_evaluations(self) -> list[Evaluation]:
         """The last one at each step, in the order of the steps."""
@@ -226,9 +222,10 @@ class Run:
 
     def read_the_rest(self) -> None:
         """Everything but the heartbeats; small files, read anew."""
-        self.events = read_events(self.folder)
-        self.evaluations = _read_evaluations(self.folder / names.VAL_CSV)
-        self.env = _read_env(self.folder / names.ENV)
+        self.events, self.unreadable[names.EVENTS] = read_events_and_damage(self.folder)
+        self.evaluations, self.unreadable[names.VAL_CSV] = _read_evaluations(self.folder / names.VAL_CSV)
+        env, env_damaged = records.read_section(self.folder / names.ENV)
+        self.env, self.unreadable[names.ENV] = env or {}, int(env_damaged)
         self.halt = RunFolder(self.folder).halt_reason()
 
 
@@ -237,12 +234,13 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self.run = Run(folder)
-        self._tails: dict[int, Tail] = {}
+        self._tails: dict[int, Tail[dict[str, Any]]] = {}
 
     def update(self) -> Run:
         for rank, path in heartbeats(self.run.folder):
-            tail = self._tails.setdefault(rank, Tail(path))
+            tail = self._tails.setdefault(rank, Tail(path, beat_fields(rank)))
             self.run.take(rank, tail.stream())
+            self.run.unreadable[path.name] = tail.unreadable
         self.run.read_the_rest()
         return self.run
 
@@ -262,21 +260,14 @@ def load(folder: Path) -> Run:
 
 def heartbeats(folder: Path) -> list[tuple[int, Path]]:
     """Heartbeat files, lowest rank first. A folder that is no run folder is refused."""
-    found = []
-    for path in folder.glob(names.HEARTBEATS):
-        digits = path.stem.removeprefix("heartbeat_rank")
-        if digits.isdigit():
-            found.append((int(digits), path))
+    found = records.heartbeat_files(folder)
     if not found and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
         what = "holds no run" if folder.is_dir() else "does not exist"
         raise ConfigError(
             f"{folder} {what}: there is no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV} in it. Name a run "
             f"folder (train.out_dir)."
         )
-    return sorted(found)
-
-
-_FIXED = {"ts", "pid", "step", "msg"}
+    return found
 
 
 def _number(value: Any) -> float:
@@ -289,28 +280,21 @@ def _number(value: Any) -> float:
     return number if math.isfinite(number) else NOT_FINITE
 
 
-def _read_evaluations(path: Path) -> list[Evaluation]:
+def _read_evaluations(path: Path) -> tuple[list[Evaluation], int]:
+    rows, bad = records.read_rows(path)
     found = []
-    try:
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            for row in csv.DictReader(file):
-                try:
-                    found.append(
-                        Evaluation(int(row["step"]), float(row["val_loss"]), float(row["seconds"]), float(row["ts"]))
-                    )
-                except (KeyError, TypeError, ValueError):  # torn by a kill
-                    continue
-    except FileNotFoundError:
-        pass
-    return found
-
-
-def _read_env(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    for row in rows:
+        try:
+            step, loss, seconds, ts = int(row["step"]), float(row["val_loss"]), float(row["seconds"]), float(row["ts"])
+        except (KeyError, ValueError):
+            bad += 1
+            continue
+        checked = (records.whole(step), records.number(loss), records.amount(seconds), records.time_stamp(ts))
+        if None in checked:
+            bad += 1
+        else:
+            found.append(Evaluation(step, loss, seconds, ts))
+    return found, bad
 
 
 assert {*OF_THE_LEAD, "gate_branch_shares", "gate_shares_by_layer"} <= {field.name for field in fields(Beat)}

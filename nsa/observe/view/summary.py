@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from nsa.observe.events import Kind
 from nsa.observe.view.goodput import Cause, Goodput, goodput
 from nsa.observe.view.series import Run
-
-_TREND_RECORDS = 20
+from nsa.observe.watch.trends import smoothed_last
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,10 @@ class Summary:
     step: int
     target: int | None
     loss: float
-    """Mean over the last records: one batch is noise."""
+    """Smoothed, see `smoothed_last`: the mean of the last `loss_records` records."""
     loss_records: int
+    loss_step: int
+    """Of the last of them."""
     best_loss: float
     """The lowest that one record told."""
     best_step: int
@@ -35,6 +36,8 @@ class Summary:
     lost_steps: int
     skipped: int
     wall: Goodput | None
+    unreadable: int
+    """Records that could not be read and were skipped."""
 
     @property
     def goodput(self) -> float:
@@ -45,7 +48,7 @@ def summarize(run: Run) -> Summary:
     lead = run.lead
     told = zip(lead.counted("loss"), lead.counted("step"), strict=True)
     losses = [pair for pair in told if not math.isnan(pair[0])]
-    recent = [value for value, _ in losses[-_TREND_RECORDS:]]
+    loss, loss_records = smoothed_last([value for value, _ in losses])
     finite = [pair for pair in losses if math.isfinite(pair[0])]
     best, best_step = min(finite, default=(math.nan, 0))
     evaluations = run.counted_evaluations()
@@ -57,8 +60,9 @@ def summarize(run: Run) -> Summary:
     return Summary(
         step=int(lead.last.get("step", 0)),
         target=run.target_steps,
-        loss=statistics.fmean(recent) if recent else math.nan,
-        loss_records=len(recent),
+        loss=loss,
+        loss_records=loss_records,
+        loss_step=int(losses[-1][1]) if losses else 0,
         best_loss=best,
         best_step=int(best_step),
         held_out=evaluations[-1].val_loss if evaluations else math.nan,
@@ -69,7 +73,8 @@ def summarize(run: Run) -> Summary:
         toks_per_s=statistics.median(speeds) if speeds else math.nan,
         restarts=kinds.count(Kind.RESTART),
         rollbacks=kinds.count(Kind.ROLLBACK),
-        lost_steps=sum(steps for steps in lost if isinstance(steps, int)),
+        lost_steps=sum(steps for steps in lost if steps is not None),
         skipped=kinds.count(Kind.SKIPPED_STEP),
         wall=goodput(lead, run.events, run.evaluations),
+        unreadable=run.unreadable.total(),
     )

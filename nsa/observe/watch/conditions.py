@@ -38,6 +38,14 @@ class Limits:
     gone_s: float = 300.0
     nonfinite_records: int = 3
     """Progress records in a row that are not finite although the run skips such steps."""
+    divergence_records: int = 30
+    """The loss has risen when the mean of this many last records of a process lies above the lowest mean of as many
+    earlier ones by all of the following three."""
+    divergence: float = 0.1
+    """As a share of that lowest mean."""
+    divergence_nats: float = 0.1
+    divergence_sigma: float = 6.0
+    """Times the noise of such means."""
     plateau_steps: int = 1000
     plateau_gain: float = 0.001
     """Relative improvement of the mean loss, second half of the window against the first, that is no plateau."""
@@ -53,8 +61,6 @@ class Limits:
     gate_max: float = 0.9
     gate_records: int = 3
     """Records in a row that must say so: one batch may be odd."""
-    selection_at_max: float = 0.1
-    """Or twice 1/l_sel, the share that is at its most by position alone, where that is larger."""
     fetch_s: float = 2.0
     fetch_records: int = 5
     creep: float = 0.2
@@ -71,6 +77,8 @@ class Limits:
     straggler_records: int = 3
     checkpoint_overdue: float = 2.0
     """Save intervals without a checkpoint."""
+    clock_skew_s: float = 60.0
+    """A record may be so far ahead of the watcher's clock; beyond it, its time is not believed."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,18 @@ CONDITIONS = _table(
     ),
     Condition("loss_nonfinite", _C, "NaN or infinite loss in a step that was taken", "resume from before it, lower lr"),
     Condition("grad_nonfinite", _C, "NaN or infinite gradient norm in a step that was taken", "resume, lower lr"),
-    Condition("throughput_zero", _C, "beats without a new step for {stall_s} s", "look at the stack dumps"),
+    Condition(
+        "loss_divergence",
+        _C,
+        "loss risen by {divergence} of its lowest mean over {divergence_records} records, beyond noise",
+        "resume from before the rise, lower lr",
+    ),
+    Condition(
+        "throughput_zero",
+        _C,
+        "beats without a new step for {stall_s} s, or {gate_records} records of 0 tokens/s",
+        "look at the stack dumps",
+    ),
     Condition(
         "gate_entropy_critical",
         _C,
@@ -123,11 +142,17 @@ CONDITIONS = _table(
         "gate_collapse_details.json; lower lr",
     ),
     Condition(
-        "loader_timeout", _C, "data gave no batch within the loader's timeout", "nsa data verify; the server", True
+        "loader_timeout",
+        _C,
+        "no data in time: the source is slow, hangs or is gone",
+        "nsa data smoke; the server",
+        True,
     ),
     Condition("out_of_memory", _C, "a process ran out of memory", "nsa estimate; smaller batch, checkpointing", True),
     Condition("steps_skipped", _W, "steps skipped by the run itself, non-finite or spiking", "look at events.jsonl"),
-    Condition("loss_plateau", _W, "loss flat over {plateau_steps} steps", "lr schedule, data order, held-out loss"),
+    Condition(
+        "loss_plateau", _W, "loss not falling over {plateau_steps} steps", "lr schedule, data order, held-out loss"
+    ),
     Condition("loss_spike", _W, "loss {spike_sigma} sigma above its window, repeatedly", "lower lr, look at the data"),
     Condition(
         "throughput_drop", _W, "tokens/s down by more than {throughput_drop} for {throughput_drop_s} s", "nvidia-smi"
@@ -135,7 +160,6 @@ CONDITIONS = _table(
     Condition("gate_entropy_low", _W, "gate entropy below {entropy_warning} nats", "watch it; gate_temperature"),
     Condition("gate_collapse_high", _W, "more than {collapse_warning} of the gates collapsed", "watch it"),
     Condition("gate_max_high", _W, "largest gate {gate_max} or more on average", "watch it; gate_temperature"),
-    Condition("selection_at_max", _W, "more than {selection_at_max} of the queries at their most keys", "nsa.n_sel"),
     Condition("reads_differ", _W, "keys read are not the keys predicted", "nsa doctor --prove"),
     Condition(
         "data_slow",
@@ -153,4 +177,10 @@ CONDITIONS = _table(
         "evaluation_failed", _W, "the newest evaluation failed; training continues", "the held-out split, events.jsonl"
     ),
     Condition("synthetic_data", _W, "made-up data where a dataset was asked for", "fix the data source, restart"),
+    Condition(
+        "clock_skew",
+        _W,
+        "records more than {clock_skew_s} s ahead of this machine's clock",
+        "set the clocks (NTP); ages are taken from file times meanwhile",
+    ),
 )

@@ -10,13 +10,13 @@ from nsa.observe import names
 from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat
 from nsa.observe.watch.conditions import CONDITIONS, Finding, Level, Limits
 from nsa.observe.watch.history import History, RankLog
-from nsa.observe.watch.trends import creep, gain, lasting_drop, spikes
+from nsa.observe.watch.trends import creep, gain, lasting_drop, rise, spikes
 
 # The last is a feeding process that the kernel killed.
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|Cannot allocate memory|exit code -9")
-_TOO_LATE = re.compile(r"did not come within")
+_TOO_LATE = re.compile(r"^(DataTimeout|_TooLate)\b|did not come within")
 _APART = 8
-_ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc")
+_ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
 
 class Phase(StrEnum):
@@ -85,6 +85,11 @@ def _of_ranks(history: History, now: float, limits: Limits) -> Iterator[Finding]
 
 def _of_rank(log: RankLog, history: History, now: float, limits: Limits) -> Iterator[tuple[str, str]]:
     yield from _ending(log)
+    if log.ahead_s > limits.clock_skew_s:
+        yield (
+            "clock_skew",
+            f"the newest beat is {log.ahead_s:,.0f} s ahead of this clock, limit {limits.clock_skew_s:g} s",
+        )
     if not log.ended:
         yield from _silence(log, history, now, limits)
     if log.progress:
@@ -117,8 +122,11 @@ def _silence(log: RankLog, history: History, now: float, limits: Limits) -> Iter
         yield "heartbeat_stall", f"last beat {age:.0f} s ago at step {log.last.step}, limit {limit:.0f} s"
         return
     still, limit = now - log.step_at, max(limit, limits.evaluation_s if _evaluates(log, history) else 0.0)
-    if log.last.msg == names.ALIVE and still > limit:
+    empty = _streak(log.progress, lambda beat: beat.toks_per_s == 0)
+    if log.last_at > log.step_at and still > limit:
         yield "throughput_zero", f"no new step for {still:.0f} s although beats come, limit {limit:.0f} s"
+    elif empty >= limits.gate_records:
+        yield "throughput_zero", f"0 tokens/s in each of the last {empty} records"
 
 
 def _pause_ahead(log: RankLog, history: History) -> bool:
@@ -186,11 +194,6 @@ def _chosen(log: RankLog, history: History, limits: Limits) -> Iterator[tuple[st
     last = log.progress[-1]
     if last.synthetic and history.facts.dataset not in (None, "synthetic"):
         yield "synthetic_data", f"training on {last.data} where {history.facts.dataset} was asked for"
-    at_max = [beat.sel_pct_at_max for beat in log.progress if beat.sel_pct_at_max is not None][-limits.gate_records :]
-    # A query reads its most keys when it is the last of its block, so 1/l_sel of them always do.
-    most = max(limits.selection_at_max, 2 / history.facts.l_sel if history.facts.l_sel else 0.0)
-    if len(at_max) == limits.gate_records and min(at_max) > most:
-        yield "selection_at_max", f"{at_max[-1]:.1%} of the queries read their most keys, limit {most:.1%}"
 
 
 def _gates(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -269,16 +272,33 @@ def _skips(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
 def _losses(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
     # Later in a run a thousand steps gain less; a share of the steps so far gains about the same.
     steps = max(limits.plateau_steps, int(limits.plateau_share * log.last.step))
-    gained = gain(log.losses, steps)
-    if gained is not None and gained < limits.plateau_gain:
+    gained, risen = gain(log.losses, steps), _risen(log, limits)
+    if risen:
+        yield "loss_divergence", risen
+    elif gained is not None and gained < limits.plateau_gain:
         yield "loss_plateau", f"loss changed by {-gained:+.2%} over {steps} steps, less than −{limits.plateau_gain:.2%}"
     for field, name, word in (("loss", "loss_spike", "loss"), ("grad_norm", "grad_spikes", "gradient norm")):
         recent = list(log.progress)[-limits.window :]
         values = [math.nan if value is None else value for value in (getattr(beat, field) for beat in recent)]
         found = spikes(values, limits.spike_sigma)
+        if name == "loss_spike" and risen:
+            continue  # the same rise, named already
         if len(found) >= limits.spike_records:
             worst = max(values[i] for i in found)
             yield name, f"{word} spiked {len(found)} times in {len(recent)} records, up to {worst:.4g}"
+
+
+def _risen(log: RankLog, limits: Limits) -> str | None:
+    """In this process: a run that goes on with other data or settings has another loss without diverging."""
+    found = rise([loss for step, loss in log.losses if step > log.began_step], limits.divergence_records)
+    if found is None or found.sigma < limits.divergence_sigma:
+        return None
+    if found.share < limits.divergence or found.now - found.lowest < limits.divergence_nats:
+        return None
+    return (
+        f"loss rose by {found.share:.0%} from {found.lowest:.4g} to {found.now:.4g} (means of "
+        f"{limits.divergence_records} records), {min(found.sigma, 999):.0f} times the noise"
+    )
 
 
 def _pace(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:

@@ -4,18 +4,18 @@ Ages are on the watcher's steady clock: a record's own time stamp says how old i
 how long ago the watcher looked before. A wall clock that jumps by an hour then neither hides nor invents a stall.
 """
 
-import json
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from nsa.observe import names
-from nsa.observe.events import Event, Kind, event_of
-from nsa.observe.heartbeat import Beat
+from nsa.observe import names, records
+from nsa.observe.events import Event, Kind, parse_event
+from nsa.observe.heartbeat import Beat, beat_parser
+from nsa.observe.watch.conditions import Limits
 from nsa.observe.watch.processes import writes_to
 from nsa.observe.watch.tail import Tail
 
@@ -48,26 +48,34 @@ class Facts:
     log_every: int | None = None
     save_every: int | None = None
     eval_every: int | None = None
-    l_sel: int | None = None
     dataset: str | None = None
     loader_timeout_s: float | None = None
 
     @classmethod
-    def from_env(cls, env: dict[str, Any]) -> Self:
-        config = env.get("config", {})
-        train, data = config.get("train", {}), config.get("data", {})
-        return cls(
-            host=env.get("host"),
-            world=env.get("world_size"),
-            local_world=env.get("local_world_size"),
-            steps=train.get("steps"),
-            log_every=train.get("log_every"),
-            save_every=train.get("save_every"),
-            eval_every=train.get("eval_every"),
-            l_sel=config.get("nsa", {}).get("l_sel"),
-            dataset=data.get("dataset"),
-            loader_timeout_s=data.get("loader_timeout_s"),
-        )
+    def from_env(cls, env: dict[str, Any]) -> tuple[Self, bool]:
+        """The facts, and whether something in them could not be read."""
+        told, bad = records.fields(env, _OF_ENV)
+        config, bad_config = records.fields((told or {}).pop("config", {}), _OF_CONFIG)
+        found = {_FACT_OF.get(name, name): value for name, value in (told or {}).items()}
+        for name, checks in _OF_SECTIONS.items():
+            values, bad_section = records.fields((config or {}).get(name, {}), checks)
+            found |= values or {}
+            bad |= bad_section
+        return cls(**found), bad or bad_config
+
+
+_OF_ENV = {
+    "host": records.text,
+    "world_size": records.rank_number,
+    "local_world_size": records.rank_number,
+    "config": records.section,
+}
+_OF_CONFIG = dict.fromkeys(("train", "data"), records.section)
+_OF_SECTIONS: dict[str, dict[str, records.Check]] = {
+    "train": dict.fromkeys(("steps", "log_every", "save_every", "eval_every"), records.whole),
+    "data": {"dataset": records.text, "loader_timeout_s": records.amount},
+}
+_FACT_OF = {"world_size": "world", "local_world_size": "local_world"}
 
 
 @dataclass
@@ -78,12 +86,14 @@ class Span:
     toks_per_s: float
     host_mem_rss: float
     gpu_mem_alloc: float
+    gpu_mem_reserved: float
 
     def add(self, other: "Span") -> None:
         together = self.seconds + other.seconds
         self.toks_per_s = (self.toks_per_s * self.seconds + other.toks_per_s * other.seconds) / together
         self.seconds = together
         self.host_mem_rss, self.gpu_mem_alloc = other.host_mem_rss, other.gpu_mem_alloc
+        self.gpu_mem_reserved = other.gpu_mem_reserved
 
 
 @dataclass
@@ -96,8 +106,12 @@ class RankLog:
     """Steady time at which the newest beat was written, as well as it can be known; so are all `_at`."""
     step_at: float
     """Of the first beat that told the newest step."""
+    ahead_s: float = 0.0
+    """How far the newest beat's own time was ahead of the watcher's clock when it was read."""
     progress: deque[Beat] = field(default_factory=lambda: deque(maxlen=_RECORDS))
     skipped: deque[Beat] = field(default_factory=lambda: deque(maxlen=_RECORDS))
+    began_step: int = 0
+    """Where the present process took the run up."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) on the way to the present step, of earlier processes too; thinned out when there are too many."""
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_SPANS))
@@ -113,17 +127,18 @@ class RankLog:
         times = sorted(beat.step_s for beat in self.progress if beat.step_s is not None)
         return times[len(times) // 2] if times else 0.0
 
-    def add(self, beat: Beat, at: float) -> None:
+    def add(self, beat: Beat, at: float, ahead_s: float = 0.0) -> None:
         if beat.pid != self.last.pid or beat.msg == names.START:
             for kept in (self.progress, self.skipped, self.spans, self.first_spans):
                 kept.clear()
+            self.began_step = beat.step if beat.msg == names.START else max(0, beat.step - 1)
             self._go_back(beat, at)
         elif beat.msg == names.ROLLED_BACK:
             self.progress.clear()  # its steps come again
             self._go_back(beat, at)
         elif beat.step != self.last.step:
             self.step_at = at
-        self.last, self.last_at = beat, at
+        self.last, self.last_at, self.ahead_s = beat, at, ahead_s
         if beat.msg == names.SKIPPED:
             self.skipped.append(beat)
         elif beat.msg == names.PROGRESS:
@@ -137,7 +152,8 @@ class RankLog:
         if self.progress and beat.step_s is not None and beat.toks_per_s is not None:
             # The first record of a process tells of compiling and filling buffers, not of the run.
             seconds = beat.step_s * max(1, beat.step - self.progress[-1].step)
-            span = Span(seconds, beat.toks_per_s, beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0)
+            memory = (beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0, beat.gpu_mem_reserved or 0.0)
+            span = Span(seconds, beat.toks_per_s, *memory)
             if self.spans and self.spans[-1].seconds < SPAN_S:
                 self.spans[-1].add(span)
             elif span.seconds > 0:
@@ -166,12 +182,14 @@ class History:
     """Of the newest checkpoint on the way to the present step; without one, where the run began."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process is known not to exist any more. Of ranks on other hosts nothing is known."""
+    unreadable: records.Unreadable = field(default_factory=records.Unreadable)
+    """Records that could not be read, by file."""
 
-    def add(self, beat: Beat, at: float) -> None:
+    def add(self, beat: Beat, at: float, ahead_s: float = 0.0) -> None:
         log = self.ranks.get(beat.rank)
         if log is None:
             log = self.ranks[beat.rank] = RankLog(beat.rank, last=beat, last_at=at, step_at=at)
-        log.add(beat, at)
+        log.add(beat, at, ahead_s)
 
     def add_event(self, event: Event, at: float) -> None:
         self.events.append(event)
@@ -213,29 +231,32 @@ class HistoryReader:
         """The moment of the last look; judge by its steady time."""
         self._clock = clock
         self._host = host or socket.gethostname()
-        self._tails: dict[Path, Tail] = {}
-        self._events = Tail(folder / names.EVENTS)
+        self._tails: dict[Path, Tail[Beat]] = {}
+        self._events = Tail(folder / names.EVENTS, parse_event)
         self._looked: float | None = None
+        self._ahead_before: dict[int, float] = {}
 
     def update(self) -> History:
         history = self.history
         self.now = self._clock()
-        history.facts = self._facts()
-        for path in sorted(self.folder.glob(names.HEARTBEATS)):
+        env_damaged = self._read_facts()
+        for rank, path in records.heartbeat_files(self.folder):
             if path not in self._tails:
-                most = _FIRST_READ_BYTES if path.name == names.heartbeat(0) else _OTHER_RANKS_BYTES
-                self._tails[path] = Tail(path, most)
+                most = _FIRST_READ_BYTES if rank == 0 else _OTHER_RANKS_BYTES
+                self._tails[path] = Tail(path, beat_parser(rank), most)
         for tail in self._tails.values():
-            for beat in _beats(tail.read()):
-                history.add(beat, self._written_at(beat.ts))
-        for event in filter(None, map(event_of, self._events.read())):
-            history.add_event(event, self._written_at(event.ts))
+            for beat in tail.read():
+                history.add(beat, self._written_at(beat.ts, tail.path), self._ahead_s(beat))
+        for event in self._events.read():
+            history.add_event(event, self._written_at(event.ts, self._events.path))
+        history.unreadable = records.Unreadable({tail.path.name: tail.unreadable for tail in self._all_tails()})
+        history.unreadable[names.ENV] = int(env_damaged)
         history.gone = frozenset(self._gone())
         self._looked = self.now.steady
         return history
 
     def close(self) -> None:
-        for tail in (*self._tails.values(), self._events):
+        for tail in self._all_tails():
             tail.close()
 
     def local(self) -> Iterator[RankLog]:
@@ -246,7 +267,19 @@ class HistoryReader:
         here = facts.local_world if facts.local_world is not None else facts.world or 1
         yield from (log for rank, log in sorted(self.history.ranks.items()) if rank < here)
 
-    def _written_at(self, ts: float) -> float:
+    def _all_tails(self) -> Iterator[Tail[Any]]:
+        yield from self._tails.values()
+        yield self._events
+
+    def _ahead_s(self, beat: Beat) -> float:
+        """Where the watcher was there before, two beats in a row must be ahead: a clock may have been set between."""
+        ahead, before = max(0.0, beat.ts - self.now.wall), self._ahead_before.get(beat.rank, 0.0)
+        self._ahead_before[beat.rank] = ahead
+        return ahead if self._looked is None else min(ahead, before)
+
+    def _written_at(self, ts: float, path: Path) -> float:
+        if ts - self.now.wall > Limits.clock_skew_s:  # not believed: its file was written to at some time, too
+            ts = _modified(path, ts)
         age = max(0.0, self.now.wall - ts)
         if self._looked is not None:
             age = min(age, self.now.steady - self._looked)
@@ -265,16 +298,16 @@ class HistoryReader:
         pid = log.last.pid
         return writes_to(pid, (self.folder / names.stackdump(log.rank, pid), self.folder / names.heartbeat(log.rank)))
 
-    def _facts(self) -> Facts:
-        try:
-            env = json.loads((self.folder / names.ENV).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return self.history.facts
-        return Facts.from_env(env)
+    def _read_facts(self) -> bool:
+        """Whether env.json could not be read, whole or in part; what was known before is then kept."""
+        env, damaged = records.read_section(self.folder / names.ENV)
+        if env is not None:
+            self.history.facts, damaged = Facts.from_env(env)
+        return damaged
 
 
-def _beats(records: Iterable[dict[str, Any]]) -> Iterator[Beat]:
-    for record in records:
-        whole = all(isinstance(record.get(name), int) for name in ("pid", "rank", "step"))
-        if whole and isinstance(record.get("ts"), (int, float)) and isinstance(record.get("msg"), str):
-            yield Beat.from_dict({"iso": "", **record})
+def _modified(path: Path, otherwise: float) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return otherwise

@@ -4,18 +4,19 @@ One signal asks for both (`nsa.train.callbacks.signals`). It goes only to a proc
 open: it ends a process that does not handle it, and a number alone may be somebody else's by now.
 """
 
-import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import names
+from nsa.observe import names, records
 from nsa.observe.watch.history import RankLog
 from nsa.observe.watch.processes import send, state_of, writes_to
 
 _POLL_S = 0.1
+_LAST = "last_enqueued_collective"
 _CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick
 
 
@@ -47,10 +48,10 @@ class Inquiry:
                 yield f"rank {rank}: process {pid} did not write its stacks; it is {state_of(pid)}"
             else:
                 yield f"rank {rank}: stacks of process {pid} are in {names.stackdump(rank, pid)}"
-        records = dict(self._records(asked, began))
-        if records:
-            yield f"the last collectives of ranks {sorted(records)} are in {names.COLLECTIVES}"
-        yield from who_is_behind(records)
+        of_ranks = dict(self._records(asked, began))
+        if of_ranks:
+            yield f"the last collectives of ranks {sorted(of_ranks)} are in {names.COLLECTIVES}"
+        yield from who_is_behind(of_ranks)
 
     def _wait(self, asked: Mapping[int, tuple[int, int]]) -> set[int]:
         """Ranks whose stacks have not come in time."""
@@ -71,19 +72,20 @@ class Inquiry:
             path = self._folder / names.collectives(rank, pid)
             # One process alone has none, and one that cannot answer an older one at best.
             if path.exists() and path.stat().st_mtime_ns >= since_ns - _CLOCK_TICK_NS:
-                yield rank, json.loads(path.read_text(encoding="utf-8"))
+                record, _ = records.read_section(path)
+                if record is not None:
+                    yield rank, record
 
 
-def who_is_behind(records: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+def who_is_behind(of_ranks: Mapping[int, dict[str, Any]]) -> Iterator[str]:
     """Per process group, the ranks that have not come to the collective where the others wait."""
     for backend in ("gloo", "nccl"):
-        groups = {rank: record.get(backend, {}).get("pg_status", {}) for rank, record in records.items()}
+        groups = {rank: _part(_part(record, backend), "pg_status") for rank, record in of_ranks.items()}
         for group in sorted({name for status in groups.values() for name in status}):
-            reached = {
-                rank: int(status[group]["last_enqueued_collective"])
-                for rank, status in groups.items()
-                if group in status
-            }
+            told = {rank: str(_part(status, group).get(_LAST)) for rank, status in groups.items() if group in status}
+            reached = {rank: int(number) for rank, number in told.items() if re.fullmatch(r"[0-9]{1,18}", number)}
+            if not reached:
+                continue
             furthest = max(reached.values())
             if behind := sorted(rank for rank, number in reached.items() if number < furthest):
                 waiting = sorted(set(reached) - set(behind))
@@ -91,6 +93,11 @@ def who_is_behind(records: Mapping[int, dict[str, Any]]) -> Iterator[str]:
                     f"{backend} group {group}: ranks {waiting} are at collective {furthest}, ranks {behind} have not "
                     f"come to it"
                 )
+
+
+def _part(record: dict[str, Any], name: str) -> dict[str, Any]:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _size(path: Path) -> int:

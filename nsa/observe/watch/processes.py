@@ -20,7 +20,7 @@ def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
     for file in files:
         try:
             found = file.stat()
-        except FileNotFoundError:
+        except OSError:
             continue
         wanted.add((found.st_dev, found.st_ino))
     if not Path("/proc/self/fd").exists():

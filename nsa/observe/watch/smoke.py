@@ -1,17 +1,19 @@
 """Did a run really train? Questions about what it left behind, each with an answer and the numbers for it."""
 
-import csv
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from nsa.observe import names
-from nsa.observe.heartbeat import Beat, read_beats
+from nsa.observe import names, records
+from nsa.observe.heartbeat import Beat, beat_parser
+from nsa.observe.watch.trends import spread
 
 _LEAST_BEATS = 4
 """Progress records that a first and a last quarter can be told apart in."""
+_LEAST_SIGMA = 3.0
+"""Standard errors that the fall of the loss must exceed: half of all runs that learn nothing end lower by chance."""
 _FOLDER = (names.ENV, names.EVENTS, names.METRICS)
 _FINISHED = (names.MODEL, names.MODEL_SAFETENSORS)
 
@@ -24,11 +26,18 @@ class Answer:
 
 def smoke(*, training_csv: Path, heartbeat: Path, min_steps: int, folder: Path | None = None) -> Iterator[Answer]:
     """Of the two files, and of the whole run folder where one is given."""
-    beats = list(read_beats(heartbeat))
+    read = list(records.read_records(heartbeat, beat_parser()))
+    beats = [beat for beat, _ in read if beat is not None]
     progress = [beat for beat in beats if beat.msg == names.PROGRESS]
-    rows = _rows(training_csv)
+    rows, bad_rows = records.read_rows(training_csv)
     yield Answer(bool(progress), f"{heartbeat.name} has {len(progress)} progress records")
     yield Answer(bool(rows), f"{training_csv.name} has {len(rows)} rows")
+    starts = sum(beat.msg == names.START for beat in beats)
+    damaged = {heartbeat.name: sum(bad for _, bad in read), training_csv.name: bad_rows}
+    # A process that is killed leaves at most one torn line in a file.
+    yield Answer(
+        max(damaged.values()) <= max(1, starts), records.describe_unreadable(damaged) or "all records can be read"
+    )
     if not progress or not rows:
         return
     last = max(beat.step for beat in progress)
@@ -58,9 +67,14 @@ def _falling(progress: list[Beat]) -> Answer:
         return Answer(
             False, f"{len(losses)} losses are too few to see whether they fall, at least {_LEAST_BEATS} needed"
         )
-    size = max(1, len(losses) // 4)
+    size = len(losses) // 4
     first, last = fmean(losses[:size]), fmean(losses[-size:])
-    return Answer(last < first, f"mean loss of the first quarter {first:.4f}, of the last {last:.4f}")
+    error = spread(losses) * math.sqrt(2 / size)
+    return Answer(
+        first - last > _LEAST_SIGMA * error,
+        f"mean loss of the first quarter {first:.4f}, of the last {last:.4f}: a fall of {first - last:.4f}, more than "
+        f"{_LEAST_SIGMA:g} times the standard error {error:.4f} wanted",
+    )
 
 
 def _rows_agree(rows: list[dict[str, str]], progress: list[Beat]) -> Answer:
@@ -79,18 +93,17 @@ def _rows_agree(rows: list[dict[str, str]], progress: list[Beat]) -> Answer:
 
 def _files(folder: Path, *, finished: bool) -> Iterator[Answer]:
     wanted = [*_FOLDER, *(_FINISHED if finished else ())]
-    absent = [name for name in wanted if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
+    absent = [name for name in wanted if not _holds_something(folder / name)]
     yield Answer(not absent, f"files missing or empty: {', '.join(absent) or 'none'}")
     halted = (folder / names.HALT).exists()
     yield Answer(not halted, f"{names.HALT} is {'there' if halted else 'not there'}")
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _holds_something(path: Path) -> bool:
     try:
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            return list(csv.DictReader(file))
-    except FileNotFoundError:
-        return []
+        return path.is_file() and path.stat().st_size > 0
+    except OSError:  # a loop of links
+        return False
 
 
 def _same(one: float, other: float) -> bool:

@@ -1,5 +1,6 @@
 """The state of a run as one record: what a person, a cron job or a script asks first."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from nsa.observe import halt, names
 from nsa.observe.watch.conditions import Finding, Level
 from nsa.observe.watch.health import Phase, phase
 from nsa.observe.watch.history import History
+from nsa.observe.watch.trends import smoothed_last
 
 _BAD = (Phase.FAILED, Phase.HUNG, Phase.EMPTY)
 _DOUBTFUL = (Phase.GONE, Phase.HALTED, Phase.STOPPED)
@@ -20,6 +22,8 @@ class Status:
     step: int
     steps: int | None
     loss: float | None
+    """Smoothed: the mean of the last `loss_records` records."""
+    loss_records: int
     toks_per_s: float | None
     left_s: float | None
     """Seconds to the last step at the usual pace."""
@@ -31,6 +35,8 @@ class Status:
     checkpoint_step: int | None
     halt: str | None
     findings: tuple[Finding, ...]
+    unreadable: dict[str, int]
+    """Records that could not be read and were skipped, by file."""
 
     @property
     def exit_code(self) -> int:
@@ -58,6 +64,7 @@ def status_of(folder: Path, history: History, findings: Sequence[Finding], *, no
     """`now` is on the steady clock of the history, `wall` the time of day."""
     present, first = history.present, history.first
     last = first.progress[-1] if first is not None and first.progress else None
+    loss, loss_records = smoothed_last([value for _, value in first.losses] if first is not None else [])
     steps, asked = history.facts.steps, halt.read(folder)
     doing, checkpoint = phase(history, findings), newest_checkpoint(folder)
     step_s = first.step_s if first is not None and doing == Phase.RUNNING else 0.0
@@ -65,7 +72,8 @@ def status_of(folder: Path, history: History, findings: Sequence[Finding], *, no
         phase=doing,
         step=history.step,
         steps=steps,
-        loss=last.loss if last is not None else None,
+        loss=loss if loss_records else None,
+        loss_records=loss_records,
         toks_per_s=last.toks_per_s if last is not None else None,
         left_s=(steps - history.step) * step_s if steps is not None and step_s else None,
         beat_age_s=max((now - log.last_at for log in present.values()), default=None),
@@ -75,6 +83,7 @@ def status_of(folder: Path, history: History, findings: Sequence[Finding], *, no
         checkpoint_step=int(checkpoint.removeprefix("step")) if checkpoint is not None else None,
         halt=asked.describe(wall) if asked is not None else None,
         findings=tuple(findings),
+        unreadable={name: count for name, count in history.unreadable.items() if count},
     )
 
 
@@ -84,4 +93,4 @@ def newest_checkpoint(folder: Path) -> str | None:
         name = (folder / names.CHECKPOINTS / names.LATEST).readlink().name
     except OSError:  # none yet, or kept elsewhere
         return None
-    return name if name.removeprefix("step").isdigit() else None
+    return name if re.fullmatch(r"step[0-9]{1,15}", name) else None

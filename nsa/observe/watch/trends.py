@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median, variance
+from typing import NamedTuple
 
 _ENOUGH = 30
 """Values before one that say what is usual."""
+_MOST_SMOOTHED = 20
 _LEAST_SPREAD = 0.01
 """Of the usual value; the spread of a calm series may be next to nothing."""
 
@@ -41,6 +43,63 @@ def gain(points: Sequence[tuple[int, float]], steps: int) -> float | None:
     late = [value for step, value in finite if step >= end - steps // 2]
     before, after = sum(early) / max(1, len(early)), sum(late) / len(late)
     return (before - after) / abs(before) if early and before else None
+
+
+def smoothed_last(values: Sequence[float]) -> tuple[float, int]:
+    """(value, records): the loss a run is at, the mean of its last records; (NaN, 0) without any.
+
+    The last tenth of all records, at least 1 and at most 20: one batch is noise, and a mean over more of a short run is
+    a loss that it left behind long ago. Values that are not finite are left out, unless the last is one: then it is.
+    """
+    if not values:
+        return math.nan, 0
+    if not math.isfinite(values[-1]):
+        return values[-1], 1
+    recent = [value for value in values[-min(_MOST_SMOOTHED, max(1, len(values) // 10)) :] if math.isfinite(value)]
+    return fmean(recent), len(recent)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Standard deviation of the noise around a trend; 0 for fewer than 3 values.
+
+    By how far values lie from the line between their neighbours: a second difference has 6 times the variance of one
+    independent value, whatever the slope. The median, so that a few jumps do not count.
+    """
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return 1.4826 * median(bends) / math.sqrt(6) if bends else 0.0
+
+
+class Rise(NamedTuple):
+    lowest: float
+    """The lowest mean of earlier values."""
+    now: float
+    """The mean of the last values."""
+    sigma: float
+    """Their difference, in units of the noise."""
+
+    @property
+    def share(self) -> float:
+        return (self.now - self.lowest) / abs(self.lowest) if self.lowest else math.inf
+
+
+def rise(values: Sequence[float], size: int) -> Rise | None:
+    """How far the last `size` values lie above the lowest of the blocks of `size` values before them.
+
+    None where there are fewer than two blocks, or where the mean of the last is not above. The noise is the larger of
+    two: the standard error of the two means, and how far a mean of an earlier block usually lies from the line between
+    its neighbours, which is larger where the noise of records is correlated.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    blocks = [finite[end - size : end] for end in range(len(finite), size - 1, -size)]
+    if len(blocks) < 2:
+        return None
+    last, lowest = blocks[0], min(blocks[1:], key=fmean)
+    difference = fmean(last) - fmean(lowest)
+    if difference <= 0:
+        return None
+    between = math.sqrt(2) * spread([fmean(block) for block in blocks[1:]])
+    noise = max(math.sqrt((variance(last) + variance(lowest)) / size), between)
+    return Rise(fmean(lowest), fmean(last), difference / noise if noise else math.inf)
 
 
 def creep(values: Sequence[float], least: float) -> float | None:

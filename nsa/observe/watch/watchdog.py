@@ -5,6 +5,7 @@ and halts last. What has ended by itself is not halted: a launcher may be starti
 """
 
 import json
+import math
 import os
 import socket
 import time
@@ -13,16 +14,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nsa.observe import halt, names
+from nsa.observe import halt, names, records
 from nsa.observe.events import Kind, add_event
 from nsa.observe.watch.conditions import Finding, Level, Limits
 from nsa.observe.watch.health import Phase, examine, phase
 from nsa.observe.watch.history import HistoryReader, RankLog
 from nsa.observe.watch.inquiry import Inquiry
+from nsa.terminal_text import printable
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
-_RECENT = 20
+_RECENT, _MOST_WORDS = 20, 4096
 _FEW = 8
 _Key = tuple[str, int | None]
 _T = TypeVar("_T")
@@ -48,6 +50,7 @@ class Watchdog:
         self._holding: dict[_Key, Finding] = {}
         self._acted: set[_Key] = set()
         self._named: str | None = None
+        self._unreadable = 0
 
     def begin(self) -> None:
         """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
@@ -69,6 +72,9 @@ class Watchdog:
         if found != self.phase:
             self.phase = found
             self.log(f"{found} at step {history.step}")
+        if (unreadable := history.unreadable.total()) != self._unreadable:
+            self._unreadable = unreadable
+            self.log(records.describe_unreadable(history.unreadable) or "all records can be read")
         now = {(finding.name, finding.rank): finding for finding in findings}
         before, self._holding = self._holding, now
         for same in by_condition([finding for key, finding in now.items() if key not in before]):
@@ -168,9 +174,12 @@ _LIMITS = ("entropy_", "collapse_", "gate_")
 def gate_details(log: RankLog) -> dict[str, Any]:
     """What is known of the gates: the last record, the layers from the most one-sided on, and how it came about."""
     last = log.progress[-1]
+    by_layer = last.gate_shares_by_layer or ()
+    largest = [max(shares, default=math.nan) for shares in by_layer]
+    one_sided = sorted(range(len(by_layer)), key=lambda i: largest[i] if math.isfinite(largest[i]) else math.inf)
     layers = [
-        {"layer": i, "shares": shares, "largest": max(shares)}
-        for i, shares in enumerate(last.gate_shares_by_layer or ())
+        {"layer": i, "shares": [_strict(each) for each in by_layer[i]], "largest": _strict(largest[i])}
+        for i in reversed(one_sided)
     ]
     fields = (
         "gate_entropy_mean",
@@ -186,7 +195,7 @@ def gate_details(log: RankLog) -> dict[str, Any]:
         "rank": log.rank,
         "ts": last.ts,
         "branches": ["compressed", "selected", "sliding"],
-        "layers": sorted(layers, key=lambda layer: -layer["largest"]),
+        "layers": layers,
         "recent": [
             {"step": beat.step} | {name: _strict(getattr(beat, name)) for name in fields}
             for beat in list(log.progress)[-_RECENT:]
@@ -215,15 +224,15 @@ def read_anomaly(folder: Path) -> tuple[str, float] | None:
     """What `.anomaly_type` says and since when; None without one."""
     path = folder / names.ANOMALY
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip(), path.stat().st_mtime
-    except FileNotFoundError:
+        return records.read_text(path, _MOST_WORDS).strip(), path.stat().st_mtime
+    except OSError:  # none, or something that is no file
         return None
 
 
 def append_health(folder: Path, line: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-    with (folder / names.HEALTH_LOG).open("a", encoding="utf-8") as file:
-        file.write(f"[{stamp}] {line}\n")
+    with records.open_to_append(folder / names.HEALTH_LOG) as file:
+        file.write(f"[{stamp}] {printable(line)}\n")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from nsa.observe.view.monitor.lines import QUIET, beside, ends, fit, level, line
 from nsa.observe.view.monitor.plot import Curve, Plot
 from nsa.observe.view.series import BRANCHES, Run
 from nsa.observe.watch.conditions import Level
+from nsa.observe.watch.trends import smoothed_last
 from nsa.observe.watch.watchdog import describe
 
 MARKS = {
@@ -101,6 +102,8 @@ def _facts(look: Look, width: int) -> Text:
         facts.insert(0, f"beat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
     if run.halt is not None:
         facts.insert(0, f".HALT: {plain(run.halt, 40)}")
+    if unreadable := run.unreadable.total():
+        facts.append(f"{unreadable} unreadable record{'' if unreadable == 1 else 's'}")
     if tokens := lead.last_progress.get("tokens_seen"):
         facts.append(f"{count(tokens)} tokens")
     words = facts[0]
@@ -133,9 +136,9 @@ def _latest(run: Run, name: str) -> float:
 
 def _loss(run: Run, width: int, height: int) -> list[Text]:
     evaluations = run.counted_evaluations()
-    loss = _latest(run, "loss")
+    loss, n = smoothed_last([value for value in run.lead.counted("loss") if not math.isnan(value)])
     about = line((number(loss), "bold cyan" if math.isfinite(loss) else "bold red"))
-    about.append(" nats" if math.isfinite(loss) else "", QUIET)
+    about.append(f" avg {n}" if math.isfinite(loss) and n > 1 else " nats" if math.isfinite(loss) else "", QUIET)
     if evaluations:
         held_out = number(evaluations[-1].val_loss)
         about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (" held out", QUIET)))

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config.dotted import flat
-from nsa.observe import names
+from nsa.observe import names, records
 from nsa.observe.events import Event, Kind
 from nsa.observe.view.event_words import told
-from nsa.observe.view.figures import UNKNOWN, count, duration, moment, number, plain, share
+from nsa.observe.view.figures import UNKNOWN, count, duration, moment, number, plain, records_of, share
 from nsa.observe.view.goodput import KNOWN, Cause, Goodput
 from nsa.observe.view.look import Look
 from nsa.observe.view.report.charts import charts, gate_pictures
@@ -65,9 +65,14 @@ def _head(look: Look, summary: Summary) -> str:
     return (
         f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
         f'<p><span class="state {style}">{sign} {escape(look.state)}</span> · {escape(about)} · '
-        f"as of {moment(look.now)}</p>"
+        f"as of {moment(look.now)}{_unreadable(run)}</p>"
         f"\n{tiles(_tiles(look, summary))}\n<nav>{links}</nav>\n</header>"
     )
+
+
+def _unreadable(run: Run) -> str:
+    words = records.describe_unreadable(run.unreadable)
+    return f' · <span class="warn">{escape(words)}</span>' if words else ""
 
 
 def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
@@ -77,7 +82,8 @@ def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
     return [
         ("steps", f"{summary.step:,}", target),
         ("loss, nats per token", number(summary.loss),
-         f"mean of {summary.loss_records} records · least {number(summary.best_loss)} at {summary.best_step:,}"
+         f"mean of the last {records_of(summary.loss_records)}, to step {summary.loss_step:,} · "
+         f"least {number(summary.best_loss)} at {summary.best_step:,}"
          if summary.loss_records else "no record yet"),
         ("held-out loss", number(summary.held_out),
          f"at {summary.held_out_step:,} · best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
@@ -187,8 +193,8 @@ def _found_before(events: Sequence[Event]) -> str:
 
 def _health_log(folder: Path) -> str:
     try:
-        lines = (folder / names.HEALTH_LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+        lines = records.read_text(folder / names.HEALTH_LOG).splitlines()
+    except OSError:
         return ""
     shown = "\n".join(plain(line) for line in lines[-_MOST_LOG_LINES:])
     words = f"the last {min(len(lines), _MOST_LOG_LINES)} of {len(lines)} lines of {names.HEALTH_LOG}"
@@ -212,10 +218,9 @@ def _config(run: Run) -> str:
     settings = flat(run.config)
     if not settings:
         return f'<p class="quiet">{names.ENV} is not there.</p>'
-    found = run.env.get("origins")
-    origins: dict[str, Any] = found if isinstance(found, dict) else {}
+    origins = records.section(run.env.get("origins")) or {}
     order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
-    rows = [(key, spelled(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
+    rows = [(plain(key), spelled(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
     classes = ["default" if origins.get(key) == "default" else "" for key in order]
     given = sum(not each for each in classes)
     made = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
@@ -226,8 +231,7 @@ def _config(run: Run) -> str:
 def _environment(run: Run) -> str:
     left_out = ("config", "origins", "packages")
     facts = {name: value for name, value in run.env.items() if name not in left_out}
-    packages = run.env.get("packages")
-    facts |= packages if isinstance(packages, dict) else {}
+    facts |= records.section(run.env.get("packages")) or {}
     last = run.lead.last_progress
     facts |= {name.replace("_", " "): value for name, value in last.items() if name.startswith("kernel_")}
     facts |= {"ranks that told something": len(run.ranks), "records of the first": len(run.lead)}

@@ -1,0 +1,260 @@
+"""Typed parsing of what is in a run folder. What cannot be read is skipped and counted; reading raises nothing.
+
+A run folder is written by processes that are killed, on disks that fill up, by other versions, and by anybody who can
+write there. Every reader (status, watch, smoke, exporter, monitor, report, compare) gets its records from here: a field
+has the type and the range that its check demands, or it is absent.
+"""
+
+import csv
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO, TypeVar
+
+from nsa.observe import names
+
+LONGEST_LINE = 1 << 20
+"""A line beyond this is no record of ours; it is skipped instead of kept in memory."""
+_LARGEST_FILE = 16 << 20
+"""Of the small files (env.json, .HALT, tables): beyond this they are something else."""
+_DEEPEST = 16
+_LARGEST_NUMBER = 1e100
+"""Figures beyond this are no measurement; sums and squares of those below do not overflow."""
+_LATEST_TIME = 253_402_300_000.0  # the end of the year 9999, where calendars of the standard library end
+_NON_FINITE = {"NaN", "Infinity", "-Infinity"}
+_HEARTBEAT_NAME = re.compile(r"heartbeat_rank(0|[1-9][0-9]{0,5})\.jsonl")
+
+T = TypeVar("T")
+Check = Callable[[Any], Any]
+"""The value as it may be used, or None where it is none."""
+Parsed = tuple[T | None, bool]
+"""What a line says, if it can be used, and whether something in it could not be read."""
+Unreadable = Counter[str]
+"""How many records (or files) could not be read, whole or in part, by file name."""
+
+
+def describe_unreadable(unreadable: Mapping[str, int]) -> str:
+    """One line for people; empty where everything could be read."""
+    files = {name: count for name, count in unreadable.items() if count}
+    if not files:
+        return ""
+    total, where = sum(files.values()), ", ".join(f"{name} {count}" for name, count in sorted(files.items()))
+    return f"{total} record{'s' * (total != 1)} could not be read ({where})"
+
+
+# Checks of one value.
+
+
+def number(value: Any) -> float | None:
+    """NaN and infinite values are results too."""
+    if type(value) is float and (value != value or -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER or math.isinf(value)):
+        return value
+    return value if type(value) is int and -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER else None
+
+
+def amount(value: Any) -> float | None:
+    """Finite and not negative: seconds, bytes, rates."""
+    return value if type(value) in (float, int) and 0 <= value <= _LARGEST_NUMBER else None
+
+
+def whole(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**53 else None
+
+
+def process_id(value: Any) -> int | None:
+    """0 and negative numbers are no process: signals to them reach groups."""
+    return value if type(value) is int and 0 < value < 2**31 else None
+
+
+def rank_number(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1_000_000 else None
+
+
+def time_stamp(value: Any) -> float | None:
+    return value if type(value) in (float, int) and 0 <= value <= _LATEST_TIME else None
+
+
+def text(value: Any) -> str | None:
+    return value if type(value) is str else None
+
+
+def flag(value: Any) -> bool | None:
+    return value if type(value) is bool else None
+
+
+def texts(value: Any) -> tuple[str, ...] | None:
+    return tuple(value) if type(value) is list and all(type(item) is str for item in value) else None
+
+
+def numbers(value: Any) -> tuple[float, ...] | None:
+    if type(value) is not list:
+        return None
+    for item in value:
+        if number(item) is None:
+            return None
+    return tuple(value)
+
+
+def rows_of_numbers(value: Any) -> tuple[tuple[float, ...], ...] | None:
+    if type(value) is not list:
+        return None
+    rows = []
+    for item in value:
+        row = numbers(item)
+        if row is None:
+            return None
+        rows.append(row)
+    return tuple(rows)
+
+
+def anything(value: Any) -> Any:
+    """Of any type, as long as it is not nested deeper than what walks through it can go."""
+    return value if _is_shallow(value) else None
+
+
+def section(value: Any) -> dict[str, Any] | None:
+    return value if type(value) is dict and _is_shallow(value) else None
+
+
+# Records.
+
+
+def fields(
+    record: Mapping[str, Any], checks: Mapping[str, Check], required: tuple[str, ...] = ()
+) -> Parsed[dict[str, Any]]:
+    """The fields that pass their check. Unknown fields are of a later version and are left out; so is what is null."""
+    kept: dict[str, Any] = {}
+    damaged = False
+    for name, value in record.items():
+        check = checks.get(name)
+        if check is None or value is None:
+            continue
+        good = check(value)
+        if good is None:
+            damaged = True
+        else:
+            kept[name] = good
+    for name in required:
+        if name not in kept:
+            return None, True
+    return kept, damaged
+
+
+def parse_record(line: str) -> Parsed[dict[str, Any]]:
+    """One line as a record; torn lines and lines that are something else are unreadable."""
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and ("NaN" in line or "Infinity" in line):  # few are: most need no second look
+            record = {name: _read(value) for name, value in record.items()}
+    except (ValueError, RecursionError):
+        return None, True
+    return (record, False) if isinstance(record, dict) else (None, True)
+
+
+def read_records(path: Path, parse: Callable[[str], Parsed[T]]) -> Iterator[tuple[T | None, bool]]:
+    """Every record of a file, oldest first, and whether something in it could not be read; nothing without a file."""
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                if len(line) > LONGEST_LINE:
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(LONGEST_LINE + 1)
+                    yield None, True
+                elif not line.isspace():
+                    yield parse(line.decode("utf-8", "replace"))
+    except FileNotFoundError:
+        return
+    except OSError:
+        yield None, True
+
+
+# Files.
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A folder, a pipe or a device in its place is an OSError, and nothing is waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file to add text to it, or make one; a pipe that nobody reads is an OSError instead of a wait."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+
+
+def read_text(path: Path, most: int = _LARGEST_FILE) -> str:
+    """The first `most` bytes; raises as opening does."""
+    with open_regular(path) as file:
+        return file.read(most).decode("utf-8", "replace")
+
+
+def read_section(path: Path) -> Parsed[dict[str, Any]]:
+    """A JSON file that holds one object. Without a file there is nothing to read and nothing wrong."""
+    try:
+        content = json.loads(read_text(path))
+    except FileNotFoundError:
+        return None, False
+    except (OSError, ValueError, RecursionError):
+        return None, True
+    found = section(content)
+    return found, found is None
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
+    """Rows of a CSV file by the names in its first line, and how many could not be read."""
+    rows: list[dict[str, str]] = []
+    try:
+        lines = read_text(path).splitlines(keepends=True)
+    except FileNotFoundError:
+        return rows, 0
+    except OSError:
+        return rows, 1
+    bad = 0
+    reader = csv.reader(lines)
+    try:
+        header = next(reader, [])
+        for cells in reader:
+            if len(cells) == len(header):
+                rows.append(dict(zip(header, cells, strict=True)))
+            else:
+                bad += bool(cells)
+    except csv.Error:  # a cell that is too long; where the next row begins is not known
+        bad += 1
+    return rows, bad
+
+
+def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
+    """(rank, path), lowest rank first."""
+    found = []
+    for path in folder.glob(names.HEARTBEATS):
+        if match := _HEARTBEAT_NAME.fullmatch(path.name):
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, str) and value in _NON_FINITE:
+        return float(value)
+    return [_read(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            item for each in level if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]  # fmt: skip
+        if not level:
+            return True
+    return False
