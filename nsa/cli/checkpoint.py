@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.terminal import say
 from nsa.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
         mark = " ← latest" if step == folder.latest() else ""
         if verdict.manifest is not None and verdict.good:
             size = f"{verdict.manifest.bytes / 2**20:10.1f} MiB  {len(verdict.manifest.files):5d} files"
-            print(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}{mark}")
+            say(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}{mark}")
         else:
-            print(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
+            say(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
     if not folder.steps():
-        print(f"{folder.path} holds no checkpoint")
+        say(f"{folder.path} holds no checkpoint")
     if owner := holder(folder.path.parent):
-        print(f"in use by {owner}")
+        say(f"in use by {owner}")
 
 
 @app.command()
@@ -68,11 +69,11 @@ def verify(
             manifest = demand_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
             bad += 1
-            print(f"BAD   {error}")
+            say(f"BAD   {error}")
         else:
             assert manifest is not None
             signature = ", signed" if key else ""
-            print(f"good  {checkpoint} ({len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB{signature})")
+            say(f"good  {checkpoint} ({len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB{signature})")
     if bad:
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -100,13 +101,13 @@ def export(
         key = read_key(key_file) if key_file else None
         found = _open(checkpoint, key_file).find_resumable(lambda path: demand_trustworthy(path, key=key))
         for finding in found.passed_over:
-            print(f"WARNING: passed over {finding}")
+            say(f"WARNING: passed over {finding}")
         if found.path is None:
             raise CheckpointError(f"{checkpoint} holds no good checkpoint to export.")
         source = found.path
     key = read_key(key_file) if key_file else None
     for path in write(source, out, key=key, allow_foreign=allow_foreign):
-        print(f"wrote {path} from {source.name}")
+        say(f"wrote {path} from {source.name}")
 
 
 @app.command()
@@ -122,7 +123,7 @@ def push(
     from nsa.train.checkpoint.manifest import read_key
     from nsa.train.checkpoint.s3 import push as copy
 
-    print(f"wrote {copy(checkpoint.resolve(), url, key=read_key(key_file) if key_file else None)}")
+    say(f"wrote {copy(checkpoint.resolve(), url, key=read_key(key_file) if key_file else None)}")
 
 
 @app.command()
@@ -145,10 +146,10 @@ def pull(
     with RunLock(run):
         found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key)
     for finding in found.passed_over:
-        print(f"WARNING: passed over {finding}")
+        say(f"WARNING: passed over {finding}")
     if found.path is None:
         raise CheckpointError(f"{url} holds no good checkpoint.")
-    print(f"wrote {found.path}")
+    say(f"wrote {found.path}")
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":

@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from nsa.errors import ConfigError
+from nsa.terminal_text import printable
 
 MOST_RUNS = 6
 _STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
@@ -45,7 +46,7 @@ def compare(
         for name, style in zip(names, _STYLES, strict=False):
             made.add_column(Text(name, f"bold {style}"), overflow="fold")
         for name, values in rows:
-            made.add_row(Text(name, "dim"), *map(Text, values))
+            made.add_row(Text(printable(name), "dim"), *map(Text, values))
         console.print(made)
 
     show("", figures([summarize(run) for run in loaded]))

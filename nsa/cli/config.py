@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.terminal import say
 from nsa.errors import ConfigError
+from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
     from nsa.config import RunConfig
@@ -60,11 +62,11 @@ def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config f
             config = load(file, environ=environ)
         except ConfigError as error:
             failed = True
-            print(error)
+            print(printable(error, keep_newlines=True))
         else:
-            print(f"{file} is usable")
+            say(f"{file} is usable")
             for notice in config.notices:
-                print(f"  - notice: {notice}")
+                say(f"  - notice: {notice}")
     if failed:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -78,7 +80,7 @@ def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Folder to writ
     from nsa.config.docs import write
 
     for path in write(folder):
-        print(f"wrote {path}")
+        say(f"wrote {path}")
 
 
 def resolve(arguments: list[str]) -> "RunConfig":
@@ -104,7 +106,7 @@ def _print_table(config: "RunConfig", keys: list[str]) -> None:
     # A pipe has no width of its own: leave it room, so that grep finds whole lines.
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     for notice in config.notices:
-        console.print(f"notice: {notice}", style="yellow", soft_wrap=True)
+        console.print(f"notice: {printable(notice)}", style="yellow", soft_wrap=True)
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     section = ""
     for key in keys:
@@ -112,5 +114,7 @@ def _print_table(config: "RunConfig", keys: list[str]) -> None:
             table.add_row()
         section = key.partition(".")[0]
         origin = config.origin(key)
-        table.add_row(key, plain(config.value(key)), origin, style="dim" if origin == "default" else None)
+        table.add_row(
+            key, printable(plain(config.value(key))), printable(origin), style="dim" if origin == "default" else None
+        )
     console.print(table)

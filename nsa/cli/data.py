@@ -4,6 +4,8 @@ from pathlib import Path
 
 import typer
 
+from nsa.cli.terminal import say
+
 data_app = typer.Typer(help="Build, prepare and check training data.", no_args_is_help=True)
 tokenizer_app = typer.Typer(help="Make tokenizers.", no_args_is_help=True)
 data_app.add_typer(tokenizer_app, name="tokenizer")
@@ -29,11 +31,11 @@ def demo(
 
         built = build_demo(folder, megabytes=mb, progress=show)
     for package in built.packages:
-        typer.echo(
+        say(
             f"{package['package']:24} {package['version']:24} {package['documents']:>6} documents "
             f"{int(package['text_bytes']) / 1e6:8.2f} MB  {package['licence']}"
         )
-    typer.echo(f"{built.documents} documents, {built.text_bytes / 1e6:.2f} MB of text, {built.files} files in {folder}")
+    say(f"{built.documents} documents, {built.text_bytes / 1e6:.2f} MB of text, {built.files} files in {folder}")
 
 
 @tokenizer_app.command("train")
@@ -50,5 +52,5 @@ def train_tokenizer(
     from nsa.data.tokenizer import train_bpe
 
     tokenizer = train_bpe(sample_texts(open_source(source), seed=seed, max_bytes=int(mb * 1e6)), vocab_size, path)
-    typer.echo(f"{path}: {tokenizer.vocab_size} entries, end of document {tokenizer.eos_id}")
-    typer.echo(f"fingerprint {tokenizer.fingerprint}")
+    say(f"{path}: {tokenizer.vocab_size} entries, end of document {tokenizer.eos_id}")
+    say(f"fingerprint {tokenizer.fingerprint}")

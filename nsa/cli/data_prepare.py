@@ -9,9 +9,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from nsa.cli.data import data_app
+from nsa.cli.terminal import say
 from nsa.errors import ConfigError, DataError
+from nsa.terminal_text import printable
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
     from nsa.data.prepare import run as preparing
@@ -174,7 +177,7 @@ def verify(prepared: SetArgument) -> None:
     if damaged:
         _print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged])
         raise DataError(f"{len(damaged)} file(s) of {prepared} are damaged. Restore them, or prepare the set again.")
-    Console().print(f"{prepared}: all files match ({total:,} bytes)")
+    say(f"{prepared}: all files match ({total:,} bytes)")
 
 
 @data_app.command()
@@ -276,7 +279,7 @@ def _warn_of_small_held_out_split(manifest: "Manifest") -> None:
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    table = Table(*columns, title=title or None, title_justify="left")
+    table = Table(*columns, title=Text(printable(title)) if title else None, title_justify="left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)

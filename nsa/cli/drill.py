@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.polite_end import polite_end
+from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def drill(
         wide.print(_table(ordered))
         for row in ordered:
             for unmet in row.unmet:
-                print(f"{row.fault}: {unmet}")
+                say(f"{row.fault}: {unmet}")
     bad = sum(not row.holds for row in ordered)
     minutes = f"{(time.monotonic() - began) / 60:.1f} minutes"
     console.print(f"{len(ordered) - bad} of {len(ordered)} rows hold, {minutes}")

@@ -1,11 +1,12 @@
 """`nsa exporter` and `nsa alert-rules`: runs as Prometheus sees them, and what it should say about them."""
 
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import typer
+
+from nsa.cli.terminal import complain
 
 
 def exporter(
@@ -26,12 +27,10 @@ def exporter(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if not is_loopback(host):
-        print(
+        complain(
             f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can read run "
             f"names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}, without a "
-            f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall.",
-            file=sys.stderr,
-            flush=True,
+            f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
         )
     serving = Exporter(folders, host=host, port=port, file_sd=file_sd)
     print(f"serving http://{serving.address}/metrics", flush=True)

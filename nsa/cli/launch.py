@@ -8,6 +8,7 @@ import typer
 
 from nsa.cli.config import resolve
 from nsa.cli.preflight import ALLOW_HELP
+from nsa.cli.terminal import say
 
 
 def launch(
@@ -56,7 +57,7 @@ def launch(
     )
     if clear_halt:
         _put_halt_aside(plan.run_folder)
-    code = run(plan, lambda text: print(f"launch: {text}", flush=True), _show)
+    code = run(plan, lambda text: say(f"launch: {text}"), _show)
     raise typer.Exit(code)
 
 
@@ -66,7 +67,7 @@ def _put_halt_aside(folder: Path) -> None:
     from nsa.observe.run_folder import RunFolder
 
     if aside := halt.put_aside(folder, now=time.time(), step=RunFolder(folder).last_step()):
-        print(f"launch: the .HALT that was there is {aside} now", flush=True)
+        say(f"launch: the .HALT that was there is {aside} now")
 
 
 def _show(text: str) -> None:

@@ -24,6 +24,7 @@ from nsa.cli import (
     watch,
 )
 from nsa.cli.data import data_app
+from nsa.cli.terminal import complain
 from nsa.errors import ConfigError, NSAError
 
 # Packages that a plain install leaves out, and the extra that brings each.
@@ -82,7 +83,7 @@ def main() -> None:
     try:
         app()
     except NSAError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -10,6 +10,7 @@ import typer
 from nsa.cli.config import resolve
 from nsa.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
 from nsa.errors import PreflightError
+from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
     from nsa.guard.facts import Facts
@@ -68,9 +69,10 @@ def preflight(
 def _progress(shown: ExitStack) -> Any:
     """A line that changes, on a terminal only; beside the output, so that JSON stays JSON."""
     from rich.console import Console
+    from rich.text import Text
 
     status = shown.enter_context(Console(stderr=True).status("looking"))
-    return lambda text: status.update(f"dry run: {text}")
+    return lambda text: status.update(Text(f"dry run: {printable(text)}"))
 
 
 def _as_dict(facts: "Facts", verdicts: list["Verdict"]) -> dict[str, Any]:
@@ -100,9 +102,9 @@ def _print(facts: "Facts", verdicts: list["Verdict"]) -> None:
     console.print()
     table = Table("", "rule", "found", box=None, pad_edge=False)
     for verdict in verdicts:
-        found = Text(verdict.message)
+        found = Text(printable(verdict.message, keep_newlines=True))
         if verdict.fix:
-            found.append(f"\n{verdict.fix}", style="bold")
+            found.append(f"\n{printable(verdict.fix, keep_newlines=True)}", style="bold")
         table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, found)
     console.print(table)
     console.print()

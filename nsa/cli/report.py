@@ -4,6 +4,8 @@ from pathlib import Path
 
 import typer
 
+from nsa.cli.terminal import say
+
 DEFAULT_NAME = "report.html"
 
 
@@ -26,4 +28,4 @@ def report(
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")
+    say(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")

@@ -9,8 +9,10 @@ import typer
 from nsa.cli.config import resolve
 from nsa.cli.launch import launch
 from nsa.cli.preflight import ALLOW_HELP
+from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 from nsa.observe.names import PROGRESS
+from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
     from nsa.observe.heartbeat import Beat
@@ -102,13 +104,13 @@ class _Plain:
     """A line per record, for logs."""
 
     def line(self, text: str) -> None:
-        print(text, flush=True)
+        say(text)
 
     def beat(self, beat: "Beat", steps: int) -> None:
         if beat.msg == PROGRESS:
             print(_progress(beat, steps), flush=True)
         elif beat.detail:
-            print(f"{beat.msg} at step {beat.step}: {beat.detail}", flush=True)
+            say(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
     def verdict(self, verdict: "Verdict") -> None:
         print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f} over {verdict.tokens} tokens", flush=True)
@@ -123,13 +125,13 @@ class _Live(_Plain):
         self._console, self._live = console, Live("", console=console, auto_refresh=False)
 
     def line(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(printable(text))
 
     def beat(self, beat: "Beat", steps: int) -> None:
         if beat.msg != PROGRESS:
             self._live.stop()
             if beat.detail:
-                self._console.print(f"{beat.msg} at step {beat.step}: {beat.detail}")
+                self._console.print(printable(f"{beat.msg} at step {beat.step}: {beat.detail}"))
             return
         self._live.start()
         self._live.update(_progress(beat, steps), refresh=True)

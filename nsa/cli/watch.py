@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 from nsa.terminal_text import printable
 
@@ -99,9 +100,9 @@ def halt(
     folder = _folder(run, directory)
     who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
     if ask(folder, reason, who):
-        print(f"asked {printable(folder)} to halt: {printable(reason)}", flush=True)
+        say(f"asked {folder} to halt: {reason}")
     elif (asked := read(folder)) is not None:
-        print(f"{names.HALT} is there already: {printable(asked.describe(time.time()))}", flush=True)
+        say(f"{names.HALT} is there already: {asked.describe(time.time())}")
     if wait:
         _wait_for_end(folder, timeout)
 
@@ -129,7 +130,7 @@ def smoke(
         )
     )
     for answer in answers:
-        print(f"{'ok    ' if answer.good else 'FAILED'}  {printable(answer.text)}")
+        say(f"{'ok    ' if answer.good else 'FAILED'}  {answer.text}")
     raise typer.Exit(0 if all(answer.good for answer in answers) else 1)
 
 
@@ -144,17 +145,16 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
         ended = bool(logs) and all(log.ended for log in logs)
         if ended and not reader.leaving():
             last = logs[0].last
-            why = f": {printable(last.detail)}" if last.detail else ""
-            print(f"{phase(history, [])} at step {last.step}{why}")
+            say(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
             return
         if history.gone & history.present.keys():
             print(f"the process of rank {min(history.gone)} is gone without a last word")
             raise typer.Exit(1)
         if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
             shown = line
-            print(line, flush=True)
+            say(line)
         if time.monotonic() > until:
-            print(f"not halted within {timeout_s:g} s; {printable(folder)} may hang: nsa status says more")
+            say(f"not halted within {timeout_s:g} s; {folder} may hang: nsa status says more")
             raise typer.Exit(1)
         time.sleep(0.2)
 
@@ -257,4 +257,4 @@ def _inside(folder: Path | None, name: str) -> Path:
 
 
 def _say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {printable(line)}", flush=True)
+    say(f"[{time.strftime('%H:%M:%S')}] {line}")

@@ -68,7 +68,7 @@ UNITS = {
     "gate_shares_by_layer": "the same, one triple per layer",
     "sel_k_mean": "tokens per query",
     "sel_k_max": "tokens per query",
-    "sel_pct_at_max": "share of the queries; given by their positions alone (the last of a block), so no sign of health",
+    "sel_pct_at_max": "share of the queries; given by positions alone (the last of a block): no sign of health",
     "reads_pred": "keys, all layers of the last forward pass of this rank",
     "reads_act_total": "keys, all layers of the last forward pass of this rank",
     "tokens_seen": "tokens since step 0, all ranks together",

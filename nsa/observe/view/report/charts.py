@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from nsa.observe.events import Kind
 from nsa.observe.view.buckets import Bucket, buckets
-from nsa.observe.view.figures import count, duration, memory, number, share
+from nsa.observe.view.figures import count, duration, memory, number, plain, share
 from nsa.observe.view.report.chart import MOST_POINTS, Chart, Line, Mark
 from nsa.observe.view.report.heatmap import png_uri
 from nsa.observe.view.series import BRANCHES, OF_EVERY_RANK, SHARES, Run
@@ -108,7 +108,7 @@ def _loss(run: Run) -> Chart:
         for each in run.counted_evaluations()
     ]  # fmt: skip
     bad = [
-        (float(event.step), f"step {event.step:,} was not taken: {event.details.get('reason', 'not finite')}")
+        (float(event.step), f"step {event.step:,} was not taken: {plain(event.details.get('reason', 'not finite'))}")
         for event in run.events
         if event.kind == Kind.SKIPPED_STEP
     ]

@@ -6,7 +6,7 @@ from math import isfinite
 
 from nsa.observe.view.buckets import buckets
 from nsa.observe.view.comparison import differing_settings, figures, labels
-from nsa.observe.view.figures import count, memory, number, share
+from nsa.observe.view.figures import count, memory, number, plain, share
 from nsa.observe.view.report.chart import Chart, Line
 from nsa.observe.view.report.charts import time_unit, worst
 from nsa.observe.view.report.page import chart_figure, page, section, table
@@ -24,7 +24,7 @@ def render(runs: Sequence[Run]) -> str:
     side_by_side = table(("", *names), [(name, *values) for name, values in figures(summaries)])
     differing = differing_settings(runs)
     if differing:
-        rows = [(key, *(spelled(value) for value in values)) for key, values in differing]
+        rows = [(plain(key), *(spelled(value) for value in values)) for key, values in differing]
         settings = table(("setting", *names), rows, codes=range(len(names) + 1))
     else:
         settings = '<p class="quiet">All settings are the same.</p>'
