@@ -150,7 +150,7 @@ def inspect(
     }
     _print_table("", ["", "value"], [[name, str(value)] for name, value in facts.items()])
     if shards:
-        rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in manifest.splits[split]]
+        rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in manifest.shards(split)]
         _print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
     if document is not None:
         found = find_document(folder, manifest, split, document)

@@ -4,15 +4,18 @@ Every artefact made with a tokenizer carries its vocabulary size and fingerprint
 because ids of another vocabulary are valid numbers and would train silently.
 """
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -82,7 +85,10 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         # A document that spells "<|endoftext|>" must not be able to end itself.
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ConfigError(f"tokenizer file {self._path} has an empty vocabulary. Give one that was trained.")
+        self.vocab_size = max(ids) + 1
         self.eos_id = _find_eos(self._path, self._tokenizer, eos_token)
         parts = {part: described.get(part) for part in _ID_DEFINING_PARTS}
         canonical = json.dumps([parts, self.eos_id], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
@@ -94,11 +100,24 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        fix = "Use a tokenizer that covers every byte, e.g. from `nsa data tokenizer train`."
+        with _library_errors(f"tokenizer {self._path} cannot encode a text", fix):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+@contextmanager
+def _library_errors(problem: str, fix: str) -> Iterator[None]:
+    """The tokenizers library has no exception of its own: it raises plain `Exception`, or what a panic becomes."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{problem} ({error}). {fix}") from error
 
 
 def _reopen(path: str, eos_token: str | None) -> JsonTokenizer:
@@ -115,7 +134,7 @@ def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             f"tokenizer file {path} cannot be read ({error.strerror}). Give 'byte' or the path of a tokenizers JSON."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"tokenizer file {path} is not JSON ({error}). Give a file saved by the tokenizers library."
         ) from error
@@ -124,7 +143,9 @@ def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
             f"tokenizer file {path} has no 'model' entry: it was not saved by the tokenizers library. Give "
             "tokenizer.json, not tokenizer_config.json or vocab.json."
         )
-    return Engine.from_str(text), described
+    fix = "Save it again with that library, or download it again."
+    with _library_errors(f"tokenizer file {path} is not one that the tokenizers library reads", fix):
+        return Engine.from_str(text), described
 
 
 def _find_eos(path: Path, engine: Any, wanted: str | None) -> int:
@@ -157,12 +178,31 @@ def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTokenizer:
     """Train a byte-level BPE (any text can be encoded and decoded exactly) and save it at `path`, all or nothing."""
-    from tokenizers import Tokenizer as Engine
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     smallest = 256 + 1  # every byte, and the end of a document
     if vocab_size < smallest:
         raise ConfigError(f"vocab_size is {vocab_size}: a byte-level BPE needs at least {smallest}. Set e.g. 32768.")
+    target = Path(path)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    problem, fix = f"tokenizer file {target} cannot be written", "Name a file in a folder that you can write."
+    with storage_errors(problem, fix=fix):  # before the training, which takes minutes
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+    try:
+        engine = _train_bpe(texts, vocab_size)
+        with storage_errors(problem, fix=fix):
+            unfinished.write_text(engine.to_str(pretty=True), encoding="utf-8")
+            os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return JsonTokenizer(target)
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
     engine = Engine(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
@@ -173,12 +213,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTo
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer=trainer)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    engine.save(str(unfinished))
-    os.replace(unfinished, target)
-    return JsonTokenizer(target)
+    return engine
 
 
 def check_same(artifact_vocab: int, artifact_fingerprint: str, tokenizer: Tokenizer) -> None:

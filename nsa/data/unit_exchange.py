@@ -9,13 +9,13 @@ The folder is used by one set of readers once: whoever starts them makes a new o
 file carries its SHA-256 and appears whole.
 """
 
-import errno
 import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ import numpy as np
 
 from nsa import errors
 from nsa.data.source.unit import CorruptUnit
+from nsa.data.storage_errors import storage_errors
 from nsa.errors import CheckpointError, DataError, NSAError
 
 _LOOKAHEAD = 2  # units per reader: one is being made while the one before it is used
 _POLL_S = 0.01
 _POLL_MAX_S = 0.2
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,12 @@ class UnitExchange:
         unfinished.write_bytes(content)
         os.replace(unfinished, self._folder / name)
 
-    def _explained(self) -> "_StorageErrors":
-        return _StorageErrors(self._folder)
+    def _explained(self) -> AbstractContextManager[None]:
+        return storage_errors(
+            f"ranks cannot exchange tokens in {self._folder}",
+            fix="Check that every rank can read and write the run folder.",
+            if_full=(CheckpointError, "Free disk space and add --resume."),
+        )
 
     @staticmethod
     def _unit_name(number: int) -> str:
@@ -176,23 +180,6 @@ class UnitExchange:
     @staticmethod
     def _failure_name(reader: int) -> str:
         return f"failure-{reader:05d}"
-
-
-class _StorageErrors:
-    """Turn an `OSError` of the shared folder into an error with the place and the fix."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, OSError):
-            return
-        problem = f"tokens cannot be shared with other ranks in {self._folder} ({error.strerror})"
-        if error.errno in _NO_ROOM:
-            raise CheckpointError(f"{problem}. Free disk space and add --resume.") from error
-        raise DataError(f"{problem}: every rank must be able to write there. Check the run folder.") from error
 
 
 def _encode(unit: TokenUnit) -> bytes:

@@ -13,6 +13,7 @@ from nsa.data.demo.clean import Deduplicator, is_good_english, stop_word_share
 from nsa.data.demo.extract import extract_texts
 from nsa.data.demo.packages import PACKAGES, DocPackage, Unpacked, download, resolve
 from nsa.data.order import permutation
+from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError
 
 ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
@@ -38,8 +39,14 @@ def build_demo(
     folder: Path, *, megabytes: float = 0, packages: Sequence[DocPackage] = PACKAGES, progress: Progress | None = None
 ) -> Built:
     """Download, clean and write; the same package versions give the same bytes. `megabytes` of text, 0 for all."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: a corpus is written once and whole. Name a new folder.")
+    problem, fix = f"the demo corpus cannot be written to {folder}", "Name a new folder in a place that you can write."
+    with storage_errors(problem, fix=fix):  # before the downloads
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty: a corpus is written once and whole. Name a new folder.")
+        probe = folder / f".{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
     report = progress or (lambda what, done, wanted: None)
     wanted = int(megabytes * 1e6)
     records: list[Record] = []
@@ -69,8 +76,9 @@ def build_demo(
             }
         )
     report("writing parquet", done, wanted)
-    files = write_files(folder, records)
-    (folder / SOURCES_FILE).write_text(json.dumps({"packages": sources, "columns": _COLUMN_NOTES}, indent=1) + "\n")
+    with storage_errors(problem, fix=fix):
+        files = write_files(folder, records)
+        (folder / SOURCES_FILE).write_text(json.dumps({"packages": sources, "columns": _COLUMN_NOTES}, indent=1) + "\n")
     return Built(len(records), done, files, sources)
 
 

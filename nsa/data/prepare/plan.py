@@ -125,9 +125,11 @@ def record_plan(plan: Plan, out: Folder) -> None:
     if out.exists(PLAN_NAME):
         try:
             recorded = json.loads(out.read_bytes(PLAN_NAME))
-        except ValueError as error:
+            if not isinstance(recorded, dict):
+                raise ValueError(f"it is {type(recorded).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{out.url}/{PLAN_NAME} is not JSON ({error}). Delete {out.url} and prepare again."
+                f"{out.url}/{PLAN_NAME} is not the plan of a preparation ({error}). Delete {out.url} and prepare again."
             ) from error
         _refuse_other(recorded, plan, out)
         return

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -28,6 +28,7 @@ from nsa.data.prepare.task import ReadUnits, Report, WriteShards, done_tasks, re
 from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
+from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError, DataError
 
 _POLL_S = 0.2
@@ -47,6 +48,20 @@ def prepare(
 ) -> Manifest:
     """Run every task that has no record yet with `workers` processes on this machine, then write the manifest."""
     out = Folder(out_url)
+    with _output_errors(out_url):
+        return _prepare(plan, out, workers, on_progress)
+
+
+def _output_errors(out_url: str) -> AbstractContextManager[None]:
+    """What is not explained nearer to its cause: the lock, datatrove's logs, the removal of what is left over."""
+    return storage_errors(
+        f"{out_url} cannot be written",
+        fix="Name an output folder that you can write.",
+        if_full=(DataError, "Free disk space and run the same command again; finished tasks are kept."),
+    )
+
+
+def _prepare(plan: Plan, out: Folder, workers: int, on_progress: Callable[[Progress], None]) -> Manifest:
     if is_finished(plan, out):
         out.delete_tree(WORK)  # a kill may have come between the manifest and this
         return read_manifest(out)
@@ -56,7 +71,7 @@ def prepare(
         # datatrove's logs and marks; whether a task is done is decided by our own record, which lies with the shards.
         place = str(out.local_path(f"{WORK}/log")) if out.is_local else ""
         with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
-            LocalExecutor(plan, out_url, workers, logs, on_progress).run()
+            LocalExecutor(plan, out.url, workers, logs, on_progress).run()
         return finish(plan, out)
 
 
@@ -180,7 +195,8 @@ def _count(documents: int, tokens: int) -> None:
 
 def _run_task(rank: int) -> None:
     _, plan, out_url, logs = _job
-    LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
+    with _output_errors(out_url):
+        LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
 
 
 class Finish(PipelineStep):

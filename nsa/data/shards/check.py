@@ -8,7 +8,7 @@ import numpy as np
 
 from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import Manifest
-from nsa.data.shards.writer import decode_ids, decode_index
+from nsa.data.shards.writer import decode_ids, read_index
 from nsa.errors import DataError
 
 _CHUNK_BYTES = 4 * 2**20
@@ -48,6 +48,13 @@ def _hash_file(folder: Folder, name: str, on_bytes: Callable[[int], None]) -> tu
     return read, digest.hexdigest()
 
 
+def _verified(folder: Folder, name: str, sha256: str) -> bytes:
+    raw = folder.read_bytes(name)
+    if hashlib.sha256(raw).hexdigest() != sha256:
+        raise DataError(f"{name} does not match its SHA-256. Run `nsa data verify {folder.url}`.")
+    return raw
+
+
 @dataclass(frozen=True, slots=True)
 class LengthStats:
     """Document lengths in tokens, the end-of-document token included."""
@@ -62,11 +69,9 @@ class LengthStats:
 def length_stats(folder: Folder, manifest: Manifest, split: str) -> LengthStats:
     """From the indexes alone; a histogram of lengths keeps memory bounded for any number of documents."""
     counts: dict[int, int] = {}
-    for shard in manifest.splits[split]:
-        raw = folder.read_bytes(f"{shard.name}.idx")
-        if hashlib.sha256(raw).hexdigest() != shard.idx_sha256:
-            raise DataError(f"{shard.name}.idx does not match its SHA-256. Run `nsa data verify {folder.url}`.")
-        lengths = np.diff(decode_index(raw, shard.name).ends.astype(np.int64), prepend=0)
+    for shard in manifest.shards(split):
+        index = read_index(_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+        lengths = np.diff(index.ends.astype(np.int64), prepend=0)
         for length, count in zip(*(part.tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
             counts[length] = counts.get(length, 0) + count
     if not counts:
@@ -89,10 +94,11 @@ class FoundDocument:
 def find_document(folder: Folder, manifest: Manifest, split: str, number: int) -> FoundDocument:
     """The document with this number in the set's own order."""
     left, start = number, 0
-    for shard in manifest.splits[split] if number >= 0 else []:
+    for shard in manifest.shards(split) if number >= 0 else []:
         if left < shard.documents:
-            ends = decode_index(folder.read_bytes(f"{shard.name}.idx"), shard.name).ends.astype(np.int64)
-            ids = decode_ids(folder.read_bytes(f"{shard.name}.ids"), shard.documents)
+            index = read_index(_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+            ends = index.ends.astype(np.int64)
+            ids = decode_ids(_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
             first = int(ends[left - 1]) if left else 0
             return FoundDocument(ids[left], shard.name, start + first, int(ends[left]) - first)
         left -= shard.documents

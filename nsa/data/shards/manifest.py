@@ -5,6 +5,7 @@ It is written last and once: a folder without one is unfinished, a folder with o
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,12 +14,17 @@ import numpy as np
 
 from nsa.data.shards.folder import Folder
 from nsa.data.shards.writer import BLOCK_BYTES, ShardInfo
-from nsa.errors import DataError
+from nsa.data.tokenizer import token_dtype
+from nsa.errors import ConfigError, DataError
 
 MANIFEST_NAME = "manifest.json"
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 _FORMAT, _VERSION = "nsa-token-shards", 1
+_DTYPES = ("uint16", "uint32")
+# A name is a path below the set's folder and must not lead out of it.
+_SHARD_NAME = re.compile(r"[\w-]+(/[\w-]+)*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,13 @@ class Manifest:
         """
         return hashlib.sha256(_canonical(self._content())).hexdigest()
 
+    def shards(self, split: str) -> list[ShardInfo]:
+        if split not in self.splits:
+            raise ConfigError(f"the prepared set has no split {split!r}. Choose one of {sorted(self.splits)}.")
+        return self.splits[split]
+
     def totals(self, split: str) -> dict[str, int]:
-        shards = self.splits[split]
+        shards = self.shards(split)
         return {
             "shards": len(shards),
             "documents": sum(s.documents for s in shards),
@@ -101,9 +112,42 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
             splits={split: [ShardInfo(**s) for s in shards] for split, shards in content["splits"].items()},
         )
         manifest.__dict__["fingerprint"] = recorded  # just verified
+        _check_values(manifest)
         return manifest
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{broken} ({error!r}). Name the folder that `nsa data prepare` wrote.") from error
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Raise `ValueError` for what no writer of ours puts down: the hash shows damage, not that a value makes sense."""
+    _require(_is_count(manifest.vocab_size) and 0 < manifest.vocab_size <= 2**32, "vocab_size", manifest.vocab_size)
+    _require(_is_count(manifest.eos_id) and manifest.eos_id < manifest.vocab_size, "eos_id", manifest.eos_id)
+    _require(isinstance(manifest.tokenizer_fingerprint, str), "fingerprint", manifest.tokenizer_fingerprint)
+    wide_enough = _DTYPES[_DTYPES.index(token_dtype(manifest.vocab_size).name) :]
+    _require(manifest.dtype in wide_enough, f"dtype for {manifest.vocab_size} ids", manifest.dtype)
+    _require(isinstance(manifest.made_from, dict), "made_from", manifest.made_from)
+    quarantined = manifest.quarantined
+    _require(isinstance(quarantined, list) and all(isinstance(u, str) for u in quarantined), "quarantined", quarantined)
+    _require(set(manifest.splits) == set(SPLITS), "splits", sorted(manifest.splits))
+    for shard in (shard for shards in manifest.splits.values() for shard in shards):
+        _require(isinstance(shard.name, str) and _SHARD_NAME.fullmatch(shard.name) is not None, "name", shard.name)
+        for field in ("tokens", "documents", "tok_bytes", "idx_bytes", "ids_bytes"):
+            _require(_is_count(getattr(shard, field)), f"{field} of {shard.name}", getattr(shard, field))
+        for field in ("tok_sha256", "idx_sha256", "ids_sha256"):
+            value = getattr(shard, field)
+            _require(isinstance(value, str) and _SHA256.fullmatch(value) is not None, f"{field} of {shard.name}", value)
+        sound = shard.tok_bytes == shard.tokens * manifest.numpy_dtype.itemsize and shard.documents <= shard.tokens
+        _require(sound, f"tok_bytes, tokens and documents of {shard.name}", [shard.tok_bytes, shard.tokens])
+
+
+def _require(holds: bool, what: str, value: object) -> None:
+    if not holds:
+        shown = repr(value)
+        raise ValueError(f"{what} is {shown if len(shown) <= 80 else shown[:77] + '...'}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 
 def read_manifest(folder: Folder) -> Manifest:

@@ -17,7 +17,7 @@ from nsa.data.rows.batch import Segment
 from nsa.data.shards.cache import ShardCache
 from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import TRAIN, Manifest, read_manifest
-from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, decode_index
+from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, read_index
 from nsa.errors import ConfigError, DataError
 
 # Each open shard holds one memory map; Linux allows 65,530 of them per process by default.
@@ -33,7 +33,7 @@ class OpenShard:
         self.info = info
         if hashlib.sha256(index_raw).hexdigest() != info.idx_sha256:
             raise _damaged(f"{info.name}.idx")
-        index = decode_index(index_raw, f"{info.name}.idx")
+        index = read_index(index_raw, info)
         self.ends = index.ends.astype(np.int64)
         self._block_sha256 = index.block_sha256
         actual = path.stat().st_size
@@ -79,13 +79,11 @@ class ShardReader:
     ) -> None:
         self.folder = folder
         self.manifest = manifest or read_manifest(folder)
-        if split not in self.manifest.splits:
-            raise ConfigError(f"{folder.url} has no split {split!r}. Choose one of {sorted(self.manifest.splits)}.")
+        self._shards = self.manifest.shards(split)
         self.split = split
         if cache is None and not folder.is_local:
             raise ConfigError(f"{folder.url} is remote: its shards need a local cache. Give a cache folder and limit.")
         self._cache = cache
-        self._shards = self.manifest.splits[split]
         self._dtype = self.manifest.numpy_dtype
         self.starts = np.zeros(len(self._shards) + 1, dtype=np.int64)
         np.cumsum([s.tokens for s in self._shards], out=self.starts[1:])
@@ -148,7 +146,7 @@ class ShardReader:
             raw = self._retry_if_evicted(lambda: self._local(name, info.ids_bytes, info.ids_sha256).read_bytes())
             if hashlib.sha256(raw).hexdigest() != info.ids_sha256:
                 raise _damaged(name)
-            self._ids = (number, decode_ids(raw, info.documents))
+            self._ids = (number, decode_ids(raw, info))
         return self._ids[1]
 
     def _shard(self, number: int) -> OpenShard:

@@ -58,6 +58,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
+    tokens: int
     ends: np.ndarray  # uint64, end of each document in tokens
     block_sha256: bytes  # HASH_BYTES per block of the token file
 
@@ -157,21 +158,44 @@ def decode_index(content: bytes, name: str) -> ShardIndex:
     start = len(INDEX_MAGIC) + 8 * _HEADER_WORDS
     if content[: len(INDEX_MAGIC)] != INDEX_MAGIC or len(content) < start:
         raise DataError(f"{name} does not begin with {INDEX_MAGIC!r}: it is no shard index. Prepare the data again.")
-    documents, _, blocks = (int(v) for v in np.frombuffer(content, "<u8", _HEADER_WORDS, len(INDEX_MAGIC)))
+    documents, tokens, blocks = (int(v) for v in np.frombuffer(content, "<u8", _HEADER_WORDS, len(INDEX_MAGIC)))
     expected = start + 8 * documents + HASH_BYTES * blocks
     if len(content) != expected:
         raise DataError(
             f"{name} has {len(content)} bytes but its header describes {expected}: it was cut off. Prepare it again."
         )
-    return ShardIndex(np.frombuffer(content, "<u8", documents, start), content[start + 8 * documents :])
+    return ShardIndex(tokens, np.frombuffer(content, "<u8", documents, start), content[start + 8 * documents :])
+
+
+def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
+    """The index of a shard, which must describe what the manifest does."""
+    index = decode_index(content, f"{info.name}.idx")
+    blocks = -(-info.tok_bytes // BLOCK_BYTES)
+    ends = index.ends
+    if (
+        (index.tokens, len(ends), len(index.block_sha256)) != (info.tokens, info.documents, HASH_BYTES * blocks)
+        or int(ends[-1] if len(ends) else 0) != info.tokens
+        or bool((ends[1:] <= ends[:-1]).any())
+    ):
+        raise DataError(
+            f"{info.name}.idx describes {len(ends)} documents in {index.tokens} tokens, the manifest {info.documents} "
+            f"in {info.tokens}: they are of two different sets. Restore the folder or prepare the data again."
+        )
+    return index
 
 
 def encode_ids(ids: list[bytes]) -> bytes:
     return np.cumsum([len(i) for i in ids], dtype="<u8").tobytes() + b"".join(ids)
 
 
-def decode_ids(content: bytes, documents: int) -> list[str]:
-    ends = np.frombuffer(content, "<u8", documents).tolist()
-    text = content[8 * documents :]
-    starts = [0, *ends[:-1]]
-    return [text[a:b].decode("utf-8", "surrogatepass") for a, b in zip(starts, ends, strict=True)]
+def decode_ids(content: bytes, info: ShardInfo) -> list[str]:
+    try:
+        ends = np.frombuffer(content, "<u8", info.documents).tolist()
+        text = content[8 * info.documents :]
+        if ends and ends[-1] != len(text):
+            raise ValueError(f"{len(text)} bytes of ids instead of {ends[-1]}")
+        return [text[a:b].decode("utf-8", "surrogatepass") for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    except ValueError as error:
+        raise DataError(
+            f"{info.name}.ids does not hold {info.documents} document ids ({error}). Restore it or prepare again."
+        ) from error

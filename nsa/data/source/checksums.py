@@ -16,7 +16,8 @@ from pathlib import Path
 
 from nsa.data.document import Document
 from nsa.data.source.unit import CorruptUnit, Source, Unit
-from nsa.errors import DataError
+from nsa.data.storage_errors import storage_errors
+from nsa.errors import CheckpointError
 
 _DIGEST_BYTES, _CRC_BYTES = 28, 4
 _ENTRY_BYTES = _DIGEST_BYTES + _CRC_BYTES
@@ -63,7 +64,9 @@ class ChecksummedSource:
 
     def _recorded_or_record(self, index: int, digest: bytes) -> bytes:
         """The digest on record; `digest` itself, now recorded, where there was none."""
-        try:
+        problem = f"checksum file {self._path} cannot be written, and data that changes under a run would go unseen"
+        fix = "Set data.cache_dir to a folder that can be written."
+        with storage_errors(problem, fix=fix, if_full=(CheckpointError, "Free disk space and add --resume.")):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Opened anew each time: on a network file system this is what shows another node's entries.
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -78,11 +81,6 @@ class ChecksummedSource:
                 return digest
             finally:
                 os.close(file)
-        except OSError as error:
-            raise DataError(
-                f"checksum file {self._path} cannot be written ({error.strerror}): without it, data that changes under "
-                "a run goes unseen. Make room, or set data.cache_dir to a folder that can be written."
-            ) from error
 
 
 def _crc(index: int, digest: bytes) -> bytes:
