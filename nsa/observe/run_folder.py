@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +16,8 @@ from nsa.observe import halt, names, records
 from nsa.observe.heartbeat import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
+
+_GIT_TIMEOUT_S = 10.0
 
 
 class RunFolder:
@@ -45,6 +48,7 @@ class RunFolder:
         """Versions, hardware, the resolved config and where each value came from."""
         content = {
             "nsa": __version__,
+            "code": code_version(),
             "python": sys.version.split()[0],
             "packages": {name: found for name in _REPORTED_PACKAGES if (found := _version(name))},
             "host": socket.gethostname(),
@@ -58,6 +62,22 @@ class RunFolder:
         new = self.path / f"{names.ENV}.new"
         new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(new, self.path / names.ENV)
+
+
+def code_version(root: Path = Path(__file__).parents[2]) -> dict[str, Any]:
+    """The commit this package runs from and whether its files differ from it; empty where it is not a git checkout."""
+    if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
+        return {}
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return {"commit": commit, "modified": bool(_git(root, "status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):  # no git, or one that refuses another user's checkout
+        return {}
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -208,7 +208,8 @@ class _Run:
         self.story = Story(folder.path) if ranks.first else None
         if self.copies is not None:
             open_things.callback(self.copies.close)
-        self.couriers = start_tracking(config, folder.path, ranks.first, self._line)
+        resuming = any(resume) or ranks.restarts > 0
+        self.couriers = start_tracking(config, folder.path, ranks.first, self._line, resuming=resuming)
         for courier in self.couriers:
             open_things.callback(courier.close)
         self._documents_told = 0

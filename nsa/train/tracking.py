@@ -7,6 +7,7 @@ a courier calls it, with the heartbeat's figures: same client, same run, but not
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from types import SimpleNamespace
 
 from olmo_core.exceptions import OLMoEnvironmentError
@@ -16,6 +17,7 @@ from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
 from nsa.observe.export.courier import Courier, Service
 from nsa.observe.export.mlflow_service import MLflow
+from nsa.observe.export.tracker_ids import TrackerIds
 
 _SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
 """Not data and train: addresses in them may hold passwords."""
@@ -24,9 +26,9 @@ _SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
 class WeightsAndBiases:
     name = "Weights & Biases (track.wandb_project)"
 
-    def __init__(self, callback: WandBCallback, run_folder: Path) -> None:
+    def __init__(self, callback: WandBCallback, run_folder: Path, ids: TrackerIds) -> None:
         self.errors: tuple[type[Exception], ...] = (OLMoEnvironmentError, OSError)
-        self._callback = callback
+        self._callback, self._ids = callback, ids
         callback.trainer = SimpleNamespace(work_dir=run_folder)  # all that it asks of a trainer before it logs
 
     def open(self) -> None:
@@ -34,8 +36,11 @@ class WeightsAndBiases:
         from wandb.errors import Error
 
         self.errors = (Error, OLMoEnvironmentError, OSError)
+        if (run_id := self._ids.get("wandb")) is None:
+            run_id = token_hex(8)
+            self._ids.put("wandb", run_id)
         # By itself the client also sends the command line and all that is printed: addresses with passwords, perhaps.
-        wandb.setup(wandb.Settings(console="off", x_disable_meta=True))
+        wandb.setup(wandb.Settings(console="off", x_disable_meta=True, run_id=run_id, resume="allow"))
         self._callback.pre_train()
 
     def send(self, step: int, numbers: dict[str, float]) -> None:
@@ -46,9 +51,15 @@ class WeightsAndBiases:
         self._callback.run.finish()
 
 
-def start_tracking(config: RunConfig, run_folder: Path, first: bool, warn: Callable[[str], None]) -> list[Courier]:
-    """Only the first rank tells; all of them refuse a tracker that is not installed."""
+def start_tracking(
+    config: RunConfig, run_folder: Path, first: bool, warn: Callable[[str], None], *, resuming: bool = False
+) -> list[Courier]:
+    """Only the first rank tells; all of them refuse a tracker that is not installed.
+
+    `resuming` continues the runs that the trackers have for this folder.
+    """
     track, name = config.track, config.track.name or run_folder.resolve().name
+    ids = TrackerIds(run_folder, resuming=resuming or not first)
     services: list[Service] = []
     if track.wandb_project is not None:
         _demand("wandb", "track.wandb_project")
@@ -59,10 +70,10 @@ def start_tracking(config: RunConfig, run_folder: Path, first: bool, warn: Calla
             group=name,
             config=config.model_dump(mode="json", include=_SENT_SECTIONS),
         )
-        services.append(WeightsAndBiases(callback, run_folder))
+        services.append(WeightsAndBiases(callback, run_folder, ids))
     if track.mlflow_uri is not None:
         _demand("mlflow", "track.mlflow_uri")
-        services.append(MLflow(track.mlflow_uri, track.mlflow_experiment, name))
+        services.append(MLflow(track.mlflow_uri, track.mlflow_experiment, name, ids))
     return [Courier(service, warn) for service in services] if first else []
 
 

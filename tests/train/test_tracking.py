@@ -11,8 +11,9 @@ import pytest
 from nsa.config import load
 from nsa.errors import ConfigError
 from nsa.observe.export.courier import Courier
+from nsa.observe.export.tracker_ids import TrackerIds
 from nsa.observe.heartbeat import read_beats
-from nsa.observe.names import DONE, PROGRESS, heartbeat
+from nsa.observe.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa.train.tracking import start_tracking
 from tests.train.runs import ROOT, environment, free_port, write_config
 
@@ -111,20 +112,26 @@ RUNS = {
     ),
 }
 
-# Imports the trainer once, then forks a run for each [output, words, environment] that stdin names.
+# Imports the trainer once, then forks a run for each [output, processes, environment] that stdin names; its processes
+# (their words) run one after another, as those of a run that was stopped and resumed.
 PROGRAM = """
 import json, os, sys
 import nsa.train.run
 from nsa.cli.main import main
 children = []
-for output, words, environment in json.load(sys.stdin):
+for output, processes, environment in json.load(sys.stdin):
     child = os.fork()
     if not child:
         file = os.open(output, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1); os.dup2(file, 2)
         os.environ.update(environment)
-        sys.argv = words
-        main()
+        for words in processes:
+            process = os.fork()
+            if not process:
+                sys.argv = words
+                main()
+            code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        os._exit(code)
     children.append(child)
 print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
 """
@@ -147,8 +154,11 @@ def runs(tmp_path_factory):
             f"train.out_dir={folder / name}",
             *(word.format(folder=folder) for word in changes),
         ]
-        words += ["train.steps=6", "train.eval_every=3", "train.eval_batches=1"]
-        jobs.append((str(folder / f"{name}.txt"), words, env))
+        words += ["train.eval_every=3", "train.eval_batches=1"]
+        processes = [[*words, "train.steps=6"]]
+        if name == "reached":
+            processes = [[*words, "train.steps=3"], [*words, "train.steps=6", "--resume"]]
+        jobs.append((str(folder / f"{name}.txt"), processes, env))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), input=json.dumps(jobs), capture_output=True,
         text=True, timeout=240,
@@ -158,7 +168,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_mlflow_has_the_curves(runs, monkeypatch):
+def test_mlflow_has_the_curves_of_both_processes_in_one_run(runs, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -173,11 +183,31 @@ def test_mlflow_has_the_curves(runs, monkeypatch):
 
 
 def test_wandb_has_the_curves_and_no_secret(runs):
-    (file,) = (runs / "reached" / "wandb").glob("**/offline-run-*/run-*.wandb")
-    content = file.read_bytes()
-    for word in (b"train/loss", b"val/loss", b"gate_entropy_mean", b"n_kv_groups"):
-        assert word in content
-    assert SECRET.encode() not in content, "neither from the configuration nor from the command line"
+    first, second = sorted((runs / "reached" / "wandb").glob("**/offline-run-*/run-*.wandb"))
+    for file in (first, second):
+        content = file.read_bytes()
+        for word in (b"train/loss", b"val/loss", b"gate_entropy_mean", b"n_kv_groups"):
+            assert word in content
+        assert SECRET.encode() not in content, "neither from the configuration nor from the command line"
+    assert first.name == second.name, "named after the id of the tracker's run, which both processes continue"
+
+
+def test_a_run_that_starts_anew_is_a_new_run_of_the_tracker(tmp_path):
+    ids = TrackerIds(tmp_path, resuming=False)
+    ids.put("wandb", "a1")
+    ids.put("mlflow", "b2")
+    again = TrackerIds(tmp_path, resuming=True)
+    assert (again.get("wandb"), again.get("mlflow"), again.get("other")) == ("a1", "b2", None)
+    assert TrackerIds(tmp_path, resuming=False).get("wandb") is None
+    assert TrackerIds(tmp_path, resuming=True).get("wandb") is None
+
+
+def test_a_file_of_ids_that_cannot_be_read_costs_no_run(tmp_path):
+    (tmp_path / TRACKERS).write_text("[1, 2")
+    ids = TrackerIds(tmp_path, resuming=True)
+    assert ids.get("wandb") is None
+    ids.put("wandb", "a1")
+    assert TrackerIds(tmp_path, resuming=True).get("wandb") == "a1"
 
 
 def test_a_run_goes_on_when_both_trackers_are_unreachable(runs):
