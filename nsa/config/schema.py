@@ -118,7 +118,8 @@ class RuntimeConfig(Section):
         Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Looks("auto, cpu, cuda or cuda:N")]
     ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged.")
     precision: Changeable[Literal["bf16", "fp16", "fp32"]] = Field(
-        default="bf16", description="Arithmetic of the model; the loss is fp32 always. Long runs want bf16."
+        default="bf16",
+        description="Arithmetic of the model; the loss is fp32 always. Long runs want bf16; training refuses fp16.",
     )
     gradient_checkpointing: Changeable[bool] = Field(
         default=False, description="Recompute activations in backward: less memory, more time."

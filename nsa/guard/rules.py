@@ -55,6 +55,22 @@ def _precision(facts: Facts) -> Finding:
     )
 
 
+def why_no_fp16(precision: str) -> str | None:
+    """The reason against training in this precision, which the trainer gives too."""
+    if precision != "fp16":
+        return None
+    return "runtime.precision is fp16: small gradients become zero in it without loss scaling, which the engine lacks"
+
+
+NOT_FP16 = "Set runtime.precision=bf16, or fp32 on a GPU without bf16."
+
+
+def _precision_fp16(facts: Facts) -> Finding:
+    precision = facts.config.runtime.precision
+    problem = why_no_fp16(precision)
+    return Finding(problem is None, problem or f"runtime.precision is {precision}", NOT_FP16)
+
+
 def _gradient_checkpointing(facts: Facts) -> Finding:
     on = facts.config.runtime.gradient_checkpointing
     return Finding(
@@ -226,7 +242,14 @@ def _attempt(of: Callable[[Facts], Attempt], fix: str) -> Callable[[Facts], Find
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("precision", "bf16", _precision, long_runs_only=True),
+    Rule(
+        "precision",
+        "bf16",
+        _precision,
+        long_runs_only=True,
+        applies=lambda facts: facts.config.runtime.precision != "fp16",
+    ),
+    Rule("precision_fp16", "not fp16", _precision_fp16),
     Rule("gradient_checkpointing", "on", _gradient_checkpointing, long_runs_only=True),
     Rule("flash", "on", _flash, long_runs_only=True),
     Rule("save_every", "checkpoints are written", _save_every, long_runs_only=True),

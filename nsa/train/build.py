@@ -15,6 +15,7 @@ from olmo_core.train.train_module.transformer.config import (
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
+from nsa.guard.rules import NOT_FP16, why_no_fp16
 from nsa.train.guard import GuardedTrainModule
 from nsa.train.mixer import transformer_config
 from nsa.train.ranks import Ranks
@@ -41,6 +42,7 @@ def choose_device(config: RunConfig, ranks: Ranks) -> torch.device:
 def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device) -> GuardedTrainModule:
     """The engine's train module around an NSA model; weights are the same for every number of ranks."""
     check(config, ranks)
+    check_precision(config)
     train, bf16 = config.train, config.runtime.precision == "bf16"
     sharded = ranks.distributed and config.parallel.data != "ddp"
     model = transformer_config(config, vocab_size).build(init_device="meta")
@@ -67,14 +69,14 @@ def build_train_module(config: RunConfig, vocab_size: int, ranks: Ranks, device:
     return module
 
 
+def check_precision(config: RunConfig) -> None:
+    if problem := why_no_fp16(config.runtime.precision):
+        raise ConfigError(f"precision_fp16: {problem}. {NOT_FP16}")
+
+
 def check(config: RunConfig, ranks: Ranks) -> None:
     """What only shows once the number of ranks is known."""
     train, parallel = config.train, config.parallel
-    if config.runtime.precision == "fp16":
-        raise ConfigError(
-            "runtime.precision is fp16: training in it needs loss scaling, which the engine does not have. Set "
-            "runtime.precision=bf16."
-        )
     if train.batch_size % ranks.world:
         fitting = -(-train.batch_size // ranks.world) * ranks.world
         raise ConfigError(

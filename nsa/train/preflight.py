@@ -8,6 +8,7 @@ from nsa.guard.estimate import estimate
 from nsa.guard.facts import Attempt, DryRun, Facts, FolderFacts, look_at_folder
 from nsa.guard.hardware import RANKS_PER_NODE, Target, hardware_here
 from nsa.guard.preflight import demand, judge
+from nsa.guard.rules import why_no_fp16
 from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
 from nsa.train.build import check
@@ -37,6 +38,8 @@ def gather(
         return Facts(config, target, None, _folder(config), tried, problem, resuming)
     if problem is not None:
         tried = DryRun.not_tried("the config cannot be computed: see the rule ranks")
+    elif why_no_fp16(config.runtime.precision):
+        tried = DryRun.not_tried("the config cannot be computed: see the rule precision_fp16")
     elif try_it:
         from nsa.train.dry_run import dry_run
 

@@ -28,7 +28,7 @@ from nsa.observe.events import Kind
 from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
-from nsa.train.build import build_train_module, check, choose_device
+from nsa.train.build import build_train_module, check, check_precision, choose_device
 from nsa.train.callbacks.evaluation import Evaluation, Verdict
 from nsa.train.callbacks.heartbeat import Heartbeat
 from nsa.train.callbacks.replicas import Replicas
@@ -79,6 +79,7 @@ def train(
     """
     ranks = Ranks.from_environment()
     check(config, ranks)
+    check_precision(config)
     device = choose_device(config, ranks)
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)

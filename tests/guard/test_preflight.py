@@ -47,6 +47,7 @@ def test_a_sound_long_run_passes_every_rule():
 
 BROKEN = {
     "precision": facts(runtime=dict(precision="fp32")),
+    "precision_fp16": facts(runtime=dict(precision="fp16")),
     "gradient_checkpointing": facts(runtime=dict(gradient_checkpointing=False)),
     "flash": facts(runtime=dict(use_flash=False)),
     "save_every": facts(train=dict(save_every=0)),

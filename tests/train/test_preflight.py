@@ -9,13 +9,16 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 
 from nsa.config import load
+from nsa.errors import ConfigError
 from nsa.guard.hardware import hardware_here, parse_target
+from nsa.guard.preflight import Status, judge
 from nsa.observe import names
 from nsa.observe.heartbeat import read_beats
 from nsa.train import dry_run as module
 from nsa.train import rows
 from nsa.train.dry_run import dry_run
 from nsa.train.preflight import gather
+from nsa.train.run import train
 from tests.train.runs import Job, run_all, write_config
 
 
@@ -142,6 +145,15 @@ def test_ranks_that_do_not_divide_the_batch_are_told_in_the_trainers_words(tmp_p
     facts = gather(run_config(tmp_path, "train.batch_size=3"), parse_target("a100-80gb:2"))
     assert "train.batch_size (3) must be a multiple of the number of ranks (2)" in facts.ranks_problem
     assert facts.dry_run.model.not_tried is not None
+
+
+def test_fp16_is_refused_under_its_own_name(tmp_path):
+    config = run_config(tmp_path, "runtime.precision=fp16")
+    failed = [found.rule for found in judge(gather(config, hardware_here("cpu"))) if found.status == Status.FAIL]
+    assert failed == ["precision_fp16"]
+    with pytest.raises(ConfigError, match="precision_fp16"):
+        train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_vocabulary_is_a_data_problem(tmp_path):
