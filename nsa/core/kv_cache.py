@@ -9,6 +9,7 @@ B batch · S new tokens · G kv groups · X width · E compressed blocks that S 
 
 from collections.abc import Callable
 from functools import cached_property
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from nsa.core.geometry import Geometry
 from nsa.errors import ConfigError
 from nsa.kernels.decoder import Decoder, Remembered
+
+_LENGTH_DTYPES = (torch.int64, torch.int32)
 
 MakeDecoder = Callable[..., Decoder]
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -42,6 +45,31 @@ class Keys(NamedTuple):
     start_BS: Tensor
 
 
+class ExclusiveUse:
+    """`with cache.exclusive:` one thread at a time; another one is refused rather than kept waiting.
+
+    A cache holds one continuation of its rows: tokens of two threads would mix, and the compiled kernels keep addresses
+    of the step that is running. The same thread may enter again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling() and not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                "the cache is in use by another thread: it holds one continuation, which two threads would mix. "
+                "Give each thread a cache of its own (new_cache, or copy.deepcopy of this one)."
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._lock.release()
+
+    def __reduce__(self) -> tuple[type["ExclusiveUse"], tuple[()]]:
+        return ExclusiveUse, ()  # a copy belongs to whoever made it
+
+
 class LayerCache:
     def __init__(
         self,
@@ -55,7 +83,14 @@ class LayerCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        if batch < 1 or max_len < 1:
+            raise ConfigError(
+                f"a cache for {batch} rows of {max_len} tokens was asked for: it needs one of each at least. "
+                f"Set batch and max_len to 1 or more."
+            )
         self.geometry, self.max_len, self.dtype = geometry, max_len, dtype
+        self.batch, self.n_groups, self.d_k, self.d_v = batch, n_groups, d_k, d_v
+        self.exclusive = ExclusiveUse()
 
         def slots(n: int, width: int) -> "_Slots":
             return _Slots(torch.zeros(batch, n_groups, n + 1, width, device=device, dtype=dtype))
@@ -67,10 +102,11 @@ class LayerCache:
         self.compressed = slots(n_compressed, d_k), slots(n_compressed, d_v)
         self.tail = slots(geometry.l, d_k), slots(geometry.l, d_v)
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.device = self.length_B.device
         self.n_compressed_B = torch.zeros_like(self.length_B)
         self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._window_pos_B1 = torch.zeros_like(self._pos_B1)
-        self._decoders: dict[MakeDecoder, Decoder] = {}
+        self._decoders: dict[MakeDecoder, tuple[dict[str, float], Decoder]] = {}
         self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
 
     def positions(self, n_new: int) -> Tensor:
@@ -85,12 +121,20 @@ class LayerCache:
         `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding. `decoder`
         may take in one token per row faster than is done here.
         """
+        with self.exclusive:
+            n_new = new.k_sel.shape[1]
+            if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
+                self._check_room(n_new, None)
+                if decoder.take_in(new):  # refuses what does not fit, as is done here
+                    self._emit_compressed(compress)
+                return self._newest
+            self._check_shapes(new)
+            new_lens_B = None if new_lens_B is None else self._checked_lengths(new_lens_B, n_new)
+            self._check_room(n_new, new_lens_B)
+            return self._append(new, new_lens_B, compress)
+
+    def _append(self, new: Streams, new_lens_B: Tensor | None, compress: Compress) -> tuple[Keys, Keys, Keys]:
         n_new = new.k_sel.shape[1]
-        self._check_room(n_new, new_lens_B)
-        if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
-            if decoder.take_in(new):
-                self._emit_compressed(compress)
-            return self._newest
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
         real_BS = pos_BS < end_B1
@@ -112,12 +156,16 @@ class LayerCache:
         return Keys(k_cmp, v_cmp, inside_BS, zero_BS), Keys(k_sel, v_sel, inside_BS, zero_BS), window
 
     def decoder(self, make: MakeDecoder, **sizes: float) -> Decoder:
-        """The decoder that `make` prepares for this cache, made once."""
-        if make not in self._decoders:
-            tail_k, tail_v = (slots.content() for slots in self.tail)
-            remembered = Remembered((tail_k, tail_v), *self._newest, self.length_B, self.n_compressed_B)
-            self._decoders[make] = make(remembered, **sizes)
-        return self._decoders[make]
+        """The decoder that `make` prepares for this cache, made once for these sizes."""
+        if make in self._decoders:
+            made_for, decoder = self._decoders[make]
+            if made_for == sizes:
+                return decoder
+        tail_k, tail_v = (slots.content() for slots in self.tail)
+        remembered = Remembered((tail_k, tail_v), *self._newest, self.length_B, self.n_compressed_B)
+        decoder = make(remembered, **sizes)
+        self._decoders[make] = sizes, decoder
+        return decoder
 
     @cached_property
     def _newest(self) -> tuple[Keys, Keys, Keys]:
@@ -173,6 +221,38 @@ class LayerCache:
             ring.write_ring(pos_BS, end_B1, x)
         return Keys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
 
+    def _check_shapes(self, new: Streams) -> None:
+        """Refuse tokens that are not for this cache."""
+        batch, n_new = new.k_sel.shape[:2]
+        k_shape, v_shape = (batch, n_new, self.n_groups, self.d_k), (batch, n_new, self.n_groups, self.d_v)
+        if batch != self.batch or [x.shape for x in new] != [k_shape, v_shape] * 3:
+            raise ConfigError(
+                f"the cache holds {self.batch} rows, {self.n_groups} groups, keys of {self.d_k} and values of "
+                f"{self.d_v}, and was given keys and values of shapes {[list(x.shape) for x in new]}. Make one with "
+                f"the same module's new_cache({batch}, …)."
+            )
+
+    def _checked_lengths(self, new_lens_B: Tensor, n_new: int) -> Tensor:
+        """The number of real tokens per row, such that no row takes in fewer than none or more than there are."""
+        if new_lens_B.shape != (self.batch,) or new_lens_B.dtype not in _LENGTH_DTYPES:
+            raise ConfigError(
+                f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it says how many of the {n_new} "
+                f"new tokens are real in each of the cache's {self.batch} rows. Pass int64 of shape [{self.batch}]."
+            )
+        if new_lens_B.device != self.length_B.device:
+            raise ConfigError(
+                f"new_lens_B is on {new_lens_B.device} and the cache on {self.length_B.device}. Move it there."
+            )
+        # On an accelerator reading the values would stall it; cut to what fits, no value can write elsewhere.
+        if new_lens_B.is_cpu and not torch.compiler.is_compiling():
+            if not all(0 <= n <= n_new for n in new_lens_B.tolist()):
+                raise ConfigError(
+                    f"new_lens_B is {new_lens_B.tolist()[:8]} and {n_new} tokens are new: a row takes in 0 to {n_new} "
+                    f"of them. Pass the number of real tokens of each row."
+                )
+            return new_lens_B
+        return new_lens_B.clamp(0, n_new)
+
     def _check_room(self, n_new: int, new_lens_B: Tensor | None) -> None:
         self._longest += n_new
         if self._longest > self.max_len:  # padding may have made the count too high
@@ -189,6 +269,7 @@ class NSACache:
 
     def __init__(self, layers: list[LayerCache]) -> None:
         self.layers = layers
+        self.exclusive = ExclusiveUse()
 
     @property
     def length_B(self) -> Tensor:

@@ -48,7 +48,7 @@ def packed_layout(cu_doc_lens: Tensor, length: int, geometry: Geometry) -> Layou
     block_C = torch.arange(geometry.n_compressed(length), device=cu.device)
     doc_C = torch.searchsorted(cu_blocks[1:], block_C, right=True).clamp(max=cu.numel() - 2)
     block_pos_C = (block_C - cu_blocks[doc_C]) * geometry.d
-    begin_C = (cu[doc_C] + block_pos_C).clamp(max=max(0, length - geometry.l))
+    begin_C = (cu[doc_C] + block_pos_C).clamp(0, max(0, length - geometry.l))
     start_S = cu[doc_S]
     rows = (token_S - start_S, start_S, cu_blocks[doc_S], begin_C, block_pos_C)
     return Layout(*(row[None] for row in rows))

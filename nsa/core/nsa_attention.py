@@ -4,6 +4,7 @@ B batch · S tokens · D model dim · G kv groups · R heads per group · K key 
 C compressed blocks · N chosen blocks
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from nsa.core.rope import Rotary, rotate
 from nsa.core.rope_placement import ROPE_COMPRESSED, broken_rope_rule, resolve_rope_compressed
 from nsa.errors import ConfigError
 from nsa.kernels.decoder import Decoder
-from nsa.kernels.registry import Plan, Shape, Wanted, check_names, plan
+from nsa.kernels.registry import Plan, Shape, Wanted, plan, wanted
 
 
 class Where(NamedTuple):
@@ -60,18 +61,17 @@ class NSAAttention(nn.Module):
         rope_base: float = 500_000.0,
         rope_scale: float = 1.0,
         rope_compressed: str = "auto",
-        kernels: Wanted = Wanted(),  # noqa: B008 - an immutable tuple of names
+        kernels: str | Mapping[str, str] | Wanted = Wanted(),  # noqa: B008 - an immutable tuple of names
     ) -> None:
         super().__init__()
         _check_heads(n_heads, n_kv_groups, d_k)
         _check_rope(phi, rope_compressed)
-        check_names(kernels)
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = Shape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w)
         self.rotary = Rotary(d_k, rope_base, rope_scale)
         self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
-        self.kernels = kernels
+        self.kernels = wanted(kernels)
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
 
@@ -91,7 +91,7 @@ class NSAAttention(nn.Module):
         *,
         cache: LayerCache | None = None,
         new_lens_B: Tensor | None = None,
-        cu_doc_lens: Tensor | None = None,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
         where: Where | None = None,
     ) -> Tensor:
         """Attend; the result has the input's shape.
@@ -100,22 +100,37 @@ class NSAAttention(nn.Module):
         many tokens of each row are real. `cu_doc_lens`: cumulative lengths of the documents packed into the batch, rows
         end to end; they do not see each other. `where`: positions from `locate`, if the caller already has them.
         """
-        where = where or self.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens)
         if cache is not None:
-            with torch.no_grad():
+            self._check_cache(x_BSD, cache, cu_doc_lens)
+            with torch.no_grad(), cache.exclusive:
+                where = where or self.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens)
                 return self._forward(x_BSD, where, cache, new_lens_B)
+        if new_lens_B is not None:
+            raise ConfigError(
+                "new_lens_B was given without a cache: it says how many new tokens a cache takes in for each row. Pass "
+                "cache too, or cu_doc_lens for documents packed into a batch."
+            )
+        where = where or self.locate(x_BSD, cu_doc_lens=cu_doc_lens)
         if cu_doc_lens is not None:
             return self._forward(x_BSD.flatten(0, 1)[None], where, None, None).view(x_BSD.shape)
         return self._forward(x_BSD, where, None, None)
 
-    def locate(self, x_BSD: Tensor, *, cache: LayerCache | None = None, cu_doc_lens: Tensor | None = None) -> Where:
+    def locate(
+        self,
+        x_BSD: Tensor,
+        *,
+        cache: LayerCache | None = None,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
+    ) -> Where:
         """The positions of these tokens."""
+        if x_BSD.dim() != 3:
+            raise ConfigError(f"the input has shape {list(x_BSD.shape)}: it must be [batch, tokens, dim].")
         batch, length = x_BSD.shape[:2]
         if cache is not None:
-            if cu_doc_lens is not None:
-                raise ConfigError("a cache holds one document per row: pass either cache or cu_doc_lens, not both.")
+            self._check_cache(x_BSD, cache, cu_doc_lens)
             return Where(None, self.rotary.tables(cache.positions(length)))
         if cu_doc_lens is not None:
+            cu_doc_lens = torch.as_tensor(cu_doc_lens, device=x_BSD.device)
             layout = packed_layout(cu_doc_lens, batch * length, self.geometry)
         else:
             layout = plain_layout(batch, length, self.geometry, x_BSD.device)
@@ -151,10 +166,13 @@ class NSAAttention(nn.Module):
         q_BSGRK, streams = self._project(x_BSD, where.tables)
         gates, decoder = self.gates(x_BSD), None
         if cache is None:
-            assert where.layout is not None
-            keys = self._lay_out(streams, where.layout)
+            keys = self._lay_out(streams, self._checked_layout(where.layout, x_BSD))
         else:
-            q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else q_BSGRK.to(cache.dtype)
+            if where.layout is not None:
+                raise ConfigError(
+                    "`where` has a layout and a cache is given: the cache knows. Pass locate(x, cache=cache)."
+                )
+            q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else self._in_dtype_of(cache, q_BSGRK, x_BSD)
             decoder = self._decoder(cache, q_BSGRK)
             keys = cache.append(streams, new_lens_B, self._compress, decoder)
         mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)
@@ -165,6 +183,11 @@ class NSAAttention(nn.Module):
 
     def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
         heads = (self.n_kv_groups, -1)
+        if tables[0].shape != (*x_BSD.shape[:2], self.d_k // 2):
+            raise ConfigError(
+                f"`where` rotates {list(tables[0].shape)} and the input needs {[*x_BSD.shape[:2], self.d_k // 2]}: "
+                f"these are the positions of other tokens. Pass what this module's locate gives for this input."
+            )
         q_BSGRK = rotate(self.w_q(x_BSD).unflatten(-1, (*heads, self.d_k)), tables)
         k_cmp, k_sel, k_win = self.w_k(x_BSD).unflatten(-1, (*heads, self.d_k)).unbind(-2)
         v_cmp, v_sel, v_win = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v)).unbind(-2)
@@ -187,6 +210,43 @@ class NSAAttention(nn.Module):
             last_token_BC = block_pos_BC + self.geometry.l - 1
             k_BCGK = rotate(k_BCGK, self.rotary.tables(last_token_BC))
         return k_BCGK, v_BCGV
+
+    def _check_cache(self, x_BSD: Tensor, cache: LayerCache, cu_doc_lens: object = None) -> None:
+        """Refuse a cache that was made for other sizes: what is kept there would be read with ours."""
+        if cu_doc_lens is not None:
+            raise ConfigError("a cache holds one document per row: pass either cache or cu_doc_lens, not both.")
+        if (
+            x_BSD.shape[0] == cache.batch
+            and (cache.geometry is self.geometry or cache.geometry == self.geometry)
+            and (cache.n_groups, cache.d_k, cache.d_v) == (self.n_kv_groups, self.d_k, self.d_v)
+            and x_BSD.device == cache.device
+        ):
+            return
+        raise ConfigError(
+            f"the cache is for {cache.batch} rows on {cache.device}, {cache.n_groups} groups, keys of {cache.d_k}, "
+            f"values of {cache.d_v}, {cache.geometry}; here are {x_BSD.shape[0]} rows on {x_BSD.device}, "
+            f"{self.n_kv_groups} groups, {self.d_k}, {self.d_v}, {self.geometry}. Make it with this module's "
+            f"new_cache({x_BSD.shape[0]}, …)."
+        )
+
+    def _in_dtype_of(self, cache: LayerCache, q_BSGRK: Tensor, x_BSD: Tensor) -> Tensor:
+        if x_BSD.dtype != cache.dtype and not torch.is_autocast_enabled(x_BSD.device.type):
+            raise ConfigError(
+                f"the cache holds {cache.dtype} and the module computes {x_BSD.dtype}: its output would be of the "
+                f"wrong dtype. Make the cache with new_cache of the module in its present dtype."
+            )
+        return q_BSGRK.to(cache.dtype)
+
+    def _checked_layout(self, layout: Layout | None, x_BSD: Tensor) -> Layout:
+        if layout is not None:
+            batch, length = x_BSD.shape[:2]
+            per_token, per_block = (batch, length), (batch, self.geometry.n_compressed(length))
+            if [part.shape for part in layout] == [per_token] * 3 + [per_block] * 2:
+                return layout
+        raise ConfigError(
+            f"`where` was made for other tokens, a cache or another geometry than this input of shape "
+            f"{list(x_BSD.shape)}. Pass what this module's locate gives for this input."
+        )
 
     def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> Decoder | None:
         """A backend's own way for one new token per row; a graph cannot look into it."""
@@ -225,6 +285,10 @@ class NSAAttention(nn.Module):
 
 
 def _check_heads(n_heads: int, n_kv_groups: int, d_k: int) -> None:
+    if min(n_heads, n_kv_groups, d_k) < 1:
+        raise ConfigError(
+            f"model.n_heads is {n_heads}, model.n_kv_groups {n_kv_groups}, model.d_k {d_k}: each must be 1 or more."
+        )
     if n_heads % n_kv_groups:
         raise ConfigError(
             f"model.n_heads is {n_heads} and model.n_kv_groups is {n_kv_groups}: every group has the same number of "

@@ -35,7 +35,7 @@ class Decoder(Protocol):
     def take_in(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
         """Writes one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
         V]), moves lengths and positions on, says whether a row now ends a compressed block that the cache has to emit.
-        None: the cache does all of it.
+        Refuses tokens of another shape or device, and rows without room. None: the cache does all of it.
         """
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Which backend computes which branch: decided once, with a reason, never substituted."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -146,6 +146,25 @@ def _one_after_the_other(
     out = run.compressed(q, k, v, pos, first, l=l, d=d, scale=scale)
     assert isinstance(out, Tensor)
     return out, run.select(q, k, pos, first, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=scale)
+
+
+def wanted(given: str | Mapping[str, str] | Wanted) -> Wanted:
+    """One name for all branches, or a name for some of them, as a `Wanted` of names that backends have."""
+    if isinstance(given, str):
+        given = Wanted(*[given] * len(BRANCHES))
+    elif isinstance(given, Mapping):
+        if unknown := set(given) - set(BRANCHES):
+            raise KernelUnavailable(
+                f"kernels names {', '.join(map(repr, unknown))}, which is no branch. Use: {', '.join(BRANCHES)}."
+            )
+        given = Wanted(**given)
+    elif not isinstance(given, Wanted):
+        raise KernelUnavailable(
+            f"kernels is {given!r}: it must be a backend's name, a mapping of branches to names, or a Wanted. Pass "
+            f"e.g. kernels='portable'."
+        )
+    check_names(given)
+    return given
 
 
 def check_names(wanted: Wanted) -> None:

@@ -3,6 +3,7 @@
 B batch · S tokens · D model dim · F feed-forward dim
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ class LlamaBlockNSA(nn.Module):
         *,
         cache: LayerCache | None = None,
         new_lens_B: Tensor | None = None,
-        cu_doc_lens: Tensor | None = None,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
         where: Where | None = None,
     ) -> Tensor:
         """See `NSAAttention.forward`."""

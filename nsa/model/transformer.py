@@ -3,12 +3,14 @@
 B batch · S tokens · D model dim · V vocabulary
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from nsa.core.init import init_weights
-from nsa.core.kv_cache import NSACache
+from nsa.core.kv_cache import LayerCache, NSACache
+from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import linear_cross_entropy
 
@@ -54,12 +56,14 @@ class NSATransformer(nn.Module):
         *,
         cache: NSACache | None = None,
         new_lens_B: Tensor | None = None,
-        cu_doc_lens: Tensor | None = None,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
     ) -> Tensor:
         """Logits [B, S, V]. The other arguments are those of `NSAAttention.forward`."""
         return self.lm_head(self._hidden(tokens_BS, cache, new_lens_B, cu_doc_lens))
 
-    def loss(self, tokens_BS: Tensor, labels_BS: Tensor, *, cu_doc_lens: Tensor | None = None) -> Tensor:
+    def loss(
+        self, tokens_BS: Tensor, labels_BS: Tensor, *, cu_doc_lens: Tensor | Sequence[int] | None = None
+    ) -> Tensor:
         """Mean cross-entropy in fp32 over the labels that are not −100; the full logits never exist."""
         x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, None, cu_doc_lens))
         return linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
@@ -82,11 +86,31 @@ class NSATransformer(nn.Module):
         return total
 
     def _hidden(
-        self, tokens_BS: Tensor, cache: NSACache | None, new_lens_B: Tensor | None, cu_doc_lens: Tensor | None
+        self,
+        tokens_BS: Tensor,
+        cache: NSACache | None,
+        new_lens_B: Tensor | None,
+        cu_doc_lens: Tensor | Sequence[int] | None,
+    ) -> Tensor:
+        if cache is None:
+            return self._through_blocks(tokens_BS, [None] * len(self.blocks), new_lens_B, cu_doc_lens)
+        if len(cache.layers) != len(self.blocks):
+            raise ConfigError(
+                f"the cache has {len(cache.layers)} layers and the model {len(self.blocks)}: it is of another model. "
+                f"Make it with this model's new_cache."
+            )
+        with cache.exclusive:
+            return self._through_blocks(tokens_BS, cache.layers, new_lens_B, cu_doc_lens)
+
+    def _through_blocks(
+        self,
+        tokens_BS: Tensor,
+        layers: Sequence[LayerCache | None],
+        new_lens_B: Tensor | None,
+        cu_doc_lens: Tensor | Sequence[int] | None,
     ) -> Tensor:
         x_BSD = self.embeddings(tokens_BS)
         blocks = self._blocks()
-        layers = cache.layers if cache is not None else [None] * len(blocks)
         where = blocks[0].attention.locate(x_BSD, cache=layers[0], cu_doc_lens=cu_doc_lens) if blocks else None
         for block, layer in zip(blocks, layers, strict=True):
             x_BSD = block(x_BSD, cache=layer, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)

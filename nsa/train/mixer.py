@@ -1,5 +1,6 @@
 """NSA as a sequence mixer of the engine, named "nsa": it then works in every architecture the engine can build."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -81,7 +82,12 @@ class NSAMixer(NSAAttention, SequenceMixer):
         self.phi_k.reset_parameters = self.phi_v.reset_parameters = _leave  # type: ignore[method-assign]
 
     def forward(
-        self, x_BSD: Tensor, *, cu_doc_lens: Tensor | None = None, max_doc_len: int | None = None, **unknown: Any
+        self,
+        x_BSD: Tensor,
+        *,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
+        max_doc_len: int | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """`cu_doc_lens`: where documents packed into the batch begin, rows end to end; they do not see each other."""
         if unknown:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.kernels.cpu import build, library
 from nsa.kernels.cpu.decoder import Decoder as Decoder
-from nsa.kernels.cpu.library import call, dense, problem, rows
+from nsa.kernels.cpu.library import call, dense, problem, require, rows
 from nsa.kernels.cpu.mix import mix_backward as mix_backward
 from nsa.kernels.cpu.mix import mix_forward as mix_forward
 
@@ -104,6 +104,7 @@ def compressed_and_select(
     lse_BSGR = q.new_empty(q.shape[:-1], dtype=torch.float32)
     idx_BSGN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
     made = problem("compressed", q, k, pos, first, scale, V=v.shape[-1], l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+    require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
     made.v, made.out, made.lse, made.idx = rows(v), rows(out_BSGRV), lse_BSGR.data_ptr(), idx_BSGN.data_ptr()
     call("nsa_choose", made)
     return out_BSGRV, lse_BSGR, idx_BSGN
@@ -117,10 +118,9 @@ def _forward(
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     made = problem(branch, q, k, pos, start, scale, V=v.shape[-1], **sizes)
+    require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
     made.v, made.out, made.lse = rows(v), rows(out), lse.data_ptr()
-    if idx is not None:
-        idx = idx.to(torch.int32).contiguous()
-        made.idx, made.n_sel = idx.data_ptr(), idx.shape[-1]
+    idx = _give_blocks(made, idx, q)  # kept alive by its name
     call("nsa_forward", made)
     return out, lse
 
@@ -133,13 +133,25 @@ def _backward(
     dout, out, lse = dense(dout), dense(out), lse.contiguous()
     dq, dk, dv = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     made = problem(branch, q, k, pos, start, scale, V=v.shape[-1], **sizes)
+    require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
+    require("outputs", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    require("gradients of outputs", dout, out.shape, q.dtype)
+    require("log-sum-exps", lse, q.shape[:-1], torch.float32)
     made.v, made.out, made.dout, made.lse = rows(v), rows(out), rows(dout), lse.data_ptr()
     made.dq, made.dk, made.dv = rows(dq), rows(dk), rows(dv)
-    if idx is not None:
-        idx = idx.to(torch.int32).contiguous()
-        made.idx, made.n_sel = idx.data_ptr(), idx.shape[-1]
+    idx = _give_blocks(made, idx, q)  # kept alive by its name
     call("nsa_backward", made)
     return dq, dk, dv
+
+
+def _give_blocks(made: library.Problem, idx_BSGN: Tensor | None, q_BSGRK: Tensor) -> Tensor | None:
+    """The chosen blocks as the library reads them, which must live until it was called."""
+    if idx_BSGN is None:
+        return None
+    idx = idx_BSGN.to(torch.int32).contiguous()
+    require("chosen blocks", idx, (*q_BSGRK.shape[:3], idx.shape[-1]), torch.int32)
+    made.idx, made.n_sel = idx.data_ptr(), idx.shape[-1]
+    return idx
 
 
 def _index(x_BS: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from nsa.errors import ConfigError
 from nsa.kernels.cpu import library
 from nsa.kernels.cpu.library import Arrival, Step, dense, rows
 from nsa.kernels.decoder import Remembered
@@ -23,12 +24,15 @@ class Decoder:
         k, v = cache.selected[:2]
         batch, _, groups, d_k = k.shape
         q = k.new_empty((batch, 1, groups, heads_per_group, d_k))
-        self._out_shape, self._dtype = (*q.shape[:-1], v.shape[-1]), q.dtype
+        self._q_shape, self._out_shape, self._dtype = q.shape, (*q.shape[:-1], v.shape[-1]), q.dtype
+        self._gate_shapes = tuple(torch.Size((*q.shape[:3], n, 3)) for n in (heads_per_group, 1))
+        self._new_shapes = [torch.Size((batch, 1, groups, x.shape[-1])) for x in (k, v)] * 3
         self._idx_B1GN = q.new_empty((batch, 1, groups, n_sel), dtype=torch.int32)
         self._step, self._arrival = Step(), _arrival(cache, means, l=l, d=d, w=w)
         sizes = dict(V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
         for branch, (k, v, pos, start) in zip(BRANCHES, cache[1:4], strict=True):
             one = library.problem(branch, q, k, pos, start, scale, **sizes)
+            library.require("cached values", v, (*k.shape[:-1], sizes["V"]), q.dtype)
             one.v = rows(v)
             setattr(self._step, branch, one)
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
@@ -38,6 +42,11 @@ class Decoder:
         self._q, self._out, self._q_strides = self._first.q, self._first.out, q.stride()
 
     def take_in(self, new: tuple[Tensor, ...]) -> bool:
+        if [x.shape for x in new if x.is_cpu] != self._new_shapes:
+            raise ConfigError(
+                f"the new tokens' keys and values are {[list(x.shape) for x in new]} on {new[0].device}: this cache "
+                f"takes {[list(shape) for shape in self._new_shapes]} on the CPU. Pass one token for each of its rows."
+            )
         new = tuple([x if x.dtype is self._dtype else x.to(self._dtype) for x in new])
         for i, x in enumerate(new):
             if (strides := x.stride()) != self._strides[i]:
@@ -47,10 +56,19 @@ class Decoder:
                 self._fresh[i].batch, _, self._fresh[i].group, _ = strides
             self._fresh[i].data = x.data_ptr()
         self._arrival.isa = library.isa_for(self._dtype)
-        return bool(library.load().nsa_take_in(ctypes.byref(self._arrival)))
+        if (taken := library.load().nsa_take_in(ctypes.byref(self._arrival))) == library.NO_ROOM:
+            raise ConfigError(
+                f"the cache has rows of {self._cache.length_B.tolist()} tokens, and room for 0 to "
+                f"{self._cache.selected[0].shape[1]}: one more token has no place. Make it with a larger max_len."
+            )
+        return bool(taken)
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen blocks are overwritten by the next step."""
+        if q_B1GRK.shape != self._q_shape or q_B1GRK.dtype is not self._dtype or not q_B1GRK.is_cpu:
+            library.require("queries", q_B1GRK, self._q_shape, self._dtype)
+        if gates_B1GR3.shape not in self._gate_shapes or not gates_B1GR3.is_cpu:
+            library.require("gates", gates_B1GR3, self._gate_shapes[0], torch.float32)
         q, gates = dense(q_B1GRK), gates_B1GR3.float().contiguous()
         out, first = q.new_empty(self._out_shape), self._first
         if (strides := q.stride()) != self._q_strides:
@@ -70,6 +88,7 @@ def _arrival(cache: Remembered, means: bool, *, l: int, d: int, w: int) -> Arriv
     for stream, x in zip(made.streams, slots, strict=True):
         stream.slots, stream.n_slots, stream.width = rows(x), x.shape[1], x.shape[-1]
     made.compressed[:] = [rows(x) for x in cache.compressed[:2]]
+    made.n_compressed_slots = cache.compressed[0].shape[1]
     counters = (cache.length_B, cache.n_compressed_B, cache.selected[2], cache.window[2])
     made.length, made.n_compressed, made.pos, made.window_pos = (x.data_ptr() for x in counters)
     return made

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nsa.errors import KernelUnavailable
+from nsa.errors import ConfigError, KernelUnavailable
 from nsa.kernels.cpu import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -22,6 +22,12 @@ _OUTCOMES = {
     1: "documents overlap on the key axis: gradients of keys are summed per document. Set kernels.selected='portable'.",
     2: "there is not enough memory for packed keys and values. Shorten the sequence or the batch.",
 }
+_BAD_ARGUMENTS = {
+    3: "sizes must be from 1 to 2³¹ − 1, and for a choice of blocks d must divide l and l_sel, and n_sel be at least 3",
+    4: "positions must lie within 2⁴⁰ of the keys, and for a choice of blocks within what the compressed keys cover",
+}
+NO_ROOM = -1
+"""What `nsa_take_in` returns where a row has no slot for its token; nothing was written."""
 
 _forced: str | None = None
 
@@ -70,6 +76,7 @@ class Arrival(ctypes.Structure):
         *((name, c_int64) for name in ("dtype", "isa", "B", "G", "l", "d", "w", "means")),
         ("streams", Stream * 6),
         ("compressed", Rows * 2),
+        ("n_compressed_slots", c_int64),
         *((name, c_void_p) for name in ("length", "n_compressed", "pos", "window_pos")),
     )
 
@@ -109,15 +116,34 @@ def isa_for(dtype: torch.dtype) -> int:
 
 
 def problem(branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int) -> Problem:
-    assert scale > 0, "the largest score must stay the largest when scaled"
-    assert q.dtype == k.dtype, "the library is told one dtype for all"
+    """What is common to all computations, checked: the library sees addresses, and believes what it is told of them."""
+    if not scale > 0:
+        raise ConfigError(f"scale is {scale}: the largest score must stay the largest when scaled. Pass one above 0.")
+    if q.dim() != 5 or q.dtype not in DTYPES:
+        raise ConfigError(f"queries are {_told(q)}: they must be [B, S, G, R, K] in fp32, bf16 or fp16.")
     B, S, G, R, K = q.shape
+    require("keys", k, (B, k.shape[1] if k.dim() > 1 else -1, G, K), q.dtype)
+    require("positions", pos, (B, S), torch.int64)
+    require("document starts", start, (B, S), torch.int64)
     threads = torch.get_num_threads()
     made = Problem(DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes)
     made.scale = scale
     made.q, made.k = rows(q), rows(k)
     made.pos, made.start = pos.data_ptr(), start.data_ptr()
     return made
+
+
+def require(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor in which the library would read or write elsewhere."""
+    if x.shape != shape or x.dtype is not dtype or not x.is_cpu:
+        raise ConfigError(
+            f"{what} are {_told(x)}: with these queries they must be {dtype} of shape {list(shape)} on the CPU. "
+            f"Pass tensors of one batch, one length and one dtype."
+        )
+
+
+def _told(x: Tensor) -> str:
+    return f"{x.dtype} of shape {list(x.shape)} on {x.device}"
 
 
 def rows(x: Tensor) -> Rows:
@@ -132,6 +158,8 @@ def dense(x: Tensor) -> Tensor:
 
 def call(name: str, made: Problem | Step | Mix) -> None:
     if outcome := getattr(load(), name)(byref(made)):
+        if outcome in _BAD_ARGUMENTS:
+            raise ConfigError(f"the CPU kernel {name} was given what it cannot compute: {_BAD_ARGUMENTS[outcome]}.")
         raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
 
 

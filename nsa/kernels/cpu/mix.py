@@ -6,6 +6,7 @@ B batch · S tokens · G kv groups · R heads per group · X gates per group, R 
 import torch
 from torch import Tensor
 
+from nsa.errors import ConfigError
 from nsa.kernels.cpu import library
 
 
@@ -28,6 +29,7 @@ def mix_backward(
     )
     dgates, dbranches = torch.empty_like(gates), [torch.empty_like(x) for x in branches]
     made = _described(gates, branches)
+    library.require("gradients of the mix", dout, branches[0].shape, branches[0].dtype)
     made.dout, made.dgates = dout.data_ptr(), dgates.data_ptr()
     made.dbranches[:] = [x.data_ptr() for x in dbranches]
     library.call("nsa_mix", made)
@@ -35,9 +37,18 @@ def mix_backward(
 
 
 def _described(gates: Tensor, branches: list[Tensor]) -> library.Mix:
-    *_, R, V = branches[0].shape
-    dtype, isa = branches[0].dtype, library.isa_for(branches[0].dtype)
-    made = library.Mix(library.DTYPES[dtype], isa, torch.get_num_threads(), gates.numel() // 3, R // gates.shape[-2], V)
+    first = branches[0]
+    dtype = first.dtype
+    if first.dim() != 5 or first.shape[3] < 1 or dtype not in library.DTYPES:
+        raise ConfigError(f"a branch is {dtype} of shape {list(first.shape)}: it must be [B, S, G, R, V].")
+    *_, R, V = first.shape
+    for branch in branches:
+        library.require("branches", branch, first.shape, dtype)
+    n_gates = 1 if gates.dim() == 5 and gates.shape[3] == 1 else R
+    library.require("gates", gates, (*first.shape[:3], n_gates, 3), torch.float32)
+    made = library.Mix(
+        library.DTYPES[dtype], library.isa_for(dtype), torch.get_num_threads(), gates.numel() // 3, R // n_gates, V
+    )
     made.gates = gates.data_ptr()
     made.branches[:] = [x.data_ptr() for x in branches]
     return made

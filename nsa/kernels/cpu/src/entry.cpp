@@ -1,7 +1,8 @@
 // The C interface: which instruction sets this machine has, and one function per computation.
-#include <exception>
 #include <new>
+#include <stdexcept>
 
+#include "bounds.h"
 #include "kernels.h"
 #include "pool.h"
 #if defined(__x86_64__)
@@ -42,7 +43,8 @@ int64_t best_isa() {
   return kPlain;
 }
 
-enum Outcome : int64_t { kDone = 0, kOverlap = 1, kNoMemory = 2 };
+enum Outcome : int64_t { kDone = 0, kOverlap = 1, kNoMemory = 2, kBadSizes = 3, kBadPositions = 4 };
+enum Taken : int64_t { kNothingToEmit = 0, kToEmit = 1, kNoRoom = -1 };
 
 template <class Run>
 int64_t guarded(Run&& run) {
@@ -50,7 +52,17 @@ int64_t guarded(Run&& run) {
     return run() ? kDone : kOverlap;
   } catch (const std::bad_alloc&) {
     return kNoMemory;
+  } catch (const std::length_error&) {
+    return kNoMemory;
   }
+}
+
+// Runs only what stays inside the given tensors, and nothing where there is nothing to compute.
+template <class Run>
+int64_t checked(const Problem& p, bool choosing, Run&& run) {
+  if (!sizes_hold(p, choosing)) return kBadSizes;
+  if (!positions_hold(p, choosing)) return kBadPositions;
+  return p.B * p.S * p.G ? guarded(run) : kDone;
 }
 
 #if defined(__x86_64__)
@@ -83,7 +95,7 @@ NSA_EXPORT void nsa_use_openmp(void* parallel) {
 }
 
 NSA_EXPORT int64_t nsa_forward(const Problem* p) {
-  return nsa::guarded([&] {
+  return nsa::checked(*p, false, [&] {
     using namespace nsa;
     [&] { NSA_DISPATCH(forward(*p)) }();
     return true;
@@ -91,7 +103,7 @@ NSA_EXPORT int64_t nsa_forward(const Problem* p) {
 }
 
 NSA_EXPORT int64_t nsa_choose(const Problem* p) {
-  return nsa::guarded([&] {
+  return nsa::checked(*p, true, [&] {
     using namespace nsa;
     [&] { NSA_DISPATCH(choose(*p)) }();
     return true;
@@ -99,14 +111,18 @@ NSA_EXPORT int64_t nsa_choose(const Problem* p) {
 }
 
 NSA_EXPORT int64_t nsa_backward(const Problem* p) {
-  return nsa::guarded([&] {
+  return nsa::checked(*p, false, [&] {
     using namespace nsa;
     return [&]() -> bool { NSA_DISPATCH(backward(*p)) }();
   });
 }
 
 NSA_EXPORT int64_t nsa_decode(const nsa::Step* step) {
-  return nsa::guarded([&] {
+  for (const Problem* p : {&step->selected, &step->sliding}) {
+    if (!nsa::sizes_hold(*p, false)) return nsa::kBadSizes;
+    if (!nsa::positions_hold(*p, false)) return nsa::kBadPositions;
+  }
+  return nsa::checked(step->compressed, true, [&] {
     using namespace nsa;
     const Problem* p = &step->compressed;
     [&] { NSA_DISPATCH(decode_step(*step)) }();
@@ -122,7 +138,9 @@ NSA_EXPORT int64_t nsa_mix(const nsa::Mix* p) {
   });
 }
 
+// Whether a compressed entry is still to be emitted; kNoRoom, and nothing written, if a row has no slot for its token.
 NSA_EXPORT int64_t nsa_take_in(const nsa::Arrival* p) {
   using namespace nsa;
-  return [&]() -> bool { NSA_DISPATCH(take_in(*p)) }();
+  if (!has_room(*p)) return kNoRoom;
+  return [&]() -> bool { NSA_DISPATCH(take_in(*p)) }() ? kToEmit : kNothingToEmit;
 }

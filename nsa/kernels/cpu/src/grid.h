@@ -79,9 +79,11 @@ class Grid {
         documents[i].n_tokens = std::max(documents[i].n_tokens, p.pos[b * p.S + s] + 1);
       }
       for (Document& document : documents) {
-        document.first = static_cast<int64_t>(blocks.size());
+        // Blocks that end before key 0 are left out, however many there were.
+        const int64_t gone = document.start < 0 ? -document.start / width : 0;
+        document.first = static_cast<int64_t>(blocks.size()) - gone;
         const int64_t end = std::min(document.start + document.n_tokens, p.T);
-        for (int64_t begin = document.start; begin < end; begin += width)
+        for (int64_t begin = document.start + gone * width; begin < end; begin += width)
           blocks.push_back({b, begin, std::min(width, end - begin)});
       }
       for (int64_t s = 0; s < p.S; ++s) first[b * p.S + s] = documents[of_query[s]].first;
@@ -96,15 +98,17 @@ class Grid {
 template <class Visit>
 inline void chosen(const Problem& p, const Grid& grid, int64_t b, int64_t s, int64_t g, Visit&& visit) {
   const int32_t* idx = p.idx + ((b * p.S + s) * p.G + g) * p.n_sel;
-  const int64_t pos = p.pos[b * p.S + s], first = grid.first[b * p.S + s];
+  const int64_t pos = p.pos[b * p.S + s], start = p.start[b * p.S + s], first = grid.first[b * p.S + s];
   const Span& span = grid.spans[b * p.S + s];
+  if (span.empty()) return;
   int64_t last = -1;
   for (int64_t i = 0; i < p.n_sel; ++i) {
     const int64_t j = idx[i];
     if (j <= last || j * p.l_sel > pos) continue;
     last = j;
-    const Block& block = grid.blocks[first + j];
-    if (block.begin < span.end && block.begin + block.n > span.begin) visit(first + j);
+    // The grid has every block that holds a key the query sees, and may lack others: idx is not to be trusted.
+    const int64_t begin = start + j * p.l_sel;
+    if (begin < span.end && begin + p.l_sel > span.begin) visit(first + j);
   }
 }
 

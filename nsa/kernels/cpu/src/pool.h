@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -26,14 +27,23 @@ void on_each_thread(int64_t threads, OneThread&& run) {
   for (auto& other : others) other.join();
 }
 
-// `Context` is made once per thread, before its first item.
+// `Context` is made once per thread, before its first item. What an item throws (there may be no memory) ends the rest
+// and is thrown again by the calling thread: no exception may leave a thread of the pool.
 template <class Context, class Item>
 void parallel(int64_t n_items, int64_t threads, Item&& item) {
   std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
   on_each_thread(threads < n_items ? threads : n_items, [&] {
-    Context context;
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_items;) item(context, i);
+    try {
+      Context context;
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_items;) item(context, i);
+    } catch (...) {
+      next.store(n_items, std::memory_order_relaxed);
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
   });
+  if (failed) std::rethrow_exception(error);
 }
 
 }  // namespace nsa

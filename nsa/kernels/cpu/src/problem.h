@@ -59,6 +59,7 @@ struct Arrival {
   int64_t means;                // whether compressed entries are means, which need nobody else
   Stream streams[6];
   Rows compressed[2];
+  int64_t n_compressed_slots;
   int64_t *length, *n_compressed, *pos, *window_pos;  // [B]; the latter two: where the token stands, also in the window's ring
 };
 
