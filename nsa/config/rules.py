@@ -78,5 +78,9 @@ def of_data(data: DataConfig) -> Iterator[Broken]:
         )
 
 
+_LARGEST_SUGGESTION = 1024
+
+
 def _divisor_up_to(limit: int, number: int) -> int:
-    return next(divisor for divisor in range(limit, 0, -1) if number % divisor == 0)
+    """The largest divisor that is worth suggesting; found at once, however large the numbers are."""
+    return next(divisor for divisor in range(min(limit, _LARGEST_SUGGESTION), 0, -1) if number % divisor == 0)

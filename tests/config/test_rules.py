@@ -170,3 +170,11 @@ def test_a_resolved_auto_is_recorded_as_what_it_came_to_and_counts_as_default(re
 def test_learned_compression_of_rotated_keys_is_refused(resolve, phi):
     with pytest.raises(ConfigError, match=r"nsa.rope_compressed \(before\)"):
         resolve(f"nsa.phi={phi}", "nsa.rope_compressed=before")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("heads", [12, 2**31 - 1, 2**61 - 1])
+@pytest.mark.parametrize("groups", [2**31, 2**62])
+def test_huge_sizes_are_refused_at_once(resolve, groups, heads):
+    with pytest.raises(ConfigError, match=r"must divide model\.n_heads"):
+        resolve(f"model.n_kv_groups={groups}", f"model.n_heads={heads}")

@@ -214,3 +214,34 @@ def test_autocast_keeps_the_attention_in_half_precision():
         out = module(torch.randn(1, 40, 24))
     assert out.dtype == torch.bfloat16
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", ["portable", {"sliding": "portable", "selected": "reference"}], ids=str)
+def test_kernels_may_be_one_name_or_a_mapping(kernels):
+    named = NSAAttention(**attention_args("tiny"), kernels=kernels).kernels
+    assert named == (Wanted(*["portable"] * 4) if isinstance(kernels, str) else Wanted(**kernels))
+
+
+@pytest.mark.parametrize(
+    "kernels", ["warp", {"window": "portable"}, {"sliding": "warp"}, 7, ["portable"], None], ids=str
+)
+def test_kernels_that_name_no_backend_are_refused(kernels):
+    with pytest.raises(KernelUnavailable, match="kernels"):
+        NSAAttention(**attention_args("tiny"), kernels=kernels)
+
+
+def test_document_lengths_may_be_a_list():
+    torch.manual_seed(0)
+    module = NSAAttention(**attention_args("tiny"))
+    x = torch.randn(2, 20, 24)
+    cu = [0, 13, 40]
+    assert torch.equal(module(x, cu_doc_lens=cu), module(x, cu_doc_lens=torch.tensor(cu)))
+    for wrong in ([0, 13, 39], [0.0, 40.0], []):
+        with pytest.raises(ConfigError, match="cu_doc_lens"):
+            module(x, cu_doc_lens=wrong)
+
+
+@pytest.mark.parametrize("changes", [dict(n_kv_groups=0), dict(n_heads=0), dict(d_k=0), dict(n_kv_groups=-2)], ids=str)
+def test_sizes_below_one_are_refused(changes):
+    with pytest.raises(ConfigError, match="must be 1 or more"):
+        NSAAttention(**attention_args("tiny", **changes))
