@@ -65,7 +65,7 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         again = resume and checkpoint is None
-        launch(words, gpus, "1", "localhost:0", "nsa", again, checkpoint, 300.0, clear_halt, allow)  # type: ignore[arg-type]
+        launch(words, gpus, "1", None, "", None, again, checkpoint, 300.0, clear_halt, allow)  # type: ignore[arg-type]
     code = run(
         config, resume=resume, resume_from=checkpoint, clear_halt=clear_halt, allowed=allow, reporter=_reporter()
     )

@@ -7,6 +7,7 @@ and three cycles without a new checkpoint are the end: whatever it is, it needs 
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError
@@ -22,6 +24,7 @@ from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.checkpoint.layout import CHECKPOINTS
 from nsa.train.exits import DONE, HALTED, PREEMPTED
 from nsa.train.launch_agent import Spec, rank_log
+from nsa.train.node_address import LOOPBACK, make_secret, own_address
 
 HANG = 24
 LOGS = "logs"
@@ -53,8 +56,12 @@ class Launch:
     nproc: int
     nnodes: str = "1"
     """Nodes, or least:most."""
-    rdzv_endpoint: str = "localhost:0"
-    rdzv_id: str = "nsa"
+    rdzv_endpoint: str | None = None
+    """HOST:PORT where several nodes meet."""
+    rdzv_id: str = ""
+    """Tells apart several lives of a run; what keeps strangers out is the secret in the run folder."""
+    listen: str | None = None
+    """This node's address, if there are several nodes; else that of the way to the endpoint."""
     resume: bool = False
     grace_s: float = 300.0
     """How long ranks may take to save and leave when asked to."""
@@ -76,12 +83,24 @@ class Launch:
                 f"--nnodes {self.nnodes} --nproc {self.nproc} cannot be launched: write the number of nodes as 4 or "
                 f"2:4, and at least one process each."
             )
-        if found[1] > 1 and self.rdzv_endpoint == "localhost:0":
+        if found[1] > 1 and self.rdzv_endpoint is None:
             raise ConfigError(
                 f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT: the nodes must meet somewhere. Give the name "
                 f"of one of them, the same on all."
             )
+        if found[1] == 1 and self.listen is not None:
+            raise ConfigError(
+                f"--listen {self.listen} is for several nodes: one node listens on loopback only. Leave it out, or "
+                f"give --nnodes."
+            )
         return found
+
+    @cached_property
+    def address(self) -> str:
+        """Where this node listens."""
+        if self.nodes()[1] == 1 or self.rdzv_endpoint is None:
+            return LOOPBACK
+        return own_address(self.rdzv_endpoint, self.listen)
 
 
 @dataclass(frozen=True)
@@ -118,14 +137,14 @@ def can_get_better(outcome: Outcome) -> bool:
 
 def launch(plan: Launch, say: Callable[[str], None], show: Callable[[str], None] | None = None) -> int:
     """Run until done, final or hopeless; returns the exit code. `say` gets our own words, `show` those of rank 0."""
-    plan.nodes()
+    address = plan.address
     checkpoints = CheckpointFolder(plan.run_folder / CHECKPOINTS)
     wishes = _Wishes()
     resume, fruitless, newest = plan.resume, 0, _newest(checkpoints)
     try:
         while True:
             logs = _new_logs(plan)
-            say(f"starting {plan.nproc} ranks, logs in {logs}")
+            say(f"starting {plan.nproc} ranks that listen at {address}, logs in {logs}")
             outcome = _Cycle(plan, logs, resume, wishes, show).run()
             before, newest = newest, _newest(checkpoints)
             fruitless = 0 if newest > before else fruitless + 1
@@ -197,8 +216,10 @@ class _Cycle:
             nproc=plan.nproc,
             min_nodes=least,
             max_nodes=most,
-            rdzv_endpoint=plan.rdzv_endpoint,
-            rdzv_id=plan.rdzv_id,
+            rdzv_endpoint=plan.rdzv_endpoint or "",
+            rdzv_id=plan.rdzv_id or secrets.token_hex(8) if most == 1 else plan.rdzv_id,
+            listen=plan.address,
+            secret_file=str(make_secret(plan.run_folder).absolute()) if most > 1 else None,
             launcher_pid=os.getpid(),
             shutdown_s=plan.shutdown_s,
         )

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nsa.train.node_address import interface_of, loopback_interface, read_secret
+
 _MODULE = "nsa.train.launch_agent"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -29,6 +31,10 @@ class Spec:
     max_nodes: int
     rdzv_endpoint: str
     rdzv_id: str
+    listen: str
+    """The address of this node."""
+    secret_file: str | None
+    """The secret that several nodes share; the command line shows where it is, not what it is."""
     launcher_pid: int
     shutdown_s: int
 
@@ -62,18 +68,24 @@ def run_agent(spec: Spec) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if spec.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    alone, secret = spec.secret_file is None, None if spec.secret_file is None else read_secret(Path(spec.secret_file))
+    _choose_interface(spec, alone)
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from nsa.train.rendezvous import ONE_NODE, SEVERAL_NODES, meeting_id, register
+
+    register(spec.listen, secret)
     config = LaunchConfig(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         nproc_per_node=spec.nproc,
-        run_id=spec.rdzv_id,
-        rdzv_backend="c10d",
+        run_id=spec.rdzv_id if secret is None else meeting_id(secret, spec.rdzv_id),
+        rdzv_backend=ONE_NODE if alone else SEVERAL_NODES,
         rdzv_endpoint=spec.rdzv_endpoint,
+        local_addr=spec.listen,
         max_restarts=0,  # the launcher restarts: it looks at the cause and at the checkpoints first
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",
@@ -97,6 +109,14 @@ def run_rank(logs: Path, agent_pid: int, program: list[str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.execvp(program[0], program)
+
+
+def _choose_interface(spec: Spec, alone: bool) -> None:
+    """Have the process groups of the ranks listen where the agent does."""
+    if alone:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
+    elif name := interface_of(spec.listen):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _tell(spec: Spec, codes: Mapping[int, int]) -> None:
