@@ -131,6 +131,7 @@ def pull(
     url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of a run are kept."),
     run: Path = typer.Argument(..., metavar="RUN", help="The run folder to bring the newest good one into."),
     key_file: Path = _KEY,
+    max_gib: float = typer.Option(None, "--max-gib", help="Refuse checkpoints larger than this.", min=0.0),
 ) -> None:
     """Copy the newest good checkpoint of an object store into a run folder, and verify it there.
 
@@ -140,11 +141,13 @@ def pull(
     from nsa.train.checkpoint.layout import CHECKPOINTS
     from nsa.train.checkpoint.lock import RunLock
     from nsa.train.checkpoint.manifest import read_key
+    from nsa.train.checkpoint.s3 import GIB
     from nsa.train.checkpoint.s3 import pull as copy
 
     key = read_key(key_file) if key_file else None
     with RunLock(run):
-        found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key)
+        limit = None if max_gib is None else int(max_gib * GIB)
+        found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
     for finding in found.passed_over:
         say(f"WARNING: passed over {finding}")
     if found.path is None:

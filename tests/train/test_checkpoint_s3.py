@@ -1,9 +1,14 @@
 """An object store has no rename: a checkpoint exists when its COMMIT.json does, and not before."""
 
 import logging
+import os
+import pickle
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 boto3 = pytest.importorskip("boto3")
 server_module = pytest.importorskip("moto.server")
@@ -11,8 +16,12 @@ server_module = pytest.importorskip("moto.server")
 from botocore.config import Config  # noqa: E402
 
 from nsa.errors import CheckpointError  # noqa: E402
-from nsa.train.checkpoint.folder import CheckpointFolder  # noqa: E402
+from nsa.train.checkpoint import s3  # noqa: E402
+from nsa.train.checkpoint.folder import CheckpointFolder, Retention  # noqa: E402
+from nsa.train.checkpoint.manifest import Entry, Manifest, encode, take_stock  # noqa: E402
+from nsa.train.checkpoint.record import RunRecord  # noqa: E402
 from nsa.train.checkpoint.s3 import Prefix, connect, pull, push  # noqa: E402
+from nsa.train.checkpoint.store import Folder  # noqa: E402
 
 KEY = b"k" * 32
 NAMES = ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "state.json"]
@@ -56,11 +65,12 @@ def folder(tmp_path):
     return made
 
 
-def save(folder: CheckpointFolder, step: int, what: str = "") -> None:
+def save(folder: CheckpointFolder, step: int, value: float = 0.0) -> None:
     staging = folder.begin(step)
-    (staging / "model_and_optim").mkdir(parents=True)
-    for name in NAMES:
-        (staging / name).write_bytes(f"{name} of {step} {what}".encode() * 50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({"model": {"w": torch.full((9,), step + value)}}, checkpoint_id=staging / "model_and_optim")
+    RunRecord(step, 1, {}, {}).write(staging)
     folder.commit(step)
 
 
@@ -137,7 +147,7 @@ def damage(client, name: str, body: bytes | None) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        (NAMES[1], lambda old: old[:-1], "has 1699 bytes, not 1700"),
+        (NAMES[1], lambda old: old[:-1], " bytes, not "),
         (NAMES[1], lambda old: b"X" + old[1:], "does not match its SHA-256"),
         (NAMES[2], lambda old: None, "state.json is missing"),
         ("stray.pt", lambda old: b"x", "stray.pt is not listed"),
@@ -160,7 +170,7 @@ def test_a_bad_one_is_named_and_the_previous_taken(client, folder, other, name, 
 
 def test_a_committed_one_is_never_overwritten(client, folder):
     push(folder.step_path(2), URL)
-    save(folder, 2, "other")
+    save(folder, 2, 0.5)
     with pytest.raises(CheckpointError, match="already holds another checkpoint"):
         push(folder.step_path(2), URL)
 
@@ -192,11 +202,14 @@ def test_a_bad_local_one_is_not_copied(client, folder):
 
 
 def test_names_that_leave_the_folder_are_refused(client, folder, other):
-    from nsa.train.checkpoint.manifest import Entry, Manifest, decode, encode
+    from nsa.train.checkpoint.manifest import decode
 
     for name in ("../x", "/etc/x", "a/../../x", "a//b", "./a", "a/", ""):
         with pytest.raises(CheckpointError, match="outside the checkpoint"):
-            decode(encode(Manifest(1, "now", {name: Entry(0, "")})))
+            decode(encode(Manifest(1, "now", {name: Entry(0, ())})))
+    for names in (("a", "a/b"), ("COMMIT.json",)):
+        with pytest.raises(CheckpointError, match="cannot be beside"):
+            decode(encode(Manifest(1, "now", {name: Entry(0, ()) for name in names})))
 
 
 def test_a_place_that_is_none_and_a_bucket_that_is_missing(client, folder, other):
@@ -225,3 +238,129 @@ def test_the_commands(client, folder, tmp_path):
     there = tmp_path / "there"
     assert run.invoke(app, ["pull", URL, str(there)]).stdout == f"wrote {there}/checkpoints/step2\n"
     assert isinstance(run.invoke(app, ["pull", "s3://models/nothing", str(there)]).exception, CheckpointError)
+
+
+def hostile(folder: CheckpointFolder, step: int, change) -> None:
+    """A checkpoint whose manifest fits, changed by whoever can write it."""
+    path = folder.step_path(step)
+    change(path)
+    (path / "COMMIT.json").unlink()
+    (path / "COMMIT.json").write_bytes(encode(take_stock(Folder(path), step, "now")))
+
+
+def plant_code(path: Path) -> None:
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {path.parent}/canary",)
+
+    (path / NAMES[0]).write_bytes(pickle.dumps(Bomb()))
+
+
+def plant_a_file(path: Path) -> None:
+    (path / "sitecustomize.py").write_text("")
+
+
+def plant_in_a_rank_file(path: Path) -> None:
+    (path / "train").mkdir()
+    (path / "train/rank0.pt").write_bytes(b"no archive")
+
+
+@pytest.mark.parametrize("change", [plant_code, plant_a_file, plant_in_a_rank_file])
+def test_what_would_not_load_never_reaches_the_run_folder(client, folder, other, change):
+    """With a manifest that fits it was taken in as the newest, and every later resume found it and failed."""
+    push(folder.step_path(1), URL)
+    hostile(folder, 2, change)
+    push(folder.step_path(2), URL)
+    found = pull(URL, other)
+    assert (found.step, other.steps(), len(found.passed_over)) == (1, [1], 1)
+    assert not (folder.path / "canary").exists()
+    assert [path.name for path in other.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_pull_removes_and_replaces_nothing(client, folder, tmp_path):
+    """Checkpoints saved here stay, whatever a store offers."""
+    here = CheckpointFolder(tmp_path / "here", retention=Retention(keep_last=1))
+    save(here, 2, 0.5)
+    kept = content(here.step_path(2))
+    push(folder.step_path(2), URL)
+    found = pull(URL, here)
+    assert found.step is None
+    assert "is not replaced" in str(found.passed_over[0])
+    save(folder, 9)
+    push(folder.step_path(9), URL)
+    assert pull(URL, here).step == 9
+    assert here.steps() == [2, 9]
+    assert content(here.step_path(2)) == kept
+
+
+class Stretching:
+    """A store that sends more than it listed, or lists without end."""
+
+    def __init__(self, client, *, more: int = 0, pages: bool = False) -> None:
+        self._client, self._more, self._pages = client, more, pages
+        self.sent = 0
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def get_object(self, Bucket, Key):
+        answer = self._client.get_object(Bucket=Bucket, Key=Key)
+        if self._more and Key.endswith(".distcp"):
+            answer["Body"] = self
+        return answer
+
+    def iter_chunks(self, size):
+        for _ in range(self._more):
+            self.sent += size
+            yield bytes(size)
+
+    def get_paginator(self, name):
+        return self if self._pages else self._client.get_paginator(name)
+
+    def paginate(self, **_):
+        while True:
+            self.sent += 1
+            yield {"Contents": [], "CommonPrefixes": []}
+
+
+def test_more_than_was_listed_is_not_downloaded(client, folder, other):
+    push(folder.step_path(2), URL)
+    store = Stretching(client, more=100)
+    found = pull(URL, other, client=store)
+    assert found.step is None
+    assert "longer than it was said to be" in str(found.passed_over[0])
+    assert store.sent <= 2 * s3.CHUNK_BYTES
+    assert other.steps() == []
+
+
+def test_an_endless_listing_ends(client, other):
+    with pytest.raises(CheckpointError, match="lists more than"):
+        pull(URL, other, client=Stretching(client, pages=True))
+
+
+def test_what_is_too_large_is_refused_before_it_is_downloaded(client, folder, other):
+    push(folder.step_path(2), URL)
+    found = pull(URL, other, max_bytes=100)
+    assert found.step is None
+    assert "more than the" in str(found.passed_over[0])
+    huge = {NAMES[1]: Entry(1 << 60, ("0" * 64,) * 3)}
+    with pytest.raises(CheckpointError):  # a size that does not go with its hashes
+        encode_and_decode(Manifest(2, "now", huge))
+    with pytest.raises(CheckpointError, match="free"):
+        s3._require_room(Manifest(2, "now", huge), other.path, None)
+
+
+def encode_and_decode(manifest: Manifest) -> Manifest:
+    from nsa.train.checkpoint.manifest import decode
+
+    return decode(encode(manifest))
+
+
+def test_a_manifest_that_is_too_large_is_not_read(client, folder, other, monkeypatch):
+    from nsa.train.checkpoint import manifest
+
+    push(folder.step_path(2), URL)
+    monkeypatch.setattr(manifest, "LARGEST_COMMIT_BYTES", 100)
+    found = pull(URL, other)
+    assert found.step is None
+    assert "more than the 100 allowed" in str(found.passed_over[0])

@@ -146,13 +146,19 @@ class CheckpointFolder:
         self._settle(step)
         return target
 
-    def adopt(self, step: int) -> Path:
-        """Take in a checkpoint that was committed elsewhere and copied into staging, its COMMIT.json included."""
+    def adopt(self, step: int, inspect: Callable[[Path], object]) -> Path:
+        """Take in a checkpoint that was committed elsewhere and copied into staging, its COMMIT.json included.
+
+        `inspect` raises CheckpointError for what would not be loaded. Nothing is retired: what comes from elsewhere
+        must not push out what was saved here.
+        """
         staging, target = self.staging(step), self.step_path(step)
-        examine(Folder(staging), key=self._key, step=step).demand_good()
+        examine(Folder(staging), key=self._key, step=step, deep=False).demand_good()
+        inspect(staging)
         Folder(staging).sync()
         self._rename(staging, target)
-        self._settle(step)
+        self._suspect.discard(step)
+        self._point_latest_at(max(step, *self.committed_steps()))
         return target
 
     def commit_after(self, written: "Future[None]", step: int) -> "Future[Path]":

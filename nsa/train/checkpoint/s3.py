@@ -3,8 +3,12 @@
 A store has no rename, so COMMIT.json is put last, and only if there is none yet: a prefix without it is no checkpoint,
 however many objects lie there, and of two writers one is told. Credentials, region and endpoint are boto3's business
 (AWS_ENDPOINT_URL and so on). A killed upload may leave parts that only a lifecycle rule of the bucket removes.
+
+A store is not trusted: listings, names, sizes and what arrives are bounded, and nothing gets a name in the run folder
+before it was read as it would be loaded.
 """
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +22,14 @@ from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[impor
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.folder import CheckpointFolder, Finding, Resumable
-from nsa.train.checkpoint.manifest import decode, examine
+from nsa.train.checkpoint.manifest import LARGEST_COMMIT_BYTES, Manifest, decode, examine
 from nsa.train.checkpoint.store import CHUNK_BYTES, Folder
 
 _SCHEME = "s3://"
+_MOST_OBJECTS = 200_000  # of a checkpoint of ten thousand ranks
+_MOST_PAGES = 1_000
+_MOST_TRIED = 50
+GIB = 1 << 30
 
 
 def connect() -> Any:
@@ -49,26 +57,43 @@ class Prefix:
         return Prefix(f"{self}/{name}", self.client)
 
     def files(self) -> dict[str, int]:
-        with _told(self):
-            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._path)
-            found = [item for page in pages for item in page.get("Contents", ())]
+        found = self._list("Contents")
         return {item["Key"].removeprefix(self._path): item["Size"] for item in found}
 
     def folders(self) -> list[str]:
+        found = self._list("CommonPrefixes", Delimiter="/")
+        return [item["Prefix"].removeprefix(self._path).rstrip("/") for item in found]
+
+    def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
+        """A store that lists without end is refused, not awaited."""
+        found: list[dict[str, Any]] = []
         with _told(self):
-            pages = self.client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._path, Delimiter="/"
-            )
-            found = [item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ())]
-        return [prefix.removeprefix(self._path).rstrip("/") for prefix in found]
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._path, **how)
+            for number, page in enumerate(pages, 1):
+                found.extend(page.get(what, ()))
+                if len(found) > _MOST_OBJECTS or number >= _MOST_PAGES:
+                    raise CheckpointError(
+                        f"{self} lists more than {_MOST_OBJECTS} objects, or in more than {_MOST_PAGES} pages: it is "
+                        f"not the place of a checkpoint. Name the folder of a run's checkpoints."
+                    )
+        return found
 
     def chunks(self, name: str) -> Iterator[bytes]:
         with _told(self):
             body = self.client.get_object(Bucket=self._bucket, Key=self._path + name)["Body"]
             yield from body.iter_chunks(CHUNK_BYTES)
 
-    def read(self, name: str) -> bytes:
-        return b"".join(self.chunks(name))
+    def read(self, name: str, limit: int = LARGEST_COMMIT_BYTES) -> bytes:
+        """A whole small object."""
+        return b"".join(self.bounded(name, limit))
+
+    def bounded(self, name: str, limit: int) -> Iterator[bytes]:
+        """The content, refused as soon as there is more of it than `limit` bytes."""
+        for chunk in self.chunks(name):
+            limit -= len(chunk)
+            if limit < 0:
+                raise CheckpointError(f"{self}/{name} is longer than it was said to be")
+            yield chunk
 
     def put_file(self, name: str, file: Path) -> None:
         with _told(self):
@@ -113,47 +138,75 @@ def push(checkpoint: Path, checkpoints_url: str, *, key: bytes | None = None, cl
     return there
 
 
-def pull(checkpoints_url: str, into: CheckpointFolder, *, key: bytes | None = None, client: Any = None) -> Resumable:
-    """Copy the newest good checkpoint of a store into a run's folder, verified after it has arrived.
+def pull(
+    checkpoints_url: str,
+    into: CheckpointFolder,
+    *,
+    key: bytes | None = None,
+    client: Any = None,
+    max_bytes: int | None = None,
+) -> Resumable:
+    """Copy the newest good checkpoint of a store into a run's folder, read there as it would be loaded.
 
-    Bad ones are left where they are and reported. What the folder already has, good, is not copied again.
+    Bad ones are left where they are and reported. What the folder already has, good, is not copied again; another
+    checkpoint of the same step, if good, is not replaced.
     """
+    from nsa.train.checkpoint.load import demand_trustworthy
+
     store = Prefix(checkpoints_url, client)
     steps = sorted((step for name in store.folders() if (step := layout.step_of(name)) is not None), reverse=True)
     passed_over: list[Finding] = []
-    for step in steps:
+    for step in steps[:_MOST_TRIED]:
         there = store.child(layout.step_name(step))
-        quick = examine(there, key=key, step=step, deep=False)
-        problems = quick.problems
-        if not problems and quick.manifest is not None:
-            try:
-                commit = there.read(layout.COMMIT)
-                decode(commit, key)
-                if _has(into, step, commit):
-                    return Resumable(step, into.step_path(step), tuple(passed_over))
-                staging = into.begin(step)
-                for name in (*quick.manifest.files, layout.COMMIT):
-                    _copy(there, name, staging / name)
-                return Resumable(step, into.adopt(step), tuple(passed_over))
-            except CheckpointError as error:
-                into.abandon(step)
-                problems = (str(error),)
-            except OSError as error:  # this machine's fault: an older checkpoint would not fare better
-                into.abandon(step)
-                raise CheckpointError(f"{there} could not be copied to {into.path}: {error}.") from error
-        passed_over.append(Finding(str(there), problems))
+        try:
+            manifest = examine(there, key=key, step=step, deep=False).demand_good()
+            commit = there.read(layout.COMMIT)
+            if decode(commit, key) != manifest:
+                raise CheckpointError(f"{layout.COMMIT} changed while it was read")
+            if _has(into, step, commit):
+                return Resumable(step, into.step_path(step), tuple(passed_over))
+            _require_room(manifest, into.path, max_bytes)
+            staging = into.begin(step)
+            for name, entry in manifest.files.items():
+                _copy(there, name, staging / name, entry.bytes)
+            (staging / layout.COMMIT).write_bytes(commit)
+            adopted = into.adopt(step, lambda path: demand_trustworthy(path, key=key))
+            return Resumable(step, adopted, tuple(passed_over))
+        except CheckpointError as error:
+            into.abandon(step)
+            passed_over.append(Finding(str(there), (str(error),)))
+        except OSError as error:  # this machine's fault: an older checkpoint would not fare better
+            into.abandon(step)
+            raise CheckpointError(f"{there} could not be copied to {into.path}: {error}.") from error
     return Resumable(None, None, tuple(passed_over))
 
 
 def _has(into: CheckpointFolder, step: int, commit: bytes) -> bool:
-    here = into.step_path(step) / layout.COMMIT
-    return here.is_file() and here.read_bytes() == commit and into.examine(step).good
+    """Whether the folder has this very checkpoint; raises if it has another good one of the same step."""
+    if not into.step_path(step).exists() or not into.examine(step).good:
+        return False
+    if (into.step_path(step) / layout.COMMIT).read_bytes() != commit:
+        raise CheckpointError(f"{into.step_path(step)} is another good checkpoint of step {step}: it is not replaced")
+    return True
 
 
-def _copy(there: Prefix, name: str, file: Path) -> None:
+def _require_room(manifest: Manifest, folder: Path, max_bytes: int | None) -> None:
+    """Only names that a checkpoint has, and no more bytes than there is room for."""
+    for name in manifest.files:
+        if not layout.is_known_file(name):
+            raise CheckpointError(f"{name!r} is no file that a checkpoint has")
+    if max_bytes is not None and manifest.bytes > max_bytes:
+        raise CheckpointError(f"it has {manifest.bytes / GIB:.1f} GiB, more than the {max_bytes / GIB:.1f} GiB allowed")
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if manifest.bytes > free:
+        raise CheckpointError(f"it has {manifest.bytes / GIB:.1f} GiB, but {folder} has {free / GIB:.1f} GiB free")
+
+
+def _copy(there: Prefix, name: str, file: Path, size: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as out:
-        for chunk in there.chunks(name):
+        for chunk in there.bounded(name, size):
             out.write(chunk)
 
 
