@@ -1,5 +1,7 @@
 """Compiling on first use: once, whoever asks, and with a reason where it cannot be."""
 
+import os
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -110,3 +112,88 @@ def test_an_instruction_set_the_machine_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(library, "best_isa", lambda: "avx2")
     with pytest.raises(library.KernelUnavailable, match="has avx2 at best and not amx"):
         library.force_isa("amx")
+
+
+ANOTHER_USER = 65534
+
+
+@pytest.fixture
+def built(monkeypatch, unloaded, small_sources, tmp_path):
+    """A small library in a cache of its own, built as users build it, whatever their umask."""
+    monkeypatch.setattr(build, "SOURCES", small_sources)
+    monkeypatch.setattr(build, "X86_FLAGS", {})
+    folder = tmp_path / "cache"
+    build.set_cache_folder(folder)
+    umask = os.umask(0o002)
+    yield folder, build.library()
+    os.umask(umask)
+
+
+def test_the_cache_belongs_to_its_user_alone(built):
+    folder, path = built
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0
+    assert build.library() == path
+
+
+def _give_away(path):
+    os.chown(path, ANOTHER_USER, ANOTHER_USER)
+
+
+def _link_to_another(path):
+    elsewhere = path.parent.parent / "planted.so"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+TAMPERED = {
+    "library of another user": lambda folder, path: _give_away(path),
+    "library that a group may write": lambda folder, path: path.chmod(0o775),
+    "library that anyone may write": lambda folder, path: path.chmod(0o757),
+    "library behind a symbolic link": lambda folder, path: _link_to_another(path),
+    "folder that anyone may write": lambda folder, path: folder.chmod(0o777),
+    "folder that a group may write": lambda folder, path: folder.chmod(0o770),
+    "folder of another user": lambda folder, path: _give_away(folder),
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_a_library_that_others_can_change_is_not_loaded(built, how, monkeypatch):
+    folder, path = built
+    if "another user" in how and os.geteuid() != 0:  # only root can give a file away: be another user instead
+        monkeypatch.setattr(os, "geteuid", lambda: ANOTHER_USER)
+    else:
+        TAMPERED[how](folder, path)
+    with pytest.raises(build.BuildError, match="not loaded"):
+        build.library()
+
+
+def test_auto_does_not_load_it_either_and_says_why(built):
+    _, path = built
+    path.chmod(0o777)
+    choice = plan(Wanted(), DEVICE, torch.float32, SHAPE._replace(w=511)).choices[0]
+    assert choice.backend == "portable"
+    assert "not loaded" in choice.reason
+
+
+def test_a_folder_that_all_share_is_safe_where_nobody_can_replace_a_file(built):
+    folder, path = built
+    folder.chmod(0o1777)  # as /tmp
+    assert build.library() == path
+    path.chmod(0o775)
+    with pytest.raises(build.BuildError, match="not loaded"):
+        build.library()
+
+
+def test_a_lock_file_that_is_a_link_is_not_written_through(built):
+    folder, path = built
+    folder.chmod(0o1777)
+    path.unlink()
+    victim = folder.parent / "victim"
+    victim.write_text("keep")
+    lock = path.with_suffix(".lock")
+    lock.unlink()
+    lock.symlink_to(victim)
+    with pytest.raises(build.BuildError):
+        build.library()
+    assert victim.read_text() == "keep"

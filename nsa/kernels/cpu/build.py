@@ -2,7 +2,8 @@
 
 The library has a plain C interface and no torch headers: it depends on the compiler and the sources alone, and builds
 in seconds. Its file name is a hash of everything that goes into it. Several processes may start at once: one builds,
-the others wait for it, and the finished file appears by one rename.
+the others wait for it, and the finished file appears by one rename. Loading a library runs its code, so one that
+another user could have put there or changed is refused.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -56,19 +58,42 @@ def library() -> Path:
     """The compiled kernels, built if they are not there yet."""
     compiler, units = _compiler(), _units()
     path = _path(compiler, units)
-    if path.exists():
-        return path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _build(compiler, units, path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_trusted(path.parent, path.parent.stat())
+        if not os.path.lexists(path):
+            lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.lexists(path):
+                    _build(compiler, units, path)
+            finally:
+                os.close(lock)
+        _require_trusted(path, path.lstat())
     except OSError as error:
         raise BuildError(
             f"the compiled kernels cannot be kept in {path.parent} ({error}); set runtime.kernel_cache"
         ) from error
     return path
+
+
+def _require_trusted(path: Path, found: os.stat_result) -> None:
+    """Refuse a folder or a library that anyone but this user and root can change."""
+    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+        shared = 0  # as in /tmp: others may add files, which are judged by their owner, and replace none of ours
+    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        reason, fix = "is no regular file", "Remove it"
+    elif found.st_uid not in (os.geteuid(), 0):
+        reason, fix = f"belongs to user {found.st_uid}, not to {os.geteuid()}", "Remove it"
+    elif shared:
+        reason, fix = f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})", f"Run chmod go-w {path}"
+    else:
+        return
+    raise BuildError(
+        f"the compiled kernels are not loaded: {path} {reason}, and loading a library runs its code. {fix}, or set "
+        f"runtime.kernel_cache to a folder of your own"
+    )
 
 
 def _compiler() -> str:
@@ -108,6 +133,7 @@ def _build(compiler: str, units: dict[str, tuple[str, ...]], path: Path) -> None
             _finish(job)
         linked = f"{work}/{path.name}"
         _finish(_start([compiler, "-shared", "-pthread", *(f"{work}/{unit}.o" for unit in units), "-o", linked]))
+        os.chmod(linked, 0o755)  # whatever the umask: a library that others can write is not loaded
         os.replace(linked, path)
 
 

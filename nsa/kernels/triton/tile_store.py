@@ -32,10 +32,14 @@ class TileStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time; OSError where the folder cannot be written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path.with_suffix(".lock"), "w") as lock:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A link that somebody else put there is not followed.
+        lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(lock)
 
     def read(self) -> dict[str, Tiles]:
         try:
