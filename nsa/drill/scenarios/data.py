@@ -110,5 +110,5 @@ def _flip(path: Path, offset: int) -> None:
 
 
 def _first_words(text: object, most: int = 60) -> str:
-    words = str(text).removeprefix("DataError: ")
+    words = str(text).removeprefix("DataError: ").removeprefix("DataTimeout: ")
     return words if len(words) <= most else f"{words[:most]}…"

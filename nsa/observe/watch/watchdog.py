@@ -237,6 +237,7 @@ def append_health(folder: Path, line: str) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # a pipe in its place would be waited for
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
 
