@@ -108,10 +108,10 @@ class FaultyServer:
             _send(request, 302, {"Location": content}, b"")
             return
         if isinstance(content, (dict, list)):
-            link = self.page_links.get(request.path)
-            _send(
-                request, 200, {"Link": f'<{self.url(link)}>; rel="next"'} if link else {}, json.dumps(content).encode()
-            )
+            link = self.page_links.get(request.path, "")
+            address = link if "://" in link else self.url(link)
+            headers = {"Link": f'<{address}>; rel="next"'} if link else {}
+            _send(request, 200, headers, json.dumps(content).encode())
             return
         assert isinstance(content, bytes)
         asked = request.headers.get("Range", "")

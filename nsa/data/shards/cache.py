@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nsa.data.shards.folder import Folder
+from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError, DataError
 
 _CHUNK_BYTES = 4 * 2**20
@@ -25,7 +26,9 @@ class ShardCache:
             )
         self.path = Path(path)
         self.limit_bytes = limit_bytes
-        self.path.mkdir(parents=True, exist_ok=True)
+        fix = "Set data.cache_dir to a folder that can be written."
+        with storage_errors(f"shard cache {self.path} cannot be written", fix=fix):
+            self.path.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, folder: Folder, name: str, size: int, sha256: str) -> Path:
         """The local copy of `name`; downloaded, compared with its hash and renamed into place if it is not there."""

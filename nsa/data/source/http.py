@@ -8,7 +8,10 @@ asked.
 import os
 import re
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from nsa.data.source.patience import Deadline, Patience
@@ -16,9 +19,11 @@ from nsa.errors import DataError, DataTimeout
 
 MAX_PARALLEL = 8
 _CHUNK = 256 * 1024
-_LISTING_MAX_BYTES = 64 * 2**20
+_MAX_REDIRECTS = 5
 _RETRIED_STATUS = frozenset({408, 425, 429})
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class Unreachable(DataError):
@@ -98,15 +103,20 @@ class HttpClient:
         body: Body = self._persist(attempt, f"{url} (its end)", deadline)
         return body
 
-    def listing(self, url: str, deadline: Deadline) -> tuple[bytes, str]:
-        """A small answer and its `Link` header, by which listings name their next page."""
+    def listing(self, url: str, deadline: Deadline, max_bytes: int) -> tuple[bytes, str]:
+        """An answer of at most `max_bytes` and its `Link` header, by which listings name their next page."""
 
         def attempt() -> tuple[bytes, str]:
             response = self._open(url, deadline, {})
             received = bytearray()
             try:
                 declared = response.headers.get("Content-Length", "")
-                self._receive(response, received, int(declared) if declared.isdigit() else None, deadline)
+                length = int(declared) if _NUMBER.fullmatch(declared) else None
+                if length is not None and length > max_bytes:
+                    raise Unreachable(_too_long(url, length, max_bytes))
+                self._receive(response, received, length, deadline, max_bytes)
+                if len(received) > max_bytes:
+                    raise Unreachable(_too_long(url, len(received), max_bytes))
             finally:
                 _release(response, complete=False)
             return bytes(received), response.headers.get("Link", "")
@@ -148,15 +158,25 @@ class HttpClient:
             connect=min(self._patience.connect_timeout_s, left_s), read=min(self._patience.read_timeout_s, left_s)
         )
         # Redirects are followed anew each time: a hub answers with signed addresses that expire.
-        redirects_only = Retry(total=None, redirect=5, connect=0, read=0, status=0, other=0)
-        response = self._connections().request(
-            "GET",
-            url,
-            headers={**self._headers, **headers},
-            timeout=timeout,
-            retries=redirects_only,
-            preload_content=False,
+        redirects_only = Retry(
+            total=None, redirect=_MAX_REDIRECTS, connect=0, read=0, status=0, other=0, raise_on_redirect=False
         )
+        response = _within(
+            left_s + self._patience.read_timeout_s,
+            lambda: self._connections().request(
+                "GET",
+                url,
+                headers={**self._headers, **headers},
+                timeout=timeout,
+                retries=redirects_only,
+                preload_content=False,
+            ),
+        )
+        if response.status in _REDIRECTS and response.headers.get("Location"):
+            _release(response, complete=False)
+            raise Unreachable(
+                f"{url}: the server redirects more than {_MAX_REDIRECTS} times. Check the address; it may need a login"
+            )
         if response.status in _RETRIED_STATUS or response.status >= 500:
             _release(response, complete=False)
             raise _Retry(f"status {response.status}", after_s=_seconds(response.headers.get("Retry-After", "")))
@@ -167,8 +187,11 @@ class HttpClient:
             )
         return response
 
-    def _receive(self, response: Any, into: bytearray, total: int | None, deadline: Deadline) -> None:
-        """Append the body to `into` until it holds `total` bytes, or until it ends when no total is known."""
+    def _receive(
+        self, response: Any, into: bytearray, total: int | None, deadline: Deadline, max_bytes: int | None = None
+    ) -> None:
+        """Append the body to `into` until it holds `total` bytes; without a total, until it ends or is longer than
+        `max_bytes`."""
         while total is None or len(into) < total:
             if deadline.left_s() <= 0:
                 raise _Retry("the deadline passed while the body was still arriving")
@@ -178,8 +201,8 @@ class HttpClient:
             if not chunk:
                 return
             into += chunk
-            if total is None and len(into) > _LISTING_MAX_BYTES:
-                raise Unreachable(f"the answer is longer than {_LISTING_MAX_BYTES} bytes: not the listing asked for")
+            if total is None and max_bytes is not None and len(into) > max_bytes:
+                return
 
     def _connections(self) -> Any:
         # A forked worker must not speak on its parent's sockets.
@@ -193,6 +216,34 @@ class HttpClient:
             )
             self._pool_owner = os.getpid()
         return self._pool
+
+
+def _within(seconds: float, request: Callable[[], Any]) -> Any:
+    """The answer to a request, once its headers are there. The socket's timeout does not bound this: it starts again
+    with every piece, and a server can send its headers byte by byte."""
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that asked
+            answer.set_exception(error)
+
+    Thread(target=work, name="http-request", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():
+            raise  # of the request itself
+        answer.add_done_callback(lambda late: None if late.exception() else late.result().close())
+        raise _Retry(f"the headers of the answer did not come within {seconds:.1f} s") from None
+
+
+def _too_long(url: str, length: int, limit: int) -> str:
+    return (
+        f"{url}: the answer has {length} bytes or more, a listing may have {limit}: this is not what was asked for. "
+        "Check the address, or download the files and give their folder"
+    )
 
 
 def _release(response: Any, *, complete: bool) -> None:
@@ -233,4 +284,4 @@ def _check_range(response: Any, url: str, first: int, last: int, etag: str) -> N
 
 
 def _seconds(text: str) -> float:
-    return float(text) if text.strip().isdigit() else 0.0
+    return float(text) if _NUMBER.fullmatch(text.strip()) else 0.0

@@ -1,15 +1,17 @@
 """Parquet files of a dataset on the hub, by id: `owner/name`, `owner/name:config`, `owner/name:config@revision`.
 
 Only the listing is the hub's own; the files are then read like any other address. The revision is resolved to a commit
-once, so that a push to the dataset cannot change the files under a running job.
+once, so that a push to the dataset cannot change the files under a running job. What a server may answer is bounded
+(`ListingLimits`).
 """
 
 import fnmatch
 import json
 import re
+import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import yaml
 
@@ -29,14 +31,34 @@ class HubFile:
     url: str
 
 
-def list_hub(spec: str, client: HttpClient, patience: Patience, *, endpoint: str | None = None) -> list[HubFile]:
+@dataclass(frozen=True, slots=True)
+class ListingLimits:
+    """What a hub may answer before a listing is given up: far more than the largest datasets need."""
+
+    answer_bytes: int = 16 * 2**20
+    card_bytes: int = 4 * 2**20
+    card_header_bytes: int = 512 * 2**10  # parsing takes seconds beyond
+    total_bytes: int = 512 * 2**20
+    pages: int = 5_000
+    entries: int = 1_000_000
+    seconds: float = 600.0
+
+
+def list_hub(
+    spec: str,
+    client: HttpClient,
+    patience: Patience,
+    *,
+    endpoint: str | None = None,
+    limits: ListingLimits | None = None,
+) -> list[HubFile]:
     match = HUB_ID.fullmatch(spec)
     if match is None:
         raise DataError(f"{spec!r} is not a dataset id: expected owner/name, owner/name:config or owner/name@revision.")
     if endpoint is None:
         from huggingface_hub.constants import ENDPOINT as endpoint  # follows the user's HF_ENDPOINT
     assert endpoint is not None
-    hub = _Hub(endpoint.rstrip("/"), match["repo"], client, patience)
+    hub = _Hub(endpoint.rstrip("/"), match["repo"], client, patience, limits or ListingLimits())
     commit = hub.commit(match["revision"] or "main")
     files = hub.files(commit)
     patterns = _patterns(hub.card(commit) if "README.md" in files else {}, match["config"], spec)
@@ -47,8 +69,11 @@ def list_hub(spec: str, client: HttpClient, patience: Patience, *, endpoint: str
 
 
 class _Hub:
-    def __init__(self, endpoint: str, repo: str, client: HttpClient, patience: Patience) -> None:
+    def __init__(self, endpoint: str, repo: str, client: HttpClient, patience: Patience, limits: ListingLimits) -> None:
         self._endpoint, self._repo, self._client, self._patience = endpoint, repo, client, patience
+        self._limits = limits
+        self._started = time.monotonic()
+        self._bytes = 0
 
     def address(self, commit: str, path: str) -> str:
         return f"{self._endpoint}/datasets/{self._repo}/resolve/{commit}/{quote(path)}"
@@ -62,30 +87,70 @@ class _Hub:
     def files(self, commit: str) -> list[str]:
         page: str | None = f"{self._endpoint}/api/datasets/{self._repo}/tree/{commit}?recursive=true"
         paths: list[str] = []
+        pages = entries = 0
         while page:
-            entries, link = self._json(page)
-            paths += [entry["path"] for entry in entries if entry.get("type") == "file"]
+            pages += 1
+            self._bound("pages", pages, self._limits.pages)
+            answer, link = self._json(page)
+            if not isinstance(answer, list) or not all(isinstance(entry, dict) for entry in answer):
+                raise DataError(f"{page} did not answer with a list of files. Check the hub's address.")
+            entries += len(answer)
+            self._bound("entries", entries, self._limits.entries)
+            paths += [str(entry.get("path", "")) for entry in answer if entry.get("type") == "file"]
             following = _NEXT_PAGE.search(link)
-            page = following[1] if following else None
+            page = self._same_server(following[1]) if following else None
         return paths
 
     def card(self, commit: str) -> dict[str, Any]:
         """The dataset card's header, which says which files belong to which config."""
-        body, _ = self._client.listing(self.address(commit, "README.md"), Deadline(self._patience))
+        url = self.address(commit, "README.md")
+        body, _ = self._get(url, self._limits.card_bytes)
         header = re.match(r"\A---\n(.*?)\n---", body.decode("utf-8", "replace").replace("\r\n", "\n"), re.DOTALL)
-        card = yaml.safe_load(header[1]) if header else None
+        if header:
+            self._bound("bytes in the header of its card", len(header[1]), self._limits.card_header_bytes)
+        try:
+            card = yaml.safe_load(header[1]) if header else None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise DataError(f"{url} has a header that is not YAML ({error}). Tell the dataset's owner.") from error
         return card if isinstance(card, dict) else {}
 
     def _json(self, url: str) -> tuple[Any, str]:
-        body, link = self._client.listing(url, Deadline(self._patience))
+        body, link = self._get(url, self._limits.answer_bytes)
         try:
             return json.loads(body), link
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{url} did not answer with JSON ({error}). Check the hub's address.") from error
+
+    def _get(self, url: str, max_bytes: int) -> tuple[bytes, str]:
+        self._bound("seconds", time.monotonic() - self._started, self._limits.seconds)
+        body, link = self._client.listing(url, Deadline(self._patience), max_bytes)
+        self._bytes += len(body)
+        self._bound("bytes", self._bytes, self._limits.total_bytes)
+        return body, link
+
+    def _bound(self, what: str, value: float, limit: float) -> None:
+        if value > limit:
+            raise DataError(
+                f"the listing of {self._repo} at {self._endpoint} has {value:.0f} {what}, the limit is {limit:.0f}: no "
+                "dataset is that large, the server does not stop answering. Check the hub's address, or download the "
+                "files and give their folder."
+            )
+
+    def _same_server(self, url: str) -> str:
+        """A next page elsewhere would let one answer send our requests, and their headers, to any machine."""
+        here, there = urlsplit(self._endpoint), urlsplit(url)
+        if (here.scheme, here.netloc) != (there.scheme, there.netloc):
+            raise DataError(
+                f"the listing of {self._repo} continues on another server ({there.scheme}://{there.netloc} instead of "
+                f"{here.scheme}://{here.netloc}), which is not followed. Check the hub's address."
+            )
+        return url
 
 
 def _patterns(card: dict[str, Any], config: str | None, spec: str) -> list[str]:
-    configs = {entry.get("config_name", "default"): entry for entry in card.get("configs") or []}
+    listed = card.get("configs")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    configs = {str(entry.get("config_name", "default")): entry for entry in entries}
     if not configs and config is None:
         return ["*"]
     default = next((name for name, entry in configs.items() if entry.get("default")), "default")
@@ -105,5 +170,8 @@ def _train_patterns(data_files: Any) -> list[str]:
         if isinstance(entry, dict) and entry.get("split", "train") != "train":
             continue
         paths = entry.get("path") if isinstance(entry, dict) else entry
-        patterns += [paths] if isinstance(paths, str) else [p for p in paths or [] if isinstance(p, str)]
+        if isinstance(paths, str):
+            patterns.append(paths)
+        elif isinstance(paths, list):
+            patterns += [path for path in paths if isinstance(path, str)]
     return patterns

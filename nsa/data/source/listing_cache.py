@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nsa.data.storage_errors import storage_errors
+
 _log = logging.getLogger(__name__)
 
 
@@ -40,16 +42,18 @@ class ListingCache:
             sound = content["sha256"] == _digest(files) and len(files) == len(self._names)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning("listing cache %s is not used (%s: %s)", self._path, type(error).__name__, error)
             return None
         return files if sound else None
 
     def save(self, files: Sequence[ListedFile]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps({"sha256": _digest(files), "files": [asdict(file) for file in files]}))
-        os.replace(unfinished, self._path)
+        fix = "Set data.cache_dir to a folder that can be written, or leave it out."
+        with storage_errors(f"listing cache {self._path} cannot be written", fix=fix):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+            unfinished.write_text(json.dumps({"sha256": _digest(files), "files": [asdict(file) for file in files]}))
+            os.replace(unfinished, self._path)
 
 
 def _digest(files: Sequence[ListedFile]) -> str:

@@ -1,6 +1,7 @@
 """From what a user writes (a folder, a pattern, addresses, a hub id) to a source."""
 
 import glob
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -95,5 +96,5 @@ def _fixed_part(pattern: Path) -> Path:
 
 
 def _refuse_twice(names: list[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ConfigError(f"{twice[0]!r} is named twice by the data source: its documents would be trained on twice.")

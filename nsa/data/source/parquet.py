@@ -26,6 +26,7 @@ from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Unit
 from nsa.errors import DataError, DataTimeout
 
 _TAIL_BYTES = 256 * 1024
+_FOOTER_MAX_BYTES = 64 * 2**20  # some sixty times that of a FineWeb-Edu file
 _FOOTER_CACHE_BYTES = 256 * 2**20
 
 
@@ -122,6 +123,8 @@ class ParquetSource:
             length = footer_length(tail.data)
             if length > tail.size:
                 raise CorruptUnit(f"its footer claims {length} bytes, the file has {tail.size}")
+            if length > _FOOTER_MAX_BYTES:
+                raise CorruptUnit(f"its footer claims {length} bytes, more than {_FOOTER_MAX_BYTES}")
             footer = tail.data[-length:]
             if length > len(tail.data):
                 footer = file.range(tail.size - length, length, deadline)
