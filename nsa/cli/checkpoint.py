@@ -9,7 +9,7 @@ from nsa.cli.terminal import say
 from nsa.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from nsa.train.checkpoint.folder import CheckpointFolder
+    from nsa.train.checkpoint.folder import CheckpointFolder, Retention
 
 app = typer.Typer(help="List, verify and export the checkpoints of a run.", no_args_is_help=True)
 
@@ -19,7 +19,8 @@ _KEY = typer.Option(None, "--key-file", help="File with the key that signed the 
 
 @app.command("ls")
 def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
-    """List checkpoints, newest last, with what a quick look (names and sizes, no hashes) finds wrong.
+    """List checkpoints, newest last: why each was saved, why it is kept, and what a quick look (names and sizes, no
+    hashes) finds wrong.
 
     **Example:** `nsa checkpoint ls artifacts/run`
     """
@@ -27,12 +28,15 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
     from nsa.train.checkpoint.lock import holder
 
     folder = _open(run, key_file)
+    saved = {step: manifest.reason for step, manifest in folder.committed().items()}
+    kept = _retention(folder, max(saved, default=None)).why_kept(saved)
     for step in folder.steps():
         verdict = folder.examine(step, deep=False)
         mark = " ← latest" if step == folder.latest() else ""
         if verdict.manifest is not None and verdict.good:
             size = f"{verdict.manifest.bytes / 2**20:10.1f} MiB  {len(verdict.manifest.files):5d} files"
-            say(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}{mark}")
+            why = f"saved: {verdict.manifest.reason:9}  kept: {', '.join(kept.get(step, ())) or 'no longer'}"
+            say(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}  {why}{mark}")
         else:
             say(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
     if not folder.steps():
@@ -153,6 +157,17 @@ def pull(
     if found.path is None:
         raise CheckpointError(f"{url} holds no good checkpoint.")
     say(f"wrote {found.path}")
+
+
+def _retention(folder: "CheckpointFolder", newest: int | None) -> "Retention":
+    """As the run's newest checkpoint records it; the default where there is no record."""
+    from nsa.train.checkpoint.folder import Retention
+    from nsa.train.checkpoint.record import RunRecord
+
+    try:
+        return Retention.from_settings(RunRecord.read(folder.step_path(newest)).config) if newest else Retention()
+    except (CheckpointError, AttributeError, TypeError, ValueError):
+        return Retention()
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":

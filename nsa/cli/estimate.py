@@ -71,6 +71,7 @@ def as_dict(found: "Estimate") -> dict[str, Any]:
             "available": memory.available,
         },
         "checkpoint_bytes": found.checkpoint_bytes,
+        "kept_checkpoints": found.kept_checkpoints,
         "cache_bytes_per_row": found.cache_bytes,
         "tokens_per_step": found.tokens_per_step,
         "steps": found.steps,
@@ -144,6 +145,8 @@ def _rows(found: "Estimate") -> Iterator[tuple[str, str, str]]:
         yield "  communication", size(memory.communication), "between ranks; reckoned, not measured"
     yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
     yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer, on disk"))
+    note = f"{found.kept_checkpoints} of them, by train.keep_checkpoints and train.keep_every"
+    yield "  kept at the end", size(found.kept_checkpoints * found.checkpoint_bytes), note
     yield "cache", size(found.cache_bytes), "keys and values of one row when the model is used"
     yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
     yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing

@@ -61,6 +61,13 @@ def of_nsa(nsa: NSAConfig) -> Iterator[Broken]:
 
 
 def of_train(train: TrainConfig) -> Iterator[Broken]:
+    if train.keep_every and train.save_every and train.keep_every % train.save_every:
+        fix = train.save_every * max(1, train.keep_every // train.save_every)
+        yield Broken(
+            ("train.keep_every", "train.save_every"),
+            f"train.keep_every ({train.keep_every}) must be a multiple of train.save_every ({train.save_every}): only "
+            f"a checkpoint that is written can be kept. Set e.g. train.keep_every={fix}.",
+        )
     if train.warmup_steps > train.steps:
         yield Broken(
             ("train.warmup_steps", "train.steps"),

@@ -211,7 +211,12 @@ class TrainConfig(Section):
         default=True, description="Write checkpoints in the background while training goes on."
     )
     keep_checkpoints: Changeable[Count] = Field(
-        default=3, description="Newest checkpoints to keep; older ones are removed."
+        default=3, description="Newest checkpoints to keep; older ones are removed, unless another setting keeps them."
+    )
+    keep_every: Changeable[StepsOrNever] = Field(
+        default=0,
+        description="Checkpoints at multiples of this step are kept for good, besides the newest; 0 keeps none. Those "
+        "asked for by USR2 always stay.",
     )
     checkpoint_key_file: Changeable[str | None] = Field(
         default=None, description="File with a key that signs checkpoints; only signed ones are then loaded."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa.config.schema import RunConfig
+from nsa.config.schema import RunConfig, TrainConfig
 from nsa.guard.activations import FP32, Activations, Pass, activations
 from nsa.guard.hardware import GIB, RANKS_PER_NODE, Target
 from nsa.model.build import build_model
@@ -83,6 +83,8 @@ class Estimate:
     """On top, with gradient checkpointing: the blocks' forward pass once more."""
     memory: Memory
     checkpoint_bytes: int
+    kept_checkpoints: int
+    """How many are there at the end: the newest, and those at multiples of train.keep_every."""
     export_bytes: int
     """The final model.pt and its safetensors twin."""
     cache_bytes: int
@@ -142,6 +144,7 @@ def estimate(
         recomputed_flops_per_token=recomputed if config.runtime.gradient_checkpointing else 0.0,
         memory=_memory(config, target, vocab_size, parameters),
         checkpoint_bytes=_checkpoint_bytes(parameters),
+        kept_checkpoints=_kept_checkpoints(config.train),
         export_bytes=2 * FP32 * parameters.total,
         cache_bytes=_cache_bytes(config, model),
         tokens_per_step=tokens,
@@ -228,6 +231,17 @@ def _checkpoint_bytes(parameters: Parameters) -> int:
     """Of every parameter the weight, two moments and a step count, with what files add to them."""
     tensors = (2 + _ADAM_MOMENTS) * parameters.tensors
     return FP32 * parameters.total + _state_bytes(parameters) + tensors * _FILED_TENSOR_BYTES
+
+
+def _kept_checkpoints(train: TrainConfig) -> int:
+    """Counted, not listed: a run may have a billion steps."""
+    steps, every, for_good = train.steps, train.save_every, train.keep_every
+    by_interval, at_the_end = (steps // every, int(steps % every > 0)) if every else (0, 1)
+    newest = min(train.keep_checkpoints, by_interval + at_the_end)
+    if not every or not for_good:
+        return newest
+    oldest_of_newest = (by_interval - (newest - at_the_end) + 1) * every
+    return newest + (oldest_of_newest - 1) // for_good
 
 
 def _shards(config: RunConfig, target: Target) -> int:

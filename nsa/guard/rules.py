@@ -220,7 +220,7 @@ def _disk(facts: Facts) -> Finding:
         return Finding(None, "a checkpoint's size is not known without the vocabulary")
     if facts.folder.disk_free is None:
         return Finding(None, f"the disk of {facts.folder.path} does not say how much is free")
-    keep = facts.config.train.keep_checkpoints
+    keep = facts.estimate.kept_checkpoints
     there = min(keep, len(facts.folder.checkpoints))
     need = (keep + 1 - there) * facts.estimate.checkpoint_bytes + facts.estimate.export_bytes
     fits = need <= facts.folder.disk_free

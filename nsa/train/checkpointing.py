@@ -14,7 +14,7 @@ from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.engine import VerifiedCheckpointer
 from nsa.train.checkpoint.folder import Finding, Retention
-from nsa.train.checkpoint.manifest import read_key
+from nsa.train.checkpoint.manifest import LAST, REQUESTED, read_key
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,17 @@ class Saver(CheckpointerCallback):
     _future = None
 
     def save_now(self) -> None:
-        """On all ranks, between steps."""
+        """Somebody asks for a checkpoint, which is then kept. On all ranks, between steps."""
         if self.step > self._latest_checkpoint_step:
+            self.checkpointer.reason = REQUESTED
             self._save_checkpoint(save_async=False)
+        else:
+            self.settle()
+            self.checkpointer.set_reason(self._latest_checkpoint_path, REQUESTED)
+
+    def post_train(self) -> None:
+        self.checkpointer.reason = LAST
+        super().post_train()
 
     @property
     def failed(self) -> bool:
@@ -70,7 +78,7 @@ def make_saver(config: RunConfig) -> Saver:
 def make_checkpointer(config: RunConfig, work_dir: Path, record: Callable[[], Any]) -> VerifiedCheckpointer:
     return VerifiedCheckpointer(
         work_dir=work_dir,
-        retention=Retention(keep_last=config.train.keep_checkpoints),
+        retention=Retention(config.train.keep_checkpoints, config.train.keep_every),
         record=record,
         key=signing_key(config),
     )

@@ -33,6 +33,7 @@ def resolve(tmp_path):
         (["nsa.n_sel=2"], "nsa.n_sel (2) must be at least 3: the first block and two local blocks"),
         (["nsa.phi_pos_emb=true"], "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): "),
         (["train.warmup_steps=1001"], "train.warmup_steps (1001) must not exceed train.steps (1000): "),
+        (["train.keep_every=1500"], "train.keep_every (1500) must be a multiple of train.save_every (1000): "),
         (["data.dataset=local"], "data.dataset (local) needs data.path (null): "),
         (["data.dataset=prepared"], "data.dataset (prepared) needs data.path (null): "),
     ],
@@ -57,6 +58,8 @@ def test_a_broken_rule_gives_values_reason_and_fix(resolve, overrides, message):
         ["nsa.n_sel=3"],
         ["nsa.phi=mlp", "nsa.phi_pos_emb=true"],
         ["train.warmup_steps=1000"],
+        ["train.keep_every=3000"],
+        ["train.keep_every=3000", "train.save_every=0"],
         ["data.dataset=local", "data.path=somewhere"],
         ["data.dataset=synthetic"],
     ],
@@ -72,6 +75,7 @@ def test_the_fix_a_message_suggests_is_a_fix(resolve):
         ["nsa.d=64"],
         ["nsa.n_sel=1"],
         ["train.warmup_steps=2000"],
+        ["train.keep_every=700"],
     ):
         tried = list(overrides)
         for _ in range(3):

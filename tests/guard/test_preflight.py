@@ -146,6 +146,20 @@ def test_disk_is_needed_for_the_kept_checkpoints_and_the_one_being_written():
     assert failed(replace(facts(folder=there), resuming=True)) == set()
 
 
+@pytest.mark.parametrize("steps", [1, 999, 5000, 50_000, 50_001])
+@pytest.mark.parametrize(("save_every", "keep_every"), [(0, 0), (1000, 0), (1000, 1000), (1000, 5000), (500, 1500)])
+@pytest.mark.parametrize("keep", [1, 3, 200])
+def test_disk_is_needed_for_milestones_too(steps, save_every, keep_every, keep):
+    train = dict(steps=steps, save_every=save_every, keep_every=keep_every, keep_checkpoints=keep, warmup_steps=0)
+    saved = sorted({*(range(save_every, steps + 1, save_every) if save_every else ()), steps})
+    kept = {step for step in saved if step in saved[-keep:] or (keep_every and step % keep_every == 0)}
+    reckoned = facts(train=train).estimate
+    assert reckoned.kept_checkpoints == len(kept)
+    need = (len(kept) + 1) * reckoned.checkpoint_bytes + reckoned.export_bytes
+    assert "disk" not in failed(facts(train=train, folder=replace(FOLDER, disk_free=need)))
+    assert "disk" in failed(facts(train=train, folder=replace(FOLDER, disk_free=need - 1)))
+
+
 def test_a_fix_for_memory_is_one_that_helps():
     def fix(**sections) -> str:
         return next(v.fix for v in judge(facts("rtx3090", **sections)) if v.rule == "memory")

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from nsa.cli.checkpoint import app
 from nsa.errors import CheckpointError
-from nsa.train.checkpoint.folder import CheckpointFolder
+from nsa.train.checkpoint.folder import CheckpointFolder, Retention
 from nsa.train.checkpoint.lock import RunLock
+from nsa.train.checkpoint.record import RunRecord
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -55,6 +56,23 @@ def test_ls_shows_good_and_bad(run):
     assert "step20        BAD: __0_0.distcp has 100 bytes" in nsa("ls", run / "checkpoints")[1]
     with RunLock(run):
         assert f"in use by process {os.getpid()}" in nsa("ls", run)[1]
+
+
+def test_ls_says_why_each_is_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints", retention=Retention(1, 20))
+    settings = {"train": {"keep_checkpoints": 1, "keep_every": 20}}
+    for step, reason in ((10, "requested"), (20, "interval"), (30, "interval"), (35, "last")):
+        RunRecord(step, 1, settings, {}).write(made_folder(folder.begin(step)))
+        folder.commit(step, reason)
+    lines = nsa("ls", tmp_path)[1].splitlines()
+    assert [line.split()[0] for line in lines] == ["step10", "step20", "step35"]
+    assert [line.partition("kept: ")[2] for line in lines] == ["requested", "every 20", "newest 1 ← latest"]
+    assert [line.partition("saved: ")[2].split()[0] for line in lines] == ["requested", "interval", "last"]
+
+
+def made_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 def test_ls_of_nothing(tmp_path):

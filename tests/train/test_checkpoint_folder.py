@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[2]
 KEY = b"k" * 32
 
 
-def save(folder: CheckpointFolder, step: int) -> Path:
+def save(folder: CheckpointFolder, step: int, reason: str = "interval") -> Path:
     staging = folder.begin(step)
     tensors = layout.tensors_of(staging)
     tensors.mkdir(parents=True)
     (tensors / "__0_0.distcp").write_bytes(random.Random(step).randbytes(3000))
     (tensors / ".metadata").write_bytes(b"index" * 20)
     (staging / "state.json").write_text(json.dumps({"step": step}))
-    return folder.commit(step)
+    return folder.commit(step, reason)
 
 
 @pytest.fixture
@@ -186,6 +186,20 @@ def test_retention_keeps_the_last_and_every_mth(tmp_path):
         save(folder, step)
     assert folder.steps() == [300, 600, 800, 900]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_retention_keeps_what_was_asked_for_and_says_why(tmp_path):
+    folder = CheckpointFolder(tmp_path, key=KEY, retention=Retention(keep_last=1, keep_every=400))
+    for step in range(100, 700, 100):
+        save(folder, step, "requested" if step == 200 else "interval")
+        if step == 300:
+            folder.set_reason(300, "requested")  # asked for when it was saved anyway
+    assert folder.steps() == [200, 300, 400, 600]
+    saved = {step: manifest.reason for step, manifest in folder.committed().items()}
+    why = Retention(1, 400).why_kept(saved)
+    assert why == {200: ("requested",), 300: ("requested",), 400: ("every 400",), 600: ("newest 1",)}
+    assert all(folder.examine(step).good for step in folder.steps())
+    assert CheckpointFolder(tmp_path, key=KEY).find_resumable().step == 600
 
 
 def test_retention_neither_counts_nor_removes_suspects(tmp_path):

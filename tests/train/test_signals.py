@@ -65,7 +65,7 @@ def start(tmp_path):
 
 
 def test_usr1_dumps_stacks_usr2_saves_and_term_leaves_with_a_checkpoint(start):
-    run = start()
+    run = start("train.keep_checkpoints=1")
     run.wait_for_steps()
     run.process.send_signal(signal.SIGUSR1)
     dump = run.folder / names.stackdump(0, run.process.pid)
@@ -84,12 +84,31 @@ def test_usr1_dumps_stacks_usr2_saves_and_term_leaves_with_a_checkpoint(start):
     assert run.end() == 10
     found = checkpoints.find_resumable()
     assert found.step == run.step() == checkpoints.latest()
+    assert [manifest.reason for manifest in checkpoints.committed().values()] == ["requested", "last"]
     last = last_beat(run.folder / names.heartbeat(0))
     assert last is not None
     assert (last.msg, last.step) == (names.STOPPED, found.step)
     kinds = [event.kind for event in read_events(run.folder)]
     assert kinds == [Kind.START, Kind.FIRST_STEP, Kind.SAVE, Kind.STOP, Kind.SAVE]
     assert not (run.folder / names.MODEL).exists()
+
+
+def test_a_checkpoint_that_was_just_saved_anyway_is_kept_when_it_is_asked_for(start):
+    run = start("train.keep_checkpoints=1", "train.save_every=1")
+    run.wait_for_steps()
+    checkpoints = CheckpointFolder(run.folder / names.CHECKPOINTS)
+
+    def requested() -> list[int]:
+        return [step for step, found in checkpoints.committed().items() if found.reason == "requested"]
+
+    run.process.send_signal(signal.SIGUSR2)
+    run.wait_for("a checkpoint that was asked for", requested)
+    asked_for = requested()
+    run.wait_for_steps()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 10
+    assert requested() == asked_for
+    assert checkpoints.steps() == [*asked_for, run.step()]
 
 
 def test_a_halt_file_stops_all_ranks_at_the_same_step(start):

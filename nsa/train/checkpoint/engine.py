@@ -34,7 +34,7 @@ from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.dcp_reader import VerifiedReader
 from nsa.train.checkpoint.folder import CheckpointFolder, Resumable, Retention
 from nsa.train.checkpoint.load import demand_trustworthy, open_checkpoint, read_record
-from nsa.train.checkpoint.manifest import read_key
+from nsa.train.checkpoint.manifest import INTERVAL, read_key
 from nsa.train.checkpoint.pickles import demand_harmless, read_trainer_state
 from nsa.train.checkpoint.record import RunRecord, write_rng
 from nsa.train.checkpoint.verified_files import VerifiedFiles
@@ -68,6 +68,8 @@ class VerifiedCheckpointer(Checkpointer):
     """Load folders that have no COMMIT.json, whose damage cannot be detected."""
     record: Callable[[], RunRecord] | None = None
     """Set by the trainer; asked on rank 0 at every save."""
+    reason: str = INTERVAL
+    """Why the next checkpoint is saved; for that one only."""
     _folders: dict[Path, CheckpointFolder] = field(default_factory=dict, repr=False)
     loaded_record: RunRecord | None = field(default=None, repr=False)
     """state.json of the checkpoint that was loaded last."""
@@ -92,20 +94,27 @@ class VerifiedCheckpointer(Checkpointer):
     def save(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> None:
-        folder, step = self._begin(dir)
+        folder, step, reason = self._begin(dir)
         super().save(folder.staging(step), train_module, train_state, ephemeral=ephemeral)
         barrier()
-        self._agree(lambda: folder.commit(step))
+        self._agree(lambda: folder.commit(step, reason))
 
     def save_async(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> "Future[None]":
-        folder, step = self._begin(dir)
+        folder, step, reason = self._begin(dir)
         written = super().save_async(folder.staging(step), train_module, train_state, ephemeral=ephemeral)
         if get_rank() == 0:
             # The engine's own callback, which writes .metadata.json, was added first and so runs first.
-            return folder.commit_after(written, step)  # type: ignore[return-value]
+            return folder.commit_after(written, step, reason)  # type: ignore[return-value]
         return written
+
+    def set_reason(self, dir: PathOrStr, reason: str) -> None:
+        """Of a checkpoint that this run has committed. On all ranks."""
+        path = self._local(dir)
+        step = layout.step_of(path.name)
+        assert step is not None
+        self._agree(lambda: self.folder(path.parent).set_reason(step, reason))
 
     def settle(self, saving: "Future[Any]") -> None:
         """Wait for an asynchronous save on all ranks, and raise on all of them if it came to nothing."""
@@ -163,7 +172,7 @@ class VerifiedCheckpointer(Checkpointer):
         if get_rank() == 0 and self.record is not None:
             self.record().write(wd)
 
-    def _begin(self, dir: PathOrStr) -> tuple[CheckpointFolder, int]:
+    def _begin(self, dir: PathOrStr) -> tuple[CheckpointFolder, int, str]:
         path = self._local(dir)
         step = layout.step_of(path.name)
         if step is None:
@@ -172,7 +181,8 @@ class VerifiedCheckpointer(Checkpointer):
             )
         folder = self.folder(path.parent)
         self._agree(lambda: folder.begin(step))
-        return folder, step
+        reason, self.reason = self.reason, INTERVAL
+        return folder, step, reason
 
     @staticmethod
     def _local(dir: PathOrStr) -> Path:

@@ -12,15 +12,16 @@ turn and leftovers are put right by `tidy` at the next start. All of it needs th
 
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Self
 
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
-from nsa.train.checkpoint.manifest import Verdict, encode, examine, take_stock
+from nsa.train.checkpoint.manifest import INTERVAL, REQUESTED, Manifest, Verdict, encode, examine, take_stock
 from nsa.train.checkpoint.store import Folder, sync, write_durably
 
 
@@ -51,6 +52,12 @@ class Retention:
     keep_every: int = 0
     """Checkpoints at multiples of this step stay for good; 0 keeps none."""
 
+    @classmethod
+    def from_settings(cls, config: Mapping[str, Any]) -> Self:
+        """Of a run, from the settings that its checkpoints record."""
+        train = config.get("train", {})
+        return cls(int(train.get("keep_checkpoints", cls.keep_last)), int(train.get("keep_every", cls.keep_every)))
+
     def __post_init__(self) -> None:
         if self.keep_last < 1 or self.keep_every < 0:
             raise CheckpointError(
@@ -58,9 +65,21 @@ class Retention:
                 f"one must stay. Set keep_last to 1 or more and keep_every to 0 or more."
             )
 
-    def surplus(self, steps: Collection[int]) -> list[int]:
-        old = sorted(steps)[: -self.keep_last]
-        return [step for step in old if not (self.keep_every and step % self.keep_every == 0)]
+    def why_kept(self, saved: Mapping[int, str]) -> dict[int, tuple[str, ...]]:
+        """Why each checkpoint stays, from its step and the reason it was saved for; an empty answer for what may go."""
+        newest = sorted(saved)[-self.keep_last :]
+        return {
+            step: tuple(
+                why
+                for why, holds in (
+                    (REQUESTED, reason == REQUESTED),
+                    (f"every {self.keep_every}", self.keep_every and step % self.keep_every == 0),
+                    (f"newest {self.keep_last}", step in newest),
+                )
+                if holds
+            )
+            for step, reason in saved.items()
+        }
 
 
 class CheckpointFolder:
@@ -82,7 +101,12 @@ class CheckpointFolder:
 
     def committed_steps(self) -> list[int]:
         """Steps whose COMMIT.json is whole: quick, for counting progress. It says nothing about the tensors."""
-        return [step for step in self.steps() if self.examine(step, deep=False).good]
+        return list(self.committed())
+
+    def committed(self) -> dict[int, Manifest]:
+        """Of every step whose COMMIT.json is whole, what it says."""
+        verdicts = {step: self.examine(step, deep=False) for step in self.steps()}
+        return {step: verdict.manifest for step, verdict in verdicts.items() if verdict.good and verdict.manifest}
 
     def latest(self) -> int | None:
         """The step `latest` points at."""
@@ -123,7 +147,7 @@ class CheckpointFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         return staging
 
-    def commit(self, step: int) -> Path:
+    def commit(self, step: int, reason: str = INTERVAL) -> Path:
         """Turn what lies in staging into a checkpoint. On rank 0, when every rank has written."""
         staging, target = self.staging(step), self.step_path(step)
         if not staging.is_dir():
@@ -133,7 +157,7 @@ class CheckpointFolder:
         try:
             store = Folder(staging)
             store.sync()
-            manifest = take_stock(store, step, datetime.now(UTC).isoformat(timespec="seconds"))
+            manifest = take_stock(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason)
             if not manifest.files:
                 raise CheckpointError(f"{staging} is empty: there is nothing to commit for step {step}.")
             write_durably(staging / layout.COMMIT, encode(manifest, self._key))
@@ -161,7 +185,7 @@ class CheckpointFolder:
         self._point_latest_at(max(step, *self.committed_steps()))
         return target
 
-    def commit_after(self, written: "Future[None]", step: int) -> "Future[Path]":
+    def commit_after(self, written: "Future[None]", step: int, reason: str = INTERVAL) -> "Future[Path]":
         """Commit as soon as an asynchronous write has succeeded, in the thread that finished it.
 
         The returned future is done when the checkpoint exists, or carries why it does not. DCP's future is done on
@@ -174,12 +198,17 @@ class CheckpointFolder:
                 # DCP reports a failure on any rank by an exception that is no Exception.
                 if (failure := done.exception()) is not None:
                     raise CheckpointError(f"step {step} was not written ({failure}): nothing was committed.")
-                committed.set_result(self.commit(step))
+                committed.set_result(self.commit(step, reason))
             except BaseException as error:  # noqa: BLE001 - handed on to whoever waits for the future
                 committed.set_exception(error)
 
         written.add_done_callback(finish)
         return committed
+
+    def set_reason(self, step: int, reason: str) -> None:
+        """Record another reason for a checkpoint that this version has saved; what it holds stays as it is."""
+        manifest = self.examine(step, deep=False).demand_good()
+        write_durably(self.step_path(step) / layout.COMMIT, encode(replace(manifest, reason=reason), self._key))
 
     def abandon(self, step: int) -> None:
         """Forget a save that failed, and give its disk space back."""
@@ -231,9 +260,9 @@ class CheckpointFolder:
 
     def _retire(self) -> None:
         """Suspects neither count as kept nor are removed: they are evidence, and no fallback."""
-        committed = set(self.committed_steps()) - self._suspect
-        for step in self._retention.surplus(committed):
-            if step == self.latest():
+        saved = {step: found.reason for step, found in self.committed().items() if step not in self._suspect}
+        for step, why in self._retention.why_kept(saved).items():
+            if why or step == self.latest():
                 continue
             doomed = self.path / f"{layout.DELETING}{layout.step_name(step)}"
             shutil.rmtree(doomed, ignore_errors=True)

@@ -16,9 +16,9 @@ from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.manifest import examine
 from nsa.train.checkpoint.pickles import demand_harmless, read_index, read_piece
-from nsa.train.checkpoint.record import RunRecord
+from nsa.train.checkpoint.record import LARGEST_JSON_BYTES, RunRecord
 from nsa.train.checkpoint.store import IRREGULAR, Folder, sync
-from nsa.train.checkpoint.verified_files import LARGEST_JSON_BYTES, VerifiedFiles
+from nsa.train.checkpoint.verified_files import VerifiedFiles
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ class Entry:
     """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
 
 
-INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
+REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
+"""Why a checkpoint was saved: train.save_every came round, somebody asked (USR2), the run ended or was stopped."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def take_stock(store: Store, step: int, saved_at: str, reason: str = INTERVAL) -
 
 def encode(manifest: Manifest, key: bytes | None = None) -> bytes:
     body = {"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    assert all(entry.sha256 is None for entry in manifest.files.values()), "the first format is not written"
     body["files"] = {name: {"bytes": e.bytes, "sha256": list(e.blocks)} for name, e in manifest.files.items()}
     text = _canonical(body)
     document: dict[str, Any] = {"commit": body, "sha256": hashlib.sha256(text).hexdigest()}
@@ -130,6 +132,8 @@ def decode(raw: bytes, key: bytes | None = None) -> Manifest:
     try:
         files = {str(name): _entry(entry) for name, entry in body["files"].items()}
         manifest = Manifest(int(body["step"]), str(body["saved_at"]), files, str(body.get("reason", INTERVAL)))
+        if manifest.reason not in REASONS or not manifest.saved_at.isprintable():
+            raise ValueError("it has no reason or no time")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT} is not one of ours ({error!r})") from error
     _require_names_inside(manifest.files)
@@ -151,7 +155,8 @@ def _entry(entry: Mapping[str, Any]) -> Entry:
 def _require_names_inside(names: Mapping[str, Entry]) -> None:
     for name in names:
         parts = name.split("/")
-        if name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in parts or "\0" in name:
+        outside = name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in parts
+        if outside or not name.isprintable():
             raise CheckpointError(f"{COMMIT} names {name!r}, which lies outside the checkpoint")
         if any("/".join(parts[:depth]) in names for depth in range(1, len(parts))) or name == COMMIT:
             raise CheckpointError(f"{COMMIT} names {name!r}, which cannot be beside the other files it names")
@@ -198,7 +203,8 @@ def _compare(store: Store, manifest: Manifest, sizes: Mapping[str, int], *, deep
             yield f"{name} has {found} bytes, not {entry.bytes}"
         else:
             whole.append(name)
-    yield from (f"{name} is not listed in {COMMIT}" for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}))
+    for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}):
+        yield f"{name if name.isprintable() else repr(name)} is not listed in {COMMIT}"
     if deep:
         by_file = {name for name in whole if manifest.files[name].sha256 is not None}
         for name, found_entry in _hash_all(store, whole, by_file).items():

@@ -7,9 +7,10 @@ of them is ever given to `pickle` or `torch.load`: `tensor_index` and `torch_fil
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.pickle_reader import PickleRefused
+from nsa.train.checkpoint.record import LARGEST_JSON_BYTES
 from nsa.train.checkpoint.tensor_index import Metadata, PieceLocation, largest_index, parse_index
 from nsa.train.checkpoint.torch_file import check_torch_file, read_torch_file
-from nsa.train.checkpoint.verified_files import LARGEST_JSON_BYTES, LARGEST_RANK_FILE_BYTES, VerifiedFiles
+from nsa.train.checkpoint.verified_files import LARGEST_RANK_FILE_BYTES, VerifiedFiles
 
 _PIECES = ".distcp"
 
@@ -51,7 +52,7 @@ def demand_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
     """
     for name, size in files.sizes.items():
         if not layout.is_known_file(name):
-            raise CheckpointError(f"{files.path / name} is no file that a checkpoint has: it is not read.")
+            raise CheckpointError(f"{files.path} holds {name!r}, which is no file that a checkpoint has.")
         if name.endswith(".json") and name != layout.COMMIT and size > LARGEST_JSON_BYTES:
             raise CheckpointError(f"{files.path / name} has {size} bytes: a record has at most {LARGEST_JSON_BYTES}.")
         if name.endswith(".pt"):

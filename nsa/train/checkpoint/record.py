@@ -18,6 +18,7 @@ from nsa.train.checkpoint.layout import STATE, rank_state
 from nsa.train.checkpoint.store import write_durably
 
 FORMAT = 1
+LARGEST_JSON_BYTES = 16 << 20
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
@@ -126,7 +127,11 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_JSON_BYTES + 1)
+        if len(raw) > LARGEST_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than the {LARGEST_JSON_BYTES} bytes that a record may have.")
+        return raw
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 

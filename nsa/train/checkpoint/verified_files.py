@@ -17,7 +17,6 @@ from nsa.train.checkpoint.manifest import BLOCK_BYTES, Manifest, hash_blocks, sa
 from nsa.train.checkpoint.store import IRREGULAR, Folder, open_plain
 
 _CACHED_BLOCKS = 4
-LARGEST_JSON_BYTES = 16 << 20
 LARGEST_RANK_FILE_BYTES = 16 << 20
 
 
