@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ from nsa.cli.checkpoint import app
 from nsa.errors import CheckpointError
 from nsa.train.checkpoint.folder import CheckpointFolder, Retention
 from nsa.train.checkpoint.lock import RunLock
+from nsa.train.checkpoint.manifest import encode, take_stock
 from nsa.train.checkpoint.record import RunRecord
+from nsa.train.checkpoint.store import Folder
+
+ROOT = Path(__file__).parents[2]
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -73,6 +79,48 @@ def test_ls_says_why_each_is_kept(tmp_path):
 def made_folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+WITHOUT_TRAIN = """
+import sys
+
+ABSENT = {"olmo_core", "numpy", "safetensors", "tensorboard", "boto3", "botocore", "pyarrow", "tokenizers"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from nsa.cli.main import main
+sys.argv = ["nsa", "checkpoint", *sys.argv[1:]]
+main()
+"""
+
+
+def test_verify_and_ls_need_no_train_extra(tmp_path):
+    """A run's own checkpoints, with the engine's classes in their index and numpy's in their rank files."""
+    import numpy
+
+    from tests.train.test_checkpoint_engine import save
+
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1)
+    torch.save({"rng": numpy.random.get_state()}, run / "checkpoints/step1/train/rank0.pt")
+    folder = run / "checkpoints/step1"
+    (folder / "COMMIT.json").write_bytes(encode(take_stock(Folder(folder), 1, "now")))
+
+    def use(*words: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", WITHOUT_TRAIN, *map(str, words)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    good = use("verify", run)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert good.stdout.startswith("good  ")
+    assert use("ls", run).returncode == 0
+    os.truncate(folder / "model_and_optim/__0_0.distcp", 100)
+    bad = use("verify", run)
+    assert (bad.returncode, bad.stdout[:3]) == (22, "BAD")
 
 
 def test_ls_of_nothing(tmp_path):
