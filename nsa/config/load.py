@@ -3,6 +3,7 @@
 A later layer wins over an earlier one. Everything that is wrong, in whichever layer, is reported in one error.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_MOST_DIGITS = 18
+_MOST_SHOWN = 120
 _SOURCE_TREE_PROFILES = Path(__file__).parents[2] / "configs" / "profiles"
 
 
@@ -94,7 +97,7 @@ def _find_profile(name: str, config_path: Path) -> Path | None:
         candidates = [Path(name), config_path.parent / name]
     else:
         candidates = [folder / f"{name}.yaml" for folder in _profile_folders(config_path)]
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)  # also of no possible name
 
 
 def _profile_folders(config_path: Path) -> tuple[Path, ...]:
@@ -107,12 +110,19 @@ def _shorten_warmup_of_a_probe(given: dict[str, Given]) -> Iterator[str]:
     steps, warmup = given.get("train.steps"), given.get("train.warmup_steps")
     if not steps or not warmup or steps.origin != COMMAND_LINE or warmup.origin == COMMAND_LINE:
         return
-    if str(steps.text).isdecimal() and str(warmup.text).isdecimal() and int(str(warmup.text)) > int(str(steps.text)):
+    given_steps, given_warmup = _whole_number(steps), _whole_number(warmup)
+    if given_steps is not None and given_warmup is not None and given_warmup > given_steps:
         given["train.warmup_steps"] = replace(steps, origin=f"{COMMAND_LINE} train.steps={steps.text}")
         yield (
             f"train.warmup_steps is {warmup.text} ({warmup.where}) but the command line asks for {steps.text} steps: "
             f"warm-up is shortened to {steps.text}."
         )
+
+
+def _whole_number(value: Given) -> int | None:
+    """None for what the schema will refuse; Python converts no text of thousands of digits."""
+    text = str(value.text)
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _nested(given: Mapping[str, Given]) -> dict[str, Any]:
@@ -132,8 +142,12 @@ def _explain(details: ErrorDetails, given: Mapping[str, Given]) -> Iterator[str]
         return
     key = ".".join(str(part) for part in details["loc"][:2])
     field, value = settings()[key], given[key]
-    got = "no value" if value.text is None else repr(value.text)
+    got = "no value" if value.text is None else _shortened(repr(value.text))
     counted = f", in {unit(field)}" if unit(field) else ""
     guess = nearest(str(value.text), choices(field))
     fix = f"Did you mean {guess}?" if guess else f"It is: {field.description} Default: {plain(field.default)}."
     yield f"{value.where}: {key} must be {kind(field)}{counted} (got {got}). {fix}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}… ({len(text)} characters)"

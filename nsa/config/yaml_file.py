@@ -12,6 +12,7 @@ import yaml
 from nsa.config.layer import Layer, nearest, section_hint
 from nsa.config.schema import sections
 
+_MOST_BYTES = 1 << 18
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
@@ -37,11 +38,18 @@ def read(path: Path, *, origin: str | None = None) -> Layer:
 
 def _compose(path: Path, layer: Layer) -> yaml.MappingNode | None:
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            layer.problems.append(f"{path}: larger than {_MOST_BYTES >> 10} KiB: this is no config file.")
+            return None
+        root = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except FileNotFoundError:
         layer.problems.append(f"{path}: no such file.{_similar_file(path)}")
     except (OSError, UnicodeDecodeError) as error:
         layer.problems.append(f"{path}: cannot be read as text ({error}).")
+    except RecursionError:  # the parser calls itself for every level
+        layer.problems.append(f"{path}: nested too deeply. A config has sections, and keys below them.")
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark else f"{path}"
