@@ -55,9 +55,9 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
-def records_of(n: int) -> str:
-    """record · 20 records"""
-    return "record" if n == 1 else f"{n} records"
+def mean_of_last(n: int) -> str:
+    """What a smoothed figure is: last record · mean of the last 20 records"""
+    return "last record" if n == 1 else f"mean of the last {n} records"
 
 
 def share(value: float | None) -> str:

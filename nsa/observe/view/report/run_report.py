@@ -10,7 +10,7 @@ from nsa.config.dotted import flat
 from nsa.observe import names, records
 from nsa.observe.events import Event, Kind
 from nsa.observe.view.event_words import told
-from nsa.observe.view.figures import UNKNOWN, count, duration, moment, number, plain, records_of, share
+from nsa.observe.view.figures import UNKNOWN, count, duration, mean_of_last, moment, number, plain, share
 from nsa.observe.view.goodput import KNOWN, Cause, Goodput
 from nsa.observe.view.look import Look
 from nsa.observe.view.report.charts import charts, gate_pictures
@@ -82,7 +82,7 @@ def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
     return [
         ("steps", f"{summary.step:,}", target),
         ("loss, nats per token", number(summary.loss),
-         f"mean of the last {records_of(summary.loss_records)}, to step {summary.loss_step:,} · "
+         f"{mean_of_last(summary.loss_records)}, to step {summary.loss_step:,} · "
          f"least {number(summary.best_loss)} at {summary.best_step:,}"
          if summary.loss_records else "no record yet"),
         ("held-out loss", number(summary.held_out),
