@@ -25,7 +25,7 @@ import numpy as np
 from nsa import errors
 from nsa.data.source.unit import CorruptUnit
 from nsa.data.storage_errors import storage_errors
-from nsa.errors import CheckpointError, DataError, NSAError
+from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
 
 _LOOKAHEAD = 2  # units per reader: one is being made while the one before it is used
 _POLL_S = 0.01
@@ -104,7 +104,7 @@ class UnitExchange:
                     raise _failure((self._folder / name).read_bytes(), reader)
             waited_s, limit_s = time.monotonic() - started, self._settings.timeout_s
             if limit_s is not None and waited_s > limit_s:
-                raise DataError(
+                raise DataTimeout(
                     f"unit {number} of the data, read by rank {number % self._settings.readers}, did not come within "
                     f"{limit_s:g} s. Look at that rank, or raise data.loader_timeout_s."
                 )

@@ -14,7 +14,7 @@ import pytest
 from nsa.data.rows.batch import EndOfData
 from nsa.data.rows.opening import DirectData
 from nsa.data.unit_exchange import ExchangeSettings
-from nsa.errors import CheckpointError, DataError, NSAError
+from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
 from tests.data.corpora import make_records, write_corpus, write_parquet
 from tests.data.faulty_server import FaultyServer
 
@@ -174,6 +174,14 @@ def test_a_rank_that_cannot_read_ends_all_of_them_with_its_reason(corpus: Path, 
         assert len(ranks.errors) == 2
         assert all("403" in str(error) for error in ranks.errors)
         ranks.close()
+
+
+def test_a_rank_that_is_gone_is_named(corpus: Path, tmp_path: Path) -> None:
+    exchange = ExchangeSettings(str(tmp_path), reader=0, readers=2, timeout_s=0.5)
+    stream = replace(direct(corpus), exchange=exchange).open()
+    with pytest.raises(DataTimeout, match="rank 1"):
+        stream.next_batch(100 * GLOBAL_ROWS, 0, 2)
+    stream.close()
 
 
 def test_the_shared_folder_stays_small_and_damage_in_it_is_found(corpus: Path, tmp_path: Path) -> None:
