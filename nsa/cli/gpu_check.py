@@ -29,11 +29,11 @@ def gpu_check(
     only: list[str] = typer.Option(None, "--only", metavar="SUBJECT", help="This subject alone (may be repeated)."),
     out: Path = typer.Option(None, "--out", metavar="DIR", help="Folder of the files (default: bench/results)."),
 ) -> None:
-    """Prove the kernels on this GPU: parity, causality, determinism, compile, decode; with `--full` also speed.
+    """Prove the kernels on this GPU: parity, autocast, causality, determinism, compile, decode; `--full` adds speed.
 
     Every row says what was measured and what it may be at most. A row that fails, crashes or hangs does not stop the
     others. Exit code 0 only if all hold, else 1. Writes `gpu_NAME.json` and `gpu_NAME.md`, ready to commit; Ctrl-C
-    leaves what there is. Subjects: environment, parity, causality, determinism, compile, decode, speed.
+    leaves what there is. Subjects: environment, parity, autocast, causality, determinism, compile, decode, speed.
 
     `--rehearse` runs the same code on a CPU under Triton's interpreter: rows that need a GPU say so, and its files are
     no result.

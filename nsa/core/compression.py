@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.errors import ConfigError
+from nsa.kernels.precision import einsum
 
 PHIS = ("avg", "linear", "mlp")
 MLP_EXPANSION = 2
@@ -52,11 +53,11 @@ class Compressor(nn.Module):
         if self.pos_emb is not None:
             block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)
         if self.w_block is not None:
-            return torch.einsum("bclgx,glxy->bcgy", block_BClGX, self.w_block.to(block_BClGX.dtype))
+            return einsum("bclgx,glxy->bcgy", block_BClGX, self.w_block.to(block_BClGX.dtype))
         if self.w_in is not None and self.b_in is not None and self.w_out is not None:
-            hidden_BCGH = torch.einsum("bclgx,glxh->bcgh", block_BClGX, self.w_in.to(block_BClGX.dtype))
+            hidden_BCGH = einsum("bclgx,glxh->bcgh", block_BClGX, self.w_in.to(block_BClGX.dtype))
             hidden_BCGH = F.gelu(hidden_BCGH + self.b_in.to(block_BClGX.dtype))
-            return torch.einsum("bcgh,ghy->bcgy", hidden_BCGH, self.w_out.to(block_BClGX.dtype))
+            return einsum("bcgh,ghy->bcgy", hidden_BCGH, self.w_out.to(block_BClGX.dtype))
         return block_BClGX.mean(2)
 
     def flops_per_block(self) -> int:

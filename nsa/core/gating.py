@@ -14,7 +14,8 @@ BRANCH_ORDER = ("compressed", "selected", "sliding")
 
 
 class Gates(nn.Module):
-    """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. Computed in fp32."""
+    """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. In fp32, also under autocast, but for
+    the projection, which is a linear layer like any other."""
 
     def __init__(self, dim: int, n_groups: int, heads_per_group: int, kind: str, per: str, temperature: float) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 A backend supplies `{sliding,compressed,selected}_{forward,backward}` and `select` on tensors; here they become one
 differentiable operator and one selection operator (and, where a backend computes the compressed branch and the
 selection together, one for both), opaque to `torch.compile` and known to fake tensors, so no backend
-writes that twice. The log-sum-exp carries no gradient.
+writes that twice. The log-sum-exp carries no gradient. Autocast does not reach into them (`nsa.kernels.precision`).
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
 
 _KERNELS: dict[str, ModuleType] = {}
@@ -33,6 +34,7 @@ def bind(name: str, kernels: ModuleType) -> Functions:
 
     def attend(branch: str, idx: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor,
                sizes: list[int], scale: float, return_lse: bool) -> Attended:  # fmt: skip
+        require_one_dtype(q, k, v)
         out, lse = _attend(q, k, v, idx, pos, start, branch, sizes, scale, name)
         return (out, lse) if return_lse else out
 
@@ -50,6 +52,7 @@ def bind(name: str, kernels: ModuleType) -> Functions:
 
     def select_blocks(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
                       scale: float) -> Tensor:  # fmt: skip
+        require_one_dtype(q, k)
         idx: Tensor = _select(q.detach(), k.detach(), pos, first, l, d, l_sel, n_sel, scale, name)
         return idx
 
@@ -61,6 +64,7 @@ def bind_fused(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int,
                               l_sel: int, n_sel: int, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+        require_one_dtype(q, k, v)
         out, _, idx = _compressed_and_select(q, k, v, pos, first, [l, d, l_sel, n_sel], scale, name)
         return out, idx
 
@@ -77,12 +81,18 @@ def bind_mix(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     return mix
 
 
+def _run(backend: str, function: str, x: Tensor, *args: Any) -> Any:
+    """Call a backend's function; `x` is on the device it runs on."""
+    return without_autocast(x, getattr(_KERNELS[backend], function), *args)
+
+
 @torch.library.custom_op("nsa::attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return getattr(_KERNELS[backend], f"{branch}_forward")(q, k, v, idx, pos, start, sizes, scale)
+    made: tuple[Tensor, Tensor] = _run(backend, f"{branch}_forward", q, q, k, v, idx, pos, start, sizes, scale)
+    return made
 
 
 @_attend.register_fake
@@ -99,7 +109,9 @@ def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
     lse: Tensor, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return getattr(_KERNELS[backend], f"{branch}_backward")(dout, q, k, v, idx, pos, start, out, lse, sizes, scale)
+    tensors = (dout, q, k, v, idx, pos, start, out, lse)
+    made: tuple[Tensor, Tensor, Tensor] = _run(backend, f"{branch}_backward", q, *tensors, sizes, scale)
+    return made
 
 
 @_attend_backward.register_fake
@@ -128,7 +140,7 @@ _attend.register_autograd(_differentiate, setup_context=_save)
 def _select(
     q: Tensor, k: Tensor, pos: Tensor, first: Tensor, l: int, d: int, l_sel: int, n_sel: int, scale: float, backend: str
 ) -> Tensor:
-    idx: Tensor = _KERNELS[backend].select(q, k, pos, first, l, d, l_sel, n_sel, scale)
+    idx: Tensor = _run(backend, "select", q, q, k, pos, first, l, d, l_sel, n_sel, scale)
     return idx
 
 
@@ -144,8 +156,8 @@ def _compressed_and_select(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     l, d, l_sel, n_sel = sizes
-    made: tuple[Tensor, Tensor, Tensor] = _KERNELS[backend].compressed_and_select(
-        q, k, v, pos, first, l, d, l_sel, n_sel, scale
+    made: tuple[Tensor, Tensor, Tensor] = _run(
+        backend, "compressed_and_select", q, q, k, v, pos, first, l, d, l_sel, n_sel, scale
     )
     return made
 
@@ -179,7 +191,7 @@ _compressed_and_select.register_autograd(_differentiate_fused, setup_context=_sa
 
 @torch.library.custom_op("nsa::mix", mutates_args=())
 def _mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str) -> Tensor:
-    out: Tensor = _KERNELS[backend].mix_forward(gates, compressed, selected, sliding)
+    out: Tensor = _run(backend, "mix_forward", gates, gates, compressed, selected, sliding)
     return out
 
 
@@ -192,8 +204,8 @@ def _(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, back
 def _mix_backward(
     dout: Tensor, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made: tuple[Tensor, Tensor, Tensor, Tensor] = _KERNELS[backend].mix_backward(
-        dout, gates, compressed, selected, sliding
+    made: tuple[Tensor, Tensor, Tensor, Tensor] = _run(
+        backend, "mix_backward", gates, dout, gates, compressed, selected, sliding
     )
     return made
 

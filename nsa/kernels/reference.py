@@ -7,11 +7,14 @@ G kv groups · R query heads per group · K key dim · V value dim
 that document lies (`first_BS`: where its compressed block 0 lies). The pair covers every case with one rule: plain
 sequences (start 0), packed documents (start = the document's offset), and caches that dropped old keys (start < 0).
 
-Computed in fp32, or fp64 for fp64 inputs; plain autograd, so `gradcheck` goes through. Memory is O(S·T): for checking.
+Computed in fp32, or fp64 for fp64 inputs, also under autocast; plain autograd, so `gradcheck` goes through. Memory is
+O(S·T): for checking.
 """
 
 import torch
 from torch import Tensor
+
+from nsa.kernels.precision import einsum, require_one_dtype, without_autocast
 
 Attended = Tensor | tuple[Tensor, Tensor]
 
@@ -68,13 +71,15 @@ def select_blocks(
     A block's score is the compressed branch's own probability mass on it, summed over the group's heads. Block 0 and
     the two blocks nearest the query are always in. Ties go to the lower index.
     """
+    require_one_dtype(q_BSGRK, k_BCGK)
     with torch.no_grad():
         visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, l, d)
         p_BSGRC = _softmax(_scores(q_BSGRK, k_BCGK, scale), visible_BSC[:, :, None, None])[0]
         mass_BSGC = _from_document_start(p_BSGRC.sum(3), first_BS)
         n_blocks = int(pos_BS.max()) // l_sel + 1
         weight_CJ = overlap(mass_BSGC.shape[-1], n_blocks, l, d, l_sel).to(mass_BSGC)
-        score_BSGJ = _force(mass_BSGC @ weight_CJ, pos_BS, l_sel)
+        mass_BSGJ = without_autocast(mass_BSGC, torch.matmul, mass_BSGC, weight_CJ)
+        score_BSGJ = _force(mass_BSGJ, pos_BS, l_sel)
         return _best(score_BSGJ, n_sel)
 
 
@@ -119,14 +124,15 @@ def overlap(n_compressed: int, n_blocks: int, l: int, d: int, l_sel: int) -> Ten
 def _attend(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, scale: float, return_lse: bool
 ) -> Attended:
+    require_one_dtype(q_BSGRK, k_BTGK, v_BTGV)
     p_BSGRT, lse_BSGR = _softmax(_scores(q_BSGRK, k_BTGK, scale), visible_BSGT[:, :, :, None])
-    out_BSGRV = torch.einsum("bsgrt,btgv->bsgrv", p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)
+    out_BSGRV = einsum("bsgrt,btgv->bsgrv", p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)
     return (out_BSGRV, lse_BSGR) if return_lse else out_BSGRV
 
 
 def _scores(q_BSGRK: Tensor, k_BTGK: Tensor, scale: float) -> Tensor:
     wide = torch.promote_types(q_BSGRK.dtype, torch.float32)
-    return torch.einsum("bsgrk,btgk->bsgrt", q_BSGRK.to(wide), k_BTGK.to(wide)) * scale
+    return einsum("bsgrk,btgk->bsgrt", q_BSGRK.to(wide), k_BTGK.to(wide)) * scale
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from nsa.bench.gpu_check.runner import Asked, Runner
 from nsa.bench.gpu_check.scope import on_gpu, rehearsal
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
+from nsa.kernels import ops, portable
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +80,18 @@ def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path)
     assert "| triton |" in page  # the benchmark's table
     with pytest.raises(ConfigError, match="rehearsal"):
         read_result(tmp_path / "gpu_check_rehearsal.json")
+
+
+def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
+    (check,) = (c for c in program(rehearsal(full=False), ["autocast"]) if "portable" in c.name)
+    assert {row.verdict for row in check.run()} == {Verdict.HOLDS}
+
+    def leaky(x, run, *args):  # but where the dtypes that autocast makes would not even fit together
+        return right(x, run, *args) if run is portable.selected_backward else run(*args)
+
+    right = ops.without_autocast
+    monkeypatch.setattr(ops, "without_autocast", leaky)
+    assert next(iter(check.run())).verdict is Verdict.FAILS
 
 
 def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_red_and_the_rest_goes_on(tmp_path):

@@ -3,8 +3,10 @@ import torch
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.guard.prove import prove
-from nsa.kernels import cpu
+from nsa.core.nsa_attention import NSAAttention
+from nsa.guard.prove import AUTOCAST_LIMIT, autocast_error, prove
+from nsa.kernels import cpu, ops
+from nsa.kernels.registry import Wanted
 
 CPU = torch.device("cpu")
 
@@ -12,7 +14,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_claim_holds_here(dtype):
     proofs = list(prove(CPU, dtype, n_heads=3, n_kv_groups=1, d_k=16, d_v=8))
-    assert len(proofs) == 7
+    assert len(proofs) == 8
     assert [proof for proof in proofs if not proof.holds] == []
 
 
@@ -25,6 +27,17 @@ def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
     result = CliRunner().invoke(app, ["doctor", "--prove", "--dtype", "fp32", "--n-heads", "2", "--d-k", "16"])
     assert result.exit_code == 1
     assert "FAILS  values that differ when the future changes" in result.output
+
+
+def test_autocast_inside_a_kernel_is_found_out(monkeypatch):
+    def error():
+        torch.manual_seed(0)
+        module = NSAAttention(48, 3, 1, 16, 8, w=200, kernels=Wanted(*["portable"] * 4))
+        return autocast_error(module, "sliding", torch.randn(1, 200, 48))
+
+    assert error() <= AUTOCAST_LIMIT
+    monkeypatch.setattr(ops, "without_autocast", lambda x, run, *args: run(*args))
+    assert error() > AUTOCAST_LIMIT
 
 
 def test_doctor_names_a_kernel_for_every_branch():

@@ -66,9 +66,17 @@ class Case:
     def out_and_gradients(self, functions, branch, dtype=None):
         q, k, v = self.inputs(branch, dtype)
         out = self.run(functions, branch, q, k, v)
-        torch.manual_seed(1)
-        weight = torch.randn(out.shape).to(out.dtype)
-        return [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+        return [out, *torch.autograd.grad((out * self.weight_of(out)).sum(), (q, k, v))]
+
+    def weight_of(self, out):
+        """What a test multiplies an output by before summing it: the same for every backend and dtype."""
+        return torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+
+    def to(self, device):
+        for name in ("q", "pos", "start", "first", "idx"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.raw, self.compressed = ([x.to(device) for x in pair] for pair in (self.raw, self.compressed))
+        return self
 
 
 @pytest.mark.parametrize("backend", TESTED)
@@ -107,19 +115,17 @@ def test_half_precision_error_is_at_most_twice_plain_pytorchs(backend, branch, d
     ours = case.out_and_gradients(BACKENDS[backend].functions, branch)
 
     q, k, v = case.inputs(branch)
-    visible = _visible(case, branch)
+    visible = visible_keys(case, branch)
     scores = torch.einsum("bsgrk,btgk->bsgrt", q, k) * case.scale
     p = scores.masked_fill(~visible[:, :, :, None], torch.finfo(dtype).min).softmax(-1)
     out = torch.einsum("bsgrt,btgv->bsgrv", p * visible.any(-1)[:, :, :, None, None], v)
-    torch.manual_seed(1)
-    weight = torch.randn(out.shape).to(dtype)
-    plain = [out, *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+    plain = [out, *torch.autograd.grad((out * case.weight_of(out)).sum(), (q, k, v))]
     for a, b, exact in zip(ours, plain, truth, strict=True):
         assert a.dtype == dtype
         assert (a - exact).norm() <= 2 * (b - exact).norm()
 
 
-def _visible(case: Case, branch: str) -> torch.Tensor:
+def visible_keys(case: Case, branch: str) -> torch.Tensor:
     """What each query sees, read off the reference: the keys its output moves with."""
     q, k, v = case.inputs(branch, torch.float64)
     n_keys = v.shape[1]

@@ -5,13 +5,14 @@ from tests.mutations import Mutation
 KERNELS = ("tests/kernels/test_reference.py", "tests/kernels/test_backends.py")
 BACKENDS = ("tests/kernels/test_backends.py",)
 CHUNKING = ("tests/kernels/test_chunking.py",)
+AUTOCAST = ("tests/kernels/test_autocast.py",)
 ORACLE = ("tests/core/test_against_oracle.py",)
 CACHE = ("tests/core/test_cache.py",)
 ATTENTION = ("tests/core/test_attention.py", *ORACLE)
 READS = ("tests/core/test_reads.py", "tests/core/test_probe.py")
 MODEL = ("tests/model/test_transformer.py", "tests/model/test_loss.py", "tests/model/test_block.py")
 
-REFERENCE = "nsa/kernels/reference.py"
+REFERENCE, OPS, PRECISION = "nsa/kernels/reference.py", "nsa/kernels/ops.py", "nsa/kernels/precision.py"
 SHARED, SELECTED, SELECTION, CHUNK = (
     f"nsa/kernels/portable/{name}.py" for name in ("shared", "selected", "selection", "chunk")
 )
@@ -73,6 +74,15 @@ MUTATIONS = [
     Mutation("portable: gradient without scale", CHUNK, ".mul_(p).mul_(scale)", ".mul_(p)", BACKENDS),
     Mutation("portable: half-precision scores", CHUNK, "return (q * scale) @ k.transpose(-1, -2)",
              "return ((q * scale).bfloat16() @ k.bfloat16().transpose(-1, -2)).to(q.dtype)", BACKENDS),
+    # kernels/ops.py, kernels/precision.py
+    Mutation("ops: autocast reaches the kernels", OPS,
+             "without_autocast(x, getattr(_KERNELS[backend], function), *args)",
+             "getattr(_KERNELS[backend], function)(*args)", AUTOCAST),
+    Mutation("precision: autocast reaches backward", PRECISION,
+             "einsum(f\"{of_out},{of_b}->{of_a}\", dout, b)", "torch.einsum(f\"{of_out},{of_b}->{of_a}\", dout, b)",
+             AUTOCAST),
+    Mutation("precision: values of another dtype are taken", PRECISION, "(v is None or q.dtype == v.dtype)", "True",
+             AUTOCAST),
     # core
     Mutation("layout: documents share one block grid", LAYOUT, "block_pos_C = (block_C - cu_blocks[doc_C]) * geometry.d",
              "block_pos_C = block_C * geometry.d - cu[doc_C]", ATTENTION),

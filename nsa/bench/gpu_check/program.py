@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import torch
 
-from nsa.bench.gpu_check import causality, compiled, decoding, determinism, environment, parity, speed
+from nsa.bench.gpu_check import autocast, causality, compiled, decoding, determinism, environment, parity, speed
 from nsa.bench.gpu_check.row import Check
 from nsa.bench.gpu_check.scope import Scope, on_gpu, rehearsal
 from nsa.errors import ConfigError
 
 SUBJECTS = {
-    "environment": environment, "parity": parity, "causality": causality, "determinism": determinism,
-    "compile": compiled, "decode": decoding, "speed": speed,
+    "environment": environment, "parity": parity, "autocast": autocast, "causality": causality,
+    "determinism": determinism, "compile": compiled, "decode": decoding, "speed": speed,
 }  # fmt: skip
 
 

@@ -1,0 +1,62 @@
+"""The precision of attention, selection and φ: the dtype of the tensors they are given, whatever the ambient autocast.
+
+Autocast is a property of the thread that happens to run an operation: it would reach the matrix products inside a
+custom operator, and those of a backward pass that is started under it. Attention accumulates in fp32 (fp64 for fp64
+inputs); its queries, keys and values have one dtype. The linear projections before and after it follow autocast, as
+every `nn.Linear` does.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa.errors import ConfigError
+
+Result = TypeVar("Result")
+
+
+def require_one_dtype(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
+    if q.dtype == k.dtype and (v is None or q.dtype == v.dtype):
+        return
+    values = "" if v is None else f", values {v.dtype}"
+    raise ConfigError(
+        f"queries are {q.dtype}, keys {k.dtype}{values}: attention computes in one dtype, and autocast or a cache may "
+        f"make several. Cast them to one, e.g. k.to(q.dtype)."
+    )
+
+
+def without_autocast(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
+    """`run(*args)` on x's device. A context is entered only where autocast is on: it costs several microseconds."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return run(*args)
+    with torch.autocast(x.device.type, enabled=False):
+        return run(*args)
+
+
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.einsum` of two tensors in their own dtype, and so its gradients, whatever the ambient autocast."""
+    out: Tensor = _Einsum.apply(equation, a, b)
+    return out
+
+
+class _Einsum(torch.autograd.Function):
+    @staticmethod
+    def forward(equation: str, a: Tensor, b: Tensor) -> Tensor:
+        return without_autocast(a, torch.einsum, equation, a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[str, Tensor, Tensor], output: Tensor) -> None:
+        ctx.equation, a, b = inputs
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        of_inputs, of_out = ctx.equation.split("->")
+        of_a, of_b = of_inputs.split(",")
+        _, needs_a, needs_b = ctx.needs_input_grad
+        da = einsum(f"{of_out},{of_b}->{of_a}", dout, b) if needs_a else None
+        db = einsum(f"{of_out},{of_a}->{of_b}", dout, a) if needs_b else None
+        return None, da, db
