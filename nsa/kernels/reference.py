@@ -76,7 +76,7 @@ def select_blocks(
         visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, l, d)
         p_BSGRC = _softmax(_scores(q_BSGRK, k_BCGK, scale), visible_BSC[:, :, None, None])[0]
         mass_BSGC = _from_document_start(p_BSGRC.sum(3), first_BS)
-        n_blocks = int(pos_BS.max()) // l_sel + 1
+        n_blocks = max(0, int(pos_BS.max()) // l_sel + 1) if pos_BS.numel() else 0
         weight_CJ = overlap(mass_BSGC.shape[-1], n_blocks, l, d, l_sel).to(mass_BSGC)
         mass_BSGJ = without_autocast(mass_BSGC, torch.matmul, mass_BSGC, weight_CJ)
         score_BSGJ = _force(mass_BSGJ, pos_BS, l_sel)

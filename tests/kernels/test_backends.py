@@ -256,3 +256,73 @@ def test_selection_operator_is_well_formed(backend):
         torch.ops.nsa.select.default,
         (case.q, case.compressed[0], case.pos, case.first, g.l, g.d, g.l_sel, g.n_sel, case.scale, backend),
     )
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("positions", [[[-1, -1, -1]], [[-9, -20, -9]], [[-1, 40, -1]], [[39, 40, 41], [-1, -1, -1]]])
+def test_a_query_before_its_document_sees_nothing(backend, positions):
+    """Padding may stand at −1: no block is chosen, nothing is seen, no gradient flows, and no call fails.
+
+    Alone, beside queries that see much, and in a batch where a whole row sees nothing.
+    """
+    torch.manual_seed(0)
+    backend_, g = BACKENDS[backend], Geometry(**GEOMETRIES["tiny"])
+    pos = torch.tensor(positions)
+    batch, n_queries, start, n = *pos.shape, torch.zeros_like(pos), 48
+    nothing = pos < 0
+    q = torch.randn(batch, n_queries, 2, 3, K, requires_grad=True)
+    k, v = (torch.randn(batch, n, 2, width, requires_grad=True) for width in (K, V))
+    n_compressed = g.n_compressed(n)
+    sizes = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=1.0)
+    for run in filter(None, (backend_.functions.select, backend_.compressed_and_select)):
+        keys = (
+            (k[:, :n_compressed],) if run is backend_.functions.select else (k[:, :n_compressed], v[:, :n_compressed])
+        )
+        found = run(q, *keys, pos, start, **sizes)
+        idx = found if isinstance(found, torch.Tensor) else found[1]
+        assert (idx[nothing] == -1).all()
+        assert (idx[~nothing][..., 0] == 0).all()
+    attend = backend_.functions
+    for out, lse in (
+        attend.sliding(q, k, v, pos, start, w=g.w, scale=1.0, return_lse=True),
+        attend.compressed(q, k[:, :n_compressed], v[:, :n_compressed], pos, start, l=g.l, d=g.d, scale=1.0,
+                          return_lse=True),
+        attend.selected(q, k, v, idx, pos, start, l_sel=g.l_sel, scale=1.0, return_lse=True),
+    ):  # fmt: skip
+        assert (out[nothing] == 0).all()
+        assert (lse[nothing] == -torch.inf).all()
+        assert lse[~nothing].isfinite().all()
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(x.isfinite().all() for x in gradients)
+        assert (gradients[0][nothing] == 0).all()
+        assert all((x[nothing.all(1)] == 0).all() for x in gradients)
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("branch", ATTENTION)
+def test_no_queries_at_all(backend, branch):
+    case, functions = Case("cached", "tiny", (6, 2), torch.float32), BACKENDS[backend].functions
+    case.q, case.pos, case.start, case.first, case.idx = (
+        x[:, :0] for x in (case.q, case.pos, case.start, case.first, case.idx)
+    )
+    assert (
+        functions.select(case.q, case.compressed[0], case.pos, case.first, **case.select_args).shape == case.idx.shape
+    )
+    out, dq, dk, dv = case.out_and_gradients(functions, branch)
+    assert out.shape[1] == dq.shape[1] == 0
+    assert (dk == 0).all()
+    assert (dv == 0).all()
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+def test_chosen_blocks_without_keys_add_nothing(backend):
+    """A list may name blocks that a cache dropped or that are not there yet, or none at all."""
+    case = Case("cached", "tiny", (6, 2), torch.float32)
+    case.start = case.start - 24
+    case.raw = tuple(x[:, :64] for x in case.raw)
+    for idx in (case.idx, torch.full_like(case.idx, -1)):
+        case.idx = idx
+        want = case.out_and_gradients(REFERENCE, "selected", torch.float64)
+        got = case.out_and_gradients(BACKENDS[backend].functions, "selected")
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)

@@ -83,6 +83,8 @@ MUTATIONS = [
              AUTOCAST),
     Mutation("precision: values of another dtype are taken", PRECISION, "(v is None or q.dtype == v.dtype)", "True",
              AUTOCAST),
+    Mutation("portable: keys that are not there are read", SELECTED, "(key < 0) | (key >= k_shape[1])",
+             "(key < 0) & (key >= k_shape[1])", BACKENDS),
     # core
     Mutation("layout: documents share one block grid", LAYOUT, "block_pos_C = (block_C - cu_blocks[doc_C]) * geometry.d",
              "block_pos_C = block_C * geometry.d - cu[doc_C]", ATTENTION),

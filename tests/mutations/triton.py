@@ -17,6 +17,7 @@ ROWS_OF_A_BATCH = (
 NOTHING = ("tests/kernels/test_backends.py", "-k", "triton and see_nothing")
 TIES = ("tests/kernels/test_backends.py", "-k", "triton and ties_go")
 UNDERFLOW = ("tests/kernels/test_backends.py", "-k", "triton and underflows")
+BEFORE = ("tests/kernels/test_backends.py", "-k", "triton and before_its_document and positions0")
 DECODE = ("tests/kernels/test_triton_decode.py::test_equals_the_reference",)
 DECODE_HEADS = ("tests/kernels/test_triton_decode.py::test_every_head_and_every_part_counts_in_the_choice",)
 DECODE_WIDE = ("tests/kernels/test_triton_decode.py", "-k", "wide_rows and 24-40")
@@ -88,6 +89,8 @@ MUTATIONS = [
     bug("ties to the higher index", SELECT, "(2147483647 - j).to(tl.int64)", "j.to(tl.int64)", TIES),
     bug("invalid block scores 0", SELECT, "tl.where(j <= own, key, -1)",
         "tl.where(j <= own, key, (2147483647 - j).to(tl.int64))", UNDERFLOW),
+    bug("a position before the document chooses block 0", SELECT, "(position + L_SEL) // L_SEL - 1", "position // L_SEL",
+        BEFORE),
     bug("decode: compressed block visible one token early", DECODING, "(position + 1 - L) // D + 1",
         "(position + 2 - L) // D + 1", DECODE),
     bug("decode: page read past the row's length", DECODING, "tl.minimum(page_begin + L_SEL, seen)",

@@ -110,17 +110,25 @@ def _union(
     block_BGJ = used_BGJ.byte().argsort(dim=-1, descending=True, stable=True)[..., :n_used]
     token_BGU = (block_BGJ[..., None] * l_sel + torch.arange(l_sel, device=block_BGJ.device)).flatten(-2)
     chose_BGcJ = chose_BcGJ.transpose(1, 2).gather(3, block_BGJ[:, :, None].expand(-1, -1, idx_BcGN.shape[1], -1))
+    key_BGU = token_BGU + start_Bc[:, :1, None]
+    token_BGU = token_BGU.masked_fill(_absent(key_BGU, k_shape), torch.iinfo(token_BGU.dtype).max)  # after every query
     hidden_BGcU = ~chose_BGcJ.repeat_interleave(l_sel, -1)
     hidden_BGcU |= token_BGU[:, :, None] > pos_Bc[:, None, :, None]
-    key_BGU = (token_BGU + start_Bc[:, :1, None]).clamp(0, k_shape[1] - 1)
+    key_BGU = key_BGU.clamp(0, k_shape[1] - 1)
     return _Chunk(at, _row_index(key_BGU, k_shape, group_dim=1), hidden_BGcU[:, :, :, None], shared=True)
 
 
 def _copies(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, k_shape: torch.Size, l_sel: int) -> _Chunk:
     token_BcGU = (idx_BcGN.long()[..., None] * l_sel + torch.arange(l_sel, device=idx_BcGN.device)).flatten(-2)
-    hidden_BcGU = (token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None])
-    key_BcGU = (token_BcGU + start_Bc[..., None, None]).masked_fill(hidden_BcGU, 0)
+    key_BcGU = token_BcGU + start_Bc[..., None, None]
+    hidden_BcGU = (token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None]) | _absent(key_BcGU, k_shape)
+    key_BcGU = key_BcGU.masked_fill(hidden_BcGU, 0)
     return _Chunk(at, _row_index(key_BcGU, k_shape, group_dim=2), hidden_BcGU[..., None, None, :], shared=False)
+
+
+def _absent(key: Tensor, k_shape: torch.Size) -> Tensor:
+    """Chosen keys that are not on the axis: a cache dropped them, or they are not there yet."""
+    return (key < 0) | (key >= k_shape[1])
 
 
 def _row_index(key: Tensor, k_shape: torch.Size, group_dim: int) -> Tensor:
@@ -136,4 +144,4 @@ def _flat(x_BTGX: Tensor) -> Tensor:
 
 
 def _take(x_XK: Tensor, row: Tensor) -> Tensor:
-    return wide(x_XK.index_select(0, row.flatten())).view(*row.shape, -1)
+    return wide(x_XK.index_select(0, row.flatten())).view(*row.shape, x_XK.shape[-1])

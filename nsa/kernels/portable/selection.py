@@ -22,7 +22,7 @@ def select(
     lo_BS, hi_BS = compressed_bounds(pos_BS, first_BS, [l, d], n)
     for at, lo, hi in key_runs(q_BSGRK, lo_BS, hi_BS, n):
         pos, first = pos_BS[:, at], first_BS[:, at]
-        n_blocks = int(pos.max()) // l_sel + 1
+        n_blocks = max(0, int(pos.max()) // l_sel + 1)
         if n_blocks <= n_sel:  # everything that is visible is chosen, whatever its score
             idx_BSGN[:, at, :, :n_blocks] = _all_blocks(pos, l_sel, n_blocks)
             continue

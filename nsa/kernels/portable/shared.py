@@ -106,6 +106,8 @@ def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, sizes: list[int], n_keys
 def key_runs(q_BSGRK: Tensor, lo_BS: Tensor, hi_BS: Tensor, keys: int) -> Iterator[tuple[slice, int, int]]:
     """Runs of queries with the keys they need; as many queries as keep the scores within the element budget."""
     B, S, G, R, _ = q_BSGRK.shape
+    if S == 0:
+        return
     rows = budget(q_BSGRK) // (B * G * R)
     chunk = min(S, max(1, min(rows // max(1, keys), isqrt(rows))))  # a window of keys grows with the chunk itself
     starts = range(0, S, chunk)

@@ -85,7 +85,8 @@ def selected_backward(
     )
     all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
     wide = torch.float32 if len(all_spans) > 1 else k.dtype
-    dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    new = torch.empty if all_spans else torch.zeros
+    dk, dv = (new(x.shape, dtype=wide, device=x.device) for x in (k, v))
     for some in all_spans:
         queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
         index = chosen(idx, pos_BS[:, some], start, l_sel, T)

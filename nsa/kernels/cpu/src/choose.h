@@ -52,7 +52,7 @@ void choose(const Problem& p) {
       const int64_t query = tile.b * p.S + tile.begin + i;
       if (const Span& span = grid.spans[query]; !span.empty())
         all = {std::min(all.begin, span.begin), std::max(all.end, span.end)};
-      const int64_t n_blocks = p.pos[query] / p.l_sel + 1;
+      const int64_t n_blocks = blocks_up_to(p, p.pos[query]);
       most_blocks = std::max(most_blocks, n_blocks);
       if (n_blocks <= p.n_sel) all_blocks(n_blocks, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel);
     }
@@ -124,7 +124,7 @@ void choose(const Problem& p) {
     }
     auto* of_blocks = scratch.template take<float>(most_blocks + W);
     for (int64_t i = 0; i < tile.n; ++i) {
-      const int64_t query = tile.b * p.S + tile.begin + i, n_mine = p.pos[query] / p.l_sel + 1;
+      const int64_t query = tile.b * p.S + tile.begin + i, n_mine = blocks_up_to(p, p.pos[query]);
       if (n_mine <= p.n_sel) continue;
       Scratch inner = scratch;
       // Compressed block 0 of the document lies at `start`; blocks before key 0 are gone and have no mass, and keys that

@@ -117,7 +117,7 @@ class Decode {
   }
 
   void choose(int64_t group, Scratch& scratch) {
-    const int64_t b = group / p_.G, n_blocks = p_.pos[b] / p_.l_sel + 1, R = p_.R;
+    const int64_t b = group / p_.G, n_blocks = blocks_up_to(p_, p_.pos[b]), R = p_.R;
     float *at = scratch.take<float>(R), *share = scratch.take<float>(R);
     const Span all = visible(step_.compressed, b, 0), window = visible(step_.sliding, b, 0);
     decode_merge(p_, of_compressed_ + group * n_compressed_ * size_, pieces_of(all), branch(group, 0), at, share);

@@ -28,6 +28,9 @@ inline Span visible(const Problem& p, int64_t b, int64_t s) {
   return {std::clamp<int64_t>(begin, 0, p.T), std::clamp<int64_t>(end, 0, p.T)};
 }
 
+// Selection blocks up to the one that a position lies in; none before the document.
+inline int64_t blocks_up_to(const Problem& p, int64_t pos) { return pos < 0 ? 0 : pos / p.l_sel + 1; }
+
 struct Block {
   int64_t b, begin, n;  // keys begin … begin + n − 1 of row b; begin may be negative where old keys are gone
 };
@@ -94,7 +97,7 @@ class Grid {
   }
 };
 
-// The blocks that query (b, s) of group g chose, in ascending order, without those it cannot see.
+// The blocks that query (b, s) of group g chose, in ascending order, without those it cannot see or that have no keys.
 template <class Visit>
 inline void chosen(const Problem& p, const Grid& grid, int64_t b, int64_t s, int64_t g, Visit&& visit) {
   const int32_t* idx = p.idx + ((b * p.S + s) * p.G + g) * p.n_sel;

@@ -13,7 +13,7 @@ batch and in a cache of any size. Parts are merged by their log-sum-exp (base 2 
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.select import ascending, ranked, shared_strides
+from nsa.kernels.triton.device.select import ascending, own_block, ranked, shared_strides
 from nsa.kernels.triton.device.tile import LOG2E, dot, load_rows, rounded, soften, store_rows
 
 
@@ -101,7 +101,7 @@ def decode_score_kernel(
     stretch, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pos, first = tl.load(position + bg // G).to(tl.int32), tl.load(origin + bg // G).to(tl.int32)
     lo, hi = complete_blocks(pos, first, n_keys, L, D)
-    own = pos // L_SEL
+    own = own_block(pos, L_SEL)
     piece = tl.arange(0, PARTS)
     found = tl.full([KEEP], -1, tl.int64)
     begin, end = share(0, own + 1, stretch, STRETCHES, BLOCK_J)

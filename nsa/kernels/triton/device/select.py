@@ -25,6 +25,12 @@ def shared_strides(m, per_l, per_sel):
 
 
 @triton.jit
+def own_block(position, L_SEL: tl.constexpr):
+    """The block a position lies in; below 0 before the document, where division alone would round up to block 0."""
+    return (position + L_SEL) // L_SEL - 1
+
+
+@triton.jit
 def ranked(mass, j, own):
     """Blocks j of a query in block `own` as integers in order of preference; −1 for a block after the query's."""
     forced = (j == 0) | (j == own) | (j == own - 1)
@@ -97,7 +103,7 @@ def select_kernel(
     ok = query < S
     bounds = b.to(tl.int64) * S + query
     first_Q = tl.load(first + bounds, mask=ok, other=0)
-    own_Q = tl.load(pos + bounds, mask=ok, other=-1) // L_SEL
+    own_Q = own_block(tl.load(pos + bounds, mask=ok, other=-1), L_SEL)
     hi_Q = tl.load(hi + bounds, mask=ok, other=0)
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g
     flat = ((b.to(tl.int64) * S + query) * G + g) * R
