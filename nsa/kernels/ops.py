@@ -3,7 +3,8 @@
 A backend supplies `{sliding,compressed,selected}_{forward,backward}` and `select` on tensors; here they become one
 differentiable operator and one selection operator (and, where a backend computes the compressed branch and the
 selection together, one for both), opaque to `torch.compile` and known to fake tensors, so no backend
-writes that twice. The log-sum-exp carries no gradient. Autocast does not reach into them (`nsa.kernels.precision`).
+writes that twice. Both the output and the log-sum-exp are differentiable; a backward function gets the gradient of the
+log-sum-exp as `dlse`, None where nobody asked for it. Autocast does not reach into them (`nsa.kernels.precision`).
 """
 
 from collections.abc import Callable
@@ -107,9 +108,9 @@ def _(
 @torch.library.custom_op("nsa::attend_backward", mutates_args=())
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
-    lse: Tensor, branch: str, sizes: list[int], scale: float, backend: str,
+    lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = (dout, q, k, v, idx, pos, start, out, lse)
+    tensors = (dout, q, k, v, idx, pos, start, out, lse, dlse)
     made: tuple[Tensor, Tensor, Tensor] = _run(backend, f"{branch}_backward", q, *tensors, sizes, scale)
     return made
 
@@ -117,20 +118,28 @@ def _attend_backward(
 @_attend_backward.register_fake
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
-    lse: Tensor, branch: str, sizes: list[int], scale: float, backend: str,
+    lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, idx, pos, start, *ctx.rest = inputs
+    ctx.set_materialize_grads(False)  # most callers do not use the log-sum-exp: its gradient is None then, not zeros
     ctx.save_for_backward(q, k, v, idx, pos, start, *output)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, idx, pos, start, out, lse = ctx.saved_tensors
-    dq, dk, dv = _attend_backward(dout, q, k, v, idx, pos, start, out, lse, *ctx.rest)
+    dout, dlse = _defined(dout, dlse, out, lse)
+    dq, dk, dv = _attend_backward(dout, q, k, v, idx, pos, start, out, lse, dlse, *ctx.rest)
     return dq, dk, dv, None, None, None, None, None, None, None
+
+
+def _defined(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows that see nothing have no gradient, whatever merging their −inf with another one gave."""
+    dout = torch.zeros_like(out) if dout is None else dout
+    return dout, None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
@@ -176,13 +185,15 @@ def _(
 
 def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, pos, first, ctx.sizes, ctx.scale, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, pos, first, *output[:2])
 
 
-def _differentiate_fused(ctx: Any, dout: Tensor, dlse: Tensor, didx: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_fused(ctx: Any, dout: Tensor | None, dlse: Tensor | None, didx: None) -> tuple[Tensor | None, ...]:
     q, k, v, pos, first, out, lse = ctx.saved_tensors
     rest = ("compressed", ctx.sizes[:2], ctx.scale, ctx.backend)
-    dq, dk, dv = _attend_backward(dout, q, k, v, None, pos, first, out, lse, *rest)
+    dout, dlse = _defined(dout, dlse, out, lse)
+    dq, dk, dv = _attend_backward(dout, q, k, v, None, pos, first, out, lse, dlse, *rest)
     return dq, dk, dv, None, None, None, None, None
 
 

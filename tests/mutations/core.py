@@ -6,6 +6,7 @@ KERNELS = ("tests/kernels/test_reference.py", "tests/kernels/test_backends.py")
 BACKENDS = ("tests/kernels/test_backends.py",)
 CHUNKING = ("tests/kernels/test_chunking.py",)
 AUTOCAST = ("tests/kernels/test_autocast.py",)
+LSE = ("tests/kernels/test_lse_gradients.py",)
 ORACLE = ("tests/core/test_against_oracle.py",)
 CACHE = ("tests/core/test_cache.py",)
 ATTENTION = ("tests/core/test_attention.py", *ORACLE)
@@ -83,6 +84,9 @@ MUTATIONS = [
              AUTOCAST),
     Mutation("precision: values of another dtype are taken", PRECISION, "(v is None or q.dtype == v.dtype)", "True",
              AUTOCAST),
+    Mutation("ops: gradient of the log-sum-exp dropped", OPS, "None if dlse is None else dlse.masked_fill", "None if True else dlse.masked_fill",
+             LSE),
+    Mutation("portable: log-sum-exp's gradient with the wrong sign", CHUNK, "delta.sub_(dlse)", "delta.add_(dlse)", LSE),
     Mutation("portable: keys that are not there are read", SELECTED, "(key < 0) | (key >= k_shape[1])",
              "(key < 0) & (key >= k_shape[1])", BACKENDS),
     # core

@@ -24,6 +24,8 @@ MUTATIONS = [
              "share[i] = total > 0 ? 1.f", CPU),
     Mutation("cpu: empty row is NaN", FORWARD, "nothing ? 0.f : 1.f / total", "1.f / total", CPU),
     Mutation("cpu: no delta in the gradient", BACKWARD, "delta[i] = deltas[at];", "delta[i] = 0;", CPU),
+    Mutation("cpu: gradient of the log-sum-exp dropped", BACKWARD, " - (p.dlse ? p.dlse[at] : 0.f)", "",
+             ("tests/kernels/test_lse_gradients.py",)),
     Mutation("cpu: a position before the document chooses block 0", GRID, "pos < 0 ? 0 : pos / p.l_sel + 1",
              "pos / p.l_sel + 1", ("tests/kernels/test_backends.py",)),
     Mutation("cpu: gates swapped in the mix", MIX_H, "a * widen(x[j]) + b * widen(y[j])",

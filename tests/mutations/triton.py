@@ -18,6 +18,7 @@ NOTHING = ("tests/kernels/test_backends.py", "-k", "triton and see_nothing")
 TIES = ("tests/kernels/test_backends.py", "-k", "triton and ties_go")
 UNDERFLOW = ("tests/kernels/test_backends.py", "-k", "triton and underflows")
 BEFORE = ("tests/kernels/test_backends.py", "-k", "triton and before_its_document and positions0")
+LSE = ("tests/kernels/test_lse_gradients.py", "-k", "triton and halves and compressed")
 DECODE = ("tests/kernels/test_triton_decode.py::test_equals_the_reference",)
 DECODE_HEADS = ("tests/kernels/test_triton_decode.py::test_every_head_and_every_part_counts_in_the_choice",)
 DECODE_WIDE = ("tests/kernels/test_triton_decode.py", "-k", "wide_rows and 24-40")
@@ -65,6 +66,7 @@ MUTATIONS = [
     bug("last rows of a run add nothing to dk and dv", RUNS_BACKWARD,
         "tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), PARTS), BLOCK_M)",
         "tl.maximum(end - first, 0) // PARTS // BLOCK_M", COMPRESSED),
+    bug("gradient of the log-sum-exp dropped", RUNS_BACKWARD, "delta_M -= tl.load(dlse", "delta_M -= 0 * tl.load(dlse", LSE),
     bug("second half of dk forgotten", RUNS_BACKWARD, "dk2 += dot(ds, q2)", "dk2 += 0 * dot(ds, q2)", SLIDING),
     bug("bounds of the batch's first row", RUNS_BACKWARD, "lo + b.to(tl.int64) * S + query", "lo + query",
         ROWS_OF_A_BATCH),

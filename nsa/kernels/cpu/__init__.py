@@ -61,25 +61,25 @@ def selected_forward(
 
 def sliding_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
-    tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, out_BSGRV, lse_BSGR)
+    tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, out_BSGRV, lse_BSGR, dlse_BSGR)
     return _backward("sliding", *tensors, scale, w=sizes[0])
 
 
 def compressed_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
-    tensors = (dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, out_BSGRV, lse_BSGR)
+    tensors = (dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, out_BSGRV, lse_BSGR, dlse_BSGR)
     return _backward("compressed", *tensors, scale, l=sizes[0], d=sizes[1])
 
 
 def selected_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
-    tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, out_BSGRV, lse_BSGR)
+    tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, out_BSGRV, lse_BSGR, dlse_BSGR)
     return _backward("selected", *tensors, scale, l_sel=sizes[0])
 
 
@@ -127,7 +127,7 @@ def _forward(
 
 def _backward(
     branch: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor,
-    out: Tensor, lse: Tensor, scale: float, **sizes: int,
+    out: Tensor, lse: Tensor, dlse: Tensor | None, scale: float, **sizes: int,
 ) -> Gradients:  # fmt: skip
     q, k, v, pos, start = dense(q), dense(k), dense(v), _index(pos), _index(start)
     dout, out, lse = dense(dout), dense(out), lse.contiguous()
@@ -139,6 +139,10 @@ def _backward(
     require("log-sum-exps", lse, q.shape[:-1], torch.float32)
     made.v, made.out, made.dout, made.lse = rows(v), rows(out), rows(dout), lse.data_ptr()
     made.dq, made.dk, made.dv = rows(dq), rows(dk), rows(dv)
+    if dlse is not None:
+        dlse = dlse.contiguous()
+        require("gradients of log-sum-exps", dlse, q.shape[:-1], torch.float32)
+        made.dlse = dlse.data_ptr()
     idx = _give_blocks(made, idx, q)  # kept alive by its name
     call("nsa_backward", made)
     return dq, dk, dv

@@ -45,7 +45,7 @@ class Problem(ctypes.Structure):
         *((name, c_int64) for name in ("w", "l", "d", "l_sel", "n_sel")),
         ("scale", c_double),
         *((name, Rows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
-        *((name, c_void_p) for name in ("lse", "pos", "start", "idx")),
+        *((name, c_void_p) for name in ("lse", "dlse", "pos", "start", "idx")),
     )
 
 

@@ -29,6 +29,12 @@ def attend_backward(
     return ds @ k, ds.transpose(-1, -2) @ q, dv
 
 
+def row_correction(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """`delta` of `attend_backward`: what the softmax takes off every score's gradient, less what `dlse` adds to it."""
+    delta = (dout * out).sum(-1, keepdim=True)
+    return delta if dlse is None else delta.sub_(dlse)
+
+
 def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (q * scale) @ k.transpose(-1, -2)
 

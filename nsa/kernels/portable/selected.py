@@ -21,6 +21,7 @@ from nsa.kernels.portable.chunk import (
     group_rows,
     new_outputs,
     query_rows,
+    row_correction,
     wide,
     wide_zeros,
 )
@@ -60,14 +61,15 @@ def selected_forward(
 
 def selected_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
     dq_BSGRK = torch.empty_like(q_BSGRK)
     k_XK, v_XV, R = _flat(k_BTGK), _flat(v_BTGV), q_BSGRK.shape[3]
     dk_XK, dv_XV = wide_zeros(k_XK), wide_zeros(v_XV)
     for chunk in _chunks(q_BSGRK, k_BTGK.shape, idx_BSGN, pos_BS, start_BS, *sizes):
         dout, lse = chunk.rows(dout_BSGRV), chunk.rows(lse_BSGR[..., None])
-        delta = (dout * chunk.rows(out_BSGRV)).sum(-1, keepdim=True)
+        dlse = None if dlse_BSGR is None else chunk.rows(dlse_BSGR[..., None])
+        delta = row_correction(dout, chunk.rows(out_BSGRV), dlse)
         k, v = _take(k_XK, chunk.row), _take(v_XV, chunk.row)
         dq, dk, dv = attend_backward(dout, chunk.rows(q_BSGRK), k, v, chunk.hidden, lse, delta, scale)
         dq_BSGRK[:, chunk.at] = chunk.unrows(dq, R)

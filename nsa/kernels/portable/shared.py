@@ -17,6 +17,7 @@ from nsa.kernels.portable.chunk import (
     group_rows,
     new_outputs,
     query_rows,
+    row_correction,
     wide,
     wide_zeros,
 )
@@ -32,10 +33,10 @@ def sliding_forward(
 
 def sliding_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
     bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, bounds, sizes[0], scale)
+    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, sizes[0], scale)
 
 
 def compressed_forward(
@@ -48,11 +49,11 @@ def compressed_forward(
 
 def compressed_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
     bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
     n = k_BCGK.shape[1]
-    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, bounds, n, scale)
+    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, n, scale)
 
 
 def _forward(
@@ -71,7 +72,7 @@ def _forward(
 
 def _backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
-    bounds: tuple[Tensor, Tensor], keys: int, scale: float,
+    dlse_BSGR: Tensor | None, bounds: tuple[Tensor, Tensor], keys: int, scale: float,
 ) -> Gradients:  # fmt: skip
     dq_BSGRK = torch.empty_like(q_BSGRK)
     dk_BTGK, dv_BTGV = wide_zeros(k_BTGK), wide_zeros(v_BTGV)
@@ -80,7 +81,8 @@ def _backward(
         hidden = outside(lo_BS[:, at], hi_BS[:, at], lo, hi)
         k, v = per_group(k_BTGK[:, lo:hi]), per_group(v_BTGV[:, lo:hi])
         dout_BGMV = group_rows(dout_BSGRV[:, at])
-        delta_BGM1 = (dout_BGMV * group_rows(out_BSGRV[:, at])).sum(-1, keepdim=True)
+        dlse_BGM1 = None if dlse_BSGR is None else group_rows(dlse_BSGR[:, at, ..., None])
+        delta_BGM1 = row_correction(dout_BGMV, group_rows(out_BSGRV[:, at]), dlse_BGM1)
         lse_BGM1 = group_rows(lse_BSGR[:, at, ..., None])
         q_BGMK = group_rows(q_BSGRK[:, at])
         dq, dk, dv = attend_backward(dout_BGMV, q_BGMK, k, v, hidden, lse_BGM1, delta_BGM1, scale)

@@ -92,7 +92,7 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
         return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
     yield job("runs_forward", runs_forward.runs_forward_kernel, **broad)
-    yield job("runs_dq", runs_backward.runs_dq_kernel, **broad)
+    yield job("runs_dq", runs_backward.runs_dq_kernel, dlse=None, **broad)
     yield job("runs_dkv", runs_backward.runs_dkv_kernel, PARTS=4, **broad)
     chosen: dict[str, Any] = dict(N=model.n_sel, L=model.l_sel)
     for kernel, function in (

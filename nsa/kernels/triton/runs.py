@@ -26,10 +26,10 @@ def sliding_forward(
 
 def sliding_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
     bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, bounds, scale)
+    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
 
 
 def compressed_forward(
@@ -41,10 +41,10 @@ def compressed_forward(
 
 def compressed_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
     bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, bounds, scale)
+    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
 
 
 def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: Bounds, scale: float) -> tuple[Tensor, Tensor]:
@@ -69,12 +69,13 @@ def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: Bounds, sc
 
 def _backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
-    bounds: Bounds, scale: float,
+    dlse_BSGR: Tensor | None, bounds: Bounds, scale: float,
 ) -> Gradients:  # fmt: skip
     B, S, G, R, K = q_BSGRK.shape
     T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
     dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
+    dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
     lo, hi, *_ = bounds
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
@@ -83,7 +84,7 @@ def _backward(
     def start_dq(tiles: Tiles, launch: Launch) -> None:
         launch(
             runs_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T, *strides,
+            dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T, *strides,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
 

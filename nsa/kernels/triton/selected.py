@@ -71,7 +71,7 @@ def _windows_forward(
 
 def selected_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, sizes: list[int], scale: float,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
 ) -> Gradients:  # fmt: skip
     (l_sel,) = sizes
     B, S, G, R, K = q_BSGRK.shape
@@ -83,6 +83,8 @@ def selected_backward(
     delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
         dout, out, delta, S, *dout.stride()[:4], G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
     )
+    if dlse_BSGR is not None:
+        delta -= dlse_BSGR
     all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
     wide = torch.float32 if len(all_spans) > 1 else k.dtype
     new = torch.empty if all_spans else torch.zeros

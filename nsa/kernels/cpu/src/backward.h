@@ -38,7 +38,8 @@ struct Gathered {
   }
 };
 
-// delta = dout · out for every row of a tile: what the softmax takes off each product.
+// delta = dout · out for every row of a tile: what the softmax takes off each product. A gradient of the log-sum-exp adds
+// p times itself to every score's, so it is taken off delta.
 inline void find_deltas(const Problem& p, const Tile& tile, float* deltas, Scratch scratch) {
   const int64_t width = round_up(p.V, W);
   float *dout = scratch.take<float>(width), *out = scratch.take<float>(width);
@@ -48,7 +49,8 @@ inline void find_deltas(const Problem& p, const Tile& tile, float* deltas, Scrat
       widen_row(p.dtype, row(p, p.out, tile.b, s, tile.g, r), out, p.V, width);
       V products{};
       for (int64_t c = 0; c < width; c += W) products += load(dout + c) * load(out + c);
-      deltas[((tile.b * p.S + s) * p.G + tile.g) * p.R + r] = sum(products);
+      const int64_t at = ((tile.b * p.S + s) * p.G + tile.g) * p.R + r;
+      deltas[at] = sum(products) - (p.dlse ? p.dlse[at] : 0.f);
     }
 }
 

@@ -25,6 +25,7 @@ struct Problem {
   double scale;
   Rows q, k, v, out, dout, dq, dk, dv;
   float* lse;                   // [B, S, G, R]
+  const float* dlse;            // [B, S, G, R], or null where the log-sum-exp has no gradient
   const int64_t *pos, *start;   // [B, S]
   int32_t* idx;                 // [B, S, G, n_sel]
 };

@@ -22,7 +22,7 @@ def probabilities(s, lse, visible, scale):
 
 @triton.jit
 def runs_dq_kernel(
-    dout, q, k, v, lo, hi, out, lse, dq, delta, scale, S, T,
+    dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T,
     do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -44,6 +44,8 @@ def runs_dq_kernel(
     if V2 > 0:
         do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
         delta_M += tl.sum(do2.to(tl.float32) * load_rows(out, flat * V, ok, V, V1, V2, WIDE).to(tl.float32), 1)
+    if dlse is not None:  # p times itself is added to every score's gradient
+        delta_M -= tl.load(dlse + flat, mask=ok, other=0.0)
     tl.store(delta + flat, delta_M, mask=ok)
     lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
     k += b.to(tl.int64) * k_b + g * k_g
