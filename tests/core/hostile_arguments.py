@@ -400,17 +400,17 @@ def tensors_on_another_device(name: str) -> None:
     cpu.sliding_forward(x["q"], x["k"], x["v"], None, x["pos"], x["start"], [12], 0.3)
 
 
-@attack("lse", "out", "dout", "dtype")
+@attack("lse", "dlse", "out", "dout", "dtype")
 def gradients_of_other_tensors(which: str) -> None:
     x = tensors()
     out, lse = torch.randn(2, 9, 2, 3, 6), torch.randn(2, 9, 2, 3)
-    given = dict(out=out, dout=out.clone(), lse=lse)
+    given = dict(out=out, dout=out.clone(), lse=lse, dlse=lse.clone())
     if which == "dtype":
         given["lse"] = lse.bfloat16()
     else:
         given[which] = given[which][:1, :2]
     cpu.sliding_backward(given["dout"], x["q"], x["k"], x["v"], None, x["pos"], x["start"], given["out"],
-                         given["lse"], [12], 0.3)  # fmt: skip
+                         given["lse"], given["dlse"], [12], 0.3)  # fmt: skip
 
 
 @attack("gates", "gates per group", "branch", "dtype", "dout")
