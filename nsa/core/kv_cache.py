@@ -52,19 +52,21 @@ class ExclusiveUse:
     of the step that is running. The same thread may enter again.
     """
 
+    __slots__ = ("_acquire", "_release")
+
     def __init__(self) -> None:
-        self._lock = RLock()
+        lock = RLock()
+        self._acquire, self._release = lock.acquire, lock.release
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_compiling() and not self._lock.acquire(blocking=False):
+        if not self._acquire(False):
             raise ConfigError(
                 "the cache is in use by another thread: it holds one continuation, which two threads would mix. "
                 "Give each thread a cache of its own (new_cache, or copy.deepcopy of this one)."
             )
 
     def __exit__(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            self._lock.release()
+        self._release()
 
     def __reduce__(self) -> tuple[type["ExclusiveUse"], tuple[()]]:
         return ExclusiveUse, ()  # a copy belongs to whoever made it
@@ -107,6 +109,8 @@ class LayerCache:
         self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._window_pos_B1 = torch.zeros_like(self._pos_B1)
         self._decoders: dict[MakeDecoder, tuple[dict[str, float], Decoder]] = {}
+        self.prepared: tuple[object, Decoder | None] = (None, None)
+        """Whoever decoded last with this cache, and the decoder it was given: asking anew at every step takes time."""
         self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
 
     def positions(self, n_new: int) -> Tensor:
@@ -122,19 +126,21 @@ class LayerCache:
         may take in one token per row faster than is done here.
         """
         with self.exclusive:
-            n_new = new.k_sel.shape[1]
-            if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
-                self._check_room(n_new, None)
-                if decoder.take_in(new):  # refuses what does not fit, as is done here
-                    self._emit_compressed(compress)
-                return self._newest
-            self._check_shapes(new)
-            new_lens_B = None if new_lens_B is None else self._checked_lengths(new_lens_B, n_new)
-            self._check_room(n_new, new_lens_B)
-            return self._append(new, new_lens_B, compress)
+            return self.append_held(new, new_lens_B, compress, decoder)
 
-    def _append(self, new: Streams, new_lens_B: Tensor | None, compress: Compress) -> tuple[Keys, Keys, Keys]:
+    def append_held(
+        self, new: Streams, new_lens_B: Tensor | None, compress: Compress, decoder: Decoder | None = None
+    ) -> tuple[Keys, Keys, Keys]:
+        """`append` for a caller that holds `exclusive`, or that is being compiled."""
         n_new = new.k_sel.shape[1]
+        if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
+            self._check_room(n_new, None)
+            if decoder.take_in(new):  # refuses what does not fit, as is done below
+                self._emit_compressed(compress)
+            return self._newest
+        self._check_shapes(new)
+        new_lens_B = None if new_lens_B is None else self._checked_lengths(new_lens_B, n_new)
+        self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
         real_BS = pos_BS < end_B1
@@ -177,7 +183,10 @@ class LayerCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own, and what was prepared for these does not fit them."""
-        return {name: value for name, value in vars(self).items() if name != "_newest"} | {"_decoders": {}}
+        return {name: value for name, value in vars(self).items() if name != "_newest"} | {
+            "_decoders": {},
+            "prepared": (None, None),
+        }
 
     def n_bytes(self) -> int:
         streams = (*self.selected, *self.window, *self.compressed, *self.tail)

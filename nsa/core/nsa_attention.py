@@ -102,9 +102,11 @@ class NSAAttention(nn.Module):
         """
         if cache is not None:
             self._check_cache(x_BSD, cache, cu_doc_lens)
-            with torch.no_grad(), cache.exclusive:
-                where = where or self.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens)
-                return self._forward(x_BSD, where, cache, new_lens_B)
+            with torch.no_grad():
+                if torch.compiler.is_compiling():  # a graph cannot look into a lock
+                    return self._forward(x_BSD, where or self.locate(x_BSD, cache=cache), cache, new_lens_B)
+                with cache.exclusive:
+                    return self._forward(x_BSD, where or self.locate(x_BSD, cache=cache), cache, new_lens_B)
         if new_lens_B is not None:
             raise ConfigError(
                 "new_lens_B was given without a cache: it says how many new tokens a cache takes in for each row. Pass "
@@ -174,7 +176,7 @@ class NSAAttention(nn.Module):
                 )
             q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else self._in_dtype_of(cache, q_BSGRK, x_BSD)
             decoder = self._decoder(cache, q_BSGRK)
-            keys = cache.append(streams, new_lens_B, self._compress, decoder)
+            keys = cache.append_held(streams, new_lens_B, self._compress, decoder)
         mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)
         if self.probe is not None:
             reads_BSG = self._count_reads(idx_BSGN, *keys)
@@ -215,13 +217,14 @@ class NSAAttention(nn.Module):
         """Refuse a cache that was made for other sizes: what is kept there would be read with ours."""
         if cu_doc_lens is not None:
             raise ConfigError("a cache holds one document per row: pass either cache or cu_doc_lens, not both.")
-        if (
-            x_BSD.shape[0] == cache.batch
-            and (cache.geometry is self.geometry or cache.geometry == self.geometry)
-            and (cache.n_groups, cache.d_k, cache.d_v) == (self.n_kv_groups, self.d_k, self.d_v)
-            and x_BSD.device == cache.device
-        ):
-            return
+        if x_BSD.shape[0] == cache.batch:
+            if cache.geometry is self.geometry and x_BSD.is_cpu:  # of this very module; the rest is seen in its shapes
+                return
+            if (cache.geometry, cache.n_groups, cache.d_k, cache.d_v, cache.device) == (
+                *(self.geometry, self.n_kv_groups, self.d_k, self.d_v),
+                x_BSD.device,
+            ):
+                return
         raise ConfigError(
             f"the cache is for {cache.batch} rows on {cache.device}, {cache.n_groups} groups, keys of {cache.d_k}, "
             f"values of {cache.d_v}, {cache.geometry}; here are {x_BSD.shape[0]} rows on {x_BSD.device}, "
@@ -252,7 +255,14 @@ class NSAAttention(nn.Module):
         """A backend's own way for one new token per row; a graph cannot look into it."""
         if q_BSGRK.shape[1] > 1 or torch.compiler.is_compiling():
             return None
-        make = self.plan(q_BSGRK.device, q_BSGRK.dtype).decoder
+        prepared_for, decoder = cache.prepared
+        if prepared_for is not self:
+            decoder = self._prepare_decoder(cache)
+            cache.prepared = self, decoder
+        return decoder
+
+    def _prepare_decoder(self, cache: LayerCache) -> Decoder | None:
+        make = self.plan(cache.device, cache.dtype).decoder
         if make is None:
             return None
         g, means = self.geometry, self.phi_k.phi == "avg" and self.rope_compressed == "before"

@@ -6,6 +6,7 @@ B batch · S tokens · D model dim · V vocabulary
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nsa.core.init import init_weights
@@ -99,6 +100,8 @@ class NSATransformer(nn.Module):
                 f"the cache has {len(cache.layers)} layers and the model {len(self.blocks)}: it is of another model. "
                 f"Make it with this model's new_cache."
             )
+        if torch.compiler.is_compiling():  # a graph cannot look into a lock
+            return self._through_blocks(tokens_BS, cache.layers, new_lens_B, cu_doc_lens)
         with cache.exclusive:
             return self._through_blocks(tokens_BS, cache.layers, new_lens_B, cu_doc_lens)
 

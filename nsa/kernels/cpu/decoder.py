@@ -36,13 +36,14 @@ class Decoder:
             one.v = rows(v)
             setattr(self._step, branch, one)
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
+        self._take_in, self._arrival_at = library.load().nsa_take_in, ctypes.byref(self._arrival)
         self._first, self._fresh = self._step.compressed, [stream.fresh for stream in self._arrival.streams]
         self._strides: list[tuple[int, ...]] = [()] * len(self._fresh)
         self._first.out = rows(q.new_empty(self._out_shape))
         self._q, self._out, self._q_strides = self._first.q, self._first.out, q.stride()
 
     def take_in(self, new: tuple[Tensor, ...]) -> bool:
-        if [x.shape for x in new if x.is_cpu] != self._new_shapes:
+        if [x.shape for x in new] != self._new_shapes or not new[0].is_cpu:
             raise ConfigError(
                 f"the new tokens' keys and values are {[list(x.shape) for x in new]} on {new[0].device}: this cache "
                 f"takes {[list(shape) for shape in self._new_shapes]} on the CPU. Pass one token for each of its rows."
@@ -56,7 +57,7 @@ class Decoder:
                 self._fresh[i].batch, _, self._fresh[i].group, _ = strides
             self._fresh[i].data = x.data_ptr()
         self._arrival.isa = library.isa_for(self._dtype)
-        if (taken := library.load().nsa_take_in(ctypes.byref(self._arrival))) == library.NO_ROOM:
+        if (taken := self._take_in(self._arrival_at)) == library.NO_ROOM:
             raise ConfigError(
                 f"the cache has rows of {self._cache.length_B.tolist()} tokens, and room for 0 to "
                 f"{self._cache.selected[0].shape[1]}: one more token has no place. Make it with a larger max_len."
@@ -69,7 +70,9 @@ class Decoder:
             library.require("queries", q_B1GRK, self._q_shape, self._dtype)
         if gates_B1GR3.shape not in self._gate_shapes or not gates_B1GR3.is_cpu:
             library.require("gates", gates_B1GR3, self._gate_shapes[0], torch.float32)
-        q, gates = dense(q_B1GRK), gates_B1GR3.float().contiguous()
+        q, gates = dense(q_B1GRK), gates_B1GR3
+        if gates.dtype is not torch.float32 or not gates.is_contiguous():
+            gates = gates.float().contiguous()
         out, first = q.new_empty(self._out_shape), self._first
         if (strides := q.stride()) != self._q_strides:
             self._q_strides = strides

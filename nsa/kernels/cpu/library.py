@@ -111,7 +111,12 @@ def force_isa(name: str | None) -> None:
 
 
 def isa_for(dtype: torch.dtype) -> int:
-    isa = ISAS.index(_forced or best_isa())
+    return _isa_number(_forced or best_isa(), dtype)
+
+
+@functools.cache  # every step of decode asks twice
+def _isa_number(name: str, dtype: torch.dtype) -> int:
+    isa = ISAS.index(name)
     return isa if dtype == torch.bfloat16 else min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone
 
 

@@ -37,6 +37,8 @@ inline bool positions_hold(const Problem& p, bool choosing) {
 // Whether every row has a slot for its next token, and for the compressed entry that the token may complete.
 inline bool has_room(const Arrival& a) {
   if (!is_size(a.l) || !is_size(a.d) || !is_size(a.w)) return false;
+  for (const Stream& stream : a.streams)
+    if (!stream.fresh.data) return false;  // a tensor without memory
   const int64_t n_slots = std::min(a.streams[2].n_slots, a.streams[3].n_slots);
   for (int64_t b = 0; b < a.B; ++b) {
     const int64_t length = a.length[b];
