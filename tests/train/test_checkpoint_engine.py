@@ -558,7 +558,7 @@ def _fail(folder: Path) -> None:
     maker.retention = Retention()
     folder_of_all = maker.folder(folder / "checkpoints")
     if torch.distributed.get_rank() == 0:
-        folder_of_all.commit = lambda step: (_ for _ in ()).throw(CheckpointError("cannot commit"))  # type: ignore[method-assign]
+        folder_of_all.commit = lambda *_: (_ for _ in ()).throw(CheckpointError("cannot commit"))  # type: ignore[method-assign]
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
 from olmo_core.aliases import PathOrStr
-from olmo_core.distributed.utils import all_gather_object, barrier, broadcast_object, get_rank
+from olmo_core.distributed.utils import all_gather_object, barrier, broadcast_object, get_rank, get_world_size
 from olmo_core.io import is_url
 from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig
 from olmo_core.train.train_module import TrainModule
@@ -34,9 +34,10 @@ from nsa.train.checkpoint import layout
 from nsa.train.checkpoint.dcp_reader import VerifiedReader
 from nsa.train.checkpoint.folder import CheckpointFolder, Resumable, Retention
 from nsa.train.checkpoint.load import demand_trustworthy, open_checkpoint, read_record
-from nsa.train.checkpoint.manifest import INTERVAL, read_key
+from nsa.train.checkpoint.manifest import INTERVAL, Manifest, read_key, wrong_hashes
 from nsa.train.checkpoint.pickles import demand_harmless, read_trainer_state
 from nsa.train.checkpoint.record import RunRecord, write_rng
+from nsa.train.checkpoint.store import Folder
 from nsa.train.checkpoint.verified_files import VerifiedFiles
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,37 @@ class VerifiedCheckpointer(Checkpointer):
         return self._folders[checkpoints]
 
     def find_resumable(self, checkpoints: Path) -> Resumable:
-        """The same answer on all ranks; rank 0 reads and hashes."""
+        """The same answer on all ranks. Rank 0 looks for it; all ranks hash, each its share of the files."""
 
         def inspect(path: Path) -> None:
             demand_trustworthy(path, key=self.key, deep=False)
 
-        found = self.folder(checkpoints).find_resumable(inspect) if get_rank() == 0 else None
+        def hash_on_all_ranks(store: Folder, manifest: Manifest) -> list[str]:
+            broadcast_object((store.path, manifest))
+            return self._hash_share(store.path, manifest)
+
+        if get_rank() == 0:
+            try:
+                found = self.folder(checkpoints).find_resumable(inspect, hash_on_all_ranks)
+            finally:
+                broadcast_object(None)
+        else:
+            while (task := broadcast_object(None)) is not None:
+                self._hash_share(*task)
+            found = None
         found = broadcast_object(found)
         assert found is not None
         return found
+
+    @staticmethod
+    def _hash_share(path: Path, manifest: Manifest) -> list[str]:
+        """What is wrong with any file, on every rank; the files are dealt out by size."""
+        by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes, reverse=True)
+        try:
+            problems = list(wrong_hashes(Folder(path), manifest, by_size[get_rank() :: get_world_size()]))
+        except OSError as error:
+            problems = [f"it cannot be read: {error}"]
+        return [problem for part in all_gather_object(problems) for problem in part]
 
     def save(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False

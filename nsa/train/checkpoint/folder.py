@@ -12,7 +12,7 @@ turn and leftovers are put right by `tidy` at the next start. All of it needs th
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -116,22 +116,30 @@ class CheckpointFolder:
     def examine(self, step: int, *, deep: bool = True) -> Verdict:
         return examine(Folder(self.step_path(step)), key=self._key, step=step, deep=deep)
 
-    def find_resumable(self, inspect: Callable[[Path], object] | None = None) -> Resumable:
+    def find_resumable(
+        self,
+        inspect: Callable[[Path], object] | None = None,
+        wrong_hashes: Callable[[Folder, Manifest], Iterable[str]] | None = None,
+    ) -> Resumable:
         """Newest first, until one is good. Bad ones stay where they are, are never read further, and are reported.
 
-        `inspect` looks at the contents of one whose hashes are right, and raises CheckpointError for what would not be
-        loaded: otherwise it would be found again at every start.
+        `inspect` looks at the contents of one whose names and sizes are right, and raises CheckpointError for what
+        would not be loaded: otherwise it would be found again at every start. `wrong_hashes` compares the files with
+        their hashes, where that is not to be done here alone.
         """
         passed_over: list[Finding] = []
         for step in reversed(self.steps()):
-            problems = self.examine(step).problems
+            path = self.step_path(step)
+            problems = self.examine(step, deep=wrong_hashes is None).problems
             if not problems and inspect is not None:
                 try:
-                    inspect(self.step_path(step))
+                    inspect(path)
                 except CheckpointError as error:
                     problems = (str(error),)
+            if not problems and wrong_hashes is not None:
+                problems = tuple(wrong_hashes(Folder(path), self.examine(step, deep=False).demand_good()))
             if not problems:
-                return Resumable(step, self.step_path(step), tuple(passed_over))
+                return Resumable(step, path, tuple(passed_over))
             self._suspect.add(step)
             passed_over.append(Finding(layout.step_name(step), problems))
         return Resumable(None, None, tuple(passed_over))

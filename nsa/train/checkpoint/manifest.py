@@ -206,10 +206,15 @@ def _compare(store: Store, manifest: Manifest, sizes: Mapping[str, int], *, deep
     for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}):
         yield f"{name if name.isprintable() else repr(name)} is not listed in {COMMIT}"
     if deep:
-        by_file = {name for name in whole if manifest.files[name].sha256 is not None}
-        for name, found_entry in _hash_all(store, whole, by_file).items():
-            if not same_content(manifest.files[name], found_entry):
-                yield f"{name} does not match its SHA-256"
+        yield from wrong_hashes(store, manifest, whole)
+
+
+def wrong_hashes(store: Store, manifest: Manifest, names: list[str]) -> Iterator[str]:
+    """What the hashes of these files say against them."""
+    by_file = {name for name in names if manifest.files[name].sha256 is not None}
+    for name, found in _hash_all(store, names, by_file).items():
+        if not same_content(manifest.files[name], found):
+            yield f"{name} does not match its SHA-256"
 
 
 def same_content(listed: Entry, found: Entry) -> bool:

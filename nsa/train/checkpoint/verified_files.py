@@ -9,6 +9,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 
 from nsa.errors import CheckpointError
@@ -29,7 +30,7 @@ class VerifiedFiles:
             self.sizes = {name: entry.bytes for name, entry in manifest.files.items()}
         else:
             self.sizes = {name: size for name, size in Folder(path).files().items() if size != IRREGULAR}
-        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._digests: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
 
@@ -71,11 +72,24 @@ class VerifiedFiles:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
 
     def _block(self, name: str, number: int, *, keep: bool) -> bytes:
-        """`keep`: the next piece probably begins in the same block."""
+        """`keep`: the next piece probably begins in the same block, and another thread may want it at this moment."""
+        if not keep:
+            return self._read_block(name, number)
         with self._lock:
-            found = self._cache.get((name, number))
-        if found is not None:
-            return found
+            reading = self._cache.get((name, number))
+            mine = reading is None
+            if reading is None:
+                reading = self._cache[name, number] = Future()
+                while len(self._cache) > _CACHED_BLOCKS:
+                    self._cache.popitem(last=False)
+        if mine:
+            try:
+                reading.set_result(self._read_block(name, number))
+            except BaseException as error:  # noqa: BLE001 - raised below, and in every thread that waits
+                reading.set_exception(error)
+        return reading.result()
+
+    def _read_block(self, name: str, number: int) -> bytes:
         start = number * BLOCK_BYTES
         length = min(BLOCK_BYTES, self.sizes[name] - start)
         block = self.peek(name, start, length)
@@ -85,11 +99,6 @@ class VerifiedFiles:
                 f"{self.path / name} does not match its SHA-256: it was damaged, or changed after it was verified. "
                 f"Nothing of it is used. Use another checkpoint; `nsa checkpoint ls` shows which there are."
             )
-        if keep:
-            with self._lock:
-                self._cache[name, number] = block
-                while len(self._cache) > _CACHED_BLOCKS:
-                    self._cache.popitem(last=False)
         return block
 
     def _expected(self, name: str) -> tuple[str, ...] | None:
