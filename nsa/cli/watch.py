@@ -62,6 +62,7 @@ def status(
     directory: Path = _DIR,
     as_json: bool = typer.Option(False, "--json", help="One JSON record."),
     log: bool = typer.Option(False, "--log", help="Also add one line to health_check.log: the 15-minute health check."),
+    pids: bool = typer.Option(False, "--pids", help="Print only the process ids of its ranks on this host, for kill."),
     limit: list[str] = _LIMIT,
 ) -> None:
     """Show where a run is and what is wrong with it. Exit 0 well or finished, 1 look at it, 2 critical, failed or hung.
@@ -69,8 +70,12 @@ def status(
     A process that is gone for less than five minutes, a halted and a stopped run are 1: somebody may be at it.
 
     **Examples:** `nsa status artifacts/run`, and every 15 minutes from cron: `nsa status artifacts/run --log || mail …`
+    To save a checkpoint now, whatever started the run: `kill -USR2 $(nsa status artifacts/run --pids)`
     """
     folder = _folder(run, directory)
+    if pids:
+        _print_pids(folder)
+        return
     found = _status(folder, _limits(limit))
     if as_json:
         print(json.dumps(found.as_dict(), default=str))
@@ -171,6 +176,21 @@ def _status(folder: Path, limits: "Limits") -> "Status":
         return status_of(folder, history, findings, now=reader.now.steady, wall=reader.now.wall)
     finally:
         reader.close()
+
+
+def _print_pids(folder: Path) -> None:
+    from nsa.observe.watch.history import HistoryReader
+
+    reader = HistoryReader(folder)
+    try:
+        reader.update()
+        found = reader.processes()
+    finally:
+        reader.close()
+    if not found:
+        typer.echo(f"no rank of {folder} runs on this host", err=True)
+        raise typer.Exit(1)
+    print(*found)
 
 
 def _show(folder: Path, found: "Status") -> None:

@@ -22,7 +22,7 @@ from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, 
 from nsa.observe.events import Kind, add_event
 from nsa.train.checkpoint.folder import CheckpointFolder
 from nsa.train.checkpoint.layout import CHECKPOINTS
-from nsa.train.exits import DONE, HALTED, PREEMPTED
+from nsa.train.exits import DONE, HALTED, PREEMPTED, leave_signals
 from nsa.train.launch_agent import Spec, rank_log
 from nsa.train.node_address import LOOPBACK, make_secret, own_address
 
@@ -45,7 +45,6 @@ _HOPEFUL = {
 }
 _POLL_S = 0.1
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-_LEAVE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class _Wishes:
         self.leave = 0
         """How often it was asked to leave."""
         self.forward: list[int] = []
-        self._before = {number: signal.signal(number, self._note) for number in (*_LEAVE, *_FORWARDED)}
+        self._before = {number: signal.signal(number, self._note) for number in (*leave_signals(), *_FORWARDED)}
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         if number in _FORWARDED:

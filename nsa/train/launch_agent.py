@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nsa.train.exits import leave_signals
 from nsa.train.node_address import interface_of, loopback_interface, read_secret
 
 _MODULE = "nsa.train.launch_agent"
@@ -62,7 +63,7 @@ def die_with_parent(parent: int) -> None:
 def run_agent(spec: Spec) -> int:
     die_with_parent(spec.launcher_pid)
     # A scheduler may signal every process of a job. The ranks save and leave; the agent must be there until they have.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*leave_signals(), signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _stay)
     # Ranks that share a store with the rendezvous often meet a former life's keys: 5 of 12 restarts clean, with it 12.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

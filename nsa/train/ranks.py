@@ -18,6 +18,8 @@ class Ranks:
     distributed: bool = False
     """Whether torchrun (or one like it) started this process; a world of one may be."""
     restarts: int = 0
+    agent: int | None = None
+    """The process that started this one and ends it, if that is torchrun or the agent of `nsa launch`."""
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -31,11 +33,16 @@ class Ranks:
             local_world=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
             distributed=True,
             restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            agent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def agent_gone(self) -> bool:
+        """Whether nobody is left who would restart this process or tell it to end."""
+        return self.agent is not None and os.getppid() != self.agent
 
     @property
     def first_here(self) -> bool:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,15 +20,35 @@ WAIT_S = 90
 
 
 class Process:
-    def __init__(self, tmp_path, *words, ranks: int = 1) -> None:
+    """A run under one of the three launchers: `nsa train` alone, `nsa launch`, torchrun."""
+
+    def __init__(self, tmp_path, *words, launcher: str | None = None, ranks: int = 1, no_hangup: bool = False) -> None:
         self.folder = tmp_path / "run"
-        torchrun = ["torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port()), "-m"]
+        start = {
+            "train": ["nsa.cli", "train"],
+            "launch": ["nsa.cli", "launch", "--nproc", str(ranks)],
+            "torchrun": ["torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port()),
+                         "-m", "nsa.cli", "train"],
+        }  # fmt: skip
+        launcher = launcher or ("train" if ranks == 1 else "torchrun")
         self.log = (tmp_path / "log").open("a")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *(torchrun if ranks > 1 else []), "nsa.cli", "train", str(write_config(tmp_path)),
+            [*(["nohup"] if no_hangup else []), sys.executable, "-m", *start[launcher], str(write_config(tmp_path)),
              "train.steps=4900", f"train.out_dir={self.folder}", *words],
-            cwd=ROOT, env=environment(), stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
+            cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """Of the ranks, as their heartbeats tell."""
+        beats = [last_beat(path) for path in self.folder.glob(names.HEARTBEATS)]
+        return [beat.pid for beat in beats if beat]
+
+    def shell(self, command: str) -> None:
+        """As an operator types it."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        words = ["bash", "-ec", command.replace("RUN", str(self.folder))]
+        subprocess.run(words, cwd=ROOT, env=environment(PATH=path), check=True, timeout=WAIT_S)
 
     def wait_for(self, what, happened) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -54,19 +75,30 @@ class Process:
 def start(tmp_path):
     started = []
 
-    def begin(*words, ranks: int = 1) -> Process:
-        started.append(Process(tmp_path, *words, ranks=ranks))
+    def begin(*words, **how) -> Process:
+        started.append(Process(tmp_path, *words, **how))
         return started[-1]
 
     yield begin
     for run in started:
         if run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGKILL)
+        for pid in filter(alive, run.pids()):  # torchrun's ranks have sessions of their own; none, unless a test failed
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_usr1_dumps_stacks_usr2_saves_and_term_leaves_with_a_checkpoint(start):
-    run = start("train.keep_checkpoints=1")
+    run = start("train.keep_checkpoints=1", no_hangup=True)
     run.wait_for_steps()
+    run.process.send_signal(signal.SIGHUP)  # nohup: it goes on
     run.process.send_signal(signal.SIGUSR1)
     dump = run.folder / names.stackdump(0, run.process.pid)
     run.wait_for("a stack dump", lambda: "most recent call first" in dump.read_text())
@@ -139,3 +171,54 @@ def test_a_term_to_one_rank_takes_all_along(start):
     beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
     assert [beat.msg for beat in beats] == [names.STOPPED] * 2
     assert beats[0].step == beats[1].step == CheckpointFolder(run.folder / names.CHECKPOINTS).latest()
+
+
+@pytest.mark.parametrize(("launcher", "code"), [("train", 10), ("launch", 10), ("torchrun", 1)])
+def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
+    ranks = 1 if launcher == "train" else 2
+    run = start(launcher=launcher, ranks=ranks)
+    run.wait_for("all ranks", lambda: min(run.step(rank) for rank in range(ranks)) >= 2)
+    pids, checkpoints = run.pids(), CheckpointFolder(run.folder / names.CHECKPOINTS)
+    run.shell("kill -USR1 $(nsa status RUN --pids)")
+    dumps = [
+        run.folder / names.stackdump(rank, last_beat(run.folder / names.heartbeat(rank)).pid) for rank in range(ranks)
+    ]
+    run.wait_for("stacks of all", lambda: all("most recent call first" in _text(dump) for dump in dumps))
+    run.shell("kill -USR2 $(nsa status RUN --pids)")
+    run.wait_for("a checkpoint", checkpoints.committed_steps)
+    run.wait_for_steps()
+    run.shell("kill -TERM $(nsa status RUN --pids)")
+    assert run.end() == code, "torchrun has only 1 for ranks that end with 10"
+    beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in range(ranks)]
+    assert [beat.msg for beat in beats] == [names.STOPPED] * ranks
+    assert {beat.step for beat in beats} == {checkpoints.find_resumable().step}
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_a_hangup_saves_and_leaves(start):
+    run = start()
+    run.wait_for_steps(2)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.end() == 10
+    assert last_beat(run.folder / names.heartbeat(0)).msg == names.STOPPED
+    assert CheckpointFolder(run.folder / names.CHECKPOINTS).find_resumable().step == run.step()
+
+
+def test_ranks_whose_torchrun_is_gone_save_and_leave(start):
+    """USR2 ends torchrun, which has no handler for it, and it ends no rank."""
+    run = start(ranks=2)
+    run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)
+    pids = run.pids()
+    run.process.send_signal(signal.SIGUSR2)
+    assert run.end() == -signal.SIGUSR2
+    deadline = time.monotonic() + WAIT_S
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"orphans train on: step {run.step()}"
+        time.sleep(0.05)
+    beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
+    assert [beat.msg for beat in beats] == [names.STOPPED] * 2
+    assert {beat.step for beat in beats} == {CheckpointFolder(run.folder / names.CHECKPOINTS).find_resumable().step}
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -289,6 +289,10 @@ class HistoryReader:
         """Ranks of this host that have had their last word and are still there, saving."""
         return [log.rank for log in self.local() if log.ended and self._is_there(log)]
 
+    def processes(self) -> list[int]:
+        """Process ids of the ranks on this host that are there."""
+        return [log.last.pid for log in self.local() if self._is_there(log) is not False]
+
     def _gone(self) -> Iterator[int]:
         for log in self.local():
             if not log.ended and self._is_there(log) is False:

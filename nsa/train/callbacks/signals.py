@@ -15,8 +15,8 @@ from types import FrameType
 from typing import TextIO
 
 from nsa.train.collectives import write_record
+from nsa.train.exits import leave_signals
 
-LEAVE = (signal.SIGTERM, signal.SIGINT)
 SAVE = signal.SIGUSR2
 DUMP = signal.SIGUSR1
 
@@ -27,6 +27,7 @@ class Signals:
     def __init__(self, stackdump: Path, collectives: Path | None = None) -> None:
         self.leave: str | None = None
         self.save = False
+        self._leave = leave_signals()
         self._file: TextIO = stackdump.open("a", encoding="utf-8")
         self._collectives = collectives
         self._heard, self._tell = os.pipe()
@@ -36,7 +37,7 @@ class Signals:
 
     def install(self) -> None:
         faulthandler.unregister(DUMP)  # or it would take itself for the handler to hand on to
-        for number in (*LEAVE, SAVE, DUMP):
+        for number in (*self._leave, SAVE, DUMP):
             signal.signal(number, self._note)
         signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         faulthandler.register(DUMP, file=self._file, all_threads=True, chain=True)
@@ -49,7 +50,7 @@ class Signals:
         self._listener.join()
         for number in (DUMP, SAVE):
             signal.signal(number, signal.SIG_IGN)
-        for number in LEAVE:
+        for number in self._leave:
             signal.signal(number, signal.SIG_DFL)
         self._file.close()
         path = Path(self._file.name)
@@ -59,7 +60,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self.save = True
-        elif number in LEAVE:
+        elif number in self._leave:
             self.leave = signal.Signals(number).name
 
     def _listen(self) -> None:

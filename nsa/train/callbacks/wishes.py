@@ -37,8 +37,11 @@ class Wishes(Callback):
 
     def post_step(self) -> None:
         reason = self.folder.halt_reason() if self.ranks.first_here else None
+        asked = f"{self.signals.leave} received" if self.signals.leave else None
+        if self.ranks.agent_gone():
+            asked = asked or f"process {self.ranks.agent}, which started this rank, is gone"
         halt, leave, save, failed = self.agreement.any(
-            [reason is not None, self.signals.leave is not None, self.signals.save, self.saver.failed]
+            [reason is not None, asked is not None, self.signals.save, self.saver.failed]
         )
         if failed:
             self.saver.settle()
@@ -48,7 +51,7 @@ class Wishes(Callback):
         if halt:
             self._end(HALTED, names.HALTED, Kind.HALT, f"{names.HALT}: {reason or 'seen by another rank'}")
         elif leave:
-            self._end(PREEMPTED, names.STOPPED, Kind.STOP, f"{self.signals.leave or 'a signal'} received")
+            self._end(PREEMPTED, names.STOPPED, Kind.STOP, asked or "another rank was asked to leave")
 
     def _end(self, code: int, msg: str, kind: Kind, detail: str) -> None:
         self.exit_code = code
