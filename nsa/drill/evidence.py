@@ -15,6 +15,11 @@ def beats(folder: Path, rank: int = 0, msg: str = names.PROGRESS) -> list[Beat]:
     return [beat for beat in read_beats(path) if beat.msg == msg] if path.exists() else []
 
 
+def last_beat_at(folder: Path, rank: int = 0) -> float:
+    path = folder / names.heartbeat(rank)
+    return max((beat.ts for beat in read_beats(path)), default=0.0) if path.exists() else 0.0
+
+
 def last_step(folder: Path, rank: int = 0) -> int:
     told = beats(folder, rank)
     return told[-1].step if told else 0

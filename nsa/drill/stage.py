@@ -17,13 +17,13 @@ from nsa.config.env import without_settings
 from nsa.drill import evidence
 from nsa.drill.fault import Fault, Kind
 from nsa.drill.row import NotSeen
+from nsa.observe import names
 
 PATIENCE_S = 240.0
-"""For anything that must happen at all; how fast it must be is each scenario's own demand."""
+"""Without any sign of life, before a wait is given up; how fast something must be is each scenario's own demand."""
 LOOK_S = 0.5
 """Between two looks of the watchdog."""
-SLACK_S = 15.0
-"""That a busy machine may add to the time in which something must be found."""
+_SLACK_S = 15.0
 STEPS, SAVE_EVERY = 40, 4
 SEQ_LEN, BATCH_ROWS = 96, 4
 
@@ -45,10 +45,10 @@ class Process:
     """A command of ours in a session of its own, its words in a log."""
 
     def __init__(self, command: list[str], log: Path, curtain: threading.Event) -> None:
-        self.log, self._curtain = log, curtain
+        self.log, self._curtain, self._patience = log, curtain, Patience(log.parent)
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [sys.executable, "-m", "nsa.drill.child", str(os.getpid()), *command],
                 env={**without_settings(), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -67,24 +67,45 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def end(self, patience_s: float = PATIENCE_S) -> int:
+    def end(self) -> int:
         """The exit code; negative if a signal ended it."""
-        until = time.monotonic() + patience_s
+        self._patience.renew()
         while (code := self._process.poll()) is None:
             pause(self._curtain)
-            if time.monotonic() > until:
-                raise NotSeen(f"{self.log.stem} did not end within {patience_s:.0f} s")
+            if self._patience.exhausted():
+                raise NotSeen(f"{self.log.stem} did not end, and nothing has moved for {PATIENCE_S:.0f} s")
         return code
 
     def kill(self) -> None:
-        """It and what it started; ranks of a launcher die with it."""
-        if self.running:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """It and what it started, also if it is gone itself; ranks of a launcher die with it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+class Patience:
+    """Waiting for a run is given up when nothing under a folder has grown for `PATIENCE_S`, not when it is slow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.renew()
+
+    def renew(self) -> None:
+        self._size, self._until = self._written(), time.monotonic() + PATIENCE_S
+
+    def exhausted(self) -> bool:
+        if time.monotonic() <= self._until:
+            return False
+        before = self._size
+        self.renew()
+        return self._size == before
+
+    def _written(self) -> int:
+        """Bytes of logs, heartbeats and events."""
+        return sum(path.stat().st_size for name in ("*.log", "run/*.jsonl") for path in self._folder.glob(name))
 
 
 class Stage:
@@ -94,6 +115,7 @@ class Stage:
         self.folder, self.run = folder, folder / "run"
         self._curtain, self._calm = curtain, calm
         self._processes: list[Process] = []
+        self._first_step_s = 0.0
         self._closing: list[Callable[[], object]] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._marker = folder / "run.yaml", folder / "injected_at"
@@ -129,7 +151,10 @@ class Stage:
         """`nsa watch` that may halt, looking twice a second; limits that are not given are the normal ones."""
         self.run.mkdir(parents=True, exist_ok=True)
         words = [word for name, value in limits.items() for word in ("--limit", f"{name}={value:g}")]
-        return self.start("nsa.cli", "watch", str(self.run), "--halt", "1", "--interval", f"{LOOK_S:g}", *words)
+        log = self.run / names.HEALTH_LOG
+        process = self.start("nsa.cli", "watch", str(self.run), "--halt", "1", "--interval", f"{LOOK_S:g}", *words)
+        self.wait_for("the watchdog's first word", log.exists, process)
+        return process
 
     def start(self, *command: str) -> Process:
         log = self.folder / f"{len(self._processes)}-{command[1]}.log"
@@ -138,7 +163,7 @@ class Stage:
 
     def wait_for(self, what: str, look: Callable[[], _T], process: Process | None = None) -> _T:
         """What `look` finds, as soon as it finds something; not if the process ends first."""
-        until = time.monotonic() + PATIENCE_S
+        patience = Patience(self.folder)
         while True:
             ended = process is not None and not process.running  # asked first: it may end right after the look
             if found := look():
@@ -146,8 +171,8 @@ class Stage:
             if ended:
                 assert process is not None
                 raise NotSeen(f"{process.log.stem} ended with {process.end()} before {what}: {_tail(process.said())}")
-            if time.monotonic() > until:
-                raise NotSeen(f"{what} did not come within {PATIENCE_S:.0f} s")
+            if patience.exhausted():
+                raise NotSeen(f"{what} did not come, and nothing has moved for {PATIENCE_S:.0f} s")
             pause(self._curtain)
 
     def wait_for_step(self, step: int, process: Process, rank: int = 0) -> int:
@@ -157,7 +182,15 @@ class Stage:
             told = [beat for beat in evidence.beats(self.run, rank) if beat.step >= step]
             return told[-1].pid if told and evidence.saved_steps(self.run) else 0
 
-        return self.wait_for(f"step {step} of rank {rank}", look, process)
+        began = time.monotonic()
+        pid = self.wait_for(f"step {step} of rank {rank}", look, process)
+        self._first_step_s = max(self._first_step_s, time.monotonic() - began)
+        return pid
+
+    @property
+    def slack_s(self) -> float:
+        """What this machine may add to the time in which something must be found: more, if runs start slowly on it."""
+        return max(_SLACK_S, self._first_step_s)
 
     def fault(self, kind: Kind, **more: Any) -> Fault:
         return Fault(kind=kind, marker=str(self._marker), **more)

@@ -1,10 +1,12 @@
 """A drill that could not fail would prove nothing: every kind of trouble must end in a row that says so."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +111,69 @@ def test_a_term_ends_the_drill_and_its_runs(tmp_path):
     assert drill.returncode not in (0, 1)
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [command for command in commands if str(keep).encode() in command]
+
+
+def processes_with(text: str) -> list[bytes]:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            commands.append(path.read_bytes())
+    return [command for command in commands if text.encode() in command]
+
+
+def wait_until(holds, what: str, timeout_s: float = 90) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+def test_a_killed_drill_takes_its_runs_along(tmp_path):
+    keep = tmp_path / "kept"
+    command = [sys.executable, "-m", "nsa.cli", "drill", "--only", "killed_rank", "--keep", str(keep)]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    drill = subprocess.Popen(command, cwd=Path(__file__).parents[2], **quiet)
+    try:
+        wait_until(lambda: list(keep.glob("killed_rank/run/logs/*/rank1.log")), "no rank was started")
+    finally:
+        drill.kill()
+        drill.wait()
+    wait_until(lambda: not processes_with(str(keep)), f"still there: {processes_with(str(keep))}", 20)
+
+
+def test_leaving_the_stage_ends_what_a_killed_process_has_started(tmp_path):
+    child = f"import subprocess, sys; subprocess.Popen(['sleep', '600.{os.getpid()}'])"
+    with Stage(tmp_path, threading.Event()) as stage:
+        process = stage.start("timeit", "-n1", "-s", child, "import time; time.sleep(600)")
+        wait_until(lambda: processes_with(f"sleep\x00600.{os.getpid()}"), "no child")
+        process.send(signal.SIGKILL)
+        assert process.end() == -signal.SIGKILL
+    wait_until(lambda: not processes_with(f"sleep\x00600.{os.getpid()}"), "the child lives on", 10)
+
+
+def test_a_watchdog_watches_before_anything_is_broken(tmp_path):
+    with Stage(tmp_path, threading.Event()) as stage:
+        stage.watch()
+        assert "watching" in (stage.run / names.HEALTH_LOG).read_text()
+
+
+def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
+    """A slow machine is no fault: what is waited for is over when nothing has moved for a while."""
+    monkeypatch.setattr("nsa.drill.stage.PATIENCE_S", 0.6)
+    with Stage(tmp_path, threading.Event()) as stage:
+        stage.run.mkdir()
+        beats, looks = stage.run / names.heartbeat(0), []
+
+        def slow() -> bool:
+            looks.append(1)
+            time.sleep(0.2)
+            with beats.open("a") as out:
+                out.write("{}\n")
+            return len(looks) > 8
+
+        assert stage.wait_for("the ninth look", slow)
+        with pytest.raises(NotSeen, match="did not come"):
+            stage.wait_for("anything", lambda: False)
 
 
 def test_a_fault_travels_whole():

@@ -6,7 +6,7 @@ from nsa.drill import evidence
 from nsa.drill.fault import Kind as FaultKind
 from nsa.drill.row import Row
 from nsa.drill.scenarios.going_on import finish
-from nsa.drill.stage import SLACK_S, Stage
+from nsa.drill.stage import Stage
 from nsa.errors import NonFiniteError
 from nsa.observe import names
 from nsa.observe.events import Kind
@@ -45,7 +45,9 @@ def gate_collapse(stage: Stage, row: Row) -> None:
     told = evidence.found(stage.run, *conditions)
     row.demand(told, "the watchdog found no collapse")
     if told:
-        row.detected(f"watchdog: {told[0].details['condition']}", told[0].ts - stage.injected_at(), within_s=SLACK_S)
+        row.detected(
+            f"watchdog: {told[0].details['condition']}", told[0].ts - stage.injected_at(), within_s=stage.slack_s
+        )
     row.demand(any(name in evidence.anomaly(stage.run) for name in conditions), "the anomaly file does not tell")
     details = stage.run / names.GATE_COLLAPSE
     row.demand(details.exists() and json.loads(details.read_text()), f"no {names.GATE_COLLAPSE}")

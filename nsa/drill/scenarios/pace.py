@@ -9,7 +9,7 @@ from nsa.drill import evidence
 from nsa.drill.fault import Kind as FaultKind
 from nsa.drill.row import Row
 from nsa.drill.scenarios.going_on import finish
-from nsa.drill.stage import SLACK_S, Stage
+from nsa.drill.stage import Stage
 from nsa.observe import names
 from nsa.train.exits import HALTED
 
@@ -28,7 +28,7 @@ def hung_rank(stage: Stage, row: Row) -> None:
     stage.at_end(lambda: _let_go(pid))
     silent_since = time.time()
     event = stage.wait_for("the watchdog's finding", lambda: evidence.found(stage.run, "heartbeat_stall"), launched)[0]
-    row.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + SLACK_S)
+    row.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + stage.slack_s)
     stage.wait_for("the anomaly file", lambda: "heartbeat_stall" in evidence.anomaly(stage.run), launched)
     row.demand_equal("exit code of the launcher", launched.end(), HALTED)
     waiting = [
@@ -53,7 +53,7 @@ def slow_rank(stage: Stage, row: Row) -> None:
     told = evidence.found(stage.run, "straggler")
     row.demand(told, "the watchdog found no straggler")
     if told:
-        row.detected("watchdog: straggler", told[0].ts - stage.injected_at(), within_s=SLACK_S)
+        row.detected("watchdog: straggler", told[0].ts - stage.injected_at(), within_s=stage.slack_s)
         row.demand_equal("the ranks it names", told[0].details.get("ranks"), [1])
     row.demand(not (stage.run / names.HALT).exists(), "a warning must not halt")
     row.demand_equal("last step", evidence.last_step(stage.run), evidence.newest_good_step(stage.run))

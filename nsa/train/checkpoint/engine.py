@@ -5,7 +5,7 @@ of which then reads the index, its trainer state and its pieces of the tensors t
 
 Order of an asynchronous save, on every rank in the main thread unless said otherwise:
 1. rank 0 empties the staging folder; barrier;
-2. each rank writes `train/rank{N}.pt` and `state/rank{N}.json`, rank 0 also `state.json`; barrier (the engine's);
+2. each rank writes `train/rank{N}.pt`, rank 0 also `state.json`; barrier (the engine's);
 3. each rank copies its tensors to host memory and hands them to DCP's thread; training goes on;
 4. in that thread: all ranks write; rank 0 writes the index, hashes, commits, renames, moves `latest`, retires old ones.
 The future that rank 0 gets is done after 4, so whoever waits for it waits for the commit. The other ranks' futures are
@@ -36,7 +36,7 @@ from nsa.train.checkpoint.folder import CheckpointFolder, Resumable, Retention
 from nsa.train.checkpoint.load import demand_trustworthy, open_checkpoint, read_record
 from nsa.train.checkpoint.manifest import INTERVAL, Manifest, read_key, wrong_hashes
 from nsa.train.checkpoint.pickles import demand_harmless, read_trainer_state
-from nsa.train.checkpoint.record import RunRecord, write_rng
+from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpoint.store import Folder
 from nsa.train.checkpoint.verified_files import VerifiedFiles
 
@@ -191,7 +191,6 @@ class VerifiedCheckpointer(Checkpointer):
         super()._save_train_state(dir, wd, train_state)
         # What cannot be loaded again must not be found out by the run that needs it.
         read_trainer_state(VerifiedFiles(wd, None), get_rank())
-        write_rng(wd, get_rank())
         if get_rank() == 0 and self.record is not None:
             self.record().write(wd)
 

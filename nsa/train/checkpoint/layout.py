@@ -4,9 +4,8 @@ checkpoints/
     step200/                    a whole checkpoint: COMMIT.json lists and hashes every other file in it
         COMMIT.json             written last
         state.json              what the trainer records beside tensors
-        state/rank{N}.json      the random state of each rank
         model_and_optim/        tensors in `__{rank}_{n}.distcp`, written by DCP; its index `.metadata` is a pickle
-        train/rank{N}.pt        the engine's own trainer state
+        train/rank{N}.pt        the engine's own trainer state, with the random state of each rank
         .metadata.json          the engine's note that it has finished
     latest -> step200           replaced atomically after every save
     .saving-step300/            being written, or left by a killed save
@@ -32,6 +31,7 @@ NEW_LINK = ".latest-new"
 
 _STEP = re.compile(r"step(0|[1-9]\d{0,17})")
 _NUMBER = r"(0|[1-9]\d{0,8})"
+# Checkpoints of earlier versions also hold state/rank{N}.json, which nothing reads.
 _KNOWN_FILE = re.compile(
     rf"COMMIT\.json|state\.json|\.metadata\.json|state/rank{_NUMBER}\.json|train/rank{_NUMBER}\.pt"
     rf"|(model_and_optim/)?(\.metadata|__{_NUMBER}_{_NUMBER}\.distcp)"
@@ -46,10 +46,6 @@ def step_of(name: str) -> int | None:
     """The step a folder name stands for; None if it is not a checkpoint's name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def rank_state(rank: int) -> str:
-    return f"state/rank{rank}.json"
 
 
 def trainer_state(rank: int) -> str:

@@ -1,20 +1,18 @@
 """state.json: what a run must know again besides its tensors, in text that anyone can read and nothing can execute.
 
-Random states are kept per rank, in files of their own, so that a thousand ranks write a thousand small files and none
-of them collects the others'. Everything in `RunRecord` itself is the same on every rank and free of the world size.
+Everything in it is the same on every rank and free of the world size. Random states are per rank: the engine keeps them
+in `train/rank{N}.pt`.
 """
 
-import base64
 import hashlib
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from nsa.errors import CheckpointError
-from nsa.train.checkpoint.layout import STATE, rank_state
+from nsa.train.checkpoint.layout import STATE
 from nsa.train.checkpoint.store import write_durably
 
 FORMAT = 1
@@ -65,56 +63,6 @@ class RunRecord:
         if fingerprint(record.config) != config_fingerprint:
             raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
         return record
-
-
-def write_rng(checkpoint: Path, rank: int) -> None:
-    """This rank's random states (Python, numpy, torch, every GPU it uses), into a staging folder."""
-    import numpy
-    import torch
-
-    version, internal, gauss = random.getstate()
-    twister = numpy.random.get_state(legacy=False)
-    state = {
-        "python": [version, list(internal), gauss],
-        "numpy": twister
-        | {"state": {**twister["state"], "key": _pack(twister["state"]["key"].astype("<u4").tobytes())}},
-        "torch": _pack(torch.get_rng_state().numpy().tobytes()),
-        "cuda": _pack(torch.cuda.get_rng_state().numpy().tobytes()) if torch.cuda.is_available() else None,
-    }
-    path = checkpoint / rank_state(rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write_json(path, state)
-
-
-def restore_rng(checkpoint: Path, rank: int) -> bool:
-    """Bring a rank's random states back; False if the checkpoint was written by fewer ranks."""
-    import numpy
-    import torch
-
-    path = checkpoint / rank_state(rank)
-    if not path.is_file():
-        return False
-    state = _parse_json(_read_bytes(path), path)
-    try:
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        twister = state["numpy"]
-        twister["state"]["key"] = numpy.frombuffer(_unpack(twister["state"]["key"]), dtype="<u4")
-        numpy.random.set_state(twister)
-        torch.set_rng_state(torch.frombuffer(bytearray(_unpack(state["torch"])), dtype=torch.uint8))
-        if state["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray(_unpack(state["cuda"])), dtype=torch.uint8))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} does not hold random states: {error!r}.") from error
-    return True
-
-
-def _pack(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
-
-
-def _unpack(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
