@@ -37,6 +37,12 @@ class CheckpointError(NSAError):
     exit_code = 22
 
 
+class OutputError(NSAError):
+    """A file or folder that cannot be written: a wrong path, missing permission, a full or read-only disk."""
+
+    exit_code = 22
+
+
 class NonFiniteError(NSAError):
     """Steps that were not finite, or spiked, more often than the run may skip or go back for."""
 

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from nsa.cli.outputs import require_writable_file
+
 if TYPE_CHECKING:
     from nsa.bench.session import Wish
 
@@ -214,6 +216,8 @@ def model(
 
     **Example:** `nsa bench model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md --plot model.svg`
     """
+    require_writable_file(json, plot, markdown)
+
     from nsa.bench.machine import describe_machine
     from nsa.bench.model import report as models
     from nsa.bench.model.gpus import gpu_named
@@ -238,6 +242,8 @@ def model(
 
 
 def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | None) -> None:
+    require_writable_file(json, plot, markdown)
+
     from nsa.bench import plot as plotting
     from nsa.bench import report as reports
     from nsa.bench.session import new_report, run
@@ -264,6 +270,7 @@ def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | No
     if plot is not None:
         plotting.write(report, plot)
     if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
         markdown.write_text(report.to_markdown(), encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.outputs import require_writable_folder
 from nsa.cli.terminal import say
 from nsa.errors import CheckpointError
 
@@ -58,7 +59,7 @@ def verify(
     from nsa.train.checkpoint.load import demand_trustworthy
     from nsa.train.checkpoint.manifest import read_key
 
-    one = path.resolve()
+    one = _resolved(path)
     if step_of(one.name) is not None:
         wanted = [one]
     else:
@@ -95,12 +96,14 @@ def export(
 
     **Example:** `nsa checkpoint export artifacts/run --out exported`
     """
+    require_writable_folder(out)
+
     from nsa.train.checkpoint.layout import COMMIT, step_of
     from nsa.train.checkpoint.load import demand_trustworthy
     from nsa.train.checkpoint.load import export as write
     from nsa.train.checkpoint.manifest import read_key
 
-    source = checkpoint.resolve()
+    source = _resolved(checkpoint)
     if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
         key = read_key(key_file) if key_file else None
         found = _open(checkpoint, key_file).find_resumable(lambda path: demand_trustworthy(path, key=key))
@@ -127,7 +130,7 @@ def push(
     from nsa.train.checkpoint.manifest import read_key
     from nsa.train.checkpoint.s3 import push as copy
 
-    say(f"wrote {copy(checkpoint.resolve(), url, key=read_key(key_file) if key_file else None)}")
+    say(f"wrote {copy(_resolved(checkpoint), url, key=read_key(key_file) if key_file else None)}")
 
 
 @app.command()
@@ -168,6 +171,13 @@ def _retention(folder: "CheckpointFolder", newest: int | None) -> "Retention":
         return Retention.from_settings(RunRecord.read(folder.step_path(newest)).config) if newest else Retention()
     except (CheckpointError, AttributeError, TypeError, ValueError):
         return Retention()
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # a loop of links is a RuntimeError in Python 3.11
+        raise CheckpointError(f"{path} leads to no checkpoint ({error}). Check the path.") from None
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from nsa.cli.outputs import require_writable_file
 from nsa.errors import ConfigError
 from nsa.terminal_text import printable
 
@@ -24,6 +25,8 @@ def compare(
             f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more lines than that cannot "
             f"be told apart. Name fewer or more."
         )
+    require_writable_file(out)
+
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

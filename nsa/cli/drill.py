@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.outputs import require_writable_folder
 from nsa.cli.polite_end import polite_end
 from nsa.cli.terminal import say
 from nsa.errors import ConfigError
@@ -76,6 +77,7 @@ def drill(
 def _folder(keep: Path | None) -> Path:
     if keep is None:
         return Path(tempfile.mkdtemp(prefix="nsa-drill-"))
+    require_writable_folder(keep)
     if keep.exists() and any(keep.iterdir()):
         raise ConfigError(f"--keep {keep} is not empty: the drill's runs need folders of their own. Name a new one.")
     keep.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from nsa.cli.outputs import require_writable_file
 from nsa.cli.terminal import complain
 
 
@@ -21,6 +22,8 @@ def exporter(
 
     **Example:** `nsa exporter artifacts --file-sd ops/prometheus/targets/here.json`
     """
+    require_writable_file(file_sd)
+
     from nsa.observe.export.exporter import Exporter, is_loopback
 
     stop = threading.Event()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.outputs import require_writable_folder
 from nsa.cli.polite_end import polite_end
 from nsa.errors import ConfigError
 
@@ -48,6 +49,7 @@ def gpu_check(
     from nsa.bench.machine import describe_machine
     from nsa.config.env import without_settings
 
+    require_writable_folder(out)
     if rehearse:
         refuse_rehearsal_among_results(out)
     else:

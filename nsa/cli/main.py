@@ -24,6 +24,7 @@ from nsa.cli import (
     watch,
 )
 from nsa.cli.data import data_app
+from nsa.cli.outputs import explain
 from nsa.cli.terminal import complain
 from nsa.errors import ConfigError, NSAError
 
@@ -96,6 +97,11 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
+    except OSError as error:
+        if (told := explain(error)) is None:
+            raise
+        complain(f"{type(told).__name__}: {told}")
+        sys.exit(told.exit_code)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from nsa.cli.outputs import require_writable_file
 from nsa.cli.terminal import say
 
 DEFAULT_NAME = "report.html"
@@ -17,12 +18,13 @@ def report(
 
     **Example:** `nsa report artifacts/run --out run.html`
     """
+    path = out or run / DEFAULT_NAME
+    require_writable_file(path)
+
     from nsa.observe.view.look import look_once
     from nsa.observe.view.report.run_report import render
 
-    text = render(look_once(run))
-    path = out or run / DEFAULT_NAME
-    write(path, text)
+    write(path, render(look_once(run)))
 
 
 def write(path: Path, text: str) -> None:

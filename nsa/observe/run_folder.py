@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import socket
+import stat
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -85,3 +86,24 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why no file can be made in this folder, or why the folder itself cannot be made; None where both can."""
+    for place in (folder, *folder.absolute().parents):
+        try:
+            mode = place.stat().st_mode
+        except FileNotFoundError:
+            if place.is_symlink():
+                return f"{place} is a link that leads nowhere"
+            continue
+        except NotADirectoryError:  # one of its parents is a file
+            continue
+        except (OSError, ValueError) as error:  # the latter for a path that is none, with a NUL byte in it
+            return f"{place} cannot be looked at ({getattr(error, 'strerror', None) or error})"
+        if not stat.S_ISDIR(mode):
+            return f"{place} is not a folder"
+        if not os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            return f"{place} cannot be written by this user, or its disk is mounted read-only"
+        return None
+    return None

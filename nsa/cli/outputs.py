@@ -1,0 +1,44 @@
+"""Checks before a long command that its output can be written, and messages for paths that cannot."""
+
+import errno
+from pathlib import Path
+
+from nsa.errors import OutputError
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRONG_PATH = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
+
+
+def require_writable_file(*paths: Path | None) -> None:
+    """Raise if one of these files, or a folder that it needs, cannot be written; None stands for no output."""
+    for path in paths:
+        if path is not None:
+            require_writable_folder(path.parent)
+            try:
+                is_folder = path.is_dir()
+            except OSError as error:
+                raise explain(error) or error from None
+            if is_folder:
+                raise OutputError(f"cannot write {path}: it is a folder. Name a file.")
+
+
+def require_writable_folder(folder: Path | None) -> None:
+    """Raise if nothing can be written into this folder, or if it cannot be made."""
+    from nsa.observe.run_folder import why_not_writable
+
+    if folder is not None and (problem := why_not_writable(folder)):
+        raise OutputError(f"cannot write to {folder}: {problem}. Name another path, or change its permissions.")
+
+
+def explain(error: OSError) -> OutputError | None:
+    """A message for a path or a disk that a user can correct; None for what must be a defect of ours."""
+    if error.errno in _NO_ROOM:
+        what = f"cannot write {error.filename}" if error.filename else "cannot write"
+        return OutputError(f"{what}: {error.strerror}. Free disk space, or write to another disk.")
+    if error.errno in _WRONG_PATH and error.filename:
+        return OutputError(
+            f"cannot read or write {error.filename}: {error.strerror}. Name another path, or change its permissions."
+        )
+    return None
