@@ -23,29 +23,34 @@ def estimate(
     target: str = typer.Option("here", help=TARGET_HELP),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help="Do not refuse for this rule; repeatable."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),
 ) -> None:
     """Reckon parameters, FLOPs, memory, time and price of a run.
 
     Weights, gradients and optimizer states are exact; activations are reckoned tensor by tensor, within 15 % of what
-    was measured on a CPU. Time and price rest on an assumed efficiency: give your own once you know it.
+    was measured on a CPU. Time and price rest on an assumed efficiency: give your own once you know it. What
+    `nsa preflight --no-dry-run` refuses is refused here too, below the figures, with exit 2.
 
     **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
     `nsa estimate configs/train_50k.yaml train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
     """
     config = resolve(arguments or [])
 
-    from nsa.guard.estimate import estimate as reckon
     from nsa.guard.hardware import parse_target
-    from nsa.train.rows import vocabulary
+    from nsa.guard.preflight import check_names, demand, failed, judge
+    from nsa.train.preflight import gather
 
-    vocab_size = config.model.vocab_size or vocabulary(config)
+    check_names(allow)
     hardware = parse_target(target, config.runtime.device)
-    found = reckon(config, hardware, vocab_size, efficiency=efficiency, price=price)
+    facts = gather(config, hardware, efficiency=efficiency, price=price, try_it=False)
+    verdicts = judge(facts, allow)
     if as_json:
-        print(json.dumps(as_dict(found), indent=2))
-    else:
-        _print(found)
+        found = as_dict(facts.estimate) if facts.estimate is not None else {}
+        print(json.dumps({**found, "refused_by": [verdict.rule for verdict in failed(verdicts)]}, indent=2))
+    elif facts.estimate is not None:
+        _print(facts.estimate)
+    demand(verdicts)
 
 
 def as_dict(found: "Estimate") -> dict[str, Any]:

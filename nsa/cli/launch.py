@@ -1,14 +1,20 @@
 """`nsa launch`: several ranks that are watched and started again from the last checkpoint."""
 
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nsa.cli.config import resolve
 from nsa.cli.preflight import ALLOW_HELP
 from nsa.cli.terminal import say
+
+if TYPE_CHECKING:
+    from nsa.config import RunConfig
 
 
 def launch(
@@ -57,10 +63,29 @@ def launch(
         resume=resume,
         grace_s=grace,
     )
+    resuming = resume or resume_from is not None
+    _refuse_unfit(config, nproc, plan.nodes(), resuming=resuming, clear_halt=clear_halt, allowed=allow)
     if clear_halt:
         _put_halt_aside(plan.run_folder)
     code = run(plan, lambda text: say(f"launch: {text}"), _show)
     raise typer.Exit(code)
+
+
+def _refuse_unfit(config: "RunConfig", nproc: int, nodes: tuple[int, int], **given: Any) -> None:
+    """Raise with every rule of preflight that this run breaks, before any rank starts.
+
+    In a process of its own: looking at a GPU takes some of its memory, and the launcher stays as long as the run.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(_judge, config, nproc, nodes, given).result()
+
+
+def _judge(config: "RunConfig", nproc: int, nodes: tuple[int, int], given: dict[str, Any]) -> None:
+    from nsa.train.preflight import demand_fitness, world_of
+
+    # Held-out rows take time to read. A node that joins later finds the checkpoints of the run that it joins.
+    left_to_ranks = ("held_out", "other_run") if nodes[1] > 1 else ("held_out",)
+    demand_fitness(config, world_of(config, nproc, nodes), left_to_ranks=left_to_ranks, **given)
 
 
 def _put_halt_aside(folder: Path) -> None:

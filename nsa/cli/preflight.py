@@ -28,6 +28,7 @@ def preflight(
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
     fetch: bool = typer.Option(False, "--fetch", help="Also try data that lies on another machine."),
     dry_run: bool = typer.Option(True, help="Try one batch, one step and one checkpoint."),
+    timeout: float = typer.Option(600.0, min=1.0, help="Seconds the dry run may take besides data.loader_timeout_s."),
     resume: bool = typer.Option(False, "--resume", help="The run will go on from what is in its folder."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: verdicts and estimate."),
 ) -> None:
@@ -35,6 +36,7 @@ def preflight(
 
     A dry run measures what can be measured: on the hardware that is here a real batch, step and checkpoint; with
     `--target` for other hardware the step runs with fake tensors. What could not be checked is listed with the reason.
+    The dry run is a process with a limit on memory and time; what cannot fit into this machine is not started.
 
     **Examples:** `nsa preflight configs/train_50k.yaml --target a100-80gb`, and on the machine itself
     `nsa preflight configs/train_50k.yaml --fetch`
@@ -55,6 +57,7 @@ def preflight(
             try_it=dry_run,
             fetch_remote=fetch,
             resuming=resume,
+            time_limit_s=timeout,
             say=_progress(shown),
         )
     verdicts = judge(facts, allow)

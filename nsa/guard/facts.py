@@ -56,6 +56,10 @@ class FolderFacts:
     halt: str | None = None
     """What `.HALT` says."""
     disk_free: int | None = None
+    problem: str | None = None
+    """Why it cannot be written; nothing else is known of it then."""
+    in_use_by: str | None = None
+    """The process that runs there now."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Facts:
     """One batch of the held-out split."""
 
 
-def look_at_folder(config: RunConfig, checkpoints: Sequence[int]) -> FolderFacts:
+def look_at_folder(config: RunConfig, checkpoints: Sequence[int], in_use_by: str | None = None) -> FolderFacts:
     """Reads only; a folder that is not there yet is empty, on the disk of its nearest parent."""
     folder = RunFolder(config.train.out_dir)
     other = _other_settings(config, folder.path / names.ENV)
@@ -84,6 +88,7 @@ def look_at_folder(config: RunConfig, checkpoints: Sequence[int]) -> FolderFacts
         other_settings=other,
         halt=folder.halt_reason(),
         disk_free=_disk_free(folder.path),
+        in_use_by=in_use_by,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from nsa.config.layer import nearest
 from nsa.errors import ConfigError
+from nsa.guard.host_memory import host_memory
 
 GIB = 2**30
 CPU = "cpu"
@@ -103,7 +104,7 @@ def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None =
     if device != CPU and torch.cuda.is_available():
         return Target(_gpu_here(torch.cuda.get_device_properties(0)), ranks, here=True)
     cores = len(os.sched_getaffinity(0))
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    memory_gib = host_memory().total / GIB
     tflops = cores * _CORE_TFLOPS
     found = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
     return Target(found, ranks, here=True)

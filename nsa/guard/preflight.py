@@ -35,14 +35,17 @@ def judge(facts: Facts, allowed: Sequence[str] = ()) -> list[Verdict]:
     return [_verdict(rule.name, rule.asks, rule.check(facts), allowed) for rule in rules]
 
 
+def failed(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict.status == Status.FAIL]
+
+
 def demand(verdicts: Iterable[Verdict]) -> None:
     """Raise with every rule that failed."""
-    failed = [verdict for verdict in verdicts if verdict.status == Status.FAIL]
-    if not failed:
+    if not (found := failed(verdicts)):
         return
-    count = "1 rule" if len(failed) == 1 else f"{len(failed)} rules"
-    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failed]
-    override = " ".join(f"--allow={verdict.rule}" for verdict in failed)
+    count = "1 rule" if len(found) == 1 else f"{len(found)} rules"
+    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in found]
+    override = " ".join(f"--allow={verdict.rule}" for verdict in found)
     raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, f"To run it anyway: {override}"]))
 
 

@@ -15,6 +15,7 @@ LONG_RUN_S = 2 * 3600.0
 TOY_PARAMETERS = 10_000_000  # in the blocks
 TOY_SEQ_LEN = 512
 FEWEST_CHECKPOINTS = 5
+HALT_FILE, HELD_OUT = "halt_file", "held_out"
 RECORD_GAP_S = 600.0  # nobody sees loss and gates between two records
 
 
@@ -152,6 +153,16 @@ def _synthetic_on_fail(facts: Facts) -> Finding:
     )
 
 
+def _synthetic_data(facts: Facts) -> Finding:
+    dataset = facts.config.data.dataset
+    made_up = dataset == "synthetic"
+    return Finding(
+        not made_up,
+        f"data.dataset is {dataset}" + (": a long run on made-up data teaches nothing" if made_up else ""),
+        "Set data.dataset to fineweb_edu, local or prepared.",
+    )
+
+
 def _record_gap(facts: Facts) -> Finding:
     if facts.estimate is None:
         return Finding(None, "the time of a step is not known without the vocabulary")
@@ -170,10 +181,24 @@ def _record_gap(facts: Facts) -> Finding:
     )
 
 
+def _out_dir(facts: Facts) -> Finding:
+    problem, path = facts.folder.problem, facts.folder.path
+    if problem is None:
+        return Finding(True, f"{path} can be written")
+    if not facts.target.here:
+        return Finding(None, f"{facts.target} is not here, so its disk could not be asked")
+    return Finding(False, f"train.out_dir is {path} and {problem}", "Set train.out_dir to a folder you can write.")
+
+
 def _other_run(facts: Facts) -> Finding:
     folder = facts.folder
+    if folder.problem is not None:
+        return Finding(None, "the run folder cannot be looked at: see the rule out_dir")
     if facts.resuming:
         return Finding(True, f"{folder.path} is resumed")
+    if folder.in_use_by is not None:
+        what = f"{folder.path} is in use by {folder.in_use_by}"
+        return Finding(False, what, "Stop that run, or set train.out_dir to another folder.")
     if folder.checkpoints:
         what = f"{folder.path} already holds a run, with checkpoints up to step {folder.checkpoints[-1]}"
         return Finding(False, what, "Set train.out_dir to another folder, or add --resume.")
@@ -186,6 +211,8 @@ def _other_run(facts: Facts) -> Finding:
 
 def _halt_file(facts: Facts) -> Finding:
     folder = facts.folder
+    if folder.problem is not None:
+        return Finding(None, "the run folder cannot be looked at: see the rule out_dir")
     if folder.halt is None:
         return Finding(True, "nothing asks the run to stop")
     return Finding(False, f"{folder.path}/.HALT would stop the run ({folder.halt})", f"Remove {folder.path}/.HALT.")
@@ -204,7 +231,9 @@ def _memory(facts: Facts) -> Finding:
     what = f"about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB of {facts.target.device.name}"
     if memory.fits:
         return Finding(True, what)
-    if not config.runtime.gradient_checkpointing:
+    if memory.weights + memory.gradients + memory.optimizer > memory.available:
+        fix = "Shard with parallel.data=fsdp over more GPUs, or make the model smaller: model.dim, model.n_layers."
+    elif not config.runtime.gradient_checkpointing:
         fix = "Set runtime.gradient_checkpointing=true."
     elif config.train.batch_size > facts.target.count:
         half = max(facts.target.count, config.train.batch_size // 2)
@@ -264,15 +293,17 @@ RULES: tuple[Rule, ...] = (
     Rule("toy_model", "a model worth the time", _toy_model, long_runs_only=True),
     Rule("toy_sequence", "a sequence worth the time", _toy_sequence, long_runs_only=True),
     Rule("synthetic_on_fail", "off", _synthetic_on_fail, long_runs_only=True),
+    Rule("synthetic_data", "real data", _synthetic_data, long_runs_only=True),
     Rule("record_gap", "records often enough", _record_gap, long_runs_only=True),
+    Rule("out_dir", "the run folder can be written", _out_dir),
     Rule("other_run", "a folder of its own", _other_run),
-    Rule("halt_file", "no .HALT", _halt_file),
+    Rule(HALT_FILE, "no .HALT", _halt_file),
     Rule("ranks", "rows divide over ranks", _ranks),
     Rule("memory", "the device is large enough", _memory),
     Rule("disk", "the disk is large enough", _disk),
     Rule("data", "a batch comes in time", _attempt(lambda facts: facts.dry_run.data, "Correct data.* and try again.")),
     Rule(
-        "held_out",
+        HELD_OUT,
         "a batch to evaluate on",
         _attempt(lambda facts: facts.held_out, "Hold out more documents, or set train.eval_every=0."),
         applies=lambda facts: facts.config.train.eval_every > 0 and not facts.resuming,

@@ -7,12 +7,9 @@ does not. Nothing is left behind.
 
 import logging
 import math
-import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +32,39 @@ from nsa.train.guard import GuardedTrainModule
 from nsa.train.loader import Tensors, to_engine
 from nsa.train.mixer import transformer_config
 from nsa.train.ranks import Ranks
+from nsa.train.scratch import scratch_folder
 
 Say = Callable[[str], None]
+Done = Callable[[str, Attempt], None]
 
 # A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
-_FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError)
+_FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError, MemoryError)
 _REPEAT_BELOW_S = 30.0
-_PREFIX = ".preflight-"
 
 
-def dry_run(config: RunConfig, vocab_size: int, target: Target, *, fetch_remote: bool, say: Say) -> DryRun:
-    """`fetch_remote`: try data that lies on another machine too; `say` hears what is being done."""
+def dry_run(
+    config: RunConfig,
+    vocab_size: int,
+    target: Target,
+    *,
+    fetch_remote: bool,
+    say: Say,
+    done: Done = lambda part, attempt: None,
+    no_data: str | None = None,
+    no_real_step: str | None = None,
+) -> DryRun:
+    """Try one batch, the model, one step and one checkpoint.
+
+    `fetch_remote`: try data that lies on another machine too. `say` hears what is being done, `done` each attempt but
+    the last as soon as it is known. `no_data`, `no_real_step`: why no batch is fetched, why the step uses fake tensors.
+    """
     say("fetching a batch")
-    data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
-    if away := _why_not_here(config, target):
+    if no_data is not None:
+        data, batch = Attempt(not_tried=no_data), None
+    else:
+        data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
+    done("data", data)
+    if away := no_real_step or _why_not_here(config, target):
         say("one step with fake tensors")
         model, step = _try_fake(config, vocab_size, target.count)
         return DryRun(data, model, step, Attempt(not_tried=f"{away}: the run writes its first one itself"))
@@ -57,7 +73,7 @@ def dry_run(config: RunConfig, vocab_size: int, target: Target, *, fetch_remote:
     level = quiet.level
     quiet.setLevel(logging.WARNING)
     try:
-        return _try_here(config, vocab_size, target.count, data, batch, say)
+        return _try_here(config, vocab_size, target.count, data, batch, say, done)
     finally:
         quiet.setLevel(level)
 
@@ -71,7 +87,9 @@ def _why_not_here(config: RunConfig, target: Target) -> str | None:
     return None
 
 
-def _try_here(config: RunConfig, vocab_size: int, world: int, data: Attempt, batch: Tensors | None, say: Say) -> DryRun:
+def _try_here(
+    config: RunConfig, vocab_size: int, world: int, data: Attempt, batch: Tensors | None, say: Say, done: Done
+) -> DryRun:
     try:
         device = choose_device(config, Ranks())
         alone = _share_of_one(config, world)
@@ -80,6 +98,7 @@ def _try_here(config: RunConfig, vocab_size: int, world: int, data: Attempt, bat
         no_model = Attempt(not_tried="there is no model")
         return DryRun(data, Attempt(problem=_tell(error)), no_model, no_model)
     model = Attempt(seen=f"{module.model.num_params:,} parameters on {device}")
+    done("model", model)
     say("one step")
     made_up = "" if batch is not None else ", on made-up tokens"
     batch = batch or _made_up(alone, vocab_size)
@@ -88,6 +107,7 @@ def _try_here(config: RunConfig, vocab_size: int, world: int, data: Attempt, bat
     except _FAILURES as error:
         return DryRun(data, model, Attempt(problem=_tell(error)), Attempt(not_tried="there was no step"))
     step = Attempt(seen=f"{step_s:.3g} s a step{peak}{made_up}")
+    done("step", step)
     say("one checkpoint")
     return DryRun(data, model, step, _try_checkpoint(config, module), step_s)
 
@@ -170,7 +190,7 @@ def _timed(act: Callable[[], Any], on_gpu: bool) -> tuple[Any, float]:
 def _try_checkpoint(config: RunConfig, module: GuardedTrainModule) -> Attempt:
     began = time.monotonic()
     try:
-        with _scratch(Path(config.train.out_dir)) as scratch:
+        with scratch_folder(Path(config.train.out_dir)) as scratch:
             checkpoints, key = scratch / CHECKPOINTS, signing_key(config)
             record = RunRecord(step=1, world_size=1, config=config.model_dump(mode="json"), data_cursor={})
             with warnings.catch_warnings():
@@ -192,17 +212,6 @@ def _try_checkpoint(config: RunConfig, module: GuardedTrainModule) -> Attempt:
 def _weights(module: GuardedTrainModule) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in module.model.state_dict().items():
         yield name, value.detach()
-
-
-@contextmanager
-def _scratch(out_dir: Path) -> Iterator[Path]:
-    """A folder on the disk where the run will write: in the run folder, or where that will be made."""
-    there = next(path for path in (out_dir, *out_dir.absolute().parents) if path.is_dir())
-    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=there))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _size(folder: Path) -> int:

@@ -1,5 +1,6 @@
 """From the settings of a run to the rows it trains and is judged on."""
 
+import glob
 from pathlib import Path
 
 from nsa.config.schema import RunConfig
@@ -8,7 +9,7 @@ from nsa.data.rows.opening import GIB, DirectData, PreparedData, RowData, Synthe
 from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
 from nsa.data.tokenizer import load_tokenizer
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, DataError
 from nsa.observe import names
 
 _PACKING = {"stream": "concat", "best_fit": "best_fit"}
@@ -46,6 +47,16 @@ def remote_address(config: RunConfig) -> str | None:
     if path is None:
         return config.data.dataset
     return path if "://" in path or (config.data.dataset == "fineweb_edu" and not Path(path).exists()) else None
+
+
+def find_data(config: RunConfig) -> None:
+    """Raise if data that should be on this machine, or its tokenizer, is missing. Reads no document."""
+    vocabulary(config)
+    if config.data.dataset in ("synthetic", "prepared") or remote_address(config) is not None:
+        return
+    path = _path(config)
+    if not Path(path).exists() and not glob.glob(path, recursive=True):
+        raise DataError(f"data.path is {path} and there is no such file or folder. Set data.path to your data.")
 
 
 def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_out: bool) -> RowData:

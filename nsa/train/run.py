@@ -28,7 +28,7 @@ from nsa.observe.events import Kind
 from nsa.observe.heartbeat import Beat
 from nsa.observe.run_folder import RunFolder
 from nsa.train import rows
-from nsa.train.build import build_train_module, check, check_precision, choose_device
+from nsa.train.build import build_train_module, choose_device
 from nsa.train.callbacks.evaluation import Evaluation, Verdict
 from nsa.train.callbacks.heartbeat import Heartbeat
 from nsa.train.callbacks.replicas import Replicas
@@ -78,8 +78,12 @@ def train(
     are raised.
     """
     ranks = Ranks.from_environment()
-    check(config, ranks)
-    check_precision(config)
+    resuming = resume or resume_from is not None
+    require_fitness = partial(
+        demand_fitness, config, ranks, resuming=resuming, clear_halt=clear_halt, allowed=tuple(allowed)
+    )
+    if not ranks.distributed:
+        require_fitness()  # before anything is written
     device = choose_device(config, ranks)
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
@@ -93,6 +97,8 @@ def train(
         open_things.callback(signals.close)
         signals.install()
         open_things.enter_context(_environment(config, ranks, device))
+        if ranks.distributed:
+            _on_first(ranks, require_fitness)
         _on_first(ranks, lambda: _claim(config, folder, resume or bool(resume_from), open_things))
         asked = _on_first(ranks, lambda: _halted_before(folder, clear_halt))
         if asked is not None:
@@ -189,8 +195,6 @@ class _Run:
         self.changes: list[Change] = []
         if origin.path is not None:
             self.changes = _on_first(ranks, partial(require_same_settings, origin.path, config, self.vocab_size))
-        fitness = partial(demand_fitness, config, self.vocab_size, ranks, resuming=any(resume), allowed=self.allowed)
-        _on_first(ranks, fitness)
         if self.allowed:
             self._line(f"WARNING: this run may break rules of preflight (--allow): {', '.join(self.allowed)}")
         self.data = self._choose_rows()

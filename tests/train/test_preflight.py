@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path, no_feeder, monkeypat
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.tempfile, "mkdtemp", full)
+    monkeypatch.setattr("tempfile.mkdtemp", full)
     found, _ = tried(run_config(tmp_path))
     assert "No space left" in found.checkpoint.problem
     assert found.step.problem is None

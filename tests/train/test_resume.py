@@ -91,7 +91,7 @@ def test_another_number_of_ranks_sees_the_same_data(runs, changed):
 
 
 def test_a_folder_with_a_run_in_it_is_not_used_again_by_accident(runs):
-    assert runs[1][-1] == [20]
+    assert runs[1][-1] == [2]
 
 
 def test_events_tell_starts_saves_and_the_end(runs):

@@ -1,0 +1,89 @@
+"""Memory of this machine, as the kernel and a control group (container) grant it to this process."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+_V1_UNLIMITED = 2**62  # v1 writes a huge number where v2 writes "max"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes."""
+
+    total: int
+    available: int
+    """What could be allocated now without swapping."""
+
+
+def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory:
+    """The smallest of the machine's memory and the limits of the control groups that this process is in."""
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    total, available = 1024 * kib["MemTotal"], 1024 * kib["MemAvailable"]
+    for limit, used in _limits(proc, cgroups):
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return HostMemory(total, available)
+
+
+def process_memory(pid: int, proc: Path = _PROC) -> int:
+    """Bytes that a process and its descendants hold and share with no file; 0 for those that have ended."""
+    try:
+        status = (proc / str(pid) / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    held = (line.split() for line in status.splitlines() if line.startswith(("RssAnon:", "RssShmem:")))
+    descendants = sum(process_memory(child, proc) for child in _children(pid, proc))
+    return sum(1024 * int(words[1]) for words in held) + descendants
+
+
+def _children(pid: int, proc: Path) -> list[int]:
+    found: list[int] = []
+    for file in (proc / str(pid) / "task").glob("*/children"):
+        try:
+            found += [int(word) for word in file.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
+    return found
+
+
+def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of every control group from this process's own up to the root; version 2 and 1."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except FileNotFoundError:  # a kernel without control groups
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            root, limit_file, use_file, reclaimable = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit_file, use_file = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            reclaimable = "total_inactive_file"
+        else:
+            continue
+        folder = root / group.lstrip("/")
+        for level in (folder, *(parent for parent in folder.parents if parent.is_relative_to(root))):
+            limit, used = _number(level / limit_file), _number(level / use_file)
+            if limit is not None and limit < _V1_UNLIMITED:
+                yield limit, (used or 0) - _statistic(level / "memory.stat", reclaimable)
+
+
+def _number(file: Path) -> int | None:
+    """None for "max" and where the namespace of a container hides the file."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _statistic(file: Path, name: str) -> int:
+    """The page cache that the kernel would give back, for one."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)

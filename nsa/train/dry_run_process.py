@@ -1,0 +1,197 @@
+"""Runs the dry run of preflight in a child process with a limit on memory and time.
+
+The parent sums up the memory of the child and its descendants and kills them above the limit; the child asks the
+kernel to be the first victim of an out-of-memory kill. A child that dies, however it dies, becomes a failed attempt
+with the reason. As a program this module is that child: a request on stdin, JSON lines on stdout; it ends when stdin
+is closed, so it does not outlive its parent.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from nsa.config.schema import RunConfig
+from nsa.guard.facts import Attempt, DryRun
+from nsa.guard.hardware import GIB, Device, Target
+from nsa.guard.host_memory import process_memory
+from nsa.train.scratch import remove_scratch_of
+
+_POLL_S = 0.05
+_LAST_WORDS_S = 10.0
+_PARTS = ("data", "model", "step", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Limits:
+    memory_bytes: int
+    """Of the child and its descendants together."""
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the child needs to know."""
+
+    config: dict[str, Any]
+    vocab_size: int
+    target: dict[str, Any]
+    fetch_remote: bool
+    no_data: str | None = None
+    no_real_step: str | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, vocab_size: int, target: Target, **more: Any) -> "Request":
+        return cls(config.model_dump(mode="json"), vocab_size, asdict(target), **more)
+
+    def run_config(self) -> RunConfig:
+        return RunConfig.model_validate(self.config)
+
+    def hardware(self) -> Target:
+        return Target(**{**self.target, "device": Device(**self.target["device"])})
+
+
+@dataclass
+class _Progress:
+    """What the child has reported so far."""
+
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    result: DryRun | None = None
+
+    def take(self, line: bytes, say: Callable[[str], None]) -> None:
+        message = json.loads(line)
+        if "say" in message:
+            say(message["say"])
+        elif "done" in message:
+            self.attempts[message["done"]] = Attempt(**message["attempt"])
+        else:
+            found = message["result"]
+            self.result = DryRun(**{part: Attempt(**found[part]) for part in _PARTS}, step_s=found["step_s"])
+
+    def died(self, why: str) -> DryRun:
+        """The part that was being tried has failed; those after it were not tried."""
+        failed = next(part for part in _PARTS if part not in self.attempts)
+        rest = Attempt(not_tried=f"the dry run ended before it: see the rule {failed}")
+        known = {**self.attempts, failed: Attempt(problem=why)}
+        data, model, step, checkpoint = (known.get(part, rest) for part in _PARTS)
+        return DryRun(data, model, step, checkpoint)
+
+
+def dry_run_in_child(request: Request, limits: Limits, say: Callable[[str], None]) -> DryRun:
+    """The dry run's result, whatever becomes of its process; `say` hears what it is doing."""
+    progress = _Progress()
+    with tempfile.TemporaryFile() as errors:
+        # A session of its own, so that its feeding process can be ended with it.
+        child = subprocess.Popen(
+            [sys.executable, "-m", "nsa.train.dry_run_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            why = _follow(child, request, limits, progress, say)
+            if why is None and progress.result is None:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_LAST_WORDS_S)  # its exit code and what it prints say why
+        finally:
+            _kill(child)
+            remove_scratch_of(child.pid, Path(request.run_config().train.out_dir))
+        if progress.result is not None:
+            return progress.result
+        return progress.died(why or _how_it_ended(child.returncode, errors))
+
+
+def _follow(
+    child: subprocess.Popen[bytes], request: Request, limits: Limits, progress: _Progress, say: Callable[[str], None]
+) -> str | None:
+    """Read what the child reports until it closes its output; returns why it must be ended before that."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
+        child.stdin.flush()
+    except BrokenPipeError:  # it has ended already; its exit code says more
+        return None
+    deadline, output, text = time.monotonic() + limits.time_s, child.stdout.fileno(), b""
+    while True:
+        if select.select([output], [], [], _POLL_S)[0]:
+            read = os.read(output, 65536)
+            if not read:
+                return None
+            *lines, text = (text + read).split(b"\n")
+            for line in lines:
+                progress.take(line, say)
+        if (used := process_memory(child.pid)) > limits.memory_bytes:
+            return (
+                f"the dry run was ended when it held {used / GIB:.2f} GiB: its limit is the "
+                f"{limits.memory_bytes / GIB:.2f} GiB that this machine can spare"
+            )
+        if time.monotonic() > deadline:
+            return f"the dry run was ended because it had not finished within {limits.time_s:.0f} s (--timeout)"
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """The child and whatever else is in its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):  # what was buffered for it has no reader any more
+            pipe.close()
+
+
+def _how_it_ended(code: int, errors: IO[bytes]) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        guess = ": the kernel kills so when memory runs out" if code == -signal.SIGKILL else ""
+        return f"the process of the dry run was killed by {name}{guess}"
+    errors.seek(0)
+    last = (errors.read().decode("utf-8", "replace").strip().splitlines() or ["it printed no reason"])[-1]
+    return f"the process of the dry run ended with exit code {code}: {last[:300]}"
+
+
+def _main() -> None:
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    request = Request(**json.loads(sys.stdin.buffer.readline()))
+    config, target = request.run_config(), request.hardware()
+    # What libraries print goes to stderr: stdout carries our lines alone.
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        from nsa.train.dry_run import dry_run
+
+        def send(**message: Any) -> None:
+            out.write(json.dumps(message) + "\n")
+
+        result = dry_run(
+            config,
+            request.vocab_size,
+            target,
+            fetch_remote=request.fetch_remote,
+            say=lambda text: send(say=text),
+            done=lambda part, attempt: send(done=part, attempt=asdict(attempt)),
+            no_data=request.no_data,
+            no_real_step=request.no_real_step,
+        )
+        send(result=asdict(result))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main()
