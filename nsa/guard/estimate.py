@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa.config.schema import RunConfig, TrainConfig
+from nsa.config.schema import RunConfig, TrainConfig, settings
+from nsa.errors import ConfigError
 from nsa.guard.activations import FP32, Activations, Pass, activations
 from nsa.guard.hardware import GIB, RANKS_PER_NODE, Target
 from nsa.model.build import build_model
@@ -20,6 +21,7 @@ _ADAM_MOMENTS = 2
 _ADAM_BYTES_MOVED = 28  # per parameter and step: weight, gradient and two moments read, all but the gradient written
 _CONTEXT_BYTES = {True: int(0.8 * GIB), False: int(0.4 * GIB)}  # CUDA's own, or an interpreter with torch
 _FRAGMENTATION = 0.05
+_POSSIBLE_SIZE = 2**24
 _FILED_TENSOR_BYTES = 8 * 1024  # what a checkpoint adds to each tensor, in round figures: headers, index, alignment
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.02, 0.1
@@ -123,7 +125,11 @@ def estimate(
 ) -> Estimate:
     """`efficiency`: share of the peak that the model's own FLOPs reach; `price`: USD per device-hour."""
     train, vocab_size = config.train, config.model.vocab_size or vocab_size
-    model = _one_layer(config, vocab_size)
+    try:
+        model = _one_layer(config, vocab_size)
+        cache_bytes = _cache_bytes(config, model)
+    except (RuntimeError, OverflowError, TypeError) as error:  # torch's, for a size that does not fit into 64 bits
+        raise _explain_impossible_size(config, error) from error
     parameters = _parameters(config, model)
     flops, recomputed = _flops(config, model)
     tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
@@ -146,7 +152,7 @@ def estimate(
         checkpoint_bytes=_checkpoint_bytes(parameters),
         kept_checkpoints=_kept_checkpoints(config.train),
         export_bytes=2 * FP32 * parameters.total,
-        cache_bytes=_cache_bytes(config, model),
+        cache_bytes=cache_bytes,
         tokens_per_step=tokens,
         steps=train.steps,
         step_s=step_s,
@@ -161,6 +167,16 @@ def _one_layer(config: RunConfig, vocab_size: int) -> NSATransformer:
     short = config.model_copy(update={"model": config.model.model_copy(update={"n_layers": 1})})
     with torch.device("meta"):
         return build_model(short, vocab_size)
+
+
+def _explain_impossible_size(config: RunConfig, error: Exception) -> Exception:
+    """The largest size is the one to blame; with none that is large, the error is not about sizes."""
+    keys = [key for key in settings() if key.startswith(("model.", "nsa.")) or key == "train.seq_len"]
+    sizes = {key: value for key in keys if isinstance(value := config.value(key), int)}
+    key = max(sizes, key=lambda name: sizes[name])
+    if sizes[key] < _POSSIBLE_SIZE:
+        return error
+    return ConfigError(f"{key} is {sizes[key]}: no tensor can be that large. Set a smaller one.")
 
 
 def _parameters(config: RunConfig, model: NSATransformer) -> Parameters:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nsa.config.schema import RunConfig
+from nsa.errors import ConfigError
 from nsa.guard.estimate import Estimate, estimate
 from nsa.guard.hardware import CPU, DEVICES, GIB, Target, parse_target
 from nsa.model.build import build_model
@@ -133,3 +134,15 @@ def test_memory_is_what_fits_or_not():
     parts = roomy.weights + roomy.gradients + roomy.optimizer + roomy.reserve + roomy.activations.kept
     assert roomy.total == parts
     assert roomy.fits == (parts <= 16 * GIB)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(model=dict(dim=10**12)), dict(model=dict(vocab_size=10**21)), dict(model=dict(d_v=10**17)),
+     dict(train=dict(seq_len=10**20)), dict(nsa=dict(l_sel=8 * 10**24))],
+)  # fmt: skip
+def test_a_size_that_no_tensor_can_have_is_a_wrong_config(sizes):
+    (section,) = sizes
+    with pytest.raises(ConfigError, match=f"{section}.{next(iter(sizes[section]))} is "):
+        reckon(changed(**sizes))
+    assert not reckon(changed(model=dict(n_layers=10**21), train=dict(batch_size=10**21))).memory.fits
