@@ -95,6 +95,7 @@ def _print(facts: "Facts", verdicts: list["Verdict"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from nsa.guard.preflight import failed, how_to_override
     from nsa.guard.rules import LONG_RUN_STEPS, is_long
 
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
@@ -117,11 +118,10 @@ def _print(facts: "Facts", verdicts: list["Verdict"]) -> None:
             reckoned.add_row(name, line)
         console.print(reckoned)
         console.print()
-    failed = [verdict.rule for verdict in verdicts if verdict.status == "fail"]
-    if failed:
-        rules = "1 rule is" if len(failed) == 1 else f"{len(failed)} rules are"
-        console.print(f"Refused: {rules} broken. To run it anyway, name them:", style="bold red")
-        console.print(" ".join(f"--allow={rule}" for rule in failed))
+    if broken := failed(verdicts):
+        rules = "1 rule is" if len(broken) == 1 else f"{len(broken)} rules are"
+        console.print(f"Refused: {rules} broken.", style="bold red")
+        console.print(how_to_override(broken))
     else:
         unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
         rest = f", {unchecked} rules could not be checked" if unchecked else ""

@@ -1,5 +1,6 @@
 """Memory of this machine, as the kernel and a control group (container) grant it to this process."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ class HostMemory:
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory:
     """The smallest of the machine's memory and the limits of the control groups that this process is in."""
+    if not (proc / "meminfo").exists():  # not Linux: nothing tells how much of it is free
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return HostMemory(installed, installed)
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
     total, available = 1024 * kib["MemTotal"], 1024 * kib["MemAvailable"]

@@ -7,7 +7,7 @@ from enum import StrEnum
 from nsa.config.layer import nearest
 from nsa.errors import ConfigError, PreflightError
 from nsa.guard.facts import Facts
-from nsa.guard.rules import NAMES, RULES, Finding, is_long
+from nsa.guard.rules import NAMES, NEVER_ALLOWED, RULES, Finding, is_long
 
 
 class Status(StrEnum):
@@ -45,8 +45,15 @@ def demand(verdicts: Iterable[Verdict]) -> None:
         return
     count = "1 rule" if len(found) == 1 else f"{len(found)} rules"
     lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in found]
-    override = " ".join(f"--allow={verdict.rule}" for verdict in found)
-    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, f"To run it anyway: {override}"]))
+    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(found)]))
+
+
+def how_to_override(failed: Iterable[Verdict]) -> str:
+    """The options that would start the run anyway, or the rules for which there is none."""
+    rules = [verdict.rule for verdict in failed]
+    if never := [rule for rule in rules if rule in NEVER_ALLOWED]:
+        return f"--allow does not lift {', '.join(never)}: the run could not start."
+    return "To run it anyway: " + " ".join(f"--allow={rule}" for rule in rules)
 
 
 def check_names(allowed: Sequence[str]) -> None:
@@ -56,6 +63,8 @@ def check_names(allowed: Sequence[str]) -> None:
             guess = nearest(name, NAMES)
             hint = f"Did you mean {guess}?" if guess else f"Rules are {', '.join(NAMES)}."
             raise ConfigError(f"--allow {name}: there is no such rule of preflight. {hint}")
+        if name in NEVER_ALLOWED:
+            raise ConfigError(f"--allow {name}: without it the run could not start. Correct what the rule names.")
 
 
 def _verdict(name: str, asks: str, finding: Finding, allowed: Sequence[str]) -> Verdict:

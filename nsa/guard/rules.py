@@ -36,6 +36,8 @@ class Rule:
     """What must hold, in a few words."""
     check: Callable[[Facts], Finding]
     long_runs_only: bool = False
+    can_be_allowed: bool = True
+    """Whether `--allow` lifts it; false where the trainer itself could not run."""
     applies: Callable[[Facts], bool] = lambda facts: True
 
 
@@ -278,7 +280,7 @@ RULES: tuple[Rule, ...] = (
         long_runs_only=True,
         applies=lambda facts: facts.config.runtime.precision != "fp16",
     ),
-    Rule("precision_fp16", "not fp16", _precision_fp16),
+    Rule("precision_fp16", "not fp16", _precision_fp16, can_be_allowed=False),
     Rule("gradient_checkpointing", "on", _gradient_checkpointing, long_runs_only=True),
     Rule("flash", "on", _flash, long_runs_only=True),
     Rule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
@@ -295,10 +297,10 @@ RULES: tuple[Rule, ...] = (
     Rule("synthetic_on_fail", "off", _synthetic_on_fail, long_runs_only=True),
     Rule("synthetic_data", "real data", _synthetic_data, long_runs_only=True),
     Rule("record_gap", "records often enough", _record_gap, long_runs_only=True),
-    Rule("out_dir", "the run folder can be written", _out_dir),
+    Rule("out_dir", "the run folder can be written", _out_dir, can_be_allowed=False),
     Rule("other_run", "a folder of its own", _other_run),
     Rule(HALT_FILE, "no .HALT", _halt_file),
-    Rule("ranks", "rows divide over ranks", _ranks),
+    Rule("ranks", "rows divide over ranks", _ranks, can_be_allowed=False),
     Rule("memory", "the device is large enough", _memory),
     Rule("disk", "the disk is large enough", _disk),
     Rule("data", "a batch comes in time", _attempt(lambda facts: facts.dry_run.data, "Correct data.* and try again.")),
@@ -317,6 +319,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 NAMES = tuple(rule.name for rule in RULES)
+NEVER_ALLOWED = frozenset(rule.name for rule in RULES if not rule.can_be_allowed)
 
 
 def _seconds(seconds: float) -> str:

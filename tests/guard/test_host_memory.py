@@ -70,3 +70,8 @@ def test_a_process_counts_with_its_children():
         process.stdin.close()
     assert process_memory(process.pid) == 0
     assert host_memory().available <= host_memory().total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_without_proc_it_is_what_is_installed(tmp_path):
+    found = host_memory(tmp_path, tmp_path)
+    assert found.total == found.available > 0

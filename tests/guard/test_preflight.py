@@ -11,7 +11,7 @@ from nsa.guard.estimate import estimate
 from nsa.guard.facts import Attempt, DryRun, Facts, FolderFacts
 from nsa.guard.hardware import GIB, parse_target
 from nsa.guard.preflight import Status, check_names, demand, judge
-from nsa.guard.rules import NAMES, RULES, is_long
+from nsa.guard.rules import NAMES, NEVER_ALLOWED, RULES, is_long
 
 SOUND = {
     "model": dict(dim=512, n_layers=8, n_heads=8),
@@ -85,11 +85,20 @@ def test_a_broken_rule_is_found_alone_and_says_what_to_do(rule):
         demand(judge(BROKEN[rule]))
 
 
-@pytest.mark.parametrize("rule", BROKEN)
+@pytest.mark.parametrize("rule", sorted(BROKEN.keys() - NEVER_ALLOWED))
 def test_an_allowed_rule_is_marked_and_lets_the_run_go(rule):
     verdicts = judge(BROKEN[rule], [rule])
     assert {verdict.rule for verdict in verdicts if verdict.status == Status.ALLOWED} == {rule}
     demand(verdicts)
+
+
+@pytest.mark.parametrize("rule", sorted(NEVER_ALLOWED))
+def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
+    with pytest.raises(ConfigError, match=rule):
+        judge(BROKEN[rule], [rule])
+    with pytest.raises(PreflightError) as refusal:
+        demand(judge(BROKEN[rule]))
+    assert f"--allow={rule}" not in str(refusal.value)
 
 
 def test_allowing_one_rule_allows_no_other():
