@@ -57,6 +57,20 @@ def test_values_are_compared_as_they_take_effect():
     assert [change.key for change in changed_settings(saved, RunConfig(), 8192)] == ["model.vocab_size"]
 
 
+@pytest.mark.parametrize(("phi", "saved", "refused"), [("avg", "before", False), ("mlp", "before", True)])
+def test_what_auto_means_now_is_not_what_an_older_run_trained_with(tmp_path, phi, saved, refused):
+    """`before` was every operator's default once. A learned one trained so must not go on as `after`."""
+    values = RunConfig(nsa=dict(phi=phi)).model_dump(mode="json")
+    values["nsa"]["rope_compressed"] = saved
+    RunRecord(4, 1, values, {"cursor": None}).write(tmp_path)
+    resumed = RunConfig(nsa=dict(phi=phi))
+    if refused:
+        with pytest.raises(ConfigError, match=r"nsa\.rope_compressed"):
+            require_same_settings(tmp_path, resumed, VOCABULARY)
+    else:
+        assert not require_same_settings(tmp_path, resumed, VOCABULARY)
+
+
 def test_a_setting_newer_than_the_checkpoint_had_its_default():
     old = record(without=[("nsa", "gate_temperature"), ("train", "replica_check_every")])
     assert changed_settings(old, RunConfig(), VOCABULARY) == []
