@@ -33,7 +33,9 @@ def request_of(tmp_path: Path, *changes: str) -> Request:
 
 
 def children() -> list[int]:
-    return [int(word) for file in Path("/proc/self/task").glob("*/children") for word in file.read_text().split()]
+    """Dry runs that this process has started and not seen the end of."""
+    pids = [word for file in Path("/proc/self/task").glob("*/children") for word in file.read_text().split()]
+    return [int(pid) for pid in pids if "dry_run_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def content(folder: Path) -> set[str]:

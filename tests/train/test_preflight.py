@@ -9,7 +9,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 
 from nsa.config import load
-from nsa.errors import ConfigError
+from nsa.errors import PreflightError
 from nsa.guard.hardware import hardware_here, parse_target
 from nsa.guard.preflight import Status, judge
 from nsa.observe import names
@@ -151,7 +151,7 @@ def test_fp16_is_refused_under_its_own_name(tmp_path):
     config = run_config(tmp_path, "runtime.precision=fp16")
     failed = [found.rule for found in judge(gather(config, hardware_here("cpu"))) if found.status == Status.FAIL]
     assert failed == ["precision_fp16"]
-    with pytest.raises(ConfigError, match="precision_fp16"):
+    with pytest.raises(PreflightError, match="precision_fp16"):
         train(config)
     assert not (tmp_path / "run").exists()
 
