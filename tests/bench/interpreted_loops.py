@@ -69,13 +69,13 @@ def main() -> None:
 
     branch = "compressed"
     out, lse, idx = selection.compressed_and_select(q, *compressed, pos, zero, g.l, g.d, g.l_sel, g.n_sel, scale)
-    runs.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, [g.l, g.d], scale)
+    runs.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, None, [g.l, g.d], scale)
     branch = "sliding"
     out, lse = runs.sliding_forward(q, *window, None, pos, zero, [g.w], scale)
-    runs.sliding_backward(dout, q, *window, None, pos, zero, out, lse, [g.w], scale)
+    runs.sliding_backward(dout, q, *window, None, pos, zero, out, lse, None, [g.w], scale)
     branch = ""
     out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, [g.l_sel], scale)
-    selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, [g.l_sel], scale)
+    selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, None, [g.l_sel], scale)
     gates = torch.rand(*q.shape[:4], 3)
     mix.mix_forward(gates, out, out, out)
     mix.mix_backward(dout, gates, out, out, out)

@@ -21,11 +21,11 @@ def blocks(path: Path) -> list[Block]:
 
 
 def nsa_commands(code: str) -> list[list[str]]:
-    """The words of every `nsa …` in a block, comments, redirections and what follows a pipe left out."""
+    """The words of every `nsa …` in a block, also in $(…); comments, redirections and what follows a pipe left out."""
     joined = code.replace("\\\n", " ")
     found = []
     for line in joined.splitlines():
-        for part in re.split(r"\|\||&&|[|;&]|\$\(", line.partition(" #")[0]):
+        for part in re.split(r"\|\||&&|[|;&)]|\$\(", line.partition(" #")[0]):
             words = part.split()
             if words[:1] == ["nsa"]:
                 found.append(words[1:])

@@ -31,9 +31,11 @@ class Process:
                          "-m", "nsa.cli", "train"],
         }  # fmt: skip
         launcher = launcher or ("train" if ranks == 1 else "torchrun")
+        # A run inside this test process leaves USR1 and USR2 ignored, which a child would inherit.
+        prefix = ["env", "--default-signal=USR1,USR2,HUP", *(["nohup"] if no_hangup else [])]
         self.log = (tmp_path / "log").open("a")
         self.process = subprocess.Popen(
-            [*(["nohup"] if no_hangup else []), sys.executable, "-m", *start[launcher], str(write_config(tmp_path)),
+            [*prefix, sys.executable, "-m", *start[launcher], str(write_config(tmp_path)),
              "train.steps=4900", f"train.out_dir={self.folder}", *words],
             cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT,
             start_new_session=True,
