@@ -134,5 +134,5 @@ MUTATIONS = [
     Mutation("loss: mean over all rows", "nsa/model/loss.py", "real_N.sum().clamp(min=1)",
              "torch.ones_like(real_N).sum().clamp(min=1)", MODEL),
     Mutation("transformer: cache of one layer for all", "nsa/model/transformer.py",
-             "layers = cache.layers if", "layers = [cache.layers[0]] * len(blocks) if", MODEL),
+             "block(x_BSD, cache=layer,", "block(x_BSD, cache=layers[0],", MODEL),
 ]  # fmt: skip

@@ -21,7 +21,7 @@ MUTATIONS = [
              "if asked is not None:\n            if ranks.first", "if False:\n            if ranks.first",
              row("stale_halt")),
     Mutation("drill: a full disk is a crash", "nsa/train/run.py",
-             "if error.errno not in _NO_ROOM:", "if True:", row("full_disk")),
+             "if error.errno not in NO_ROOM:", "if True:", row("full_disk")),
     Mutation("drill: what can get better is not restarted", "nsa/train/launch.py",
              "outcome.code != DONE and outcome.code not in _FINAL", "False", row("killed_rank")),
     Mutation("drill: a data server that hangs ends the run", "nsa/train/launch.py",
