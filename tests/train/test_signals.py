@@ -197,6 +197,43 @@ def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
     assert not [pid for pid in pids if alive(pid)]
 
 
+_BUSY = """
+import hashlib, sys, threading, time
+from pathlib import Path
+from nsa.train.callbacks.signals import Signals
+
+def count(depth):
+    return depth and 1 + count(depth - 1)
+
+def work():
+    while True:
+        exec("def fresh(n):\\n    return n and fresh(n - 1)\\nfresh(50)", {})
+        count(50)
+
+signals = Signals(Path(sys.argv[1]))
+signals.install()
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+until, data = time.monotonic() + 3.0, bytes(1 << 22)
+while time.monotonic() < until:
+    hashlib.sha256(data)  # gives the interpreter lock to the other threads, as a collective does
+signals.close()
+"""
+
+
+def test_stacks_can_be_asked_for_while_threads_run(tmp_path):
+    dump = tmp_path / "stackdump.txt"
+    words = ["env", "--default-signal=USR1", sys.executable, "-c", _BUSY, str(dump)]
+    with subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        while process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.001)
+    assert process.returncode == 0
+    assert _text(dump).count("most recent call first") > 10
+
+
 def test_a_hangup_saves_and_leaves(start):
     run = start()
     run.wait_for_steps(2)

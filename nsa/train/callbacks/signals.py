@@ -1,8 +1,10 @@
-"""Signals as wishes: a handler only notes them, a step boundary acts on them.
+"""Signal handlers that record TERM, INT, HUP and USR2; the trainer acts on them at the next step boundary.
 
-USR1 is different: it must answer while a rank hangs in a collective, where no Python handler runs. faulthandler writes
-the stacks from C, then hands the signal on to Python's own handler in C, which writes its number into a pipe; a thread
-that waits there writes the record of the process groups.
+USR1 is different: it must answer while a rank hangs in a collective, where no Python handler runs. Python's C handler
+writes the signal's number into a pipe; a thread that waits there writes the stacks of all threads and the record of the
+process groups. It does so with the interpreter lock held: `faulthandler.register` writes stacks without it, while other
+threads run, and ended processes with a segmentation fault. A native call that never gives the lock back keeps the
+thread from answering; `py-spy dump` sees into such a process.
 """
 
 import faulthandler
@@ -36,15 +38,12 @@ class Signals:
         self._listener.start()
 
     def install(self) -> None:
-        faulthandler.unregister(DUMP)  # or it would take itself for the handler to hand on to
         for number in (*self._leave, SAVE, DUMP):
             signal.signal(number, self._note)
         signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        faulthandler.register(DUMP, file=self._file, all_threads=True, chain=True)
 
     def close(self) -> None:
         """USR1 and USR2 end a process that does not handle them, and the run is over: ignore them."""
-        faulthandler.unregister(DUMP)
         signal.set_wakeup_fd(-1)
         os.close(self._tell)  # the listener reads to the end and leaves
         self._listener.join()
@@ -66,6 +65,9 @@ class Signals:
     def _listen(self) -> None:
         with os.fdopen(self._heard, "rb", buffering=0) as heard:
             while numbers := heard.read(64):
-                if DUMP in numbers and self._collectives is not None:
-                    with suppress(OSError):  # a full disk now must not cost the next answer
+                if DUMP not in numbers:
+                    continue
+                with suppress(OSError):  # a full disk now must not cost the next answer
+                    faulthandler.dump_traceback(self._file, all_threads=True)
+                    if self._collectives is not None:
                         write_record(self._collectives)
