@@ -3,9 +3,8 @@
 import errno
 from pathlib import Path
 
-from nsa.errors import OutputError
+from nsa.errors import NO_ROOM, OutputError
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRONG_PATH = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
@@ -34,7 +33,7 @@ def require_writable_folder(folder: Path | None) -> None:
 
 def explain(error: OSError) -> OutputError | None:
     """A message for a path or a disk that a user can correct; None for what must be a defect of ours."""
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         what = f"cannot write {error.filename}" if error.filename else "cannot write"
         return OutputError(f"{what}: {error.strerror}. Free disk space, or write to another disk.")
     if error.errno in _WRONG_PATH and error.filename:

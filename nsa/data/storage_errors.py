@@ -1,12 +1,9 @@
 """Turns what a disk refuses (read-only, no permission, full, a file where a folder should be) into a message."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nsa.errors import DataError, NSAError
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from nsa.errors import NO_ROOM, DataError, NSAError
 
 
 @contextmanager
@@ -17,7 +14,7 @@ def storage_errors(problem: str, *, fix: str, if_full: tuple[type[NSAError], str
         yield
     except OSError as error:
         kind: type[NSAError] = DataError
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             kind, fix = if_full or (DataError, "Free disk space and run the same command again.")
         reason = error.strerror or str(error)
         where = f": {error.filename}" if error.filename and str(error.filename) not in problem else ""

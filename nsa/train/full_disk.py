@@ -7,7 +7,6 @@ from pathlib import Path
 
 from nsa.errors import CheckpointError
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARED_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 1 << 16
 

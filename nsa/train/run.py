@@ -19,7 +19,7 @@ from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCal
 from nsa.config.schema import RunConfig
 from nsa.data.feed.feeder import FeedSettings
 from nsa.data.rows.opening import RowData, SyntheticData
-from nsa.errors import ConfigError, DataError, NSAError
+from nsa.errors import NO_ROOM, ConfigError, DataError, NSAError
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.triton.switch import set_tuning
 from nsa.observe import halt, names
@@ -42,7 +42,7 @@ from nsa.train.checkpoint.record import RunRecord
 from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver, signing_key
 from nsa.train.collectives import keep_record
 from nsa.train.exits import DONE, HALTED
-from nsa.train.full_disk import NO_ROOM, no_room_error
+from nsa.train.full_disk import no_room_error
 from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
 from nsa.train.loader import RowLoader
 from nsa.train.preflight import demand_fitness
