@@ -24,16 +24,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nsa.data.library_env import one_tokenizer_thread
 from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
-from nsa.data.rows.prepared import PreparedRows, Shuffle
-from nsa.data.rows.stream import IndexedRowStream
-from nsa.data.shards.folder import Folder
-from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Manifest
+from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa.data.rows.row_stream import IndexedRowStream
+from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
 from nsa.data.shards.reader import ShardReader
 from nsa.data.shards.writer import ShardInfo, ShardWriter
-from nsa.data.tokenizer import train_bpe
+from nsa.data.tokenizer import one_tokenizer_thread, train_bpe
+from nsa.storage import StorageFolder
 
 VOCAB = 32_768
 BATCH_DOCUMENTS = 128
@@ -102,7 +101,7 @@ def bench_prepare(work: Path, corpus: Path, megabytes: float) -> None:
 
 def bench_serving(work: Path, tokens: int, seq_len: int) -> None:
     path = work / "serve"
-    folder = Folder(str(path))
+    folder = StorageFolder(str(path))
     rng = np.random.default_rng(0)
     shards = []
     per_shard = tokens // 4
@@ -112,7 +111,7 @@ def bench_serving(work: Path, tokens: int, seq_len: int) -> None:
             writer.add(f"d{writer.documents}", rng.integers(0, VOCAB, int(rng.integers(100, 2000)), dtype=np.uint16), 0)
         shards.append(writer.finish(folder))
     folder.write_bytes(MANIFEST_NAME, synthetic_manifest(shards).to_bytes())
-    rows = PreparedRows(ShardReader(folder), seq_len, shuffle=Shuffle(1))
+    rows = PreparedRows(ShardReader(folder), seq_len, shuffle=ShuffleSettings(1))
     stream = IndexedRowStream(rows)
     batch = 16
     for epoch in ("first epoch, every byte verified", "second epoch"):
@@ -130,8 +129,8 @@ def bench_serving(work: Path, tokens: int, seq_len: int) -> None:
         )
 
 
-def synthetic_manifest(shards: list[ShardInfo]) -> Manifest:
-    return Manifest(VOCAB, "bench", 0, "uint16", {"source": "bench"}, [], {TRAIN: shards, VALIDATION: []})
+def synthetic_manifest(shards: list[ShardInfo]) -> ShardManifest:
+    return ShardManifest(VOCAB, "bench", 0, "uint16", {"source": "bench"}, [], {TRAIN: shards, VALIDATION: []})
 
 
 def bench_huge_index(work: Path) -> None:
@@ -143,11 +142,11 @@ def bench_huge_index(work: Path) -> None:
         for n in range(count)
     ]
     path = work / "huge"
-    Folder(str(path)).write_bytes(MANIFEST_NAME, synthetic_manifest(shards).to_bytes())
+    StorageFolder(str(path)).write_bytes(MANIFEST_NAME, synthetic_manifest(shards).to_bytes())
     del shards
 
     def open_rows() -> PreparedRows:
-        return PreparedRows(ShardReader(Folder(str(path))), seq_len, shuffle=Shuffle(7))
+        return PreparedRows(ShardReader(StorageFolder(str(path))), seq_len, shuffle=ShuffleSettings(7))
 
     start = time.perf_counter()
     rows = open_rows()

@@ -17,11 +17,11 @@ import torch
 
 from nsa.config import load
 from nsa.config.schema import RunConfig
-from nsa.observe.heartbeat import Beat
-from nsa.train import rows
-from nsa.train.build import BETAS, build_train_module
-from nsa.train.loader import to_engine
-from nsa.train.ranks import Ranks
+from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.train import datasets
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.build import BETAS, build_train_module
+from nsa.train.engine.data_loader import to_engine
 from nsa.train.run import train
 
 ROOT = Path(__file__).parents[1]
@@ -33,13 +33,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.at: dict[int, float] = {}
-        self.beats: list[Beat] = []
+        self.beats: list[HeartbeatRecord] = []
 
     def line(self, text: str) -> None: ...
 
     def verdict(self, verdict: object) -> None: ...
 
-    def beat(self, beat: Beat, steps: int) -> None:
+    def beat(self, beat: HeartbeatRecord, steps: int) -> None:
         if beat.loss is not None:
             self.at[beat.step] = time.process_time()
             self.beats.append(beat)
@@ -56,11 +56,11 @@ def with_trainer(config: RunConfig) -> Clock:
 
 
 def bare(config: RunConfig) -> float:
-    vocab_size = rows.vocabulary(config)
-    model = build_train_module(config, vocab_size, Ranks(), torch.device("cpu")).model
+    vocab_size = datasets.vocabulary(config)
+    model = build_train_module(config, vocab_size, RankInfo(), torch.device("cpu")).model
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.lr, betas=BETAS)
-    stream = rows.training_rows(config, vocab_size).open()
-    batches = [to_engine(stream.next_batch(rows.global_rows(config))) for _ in range(STEPS)]
+    stream = datasets.training_rows(config, vocab_size).open()
+    batches = [to_engine(stream.next_batch(datasets.global_rows(config))) for _ in range(STEPS)]
     began = 0.0
     for step, batch in enumerate(batches):
         if step == WARM:
@@ -94,7 +94,7 @@ def main() -> None:
                           overrides=[*changes, f"train.out_dir={folder}/talkative", "train.log_every=1"])  # fmt: skip
             talkative.append(with_trainer(config).seconds_per_step)
             waits += [(beat.dt_fetch_s or 0.0) / (beat.step_s or 1.0) for beat in clock.beats[1:]]
-    tokens = rows.global_rows(config) * config.train.seq_len
+    tokens = datasets.global_rows(config) * config.train.seq_len
     waits.sort()
     print(f"bare loop   {tokens / min(plain):8,.0f} tokens per processor second")
     print(

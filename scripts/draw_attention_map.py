@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.core.geometry import Geometry
+from nsa.geometry import Geometry
 from nsa.kernels import reference
 
 N, CELL, GAP, TOP = 96, 2.6, 26, 40

@@ -11,17 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nsa.kernels.triton.gpus import GPUS
-from nsa.kernels.triton.passport import MODELS, Passport, inspect, jobs
+from nsa.kernels.triton.passport import MODELS, CompileReport, inspect, jobs
 
 FOLDER = Path(__file__).parents[1] / "docs" / "kernels"
 
 
-def known() -> list[Passport]:
+def known() -> list[CompileReport]:
     file = FOLDER / "passport.json"
-    return [Passport.from_json(entry) for entry in json.loads(file.read_text())] if file.exists() else []
+    return [CompileReport.from_json(entry) for entry in json.loads(file.read_text())] if file.exists() else []
 
 
-def table(passports: list[Passport]) -> str:
+def table(passports: list[CompileReport]) -> str:
     lines = [
         "# Kernel passports",
         "",

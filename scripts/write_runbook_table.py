@@ -5,13 +5,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from nsa.observe.watch.conditions import CONDITIONS, Limits
+from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 
 BEGIN, END = "<!-- conditions: written by scripts/write_runbook_table.py -->", "<!-- end of conditions -->"
 
 
 def table() -> str:
-    limits = {name: f"{value:g}" for name, value in asdict(Limits()).items()}
+    limits = {name: f"{value:g}" for name, value in asdict(HealthLimits()).items()}
     rows = ["| condition | level | when | first thing to do |", "|---|---|---|---|"]
     for c in CONDITIONS.values():
         rows.append(f'| <a id="{c.name}"></a>`{c.name}` | {c.level} | {c.rule.format(**limits)} | {c.advice} |')

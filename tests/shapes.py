@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nsa.kernels.registry import BACKENDS, Shape
+from nsa.kernels.registry import BACKENDS, KernelShape
 
 # name: (l, d, l_sel, n_sel, w), as in the shipped configurations and the paper, and one where l is no power of two.
 GEOMETRIES: dict[str, dict[str, int]] = {
@@ -24,7 +24,7 @@ HEADS = [(2, 2), (6, 2), (5, 1), (12, 2), (16, 1)]
 def fp64_backends() -> list[str]:
     """The backends that compute in fp64, where a comparison leaves no room for rounding."""
     cpu = torch.device("cpu")
-    return [name for name, b in BACKENDS.items() if not b.why_not("sliding", cpu, torch.float64, Shape(*[1] * 9))]
+    return [name for name, b in BACKENDS.items() if not b.why_not("sliding", cpu, torch.float64, KernelShape(*[1] * 9))]
 
 
 def attention_args(geometry: str, heads: tuple[int, int] = (6, 2), **changes: Any) -> dict[str, Any]:

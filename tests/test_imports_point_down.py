@@ -14,25 +14,23 @@ ROOT = Path(__file__).parents[1]
 # A package may import from the rows below its own.
 LAYERS = (
     ("cli",),
-    ("bench", "drill"),  # drill plants faults in runs; nothing that trains may know it
-    ("train", "infer", "observe", "guard"),
-    ("model", "data", "config"),
-    ("core",),
+    ("drill", "verify"),  # drill injects faults into runs; nothing that trains may import it
+    ("train", "bench"),
+    ("planning",),
+    ("model", "observe", "checkpoint"),
+    ("core", "data", "config"),
     ("kernels",),
+    ("storage", "files", "gpus", "geometry", "terminal_text"),
     ("errors", "__init__"),
 )
-# Neighbours in a row are strangers, but for these.
+# Packages of one row do not import each other, with these exceptions.
 NEIGHBOURS = {
-    ("train", "observe"),  # callbacks write the heartbeat
-    ("train", "guard"),  # preflight runs at the start of a run
-    ("guard", "observe"),  # preflight looks for another run in the run folder
-    ("model", "config"),  # a section describes what to build
-    ("data", "config"),
+    ("verify", "bench"),  # the GPU check times kernels with the benchmark
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 ENGINE = "olmo_core"
-READS_ENVIRONMENT = ("nsa.config.env", "nsa.train", "nsa.data.library_env")  # the last one only sets
+READS_ENVIRONMENT = ("nsa.config.env", "nsa.train", "nsa.storage", "nsa.data.tokenizer")  # the last two only set
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -123,12 +121,12 @@ def test_the_package_is_looked_at():
         ("nsa.core.rope", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa.config import RunConfig"),
         ("nsa.core.rope", "import importlib\nimportlib.import_module('nsa.train')"),
         ("nsa.config.load", "from nsa.cli import main"),
-        ("nsa.data.stream", "from nsa.model import transformer"),
+        ("nsa.data.document_stream", "from nsa.model import transformer"),
         ("nsa.errors", "from nsa.kernels import registry"),
         ("nsa.__init__", "from nsa.core import rope"),
         ("nsa.__init__", "from .core import rope"),
         ("nsa.observe.heartbeat", "import olmo_core"),
-        ("nsa.guard.preflight", "from olmo_core.train import Trainer"),
+        ("nsa.planning.preflight", "from olmo_core.train import Trainer"),
         ("nsa.cli.main", "from olmo_core import x"),
         ("nsa.observe.watch.watchdog", "from nsa.train import build"),
         ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
@@ -154,7 +152,10 @@ def test_a_package_without_a_place_is_seen(monkeypatch):
         ("nsa.cli.main", "from nsa import __version__\nfrom nsa.errors import NSAError\nfrom nsa.cli import config"),
         ("nsa.cli.main", "from . import config\nfrom .. import __version__"),
         ("nsa.core.__init__", "from .rope import rotate\nfrom ..kernels import plan"),
-        ("nsa.train.build", "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa.observe import heartbeat"),
+        (
+            "nsa.train.engine.build",
+            "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa.observe import heartbeat",
+        ),
         ("nsa.config.env", "import os\nos.environ.items()"),
         (
             "nsa.kernels.sdpa",

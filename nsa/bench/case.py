@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nsa.bench.shapes import BenchShape
-from nsa.core.gating import BRANCH_ORDER
-from nsa.core.kv_cache import Streams
+from nsa.core.gates import BRANCH_ORDER
+from nsa.core.kv_cache import BranchStreams
 from nsa.errors import ConfigError
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,7 +22,7 @@ GRADIENTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """What is asked of a contender."""
 
     op: str
@@ -35,7 +35,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """Random queries, keys, values and gates.
 
     `random`: every token independent, so that neighbouring queries choose unrelated blocks: the worst case for
@@ -50,7 +50,7 @@ class Case:
     seed: int = 0
     device: torch.device = CPU
     q_BSGRK: Tensor = field(init=False, repr=False)
-    raw: Streams = field(init=False, repr=False)
+    raw: BranchStreams = field(init=False, repr=False)
     k_BCGK: Tensor = field(init=False, repr=False)
     v_BCGV: Tensor = field(init=False, repr=False)
     gates_BSGR3: Tensor = field(init=False, repr=False)
@@ -71,7 +71,7 @@ class Case:
         per_block = max(1, _ANCHOR_EVERY // s.geometry.d)
         values: dict[str, object] = dict(
             q_BSGRK=tensor(n, *heads, s.d_k),
-            raw=Streams(*(tensor(n, s.n_kv_groups, width) for _ in BRANCH_ORDER for width in (s.d_k, s.d_v))),
+            raw=BranchStreams(*(tensor(n, s.n_kv_groups, width) for _ in BRANCH_ORDER for width in (s.d_k, s.d_v))),
             k_BCGK=tensor(n_compressed, s.n_kv_groups, s.d_k, every=per_block),
             v_BCGV=tensor(n_compressed, s.n_kv_groups, s.d_v, every=per_block),
             gates_BSGR3=torch.randn(1, n, *heads, len(BRANCH_ORDER), generator=generator).softmax(-1).to(self.device),

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa.bench.case import TORCH_DTYPES, Case, Task
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
 from nsa.bench.device import clock_of
-from nsa.bench.runner import Results, Runner, leaf
+from nsa.bench.runner import BenchRunner, Results, leaf
 from nsa.bench.shapes import BenchShape
 
 _TRIAL_LENGTH, _TRIALS = 2048, 3
 
 
-def attention(case: Case, task: Task) -> Runner:
+def attention(case: BenchCase, task: BenchTask) -> BenchRunner:
     form = fastest_form(case.shape, case.dtype, case.length, task.backward, case.device)
     leaves = _tensors(case)
     attend, (q, k, v) = FORMS[form], leaves.values()
@@ -32,10 +32,10 @@ def attention(case: Case, task: Task) -> Runner:
         return attend(q, k, v, case.shape)
 
     dout = F.pad(_heads_first(case.dout_BSGRV.flatten(2, 3)), (0, leaves["v_sel"].shape[-1] - case.shape.d_v))
-    return Runner(forward, leaves, dout, lambda results: _to_case(results, case), note=form)
+    return BenchRunner(forward, leaves, dout, lambda results: _to_case(results, case), note=form)
 
 
-def prefill(case: Case, task: Task) -> Runner:
+def prefill(case: BenchCase, task: BenchTask) -> BenchRunner:
     """Copy the prompt's keys and values into a new cache and attend over the whole prompt at once."""
     attend = FORMS[fastest_form(case.shape, case.dtype, case.length, False, case.device)]
     q, k, v = (x.detach() for x in _tensors(case).values())
@@ -44,10 +44,10 @@ def prefill(case: Case, task: Task) -> Runner:
         cached_k, cached_v = torch.zeros_like(k), torch.zeros_like(v)
         return attend(q, cached_k.copy_(k), cached_v.copy_(v), case.shape)
 
-    return Runner(forward, to_case=lambda results: _to_case(results, case))
+    return BenchRunner(forward, to_case=lambda results: _to_case(results, case))
 
 
-def decode(case: Case, task: Task) -> Runner:
+def decode(case: BenchCase, task: BenchTask) -> BenchRunner:
     """Write one token's key and value into a preallocated cache and attend with its query over all that it holds."""
     form = fastest_decode_form(case.shape, case.dtype, task.length, case.device)
     attend = DECODE_FORMS[form]
@@ -63,12 +63,12 @@ def decode(case: Case, task: Task) -> Runner:
         cached_k[:, :, t], cached_v[:, :, t] = new_k, new_v
         return attend(new_q, cached_k[:, :, : t + 1], cached_v[:, :, : t + 1], case.shape)
 
-    return Runner(forward, to_case=lambda results: _to_case(results, case), note=form)
+    return BenchRunner(forward, to_case=lambda results: _to_case(results, case), note=form)
 
 
 @cache
 def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: bool, device: torch.device) -> str:
-    case = Case(shape, min(length, _TRIAL_LENGTH), dtype, device=device)
+    case = BenchCase(shape, min(length, _TRIAL_LENGTH), dtype, device=device)
     q, k, v = _tensors(case).values()
 
     def trial(attend: Callable[..., Tensor]) -> Callable[[], object]:
@@ -134,7 +134,7 @@ GPU_FORMS = ("cuDNN",)
 DECODE_FORMS = {"enable_gqa": _grouped_decode, "heads as rows": _rows_decode}
 
 
-def _tensors(case: Case) -> dict[str, Tensor]:
+def _tensors(case: BenchCase) -> dict[str, Tensor]:
     """q, k, v as SDPA wants them. Without a kernel for d_k ≠ d_v the values are stored padded, which costs it least."""
     q, k, v = (_heads_first(x) for x in (case.q_BSGRK.flatten(2, 3), case.raw.k_sel, case.raw.v_sel))
     if case.shape.d_v < case.shape.d_k:
@@ -146,7 +146,7 @@ def _heads_first(x_BSHX: Tensor) -> Tensor:
     return x_BSHX.transpose(1, 2).contiguous()
 
 
-def _to_case(results: Results, case: Case) -> Results:
+def _to_case(results: Results, case: BenchCase) -> Results:
     moved = {name: x.transpose(1, 2) for name, x in results.items()}
     for name in ("out", "v_sel"):
         if name in moved:
@@ -157,7 +157,7 @@ def _to_case(results: Results, case: Case) -> Results:
     return moved
 
 
-def needs_bytes(task: Task) -> int:
+def needs_bytes(task: BenchTask) -> int:
     """Inputs, output and gradients, heads repeated."""
     s = task.shape
     return 8 * task.length * s.n_heads * max(s.d_k, s.d_v) * TORCH_DTYPES[task.dtype].itemsize

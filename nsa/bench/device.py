@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from nsa.bench.clock import Now
 from nsa.bench.machine import available_bytes
+from nsa.bench.timing import Now
 from nsa.errors import ConfigError
 
 DEVICES = ("cpu", "cuda")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nsa.bench.case import TORCH_DTYPES, Case, Task
-from nsa.bench.contenders import Contender, contenders
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
+from nsa.bench.implementations import BenchImplementation, contenders
 from nsa.bench.machine import pinned
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
@@ -23,7 +23,9 @@ from nsa.errors import ConfigError
 _WARM_LENGTH = 256
 
 
-def measure_memory(contender: Contender, task: Task, shape: str, *, threads: int, timeout_s: float) -> dict[str, Any]:
+def measure_memory(
+    contender: BenchImplementation, task: BenchTask, shape: str, *, threads: int, timeout_s: float
+) -> dict[str, Any]:
     """Peak memory above what the inputs take, in MiB."""
     answer: dict[str, Any] = dict(
         length=task.length, dtype=task.dtype, shape=shape, contender=contender.name, peak_mib=None, absent=""
@@ -48,12 +50,12 @@ def peak_above_inputs_mib(
 ) -> float:
     """To be called in a process that has done nothing else."""
     contender = contenders()[name]
-    task = Task("attention", SHAPES[shape], length, dtype, backward=True, device=device_name)
+    task = BenchTask("attention", SHAPES[shape], length, dtype, backward=True, device=device_name)
     device = torch.device(device_name)
     with pinned(threads):
-        warm = Case(task.shape, _WARM_LENGTH, TORCH_DTYPES[dtype], device=device)
+        warm = BenchCase(task.shape, _WARM_LENGTH, TORCH_DTYPES[dtype], device=device)
         contender.make["attention"](warm, replace(task, length=_WARM_LENGTH)).forward_backward()
-        case = Case(task.shape, length, TORCH_DTYPES[dtype], device=device)
+        case = BenchCase(task.shape, length, TORCH_DTYPES[dtype], device=device)
         runner = contender.make["attention"](case, task)
         del warm
         gc.collect()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.bench.case import Case, Task
-from nsa.bench.ours import chooser
-from nsa.bench.runner import Runner, leaf
+from nsa.bench.case import BenchCase, BenchTask
+from nsa.bench.nsa_backends import chooser
+from nsa.bench.runner import BenchRunner, leaf
 
 LUCIDRAINS = "native_sparse_attention_pytorch"
 LUCIDRAINS_DIFFERS = (
@@ -18,7 +18,7 @@ LUCIDRAINS_DIFFERS = (
 )
 
 
-def lucidrains_why_not(task: Task) -> str | None:
+def lucidrains_why_not(task: BenchTask) -> str | None:
     if find_spec(LUCIDRAINS) is None:
         return "not installed: pip install native-sparse-attention-pytorch"
     if task.op != "attention" or task.part != "all":
@@ -28,14 +28,14 @@ def lucidrains_why_not(task: Task) -> str | None:
     return None
 
 
-def lucidrains_needs_bytes(task: Task) -> int:
+def lucidrains_needs_bytes(task: BenchTask) -> int:
     """It gathers every query's keys with an int64 index as large as they are."""
     g, s = task.shape.geometry, task.shape
     gathered = task.length * (g.n_sel + 1) * g.l_sel * s.d_k * s.n_kv_groups
     return gathered * (16 + (24 if task.backward else 8))
 
 
-def lucidrains(case: Case, task: Task) -> Runner:
+def lucidrains(case: BenchCase, task: BenchTask) -> BenchRunner:
     """Its module with the projections taken out and the mean as compression, like ours."""
     s, g = case.shape, case.shape.geometry
     width = (s.n_heads + 2 * s.n_kv_groups) * s.d_k
@@ -45,9 +45,9 @@ def lucidrains(case: Case, task: Task) -> Runner:
         num_selected_blocks=g.n_sel, causal=True, norm=False, compress_mlp=_BlockMean(),
     ).to(case.device, case.dtype)  # fmt: skip
     gates = leaf(case.gates_BSGR3.flatten(2, 3).transpose(1, 2).to(case.dtype))
-    module.to_qkv, module.combine_heads, module.to_strategy_combine = nn.Identity(), nn.Identity(), _Constant(gates)
+    module.to_qkv, module.combine_heads, module.to_strategy_combine = nn.Identity(), nn.Identity(), _ConstantGate(gates)
     x = leaf(torch.cat([y.flatten(2) for y in (case.q_BSGRK, case.raw.k_sel, case.raw.v_sel)], -1))
-    return Runner(lambda: module(x), {"x": x, "gates": gates}, case.dout_BSGRV.flatten(2))
+    return BenchRunner(lambda: module(x), {"x": x, "gates": gates}, case.dout_BSGRV.flatten(2))
 
 
 class _BlockMean(nn.Module):
@@ -55,7 +55,7 @@ class _BlockMean(nn.Module):
         return x_bhwnd.mean(-2)
 
 
-class _Constant(nn.Module):
+class _ConstantGate(nn.Module):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.value = value
@@ -64,7 +64,7 @@ class _Constant(nn.Module):
         return self.value
 
 
-def fla_why_not(task: Task) -> str | None:
+def fla_why_not(task: BenchTask) -> str | None:
     for package, install in (("fla", "flash-linear-attention"), ("triton", "triton"), ("einops", "einops")):
         if find_spec(package) is None:
             return f"not installed: pip install {install}"
@@ -73,13 +73,13 @@ def fla_why_not(task: Task) -> str | None:
     return None
 
 
-def fla_needs_bytes(task: Task) -> int:
+def fla_needs_bytes(task: BenchTask) -> int:
     s, g = task.shape, task.shape.geometry
     per_query = g.n_sel * g.l_sel * s.n_heads * (s.d_k + s.d_v) * 4
     return 6 * task.length * s.n_heads * (s.d_k + s.d_v) * 4 + (2 * task.length * per_query if task.backward else 0)
 
 
-def fla(case: Case, task: Task) -> Runner:
+def fla(case: BenchCase, task: BenchTask) -> BenchRunner:
     """A loop over queries in Python; the blocks are chosen by our portable backend."""
     select: Any = import_module("fla.ops.nsa.naive").naive_nsa_selection
     leaves = {name: leaf(case.inputs()[name]) for name in ("q", "k_sel", "v_sel")}
@@ -91,4 +91,4 @@ def fla(case: Case, task: Task) -> Runner:
         out: Tensor = select(q.flatten(2, 3), k, v, idx_BSGN, case.shape.geometry.l_sel, case.scale)
         return out.unflatten(2, (case.shape.n_kv_groups, -1))
 
-    return Runner(forward, leaves, case.dout_BSGRV, chosen=choose)
+    return BenchRunner(forward, leaves, case.dout_BSGRV, chosen=choose)

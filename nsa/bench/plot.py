@@ -3,7 +3,7 @@
 from math import log2
 from pathlib import Path
 
-from nsa.bench.report import Report
+from nsa.bench.report import BenchReport
 from nsa.bench.shapes import spell
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 320, 52, 200, 22, 44
@@ -13,7 +13,7 @@ Line = dict[int, tuple[float, float, float]]
 """Length → median and quartiles of the ratio."""
 
 
-def lines(report: Report) -> tuple[dict[str, Line], dict[str, dict[int, float]]]:
+def lines(report: BenchReport) -> tuple[dict[str, Line], dict[str, dict[int, float]]]:
     """Measured ratios by contender, operation and dtype; allowed ratios by operation."""
     measured: dict[str, Line] = {}
     allowed: dict[str, dict[int, float]] = {}
@@ -28,7 +28,7 @@ def lines(report: Report) -> tuple[dict[str, Line], dict[str, dict[int, float]]]
     return measured, allowed
 
 
-def draw(report: Report) -> str:
+def draw(report: BenchReport) -> str:
     commit = (report.machine["commit"] or "unknown")[:10]
     where = report.machine["gpu"]["name"] if report.machine.get("gpu") else report.machine["cpu"]
     caption = f"times faster than dense SDPA, by tokens · {where} · commit {commit}"
@@ -78,6 +78,6 @@ def draw_lines(measured: dict[str, Line], allowed: dict[str, dict[int, float]], 
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{style}{"".join(parts)}</svg>\n'
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: BenchReport, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(draw(report), encoding="utf-8")

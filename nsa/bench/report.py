@@ -5,23 +5,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.bench.clock import Spread
-from nsa.bench.figure import Entry, Figure
-from nsa.bench.roof import Peaks
+from nsa.bench.measurement import BenchMeasurement, ImplementationResult
+from nsa.bench.roofline import MachinePeaks
 from nsa.bench.shapes import spell
+from nsa.bench.timing import TimingSpread
 
 SCHEMA = 1
 COLUMNS = ("op", "dtype", "length", "contender", "median", "spread", "rounds", "× dense", "allowed", "of peak", "error")
 
 
 @dataclass
-class Report:
+class BenchReport:
     """What a command measured, with where and how."""
 
     command: str
     machine: dict[str, Any]
-    peaks: list[Peaks] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
+    peaks: list[MachinePeaks] = field(default_factory=list)
+    figures: list[BenchMeasurement] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -61,7 +61,7 @@ def gpu_words(gpu: dict[str, Any]) -> str:
     )
 
 
-def peaks_line(peaks: Peaks) -> str:
+def peaks_line(peaks: MachinePeaks) -> str:
     where = "GPU" if peaks.device == "cuda" else f"{peaks.threads} thread{'s' * (peaks.threads > 1)}"
     fp16 = f"fp16 {peaks.fp16_gflops:.0f} GFLOP/s, " if peaks.fp16_gflops else ""
     return (
@@ -70,7 +70,7 @@ def peaks_line(peaks: Peaks) -> str:
     )
 
 
-def rows(figure: Figure) -> list[tuple[str, ...]]:
+def rows(figure: BenchMeasurement) -> list[tuple[str, ...]]:
     """One row per contender that raced, as text; ours beside what the least work allows."""
     task = figure.task
     op = task.op + (f" {task.part}" if task.part != "all" else "") + (" fwd+bwd" if task.backward else "")
@@ -88,7 +88,7 @@ def rows(figure: Figure) -> list[tuple[str, ...]]:
     return body
 
 
-def notes(figure: Figure) -> list[str]:
+def notes(figure: BenchMeasurement) -> list[str]:
     """What a reader must know besides the numbers: who did not race, which ratio is withheld, and why."""
     absent = [f"{entry.name} did not race: {entry.absent}." for entry in figure.entries if entry.absent]
     withheld = [f"{entry.name}: ratio withheld, {entry.refused}." for entry in figure.entries if entry.refused]
@@ -109,17 +109,17 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} µs"
 
 
-def _ratio(entry: Entry) -> str:
+def _ratio(entry: ImplementationResult) -> str:
     if entry.kind == "dense":
         return "withheld" if entry.refused else "1"
     return "withheld" if entry.ratio is None else _spread(entry.ratio)
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: TimingSpread) -> str:
     return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
 
 
-def _error(entry: Entry) -> str:
+def _error(entry: ImplementationResult) -> str:
     return f"{entry.agreement.worst:.1g}" if entry.agreement.errors else "not judged"
 
 

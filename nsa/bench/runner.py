@@ -11,7 +11,7 @@ Results = dict[str, Tensor]
 
 
 @dataclass
-class Runner:
+class BenchRunner:
     forward: Callable[[], Tensor]
     leaves: dict[str, Tensor] = field(default_factory=dict)
     """What the backward pass makes gradients for, in the contender's own layout."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from nsa.core.geometry import Geometry
 from nsa.errors import ConfigError
-from nsa.kernels.registry import Shape
+from nsa.geometry import Geometry
+from nsa.kernels.registry import KernelShape
 
 SEED = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
 
@@ -22,9 +22,9 @@ class BenchShape:
         return self.n_heads // self.n_kv_groups
 
     @property
-    def kernel(self) -> Shape:
+    def kernel(self) -> KernelShape:
         g = self.geometry
-        return Shape(self.n_kv_groups, self.heads_per_group, self.d_k, self.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
+        return KernelShape(self.n_kv_groups, self.heads_per_group, self.d_k, self.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
 
     def describe(self) -> str:
         g = self.geometry

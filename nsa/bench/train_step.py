@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.bench.agree import Agreement, short_length
-from nsa.bench.case import Case, Task
-from nsa.bench.clock import interleave
-from nsa.bench.contenders import DENSE, Contender
+from nsa.bench.case import BenchCase, BenchTask
+from nsa.bench.correctness import CorrectnessCheck, short_length
 from nsa.bench.device import clock_of
-from nsa.bench.figure import Entry, Figure, Say, finish
-from nsa.bench.roof import BACKWARD_FACTOR
+from nsa.bench.implementations import DENSE, BenchImplementation
+from nsa.bench.measurement import BenchMeasurement, ImplementationResult, Say, finish
+from nsa.bench.roofline import BACKWARD_FACTOR
 from nsa.bench.shapes import BenchShape
+from nsa.bench.timing import interleave
 from nsa.core.init import init_weights
-from nsa.core.nsa_attention import NSAAttention, Where
+from nsa.core.nsa_attention import NSAAttention, Positions
 from nsa.core.rope import rotate
 from nsa.kernels import reference
-from nsa.kernels.registry import Wanted
+from nsa.kernels.registry import BackendRequest
 from nsa.model.transformer import NSATransformer
 
 VOCABULARY, DIM, LAYERS = 32_768, 768, 12
@@ -63,7 +63,7 @@ class DenseAttention(nn.Module):
         self.w_out = nn.Linear(s.n_heads * s.d_v, nsa.dim, bias=False)
         init_weights(self)
 
-    def forward(self, x_BSD: Tensor, *, where: Where, **unused: Any) -> Tensor:
+    def forward(self, x_BSD: Tensor, *, where: Positions, **unused: Any) -> Tensor:
         s = self.shape
         q_BSHK = rotate(self.w_q(x_BSD).unflatten(-1, (s.n_heads, 1, s.d_k)), where.tables).squeeze(3)
         k_BSGK = rotate(self.w_k(x_BSD).unflatten(-1, (s.n_kv_groups, s.d_k)), where.tables)
@@ -77,7 +77,8 @@ def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: 
     s, g = shape, shape.geometry
     model = NSATransformer(
         vocabulary, dim, n_layers, n_heads=s.n_heads, n_kv_groups=s.n_kv_groups, d_k=s.d_k, d_v=s.d_v, l=g.l, d=g.d,
-        l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, kernels=Wanted(*[kernels] * 4) if isinstance(kernels, str) else Wanted(),
+        l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, kernels=BackendRequest(*[kernels] * 4) if isinstance(kernels,
+        str) else BackendRequest(),
     )  # fmt: skip
     if not isinstance(kernels, str):
         for block in model.blocks:
@@ -85,7 +86,7 @@ def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: 
     return model
 
 
-class Step:
+class TrainStep:
     """One training step, again and again on the same tokens."""
 
     def __init__(self, model: NSATransformer, length: int, dtype: str, device: str = "cpu") -> None:
@@ -115,15 +116,15 @@ class Step:
 
 def judge_step(
     shape: BenchShape, kernels: str | Attend, truth: str | Attend, dtype: str, dim: int, device: str = "cpu"
-) -> Agreement:
+) -> CorrectnessCheck:
     """Gradients of every weight of a one-layer model on a short row, against the reference's in fp32.
 
     Not against its gradients in bf16: there the reference itself is off, on small models by more than the limit, so
     twice its own error is allowed too.
     """
-    length = short_length(Case(shape, 1, torch.float32))
+    length = short_length(BenchCase(shape, 1, torch.float32))
     want, plain_got, got = (
-        Step(build(shape, 1, dim, 257, which), length, arithmetic, device).gradients()
+        TrainStep(build(shape, 1, dim, 257, which), length, arithmetic, device).gradients()
         for which, arithmetic in ((truth, "fp32"), (truth, dtype), (kernels, dtype))
     )
     assert got.keys() == want.keys()
@@ -142,12 +143,12 @@ def judge_step(
         if not error <= max(limit, 2 * plain_errors[name])
     ]
     reason = f"differs from the reference: {', '.join(wrong[:3])} (at most {limit:g})" if wrong else ""
-    return Agreement(not wrong, errors, limit, f"all gradients of one layer on {length} tokens", reason)
+    return CorrectnessCheck(not wrong, errors, limit, f"all gradients of one layer on {length} tokens", reason)
 
 
 def measure_train(
-    task: Task,
-    who: list[Contender],
+    task: BenchTask,
+    who: list[BenchImplementation],
     *,
     threads: int,
     budget_s: float,
@@ -155,21 +156,21 @@ def measure_train(
     n_layers: int = LAYERS,
     dim: int = DIM,
     vocabulary: int = VOCABULARY,
-) -> Figure:
+) -> BenchMeasurement:
     entries, steps = {}, {}
     for contender in who:
         kernels = sdpa if contender.name == DENSE else contender.name
         if contender.kind == "other" or "decode" not in contender.make:
             continue
         if reason := contender.refusal(replace(task, op="attention")):
-            entries[contender.name] = Entry(contender.name, contender.kind, absent=reason)
+            entries[contender.name] = ImplementationResult(contender.name, contender.kind, absent=reason)
             continue
         say(f"judging {contender.name}")
         truth = plain if contender.name == DENSE else "reference"
         agreement = judge_step(task.shape, kernels, truth, task.dtype, dim, task.device)
-        entries[contender.name] = Entry(contender.name, contender.kind, agreement=agreement)
+        entries[contender.name] = ImplementationResult(contender.name, contender.kind, agreement=agreement)
         model = build(task.shape, n_layers, dim, vocabulary, kernels)
-        steps[contender.name] = Step(model, task.length, task.dtype, task.device)
+        steps[contender.name] = TrainStep(model, task.length, task.dtype, task.device)
         say(f"warming up {contender.name}")
         steps[contender.name]()
     say(f"timing {', '.join(steps)}")
@@ -177,7 +178,7 @@ def measure_train(
     nsa = build_meta(task.shape, n_layers, dim, vocabulary)
     dense_flops, nsa_flops = step_flops(nsa, task, dense=True), step_flops(nsa, task, dense=False)
     finished = [finish(entry, samples, entries, task, None) for entry in entries.values()]
-    return Figure(task, "random tokens", threads, "FLOPs", dense_flops / nsa_flops, finished)
+    return BenchMeasurement(task, "random tokens", threads, "FLOPs", dense_flops / nsa_flops, finished)
 
 
 def build_meta(shape: BenchShape, n_layers: int, dim: int, vocabulary: int) -> NSATransformer:
@@ -185,7 +186,7 @@ def build_meta(shape: BenchShape, n_layers: int, dim: int, vocabulary: int) -> N
         return build(shape, n_layers, dim, vocabulary, "portable")
 
 
-def step_flops(model: NSATransformer, task: Task, *, dense: bool) -> float:
+def step_flops(model: NSATransformer, task: BenchTask, *, dense: bool) -> float:
     """Least FLOPs per token of a step: weights six times, attention forward and backward; selection shares scores."""
     s, n = task.shape, task.length
     reads = n * (n + 1) / 2 if dense else sum(s.geometry.total_reads(n).values())

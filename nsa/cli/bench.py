@@ -13,7 +13,7 @@ from rich.table import Table
 from nsa.cli.outputs import require_writable_file
 
 if TYPE_CHECKING:
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
 app = typer.Typer(
     help="Measure the attention beside dense SDPA: one process, interleaved rounds, no ratio without a right answer.",
@@ -69,9 +69,10 @@ def attention(
 
     **Example:** `nsa bench attention --lengths 2k,4k --dtype bf16 --threads 1 --json result.json --plot result.svg`
     """
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
-    _run(Wish("attention", lengths, dtype, shape, tuple(backend or ()), peers, part, passes, data, threads, budget_s,
+    _run(BenchRequest("attention", lengths, dtype, shape, tuple(backend or ()), peers, part, passes, data, threads,
+    budget_s,
               device), json, plot, markdown)  # fmt: skip
 
 
@@ -96,9 +97,9 @@ def prefill(
 
     **Example:** `nsa bench prefill --lengths 4k --dtype fp32`
     """
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
-    _run(Wish("prefill", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
+    _run(BenchRequest("prefill", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
               budget_s=budget_s, device=device), json, plot, markdown)  # fmt: skip
 
 
@@ -123,9 +124,9 @@ def decode(
 
     **Example:** `nsa bench decode --lengths 4k,64k --dtype bf16`
     """
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
-    _run(Wish("decode", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
+    _run(BenchRequest("decode", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
               budget_s=budget_s, device=device), json, plot, markdown)  # fmt: skip
 
 
@@ -147,9 +148,9 @@ def train(
 
     **Example:** `nsa bench train --lengths 2k --dtype bf16`
     """
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
-    _run(Wish("train", lengths, dtype, "seed", tuple(backend or ()), False, threads=threads, budget_s=budget_s,
+    _run(BenchRequest("train", lengths, dtype, "seed", tuple(backend or ()), False, threads=threads, budget_s=budget_s,
               device=device), json, None, markdown)  # fmt: skip
 
 
@@ -171,9 +172,9 @@ def memory(
 
     **Example:** `nsa bench memory --lengths 4k,8k,16k`
     """
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
-    _run(Wish("memory", lengths, dtype, shape, tuple(backend or ()), False, threads=threads, budget_s=budget_s,
+    _run(BenchRequest("memory", lengths, dtype, shape, tuple(backend or ()), False, threads=threads, budget_s=budget_s,
               device=device), json, None, markdown)  # fmt: skip
 
 
@@ -183,9 +184,9 @@ def machine(device: Device = "cpu", threads: Threads = 0, json: JsonFile = None)
 
     **Example:** `nsa bench machine --json machine.json`
     """
-    from nsa.bench.session import Wish
+    from nsa.bench.suite import BenchRequest
 
-    _run(Wish("machine", "1", threads=threads, device=device), json, None, None)
+    _run(BenchRequest("machine", "1", threads=threads, device=device), json, None, None)
 
 
 @app.command()
@@ -241,12 +242,12 @@ def model(
             path.write_text(text(), encoding="utf-8")
 
 
-def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | None) -> None:
+def _run(wish: "BenchRequest", json: Path | None, plot: Path | None, markdown: Path | None) -> None:
     require_writable_file(json, plot, markdown)
 
     from nsa.bench import plot as plotting
     from nsa.bench import report as reports
-    from nsa.bench.session import new_report, run
+    from nsa.bench.suite import new_report, run
 
     report = new_report(" ".join(["nsa", *sys.argv[1:]]), wish.device)
     console = _console()
@@ -255,7 +256,7 @@ def _run(wish: "Wish", json: Path | None, plot: Path | None, markdown: Path | No
         console.print(warning, style="yellow")
     with _progress() as say:
         for result in run(wish, report, say):
-            if isinstance(result, reports.Peaks):
+            if isinstance(result, reports.MachinePeaks):
                 console.print(reports.peaks_line(result))
             elif json is not None:  # a run that is cut short leaves what it had
                 report.write(json)

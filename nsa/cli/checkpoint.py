@@ -10,7 +10,7 @@ from nsa.cli.terminal import say
 from nsa.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from nsa.train.checkpoint.folder import CheckpointFolder, Retention
+    from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy
 
 app = typer.Typer(help="List, verify and export the checkpoints of a run.", no_args_is_help=True)
 
@@ -25,8 +25,8 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
 
     **Example:** `nsa checkpoint ls artifacts/run`
     """
-    from nsa.train.checkpoint.layout import step_name
-    from nsa.train.checkpoint.lock import holder
+    from nsa.checkpoint.lock import holder
+    from nsa.checkpoint.names import step_name
 
     folder = _open(run, key_file)
     saved = {step: manifest.reason for step, manifest in folder.committed().items()}
@@ -55,9 +55,9 @@ def verify(
 
     **Example:** `nsa checkpoint verify artifacts/run/checkpoints/latest`
     """
-    from nsa.train.checkpoint.layout import step_of
-    from nsa.train.checkpoint.load import demand_trustworthy
-    from nsa.train.checkpoint.manifest import read_key
+    from nsa.checkpoint.load import demand_trustworthy
+    from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.names import step_of
 
     one = _resolved(path)
     if step_of(one.name) is not None:
@@ -98,10 +98,10 @@ def export(
     """
     require_writable_folder(out)
 
-    from nsa.train.checkpoint.layout import COMMIT, step_of
-    from nsa.train.checkpoint.load import demand_trustworthy
-    from nsa.train.checkpoint.load import export as write
-    from nsa.train.checkpoint.manifest import read_key
+    from nsa.checkpoint.load import demand_trustworthy
+    from nsa.checkpoint.load import export as write
+    from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.names import COMMIT, step_of
 
     source = _resolved(checkpoint)
     if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
@@ -127,8 +127,8 @@ def push(
 
     **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
     """
-    from nsa.train.checkpoint.manifest import read_key
-    from nsa.train.checkpoint.s3 import push as copy
+    from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.s3 import push as copy
 
     say(f"wrote {copy(_resolved(checkpoint), url, key=read_key(key_file) if key_file else None)}")
 
@@ -144,12 +144,12 @@ def pull(
 
     **Example:** `nsa checkpoint pull s3://models/run artifacts/run`
     """
-    from nsa.train.checkpoint.folder import CheckpointFolder
-    from nsa.train.checkpoint.layout import CHECKPOINTS
-    from nsa.train.checkpoint.lock import RunLock
-    from nsa.train.checkpoint.manifest import read_key
-    from nsa.train.checkpoint.s3 import GIB
-    from nsa.train.checkpoint.s3 import pull as copy
+    from nsa.checkpoint.folder import CheckpointFolder
+    from nsa.checkpoint.lock import RunLock
+    from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.names import CHECKPOINTS
+    from nsa.checkpoint.s3 import GIB
+    from nsa.checkpoint.s3 import pull as copy
 
     key = read_key(key_file) if key_file else None
     with RunLock(run):
@@ -162,15 +162,19 @@ def pull(
     say(f"wrote {found.path}")
 
 
-def _retention(folder: "CheckpointFolder", newest: int | None) -> "Retention":
+def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPolicy":
     """As the run's newest checkpoint records it; the default where there is no record."""
-    from nsa.train.checkpoint.folder import Retention
-    from nsa.train.checkpoint.record import RunRecord
+    from nsa.checkpoint.folder import RetentionPolicy
+    from nsa.checkpoint.run_state import RunRecord
 
     try:
-        return Retention.from_settings(RunRecord.read(folder.step_path(newest)).config) if newest else Retention()
+        return (
+            RetentionPolicy.from_settings(RunRecord.read(folder.step_path(newest)).config)
+            if newest
+            else RetentionPolicy()
+        )
     except (CheckpointError, AttributeError, TypeError, ValueError):
-        return Retention()
+        return RetentionPolicy()
 
 
 def _resolved(path: Path) -> Path:
@@ -181,9 +185,9 @@ def _resolved(path: Path) -> Path:
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
-    from nsa.train.checkpoint.folder import CheckpointFolder
-    from nsa.train.checkpoint.layout import CHECKPOINTS
-    from nsa.train.checkpoint.manifest import read_key
+    from nsa.checkpoint.folder import CheckpointFolder
+    from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.names import CHECKPOINTS
 
     inside = run / CHECKPOINTS
     folder = inside if inside.is_dir() else run

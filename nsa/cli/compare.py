@@ -32,10 +32,10 @@ def compare(
     from rich.text import Text
 
     from nsa.observe.view.comparison import differing_settings, figures, labels
-    from nsa.observe.view.monitor.lines import plain_ascii, title
-    from nsa.observe.view.monitor.plot import Curve, Plot
+    from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
+    from nsa.observe.view.monitor.text_layout import plain_ascii, title
     from nsa.observe.view.report.run_report import spelled
-    from nsa.observe.view.series import load
+    from nsa.observe.view.run_data import load
     from nsa.observe.view.summary import summarize
 
     console = Console(highlight=False, markup=False)
@@ -61,11 +61,11 @@ def compare(
         console.print("all settings are the same")
     console.print()
     curves = [
-        Curve(run.lead.counted("step"), run.lead.counted("loss"), style, letter=name[0])
+        PlotCurve(run.lead.counted("step"), run.lead.counted("loss"), style, letter=name[0])
         for run, name, style in zip(loaded, names, _STYLES, strict=False)
     ]
     width = min(console.width, 120)
-    lines = [title("loss", "nats per token", width), *Plot(curves).draw(width, 16)]
+    lines = [title("loss", "nats per token", width), *BraillePlot(curves).draw(width, 16)]
     for line in lines:
         console.print(line if unicode else plain_ascii(line), no_wrap=True, overflow="crop")
     if out is not None:

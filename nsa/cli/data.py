@@ -47,8 +47,8 @@ def train_tokenizer(
     seed: int = typer.Option(0, help="Which part of the corpus."),
 ) -> None:
     """Train a byte-level BPE on a corpus."""
+    from nsa.data.document_stream import sample_texts
     from nsa.data.source import open_source
-    from nsa.data.stream import sample_texts
     from nsa.data.tokenizer import train_bpe
 
     tokenizer = train_bpe(sample_texts(open_source(source), seed=seed, max_bytes=int(mb * 1e6)), vocab_size, path)

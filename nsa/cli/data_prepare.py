@@ -18,7 +18,7 @@ from nsa.terminal_text import printable
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
     from nsa.data.prepare import run as preparing
-    from nsa.data.shards.manifest import Manifest
+    from nsa.data.shards.manifest import ShardManifest
 
 SetArgument = Annotated[str, typer.Argument(metavar="SET", help="A folder or s3:// prefix that `prepare` wrote.")]
 TokenizerOption = Annotated[str, typer.Option(help="`byte`, or the path of a tokenizers JSON file.")]
@@ -35,7 +35,7 @@ def _cores() -> int:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[["preparing.Progress"], None]]:
+def _progress_bar() -> Iterator[Callable[["preparing.PrepareProgress"], None]]:
     bar = Progress(
         TextColumn("{task.fields[tasks]} tasks"),
         BarColumn(),
@@ -47,7 +47,7 @@ def _progress_bar() -> Iterator[Callable[["preparing.Progress"], None]]:
     with bar:
         shown = bar.add_task("prepare", total=None, tasks="-", tokens="0", rate="-")
 
-        def update(progress: "preparing.Progress") -> None:
+        def update(progress: "preparing.PrepareProgress") -> None:
             rate = progress.tokens / max(progress.elapsed_s, 1e-9)
             bar.update(
                 shown,
@@ -63,8 +63,10 @@ def _progress_bar() -> Iterator[Callable[["preparing.Progress"], None]]:
 
 @data_app.command()
 def prepare(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, pattern, address, s3:// prefix or dataset id.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or s3:// prefix to write.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="StorageFolder, pattern, address, s3:// prefix or dataset id.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="StorageFolder or s3:// prefix to write.")],
     tokenizer: TokenizerOption,
     workers: WorkersOption = None,
     held_out: HeldOutOption = 0.0005,
@@ -86,12 +88,12 @@ def prepare(
     from nsa.data.prepare.plan import make_plan
     from nsa.data.prepare.run import prepare as run
     from nsa.data.prepare.run import slurm_executor
-    from nsa.data.source.row_group import Columns
+    from nsa.data.source.row_group import DocumentColumns
 
     plan = make_plan(
         source,
         tokenizer,
-        columns=Columns(text_column, None if id_column == "-" else id_column),
+        columns=DocumentColumns(text_column, None if id_column == "-" else id_column),
         eos_token=eos_token,
         held_out_fraction=held_out,
         units_per_task=units_per_task,
@@ -131,11 +133,11 @@ def inspect(
 
     Example: `nsa data inspect data/fwe10 --shards`
     """
-    from nsa.data.shards.check import find_document
-    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.inspect import find_document
     from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
 
-    folder = Folder(prepared)
+    folder = StorageFolder(prepared)
     manifest = read_manifest(folder)
     _print_totals(prepared, manifest)
     facts = {
@@ -164,11 +166,11 @@ def verify(prepared: SetArgument) -> None:
 
     Example: `nsa data verify s3://bucket/fwe10`
     """
-    from nsa.data.shards.check import verify_set
-    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.inspect import verify_set
     from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
 
-    folder = Folder(prepared)
+    folder = StorageFolder(prepared)
     manifest = read_manifest(folder)
     total = sum(manifest.totals(split)["bytes"] for split in manifest.splits)
     with Progress(console=Console(stderr=True)) as bar:
@@ -186,11 +188,11 @@ def stats(prepared: SetArgument) -> None:
 
     Example: `nsa data stats data/fwe10`
     """
-    from nsa.data.shards.check import length_stats
-    from nsa.data.shards.folder import Folder
+    from nsa.data.shards.inspect import length_stats
     from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
 
-    folder = Folder(prepared)
+    folder = StorageFolder(prepared)
     manifest = read_manifest(folder)
     rows = []
     for split in manifest.splits:
@@ -213,8 +215,8 @@ def smoke(
 
     Example: `nsa data smoke --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte`
     """
-    from nsa.data.feed.first_look import FINEWEB_EDU
-    from nsa.data.feed.first_look import smoke as run
+    from nsa.data.bootstrap import FINEWEB_EDU
+    from nsa.data.bootstrap import smoke as run
 
     report = run(source or FINEWEB_EDU, tokenizer=tokenizer, seq_len=seq_len, batch=batch, timeout_s=timeout)
     Console().print(
@@ -225,7 +227,7 @@ def smoke(
 
 @data_app.command()
 def bootstrap(
-    out: Annotated[str, typer.Option(help="Folder to write.")] = "data/fineweb_edu",
+    out: Annotated[str, typer.Option(help="StorageFolder to write.")] = "data/fineweb_edu",
     gb: Annotated[float, typer.Option(help="About how many gigabytes of shards.")] = 5.0,
     source: Annotated[str | None, typer.Option(help="Default: the 10 BT sample of FineWeb-Edu.")] = None,
     tokenizer: TokenizerOption = "byte",
@@ -236,8 +238,8 @@ def bootstrap(
 
     Example: `nsa data bootstrap --gb 5 --out data/fineweb_edu --tokenizer bpe.json`
     """
-    from nsa.data.feed.first_look import FINEWEB_EDU
-    from nsa.data.feed.first_look import bootstrap as run
+    from nsa.data.bootstrap import FINEWEB_EDU
+    from nsa.data.bootstrap import bootstrap as run
 
     with _progress_bar() as update:
         manifest = run(
@@ -253,14 +255,14 @@ def bootstrap(
     _warn_of_small_held_out_split(manifest)
 
 
-def _print_totals(where: str, manifest: "Manifest") -> None:
+def _print_totals(where: str, manifest: "ShardManifest") -> None:
     columns = ["shards", "documents", "tokens", "bytes"]
     totals = {split: manifest.totals(split) for split in manifest.splits}
     rows = [[split, *(f"{total[column]:,}" for column in columns)] for split, total in totals.items()]
     _print_table(where, ["split", *columns], rows)
 
 
-def _warn_of_small_held_out_split(manifest: "Manifest") -> None:
+def _warn_of_small_held_out_split(manifest: "ShardManifest") -> None:
     """A split that no evaluation can be made of is found here, not at the first evaluation of a run."""
     from nsa.data.shards.manifest import TRAIN, VALIDATION
 

@@ -72,7 +72,7 @@ def doctor(
 def _print_proofs(
     console: "Console", device: "torch.device", dtype: "torch.dtype", n_heads: int, n_kv_groups: int, d_k: int, d_v: int
 ) -> bool:
-    from nsa.guard.prove import prove
+    from nsa.verify.prove import prove
 
     console.print()
     all_hold = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.outputs import require_writable_folder
-from nsa.cli.polite_end import polite_end
+from nsa.cli.sigterm import polite_end
 from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from nsa.drill.row import Row
+    from nsa.drill.result import DrillResult
 
 _WIDTH = 170  # of a table that goes to a file
 _ONLY = "Play this scenario (may be repeated); `--list` names them."
@@ -42,7 +42,7 @@ def drill(
     """
     from rich.console import Console
 
-    from nsa.drill.program import SCENARIOS, choose
+    from nsa.drill.suite import SCENARIOS, choose
 
     if list_only:
         for name, scenario in SCENARIOS.items():
@@ -84,14 +84,14 @@ def _folder(keep: Path | None) -> Path:
     return keep.absolute()
 
 
-def _play(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iterator[tuple[str, Row]]":
+def _play(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iterator[tuple[str, DrillResult]]":
     """Tell of each row as it is finished; on a terminal the table grows below."""
     from rich.live import Live
 
-    from nsa.drill.program import SCENARIOS, Drill
+    from nsa.drill.suite import SCENARIOS, DrillSuite
 
-    done: dict[str, Row] = {}
-    with Drill(folder, jobs) as playing, Live(console=console, transient=True, auto_refresh=False) as live:
+    done: dict[str, DrillResult] = {}
+    with DrillSuite(folder, jobs) as playing, Live(console=console, transient=True, auto_refresh=False) as live:
         if not console.is_terminal:
             console.print(f"{len(names)} scenarios, {jobs} at a time, in {folder}")
         for name, row in playing.play(names):
@@ -104,7 +104,7 @@ def _play(names: list[str], folder: Path, jobs: int, console: "Console") -> "Ite
             yield name, row
 
 
-def _table(rows: "Sequence[Row | str]") -> "Table":
+def _table(rows: "Sequence[DrillResult | str]") -> "Table":
     """Rows, and the titles of those that are not finished yet."""
     from rich.table import Table
     from rich.text import Text
@@ -121,5 +121,5 @@ def _table(rows: "Sequence[Row | str]") -> "Table":
     return table
 
 
-def _verdict(row: "Row") -> str:
+def _verdict(row: "DrillResult") -> str:
     return "holds" if row.holds else f"FAILS ({len(row.unmet)})"

@@ -10,7 +10,7 @@ import typer
 from nsa.cli.config import resolve
 
 if TYPE_CHECKING:
-    from nsa.guard.estimate import Estimate
+    from nsa.planning.estimate import RunEstimate
 
 ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.seq_len=8192."
 TARGET_HELP = "Hardware: NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
@@ -37,9 +37,9 @@ def estimate(
     """
     config = resolve(arguments or [])
 
-    from nsa.guard.hardware import parse_target
-    from nsa.guard.preflight import check_names, demand, failed, judge
-    from nsa.train.preflight import gather
+    from nsa.planning.hardware import parse_target
+    from nsa.planning.preflight import check_names, demand, failed, judge
+    from nsa.train.preflight_facts import gather
 
     check_names(allow)
     hardware = parse_target(target, config.runtime.device)
@@ -53,7 +53,7 @@ def estimate(
     demand(verdicts)
 
 
-def as_dict(found: "Estimate") -> dict[str, Any]:
+def as_dict(found: "RunEstimate") -> dict[str, Any]:
     parameters, memory = found.parameters, found.memory
     return {
         "target": str(found.target),
@@ -90,7 +90,7 @@ def as_dict(found: "Estimate") -> dict[str, Any]:
     }
 
 
-def summary(found: "Estimate") -> Iterator[tuple[str, str]]:
+def summary(found: "RunEstimate") -> Iterator[tuple[str, str]]:
     """Memory, time and price, a line each."""
     memory = found.memory
     yield "memory", f"{size(memory.total)} of {size(memory.available)} on each device"
@@ -111,7 +111,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def _print(found: "Estimate") -> None:
+def _print(found: "RunEstimate") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -125,7 +125,7 @@ def _print(found: "Estimate") -> None:
     console.print(table)
 
 
-def _rows(found: "Estimate") -> Iterator[tuple[str, str, str]]:
+def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     parameters, memory, flops = found.parameters, found.memory, found.flops_per_token
     yield "target", str(found.target), f"{memory.available / 2**30:.1f} GiB each; time and price below are for all"
     yield from (("", "", ""), ("parameters", f"{parameters.total:,}", "exact"))

@@ -24,7 +24,7 @@ def exporter(
     """
     require_writable_file(file_sd)
 
-    from nsa.observe.export.exporter import Exporter, is_loopback
+    from nsa.observe.export.exporter import MetricsExporter, is_loopback
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,7 +35,7 @@ def exporter(
             f"names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}, without a "
             f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
         )
-    serving = Exporter(folders, host=host, port=port, file_sd=file_sd)
+    serving = MetricsExporter(folders, host=host, port=port, file_sd=file_sd)
     print(f"serving http://{serving.address}/metrics", flush=True)
     try:
         stop.wait()

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.outputs import require_writable_folder
-from nsa.cli.polite_end import polite_end
+from nsa.cli.sigterm import polite_end
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa.bench.gpu_check.record import Record
-    from nsa.bench.gpu_check.row import Row
-    from nsa.bench.gpu_check.runner import Runner
+    from nsa.verify.gpu_check.check_result import CheckResult
+    from nsa.verify.gpu_check.report import GpuCheckReport
+    from nsa.verify.gpu_check.runner import GpuCheckRunner
 
 INTERRUPTED = 130  # as a shell counts it
 _WIDTH = 240  # of a table that goes to a file
@@ -43,11 +43,11 @@ def gpu_check(
     """
     from rich.console import Console
 
-    from nsa.bench.gpu_check.program import program, scope_of
-    from nsa.bench.gpu_check.record import Record, refuse_rehearsal_among_results
-    from nsa.bench.gpu_check.runner import Asked, Runner
     from nsa.bench.machine import describe_machine
     from nsa.config.env import without_settings
+    from nsa.verify.gpu_check.program import program, scope_of
+    from nsa.verify.gpu_check.report import GpuCheckReport, refuse_rehearsal_among_results
+    from nsa.verify.gpu_check.runner import GpuCheckRequest, GpuCheckRunner
 
     require_writable_folder(out)
     if rehearse:
@@ -60,8 +60,10 @@ def gpu_check(
     wanted = tuple(only or ())
     checks = program(scope_of(rehearse=rehearse, full=full), wanted)
     environ = {name: value for name, value in without_settings().items() if name != "TRITON_INTERPRET"}
-    runner = Runner(Asked(rehearse, full, wanted), checks, environ | ({"TRITON_INTERPRET": "1"} if rehearse else {}))
-    record = Record(
+    runner = GpuCheckRunner(
+        GpuCheckRequest(rehearse, full, wanted), checks, environ | ({"TRITON_INTERPRET": "1"} if rehearse else {})
+    )
+    record = GpuCheckReport(
         shlex.join(["nsa", *sys.argv[1:]]), describe_machine(), rehearse, full, wanted, traces=runner.traces
     )
     console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False, markup=False, soft_wrap=True)
@@ -89,29 +91,29 @@ def _demand_gpu() -> None:
         )
 
 
-def _play(runner: "Runner", record: "Record", console: "Console") -> None:
+def _play(runner: "GpuCheckRunner", record: "GpuCheckReport", console: "Console") -> None:
     """Print each row when it is there; below, on a terminal, what is being done."""
-    from nsa.bench.gpu_check.row import Check, Row
+    from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck
 
     n, begun, began = len(runner.checks), 0, time.monotonic()
     with console.status("starting") as status:
         for result in runner.run():
-            if isinstance(result, Check):
+            if isinstance(result, GpuCheck):
                 begun += 1
                 status.update(f"{begun} of {n}, {time.monotonic() - began:.0f} s · {result.subject}: {result.name}")
                 continue
             record.take(result)
-            if isinstance(result, Row):
+            if isinstance(result, CheckResult):
                 console.print(_line(result), style=_style(result))
 
 
-def _line(row: "Row") -> str:
-    from nsa.bench.gpu_check.record import cells
+def _line(row: "CheckResult") -> str:
+    from nsa.verify.gpu_check.report import cells
 
     verdict, subject, claim, measured, limit, seconds, note = cells(row)
     bound = f"{measured:>9} {f'≤ {limit}' if limit else '':8}" if row.verdict != "fact" else f"{measured:18}"
     return f"{verdict:11} {subject:11} {claim:78} {bound} {seconds:>6} s  {note}".rstrip()
 
 
-def _style(row: "Row") -> str | None:
+def _style(row: "CheckResult") -> str | None:
     return {"FAILS": "bold red", "needs a GPU": "dim", "fact": "dim"}.get(row.verdict)

@@ -37,9 +37,9 @@ def launch(
 
     **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
     """
-    from nsa.guard.preflight import check_names
-    from nsa.train.launch import Launch
-    from nsa.train.launch import launch as run
+    from nsa.planning.preflight import check_names
+    from nsa.train.launch.launcher import LaunchSettings
+    from nsa.train.launch.launcher import launch as run
 
     words = list(arguments or [])
     config = resolve(words)  # a wrong config is told here, before any rank starts
@@ -52,7 +52,7 @@ def launch(
             return [*command, "--resume"]
         return [*command, "--resume-from", str(resume_from)] if resume_from is not None else command
 
-    plan = Launch(
+    plan = LaunchSettings(
         program=program,
         run_folder=Path(config.train.out_dir),
         nproc=nproc,
@@ -81,7 +81,7 @@ def _refuse_unfit(config: "RunConfig", nproc: int, nodes: tuple[int, int], **giv
 
 
 def _judge(config: "RunConfig", nproc: int, nodes: tuple[int, int], given: dict[str, Any]) -> None:
-    from nsa.train.preflight import demand_fitness, world_of
+    from nsa.train.preflight_facts import demand_fitness, world_of
 
     # Held-out rows take time to read. A node that joins later finds the checkpoints of the run that it joins.
     left_to_ranks = ("held_out", "other_run") if nodes[1] > 1 else ("held_out",)
@@ -90,10 +90,10 @@ def _judge(config: "RunConfig", nproc: int, nodes: tuple[int, int], given: dict[
 
 def _put_halt_aside(folder: Path) -> None:
     """Before the first start only: one that comes later, restarts included, is obeyed."""
-    from nsa.observe import halt
+    from nsa.observe import halt_file
     from nsa.observe.run_folder import RunFolder
 
-    if aside := halt.put_aside(folder, now=time.time(), step=RunFolder(folder).last_step()):
+    if aside := halt_file.put_aside(folder, now=time.time(), step=RunFolder(folder).last_step()):
         say(f"launch: the .HALT that was there is {aside} now")
 
 

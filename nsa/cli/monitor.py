@@ -32,10 +32,10 @@ def monitor(
     """
     from rich.console import Console
 
-    from nsa.observe.view.look import Looker
+    from nsa.observe.view.snapshot import SnapshotReader
 
     console = Console(highlight=False, markup=False)
-    looker = Looker(run)
+    looker = SnapshotReader(run)
     try:
         if once or not console.is_terminal:
             for line in _frame(looker, console, width, height):
@@ -47,7 +47,7 @@ def monitor(
 
 
 def _watch(looker, console: "Console", interval: float, width: int | None, height: int | None) -> None:  # type: ignore[no-untyped-def]
-    screen = _Screen(console)
+    screen = _MonitorScreen(console)
     with console.screen(hide_cursor=True), _keys() as pressed:
         while True:
             began = time.monotonic()
@@ -60,14 +60,14 @@ def _watch(looker, console: "Console", interval: float, width: int | None, heigh
 
 def _frame(looker, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
     from nsa.observe.view.monitor.frame import frame
-    from nsa.observe.view.monitor.lines import plain_ascii
+    from nsa.observe.view.monitor.text_layout import plain_ascii
 
     there = console.size if console.is_terminal else SMALLEST
     lines = frame(looker.look(), width or there[0], height or there[1])
     return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
 
 
-class _Screen:
+class _MonitorScreen:
     """Sends the lines that changed, and nothing else: a quiet second over ssh is some tens of bytes."""
 
     def __init__(self, console: "Console") -> None:
@@ -99,10 +99,10 @@ class _Screen:
 
 
 @contextmanager
-def _keys() -> Iterator["_Pressed"]:
+def _keys() -> Iterator["_PressedKeys"]:
     """Keys one by one instead of by the line, as long as it lasts."""
     if not sys.stdin.isatty():
-        yield _Pressed(None)
+        yield _PressedKeys(None)
         return
     import termios
     import tty
@@ -111,12 +111,12 @@ def _keys() -> Iterator["_Pressed"]:
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield _Pressed(descriptor)
+        yield _PressedKeys(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-class _Pressed:
+class _PressedKeys:
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
 

@@ -13,8 +13,8 @@ from nsa.errors import PreflightError
 from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
-    from nsa.guard.facts import Facts
-    from nsa.guard.preflight import Verdict
+    from nsa.planning.preflight import RuleVerdict
+    from nsa.planning.preflight_facts import PreflightFacts
 
 ALLOW_HELP = "Let the run break this rule; again for each. Recorded in env.json and in every heartbeat."
 _STYLES = {"pass": "green", "fail": "bold red", "allowed": "yellow", "not checked": "cyan"}
@@ -43,9 +43,9 @@ def preflight(
     """
     config = resolve(arguments or [])
 
-    from nsa.guard.hardware import parse_target
-    from nsa.guard.preflight import Status, check_names, judge
-    from nsa.train.preflight import gather
+    from nsa.planning.hardware import parse_target
+    from nsa.planning.preflight import RuleStatus, check_names, judge
+    from nsa.train.preflight_facts import gather
 
     check_names(allow)
     with ExitStack() as shown:
@@ -65,7 +65,7 @@ def preflight(
         print(json.dumps(_as_dict(facts, verdicts), indent=2))
     else:
         _print(facts, verdicts)
-    if any(verdict.status == Status.FAIL for verdict in verdicts):
+    if any(verdict.status == RuleStatus.FAIL for verdict in verdicts):
         raise typer.Exit(PreflightError.exit_code)
 
 
@@ -78,8 +78,8 @@ def _progress(shown: ExitStack) -> Any:
     return lambda text: status.update(Text(f"dry run: {printable(text)}"))
 
 
-def _as_dict(facts: "Facts", verdicts: list["Verdict"]) -> dict[str, Any]:
-    from nsa.guard.rules import is_long
+def _as_dict(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> dict[str, Any]:
+    from nsa.planning.preflight_rules import is_long
 
     return {
         "target": str(facts.target),
@@ -90,13 +90,13 @@ def _as_dict(facts: "Facts", verdicts: list["Verdict"]) -> dict[str, Any]:
     }
 
 
-def _print(facts: "Facts", verdicts: list["Verdict"]) -> None:
+def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from nsa.guard.preflight import failed, how_to_override
-    from nsa.guard.rules import LONG_RUN_STEPS, is_long
+    from nsa.planning.preflight import failed, how_to_override
+    from nsa.planning.preflight_rules import LONG_RUN_STEPS, is_long
 
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
     steps, long = facts.config.train.steps, is_long(facts)

@@ -21,8 +21,8 @@ def report(
     path = out or run / DEFAULT_NAME
     require_writable_file(path)
 
-    from nsa.observe.view.look import look_once
     from nsa.observe.view.report.run_report import render
+    from nsa.observe.view.snapshot import look_once
 
     write(path, render(look_once(run)))
 

@@ -15,8 +15,8 @@ from nsa.observe.names import PROGRESS
 from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
-    from nsa.observe.heartbeat import Beat
-    from nsa.train.callbacks.evaluation import Verdict
+    from nsa.observe.heartbeat import HeartbeatRecord
+    from nsa.train.callbacks.evaluation import EvaluationResult
 
 _ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
 
@@ -54,10 +54,10 @@ def train(
     words, named = _split_off_checkpoint(words) if resume else (words, None)
     config = resolve(words)
 
-    from nsa.train.ranks import Ranks
+    from nsa.train.distributed import RankInfo
     from nsa.train.run import train as run
 
-    ranks, checkpoint = Ranks.from_environment(), _existing(resume_from or named)
+    ranks, checkpoint = RankInfo.from_environment(), _existing(resume_from or named)
     if ddp == 0 and ranks.world > 1:
         raise ConfigError(
             f"--ddp 0 insists on one rank and torchrun started {ranks.world}. Leave --ddp out, or start without "
@@ -97,26 +97,26 @@ def _reporter() -> Any:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    return _Live(console) if console.is_terminal else _Plain()
+    return _LiveProgress(console) if console.is_terminal else _PlainProgress()
 
 
-class _Plain:
+class _PlainProgress:
     """A line per record, for logs."""
 
     def line(self, text: str) -> None:
         say(text)
 
-    def beat(self, beat: "Beat", steps: int) -> None:
+    def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
         if beat.msg == PROGRESS:
             print(_progress(beat, steps), flush=True)
         elif beat.detail:
             say(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
-    def verdict(self, verdict: "Verdict") -> None:
+    def verdict(self, verdict: "EvaluationResult") -> None:
         print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f} over {verdict.tokens} tokens", flush=True)
 
 
-class _Live(_Plain):
+class _LiveProgress(_PlainProgress):
     """On a terminal, progress is one line that changes; what stays is printed above it."""
 
     def __init__(self, console: Any) -> None:
@@ -127,7 +127,7 @@ class _Live(_Plain):
     def line(self, text: str) -> None:
         self._console.print(printable(text))
 
-    def beat(self, beat: "Beat", steps: int) -> None:
+    def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
         if beat.msg != PROGRESS:
             self._live.stop()
             if beat.detail:
@@ -138,11 +138,11 @@ class _Live(_Plain):
         if beat.step >= steps:
             self._live.stop()
 
-    def verdict(self, verdict: "Verdict") -> None:
+    def verdict(self, verdict: "EvaluationResult") -> None:
         self._console.print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f}")
 
 
-def _progress(beat: "Beat", steps: int) -> str:
+def _progress(beat: "HeartbeatRecord", steps: int) -> str:
     left_s = (steps - beat.step) * (beat.step_s or 0.0)
     eta = time.strftime("%H:%M:%S", time.gmtime(left_s)) if left_s < 86400 else f"{left_s / 86400:.1f} days"
     return (

@@ -15,8 +15,8 @@ from nsa.errors import ConfigError
 from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
-    from nsa.observe.watch.conditions import Limits
-    from nsa.observe.watch.status import Status
+    from nsa.observe.watch.conditions import HealthLimits
+    from nsa.observe.watch.status import RunStatus
 
 _RUN = typer.Argument(None, metavar="RUN", help="The run folder.")
 _DIR = typer.Option(None, "--dir", help="The run folder, in an older spelling.")
@@ -40,7 +40,7 @@ def watch(
 
     **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
     """
-    from nsa.observe.watch.health import Phase
+    from nsa.observe.watch.health import RunPhase
     from nsa.observe.watch.watchdog import Watchdog
     from nsa.observe.watch.watchdog import watch as go
 
@@ -54,7 +54,7 @@ def watch(
         ended = go(dog, interval_s=interval)
     finally:
         dog.close()
-    raise typer.Exit(_HALTED if ended == Phase.HALTED else 0)
+    raise typer.Exit(_HALTED if ended == RunPhase.HALTED else 0)
 
 
 def status(
@@ -100,7 +100,7 @@ def halt(
     **Example:** `nsa halt artifacts/run --reason "node maintenance" --wait`
     """
     from nsa.observe import names
-    from nsa.observe.halt import ask, read
+    from nsa.observe.halt_file import ask, read
 
     folder = _folder(run, directory)
     who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
@@ -164,7 +164,7 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
         time.sleep(0.2)
 
 
-def _status(folder: Path, limits: "Limits") -> "Status":
+def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
     from nsa.observe.watch.health import examine
     from nsa.observe.watch.history import HistoryReader
     from nsa.observe.watch.status import status_of
@@ -193,14 +193,14 @@ def _print_pids(folder: Path) -> None:
     print(*found)
 
 
-def _show(folder: Path, found: "Status") -> None:
+def _show(folder: Path, found: "RunStatus") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from nsa.observe.halt import age
+    from nsa.observe.halt_file import age
     from nsa.observe.records import describe_unreadable
-    from nsa.observe.watch.conditions import Level
-    from nsa.observe.watch.health import Phase
+    from nsa.observe.watch.conditions import AlertLevel
+    from nsa.observe.watch.health import RunPhase
     from nsa.observe.watch.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
@@ -227,18 +227,18 @@ def _show(folder: Path, found: "Status") -> None:
         console.print(f"  {name:11}{printable(text)}", markup=False, soft_wrap=True)
     for same in by_condition(found.findings):
         first, ranks = same[0], ranks_of(same)
-        colour = "red" if first.level == Level.CRITICAL else "yellow"
+        colour = "red" if first.level == AlertLevel.CRITICAL else "yellow"
         where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
         console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
         console.print(f"  {printable(first.message)}", markup=False)
         console.print(f"  → {first.condition.advice}", markup=False)
-    if found.phase == Phase.EMPTY:
+    if found.phase == RunPhase.EMPTY:
         console.print("no process has written a heartbeat here")
     elif not found.findings:
         console.print("nothing found wrong")
 
 
-def _line(found: "Status") -> str:
+def _line(found: "RunStatus") -> str:
     from nsa.observe.watch.watchdog import by_condition, describe
 
     word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
@@ -247,10 +247,10 @@ def _line(found: "Status") -> str:
     return f"{word} {found.phase} at step {found.step}{loss}{wrong}"
 
 
-def _limits(changes: list[str] | None) -> "Limits":
-    from nsa.observe.watch.conditions import Limits
+def _limits(changes: list[str] | None) -> "HealthLimits":
+    from nsa.observe.watch.conditions import HealthLimits
 
-    limits, known = Limits(), Limits.__dataclass_fields__
+    limits, known = HealthLimits(), HealthLimits.__dataclass_fields__
     for change in changes or []:
         name, _, value = change.partition("=")
         try:

@@ -9,14 +9,14 @@ from pydantic.fields import FieldInfo
 
 
 @dataclass(frozen=True)
-class Unit:
+class SettingUnit:
     """What a number counts; shown in messages and in docs/CONFIG.md."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Looks:
+class ValueDescription:
     """How to describe a value whose pattern would tell a user nothing."""
 
     words: str
@@ -38,7 +38,7 @@ def kind(field: FieldInfo) -> str:
 
 def unit(field: FieldInfo) -> str:
     """What the value counts, or '' where a number has no unit."""
-    return next((m.name for m in _metadata(field.annotation, field.metadata) if isinstance(m, Unit)), "")
+    return next((m.name for m in _metadata(field.annotation, field.metadata) if isinstance(m, SettingUnit)), "")
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join("null" if part is type(None) else _kind(part, metadata) for part in get_args(annotation))
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(get_args(annotation))
-    if looks := next((item for item in metadata if isinstance(item, Looks)), None):
+    if looks := next((item for item in metadata if isinstance(item, ValueDescription)), None):
         return looks.words
     limits = [
         f"{sign} {limit if isinstance(limit, int) else format(limit, 'g')}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
-from nsa.config.layer import Layer, nearest
+from nsa.config.layer import SettingsLayer, nearest
 
 PREFIX = "NSA_"
 CONFIG_FILE = "CONFIG"
@@ -19,7 +19,7 @@ BRANCHES = ("compressed", "select", "selected", "sliding")
 
 
 @dataclass(frozen=True)
-class Variable:
+class EnvVariable:
     """A name that sets each of `keys`; `negated` where a true value switches the setting off."""
 
     keys: tuple[str, ...]
@@ -27,27 +27,29 @@ class Variable:
     negated: bool = False
 
 
-VARIABLES: dict[str, Variable] = {
-    "NSA_TOKENIZER": Variable(("data.tokenizer",), "Tokenizer: byte, or the path of a tokenizers JSON file."),
-    "NSA_FWE_PREFETCH": Variable(("data.prefetch",), "Prepare batches in the background."),
-    "NSA_FWE_Q": Variable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
-    "NSA_FWE_WARMUP_BATCHES": Variable(("data.warmup_batches",), "Batches to have ready before step 1."),
-    "NSA_FWE_WARMUP_TIMEOUT": Variable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
-    "NSA_PREFILL_TILE": Variable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass."),
-    "NSA_ROPE_SCALE": Variable(("model.rope_scale",), "Positions are divided by this before rotation."),
-    "NSA_SDPA_NO_FLASH": Variable(
+VARIABLES: dict[str, EnvVariable] = {
+    "NSA_TOKENIZER": EnvVariable(("data.tokenizer",), "Tokenizer: byte, or the path of a tokenizers JSON file."),
+    "NSA_FWE_PREFETCH": EnvVariable(("data.prefetch",), "Prepare batches in the background."),
+    "NSA_FWE_Q": EnvVariable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
+    "NSA_FWE_WARMUP_BATCHES": EnvVariable(("data.warmup_batches",), "Batches to have ready before step 1."),
+    "NSA_FWE_WARMUP_TIMEOUT": EnvVariable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
+    "NSA_PREFILL_TILE": EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass."),
+    "NSA_ROPE_SCALE": EnvVariable(("model.rope_scale",), "Positions are divided by this before rotation."),
+    "NSA_SDPA_NO_FLASH": EnvVariable(
         ("runtime.use_flash",), "A true value keeps kernels=auto to the portable backend.", negated=True
     ),
-    "NSA_KERNEL_CACHE": Variable(("runtime.kernel_cache",), "Folder that keeps compiled CPU kernels and tuned tiles."),
-    "NSA_TUNE_KERNELS": Variable(
+    "NSA_KERNEL_CACHE": EnvVariable(
+        ("runtime.kernel_cache",), "Folder that keeps compiled CPU kernels and tuned tiles."
+    ),
+    "NSA_TUNE_KERNELS": EnvVariable(
         ("runtime.tune_kernels",),
         "Time tile sizes on the GPU at first use; without, all GPUs of a kind give equal bits.",
     ),
-    "NSA_KERNEL": Variable(
+    "NSA_KERNEL": EnvVariable(
         tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. portable or reference."
     ),
     **{
-        f"NSA_KERNEL_{branch.upper()}": Variable(
+        f"NSA_KERNEL_{branch.upper()}": EnvVariable(
             (f"kernels.{branch}",), f"Backend of kernels.{branch} alone; wins over NSA_KERNEL."
         )
         for branch in BRANCHES
@@ -92,9 +94,9 @@ def without_settings() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name not in ours}
 
 
-def read(environ: Mapping[str, str]) -> Layer:
+def read(environ: Mapping[str, str]) -> SettingsLayer:
     """What the environment sets. A variable that is set but empty counts as unset, as shells' scripts expect."""
-    layer = Layer()
+    layer = SettingsLayer()
     names = [name for name, text in environ.items() if name.startswith(PREFIX) and text.strip()]
     for name in sorted(names, key=lambda name: (-_width(name), name)):
         where = f"environment {name}"

@@ -7,7 +7,7 @@ from nsa.config.schema import RETIRED_KEYS, sections, settings
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenValue:
     """One value as somebody wrote it; the schema gives it its type, so `no` and `2e-4` mean what the setting needs."""
 
     text: str | None
@@ -16,8 +16,8 @@ class Given:
 
 
 @dataclass
-class Layer:
-    given: dict[str, Given] = field(default_factory=dict)
+class SettingsLayer:
+    given: dict[str, GivenValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     readable: bool = True
@@ -25,7 +25,7 @@ class Layer:
     def take(self, key: str, text: str | None, *, origin: str, where: str) -> None:
         """Store a value under a known key; note a retired one; report an unknown one."""
         if key in settings():
-            self.given[key] = Given(text, origin, where)
+            self.given[key] = GivenValue(text, origin, where)
         elif key in RETIRED_KEYS:
             self.notices.append(f"{where}: {key} is retired and does nothing: {RETIRED_KEYS[key]}.")
         else:

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from nsa.config import env, rules, yaml_file
 from nsa.config.describe import choices, kind, plain, unit
-from nsa.config.layer import Given, Layer, nearest
+from nsa.config.layer import GivenValue, SettingsLayer, nearest
 from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
 
@@ -64,9 +64,9 @@ def load(
     return config
 
 
-def read_overrides(overrides: Sequence[str]) -> Layer:
+def read_overrides(overrides: Sequence[str]) -> SettingsLayer:
     """`key=value` words of a command line; of two for the same key the later wins, and `null` means no value."""
-    layer = Layer()
+    layer = SettingsLayer()
     for word in overrides:
         key, equals, text = word.partition("=")
         if equals:
@@ -76,16 +76,16 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
     return layer
 
 
-def _read_profile(asked: Given | None, config_path: Path) -> Layer:
+def _read_profile(asked: GivenValue | None, config_path: Path) -> SettingsLayer:
     if asked is None or asked.text in (None, "", RunConfig.TOY):
-        return Layer()
+        return SettingsLayer()
     name = str(asked.text)
     path = _find_profile(name, config_path)
     if path is None:
         known = sorted({found.stem for folder in _profile_folders(config_path) for found in folder.glob("*.yaml")})
         guess = nearest(name, known)
         hint = f"Did you mean {guess}?" if guess else f"There are {', '.join([*known, RunConfig.TOY])}."
-        return Layer(problems=[f"{asked.where}: no hardware profile {name!r}. {hint}"], readable=False)
+        return SettingsLayer(problems=[f"{asked.where}: no hardware profile {name!r}. {hint}"], readable=False)
     layer = yaml_file.read(path, origin=f"profile {name}")
     if inner := layer.given.pop("profile", None):
         layer.problems.append(f"{inner.where}: a profile cannot name another profile. Write its values out.")
@@ -105,7 +105,7 @@ def _profile_folders(config_path: Path) -> tuple[Path, ...]:
     return (config_path.parent / "profiles", Path("configs") / "profiles", _SOURCE_TREE_PROFILES)
 
 
-def _shorten_warmup_of_a_probe(given: dict[str, Given]) -> Iterator[str]:
+def _shorten_warmup_of_a_probe(given: dict[str, GivenValue]) -> Iterator[str]:
     """`--steps 100` on a long config is a probe: fit its warm-up to it and say so, rather than refuse the run."""
     steps, warmup = given.get("train.steps"), given.get("train.warmup_steps")
     if not steps or not warmup or steps.origin != COMMAND_LINE or warmup.origin == COMMAND_LINE:
@@ -119,13 +119,13 @@ def _shorten_warmup_of_a_probe(given: dict[str, Given]) -> Iterator[str]:
         )
 
 
-def _whole_number(value: Given) -> int | None:
+def _whole_number(value: GivenValue) -> int | None:
     """None for what the schema will refuse; Python converts no text of thousands of digits."""
     text = str(value.text)
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def _nested(given: Mapping[str, Given]) -> dict[str, Any]:
+def _nested(given: Mapping[str, GivenValue]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in given.items():
         section, _, name = key.rpartition(".")
@@ -133,7 +133,7 @@ def _nested(given: Mapping[str, Given]) -> dict[str, Any]:
     return nested
 
 
-def _explain(details: ErrorDetails, given: Mapping[str, Given]) -> Iterator[str]:
+def _explain(details: ErrorDetails, given: Mapping[str, GivenValue]) -> Iterator[str]:
     """Our words for one of pydantic's findings, with the place each value came from."""
     if details["type"] == rules.BROKEN_RULES:
         for rule in details["ctx"]["broken"]:

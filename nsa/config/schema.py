@@ -13,16 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, 
 from pydantic.fields import FieldInfo
 
 from nsa.config import rules
-from nsa.config.describe import Looks, MayChangeOnResume, Unit
-from nsa.core.rope_placement import resolve_rope_compressed
-from nsa.core.sizes import default_ffn_dim
+from nsa.config.describe import MayChangeOnResume, SettingUnit, ValueDescription
 from nsa.errors import ConfigError
+from nsa.geometry import resolve_rope_compressed
 
 Count = Annotated[int, Field(ge=1)]
-Tokens = Annotated[int, Field(ge=1), Unit("tokens")]
-Steps = Annotated[int, Field(ge=1), Unit("steps")]
-StepsOrNever = Annotated[int, Field(ge=0), Unit("steps, 0 = never")]
-Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Tokens = Annotated[int, Field(ge=1), SettingUnit("tokens")]
+Steps = Annotated[int, Field(ge=1), SettingUnit("steps")]
+StepsOrNever = Annotated[int, Field(ge=0), SettingUnit("steps, 0 = never")]
+Seconds = Annotated[float, Field(gt=0), SettingUnit("seconds")]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -30,12 +29,19 @@ T = TypeVar("T")
 Changeable = Annotated[T, MayChangeOnResume()]
 """A setting that may differ from the checkpoint that a run resumes from. Every other setting may not."""
 
+FFN_MULTIPLE = 64
 
-class Section(BaseModel):
+
+def default_ffn_dim(dim: int) -> int:
+    """8/3 of the model dim (as many parameters as a plain feed-forward of 4·dim), rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+
+class ConfigSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The transformer around the attention."""
 
     dim: Count = Field(default=768, description="Width of the residual stream.")
@@ -69,13 +75,13 @@ class ModelConfig(Section):
         return rules.enforce(self, rules.of_model(self))
 
 
-class NSAConfig(Section):
+class NSAConfig(ConfigSection):
     """Native Sparse Attention: the three branches and the gate that mixes them."""
 
     l: Tokens = Field(default=32, description="Length of a compression block.")
     d: Tokens = Field(default=16, description="Stride between compression blocks; divides l and l_sel.")
     l_sel: Tokens = Field(default=64, description="Length of a selection block.")
-    n_sel: Annotated[int, Field(ge=1), Unit("blocks")] = Field(
+    n_sel: Annotated[int, Field(ge=1), SettingUnit("blocks")] = Field(
         default=16, description="Selection blocks each query reads, the first and two local ones included."
     )
     w: Tokens = Field(default=512, description="Sliding window, the query's own token included.")
@@ -111,11 +117,11 @@ class NSAConfig(Section):
         return rules.enforce(self, rules.of_nsa(self))
 
 
-class RuntimeConfig(Section):
+class RuntimeConfig(ConfigSection):
     """Where and in which arithmetic a run computes."""
 
     device: Changeable[
-        Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Looks("auto, cpu, cuda or cuda:N")]
+        Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), ValueDescription("auto, cpu, cuda or cuda:N")]
     ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged.")
     precision: Changeable[Literal["bf16", "fp16", "fp32"]] = Field(
         default="bf16",
@@ -145,7 +151,7 @@ class RuntimeConfig(Section):
     )
 
 
-class KernelsConfig(Section):
+class KernelsConfig(ConfigSection):
     """One backend per branch. A backend asked for by name that cannot run is an error, never replaced."""
 
     compressed: Changeable[Text] = Field(
@@ -156,12 +162,12 @@ class KernelsConfig(Section):
     sliding: Changeable[Text] = Field(default="auto", description="Backend of sliding-window attention.")
 
 
-class TrainConfig(Section):
+class TrainConfig(ConfigSection):
     """Length, batch, optimizer and rhythm of a training run."""
 
     steps: Changeable[Steps] = Field(default=1000, description="Optimizer steps in the whole run.")
     seq_len: Tokens = Field(default=2048, description="Length of a training row.")
-    batch_size: Changeable[Annotated[int, Field(ge=1), Unit("rows")]] = Field(
+    batch_size: Changeable[Annotated[int, Field(ge=1), SettingUnit("rows")]] = Field(
         default=1, description="Rows per forward pass over all ranks together; a multiple of the number of ranks."
     )
     accumulate_grad_batches: Changeable[Count] = Field(
@@ -171,7 +177,7 @@ class TrainConfig(Section):
     lr_schedule: Changeable[Literal["cosine", "linear", "constant"]] = Field(
         default="cosine", description="Learning rate after warm-up."
     )
-    warmup_steps: Changeable[Annotated[int, Field(ge=0), Unit("steps")]] = Field(
+    warmup_steps: Changeable[Annotated[int, Field(ge=0), SettingUnit("steps")]] = Field(
         default=0, description="Steps of linear warm-up from zero."
     )
     final_lr_ratio: Changeable[Annotated[float, Field(ge=0, le=1)]] = Field(
@@ -181,7 +187,7 @@ class TrainConfig(Section):
     grad_clip: Changeable[Annotated[float, Field(ge=0)]] = Field(
         default=1.0, description="Largest gradient norm; 0 does not clip."
     )
-    max_skipped: Changeable[Annotated[int, Field(ge=0), Unit("steps")]] = Field(
+    max_skipped: Changeable[Annotated[int, Field(ge=0), SettingUnit("steps")]] = Field(
         default=3,
         description="Non-finite or spiking steps of any skip_window that are skipped; one more and the run goes back.",
     )
@@ -231,14 +237,14 @@ class TrainConfig(Section):
         return rules.enforce(self, rules.of_train(self))
 
 
-class ParallelConfig(Section):
+class ParallelConfig(ConfigSection):
     """How several ranks share a run; with one rank nothing of it matters."""
 
     data: Changeable[Literal["ddp", "fsdp", "hsdp"]] = Field(
         default="ddp",
         description="ddp: whole weights on every rank; fsdp: sharded over all; hsdp: sharded in groups of shard_ranks.",
     )
-    shard_ranks: Changeable[Annotated[int, Field(ge=1), Unit("ranks")] | None] = Field(
+    shard_ranks: Changeable[Annotated[int, Field(ge=1), SettingUnit("ranks")] | None] = Field(
         default=None, description="Ranks that hold one copy of the weights together (hsdp); null means one node's."
     )
     timeout_s: Changeable[Seconds] = Field(
@@ -246,7 +252,7 @@ class ParallelConfig(Section):
     )
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     """Where the tokens come from."""
 
     dataset: Literal["fineweb_edu", "local", "prepared", "synthetic"] = Field(
@@ -266,30 +272,30 @@ class DataConfig(Section):
     on_end: Changeable[Literal["epoch", "error"]] = Field(
         default="epoch", description="Data used up: start another epoch, or stop with an error."
     )
-    queue_depth: Changeable[Annotated[int, Field(ge=1), Unit("batches")]] = Field(
+    queue_depth: Changeable[Annotated[int, Field(ge=1), SettingUnit("batches")]] = Field(
         default=8, description="Batches the prefetcher keeps ready."
     )
     prefetch: Changeable[bool] = Field(
         default=True, description="Prepare batches in the background while the step computes."
     )
-    warmup_batches: Changeable[Annotated[int, Field(ge=0), Unit("batches")]] = Field(
+    warmup_batches: Changeable[Annotated[int, Field(ge=0), SettingUnit("batches")]] = Field(
         default=0, description="Batches to have ready before step 1; hides a slow first fetch."
     )
     warmup_timeout_s: Changeable[Seconds] = Field(default=60.0, description="Longest wait for the warm-up batches.")
     loader_timeout_s: Changeable[Seconds] = Field(
         default=120.0, description="Longest wait for any one batch before the run stops."
     )
-    report_docs: Changeable[Annotated[int, Field(ge=0), Unit("documents, 0 = never")]] = Field(
+    report_docs: Changeable[Annotated[int, Field(ge=0), SettingUnit("documents, 0 = never")]] = Field(
         default=1000, description="Documents between progress lines of the data reader."
     )
-    max_bad_units: Changeable[Annotated[int, Field(ge=0), Unit("row groups")]] = Field(
+    max_bad_units: Changeable[Annotated[int, Field(ge=0), SettingUnit("row groups")]] = Field(
         default=8, description="Unreadable pieces of data to skip, each with a warning, before the run stops."
     )
     cache_dir: Changeable[Text | None] = Field(
         default=None,
         description="Folder for fetched shards, hub listings and unit checksums; null: checksums in the run folder.",
     )
-    cache_gib: Changeable[Annotated[float, Field(gt=0), Unit("GiB")]] = Field(
+    cache_gib: Changeable[Annotated[float, Field(gt=0), SettingUnit("GiB")]] = Field(
         default=16.0, description="Disk the download cache may fill."
     )
     synthetic_task: Literal["uniform", "copy", "needle"] = Field(
@@ -305,7 +311,7 @@ class DataConfig(Section):
         return rules.enforce(self, rules.of_data(self))
 
 
-class TrackConfig(Section):
+class TrackConfig(ConfigSection):
     """Copies of the heartbeat for trackers of experiments. One that is slow or down costs records, never a step."""
 
     name: Changeable[Text | None] = Field(
@@ -323,7 +329,7 @@ class TrackConfig(Section):
     mlflow_experiment: Changeable[Text] = Field(default="nsa", description="MLflow experiment that the run appears in.")
 
 
-class RunConfig(Section):
+class RunConfig(ConfigSection):
     """A whole run, resolved. `nsa.config.load` makes one from files, environment and command line."""
 
     TOY: ClassVar[str] = "toy"
@@ -393,13 +399,13 @@ RETIRED_KEYS = {
 
 
 @cache
-def sections() -> Mapping[str, type[Section]]:
+def sections() -> Mapping[str, type[ConfigSection]]:
     """Section name → its class, in the order they are documented."""
     return types.MappingProxyType(
         {
             name: field.annotation
             for name, field in RunConfig.model_fields.items()
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+            if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigSection)
         }
     )
 

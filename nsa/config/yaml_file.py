@@ -9,16 +9,16 @@ from pathlib import Path
 
 import yaml
 
-from nsa.config.layer import Layer, nearest, section_hint
+from nsa.config.layer import SettingsLayer, nearest, section_hint
 from nsa.config.schema import sections
 
 _MOST_BYTES = 1 << 18
 _NULLS = ("", "~", "null", "Null", "NULL")
 
 
-def read(path: Path, *, origin: str | None = None) -> Layer:
+def read(path: Path, *, origin: str | None = None) -> SettingsLayer:
     """Read one file. Values report `path:line` as their origin unless a name for the whole file is given."""
-    layer = Layer()
+    layer = SettingsLayer()
     root = _compose(path, layer)
     if root is None:
         layer.readable = False
@@ -36,7 +36,7 @@ def read(path: Path, *, origin: str | None = None) -> Layer:
     return layer
 
 
-def _compose(path: Path, layer: Layer) -> yaml.MappingNode | None:
+def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
     try:
         with path.open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
@@ -68,7 +68,9 @@ def _compose(path: Path, layer: Layer) -> yaml.MappingNode | None:
     return None
 
 
-def _pairs(node: yaml.MappingNode, path: Path, prefix: str, layer: Layer) -> Iterator[tuple[str, yaml.Node, int]]:
+def _pairs(
+    node: yaml.MappingNode, path: Path, prefix: str, layer: SettingsLayer
+) -> Iterator[tuple[str, yaml.Node, int]]:
     """Key, value and line of each entry; a key written twice is a problem: YAML would keep the last in silence."""
     first_line: dict[str, int] = {}
     for key_node, value in node.value:
@@ -88,7 +90,7 @@ def _pairs(node: yaml.MappingNode, path: Path, prefix: str, layer: Layer) -> Ite
             yield key, value, line
 
 
-def _take_top_level(key: str, node: yaml.Node, where: str, origin: str | None, layer: Layer) -> None:
+def _take_top_level(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
     if isinstance(node, yaml.MappingNode):
         layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
     elif "." in key:
@@ -98,7 +100,7 @@ def _take_top_level(key: str, node: yaml.Node, where: str, origin: str | None, l
         _take(key, node, where, origin, layer)
 
 
-def _take(key: str, node: yaml.Node, where: str, origin: str | None, layer: Layer) -> None:
+def _take(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
     if isinstance(node, yaml.ScalarNode):
         layer.take(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
     else:

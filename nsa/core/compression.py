@@ -14,7 +14,7 @@ PHIS = ("avg", "linear", "mlp")
 MLP_EXPANSION = 2
 
 
-class Compressor(nn.Module):
+class BlockCompressor(nn.Module):
     """`avg`: the mean. `linear`: one learned map of the whole block. `mlp`: two, with a GELU between.
 
     Learned weights are separate per kv group. `pos_emb` adds a learned embedding of the place inside the block first.

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from nsa.core.compression import Compressor
+from nsa.core.compression import BlockCompressor
 
 STD = 0.02
 GATE_STD = 1e-3  # gates begin all but uniform, so that every branch gets gradient from the first step
@@ -25,5 +25,5 @@ def init_weights(root: nn.Module, n_layers: int | None = None) -> None:
             nn.init.normal_(module.weight, std=STD)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
-        elif isinstance(module, Compressor):
+        elif isinstance(module, BlockCompressor):
             module.reset_parameters()

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.core.geometry import Geometry
 from nsa.errors import ConfigError
-from nsa.kernels.decoder import Decoder, Remembered
+from nsa.geometry import Geometry
+from nsa.kernels.decoder import CacheView, TokenDecoder
 
 _LENGTH_DTYPES = (torch.int64, torch.int32)
 
-MakeDecoder = Callable[..., Decoder]
+MakeDecoder = Callable[..., TokenDecoder]
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Streams(NamedTuple):
+class BranchStreams(NamedTuple):
     """Keys and values of the three branches: [B, S, G, K or V]."""
 
     k_cmp: Tensor
@@ -36,7 +36,7 @@ class Streams(NamedTuple):
     v_win: Tensor
 
 
-class Keys(NamedTuple):
+class BranchKeys(NamedTuple):
     """What a branch attends over, and where its queries stand on that axis (see `nsa.kernels.reference`)."""
 
     k: Tensor
@@ -94,8 +94,8 @@ class LayerCache:
         self.batch, self.n_groups, self.d_k, self.d_v = batch, n_groups, d_k, d_v
         self.exclusive = ExclusiveUse()
 
-        def slots(n: int, width: int) -> "_Slots":
-            return _Slots(torch.zeros(batch, n_groups, n + 1, width, device=device, dtype=dtype))
+        def slots(n: int, width: int) -> "_CacheSlots":
+            return _CacheSlots(torch.zeros(batch, n_groups, n + 1, width, device=device, dtype=dtype))
 
         n_raw = geometry.n_blocks(max_len) * geometry.l_sel
         n_compressed = geometry.n_compressed(max_len)
@@ -108,8 +108,8 @@ class LayerCache:
         self.n_compressed_B = torch.zeros_like(self.length_B)
         self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._window_pos_B1 = torch.zeros_like(self._pos_B1)
-        self._decoders: dict[MakeDecoder, tuple[dict[str, float], Decoder]] = {}
-        self.prepared: tuple[object, Decoder | None] = (None, None)
+        self._decoders: dict[MakeDecoder, tuple[dict[str, float], TokenDecoder]] = {}
+        self.prepared: tuple[object, TokenDecoder | None] = (None, None)
         """Whoever decoded last with this cache, and the decoder it was given: asking anew at every step takes time."""
         self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
 
@@ -118,8 +118,8 @@ class LayerCache:
         return self.length_B[:, None] + torch.arange(n_new, device=self.length_B.device)
 
     def append(
-        self, new: Streams, new_lens_B: Tensor | None, compress: Compress, decoder: Decoder | None = None
-    ) -> tuple[Keys, Keys, Keys]:
+        self, new: BranchStreams, new_lens_B: Tensor | None, compress: Compress, decoder: TokenDecoder | None = None
+    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
         """Take in the new tokens; return what the compressed, selected and window branches attend over.
 
         `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding. `decoder`
@@ -129,8 +129,8 @@ class LayerCache:
             return self.append_held(new, new_lens_B, compress, decoder)
 
     def append_held(
-        self, new: Streams, new_lens_B: Tensor | None, compress: Compress, decoder: Decoder | None = None
-    ) -> tuple[Keys, Keys, Keys]:
+        self, new: BranchStreams, new_lens_B: Tensor | None, compress: Compress, decoder: TokenDecoder | None = None
+    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
         """`append` for a caller that holds `exclusive`, or that is being compiled."""
         n_new = new.k_sel.shape[1]
         if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
@@ -159,26 +159,26 @@ class LayerCache:
         if n_new == 1:
             self._pos_B1.copy_(inside_BS)
             return self._newest
-        return Keys(k_cmp, v_cmp, inside_BS, zero_BS), Keys(k_sel, v_sel, inside_BS, zero_BS), window
+        return BranchKeys(k_cmp, v_cmp, inside_BS, zero_BS), BranchKeys(k_sel, v_sel, inside_BS, zero_BS), window
 
-    def decoder(self, make: MakeDecoder, **sizes: float) -> Decoder:
+    def decoder(self, make: MakeDecoder, **sizes: float) -> TokenDecoder:
         """The decoder that `make` prepares for this cache, made once for these sizes."""
         if make in self._decoders:
             made_for, decoder = self._decoders[make]
             if made_for == sizes:
                 return decoder
         tail_k, tail_v = (slots.content() for slots in self.tail)
-        remembered = Remembered((tail_k, tail_v), *self._newest, self.length_B, self.n_compressed_B)
+        remembered = CacheView((tail_k, tail_v), *self._newest, self.length_B, self.n_compressed_B)
         decoder = make(remembered, **sizes)
         self._decoders[make] = sizes, decoder
         return decoder
 
     @cached_property
-    def _newest(self) -> tuple[Keys, Keys, Keys]:
+    def _newest(self) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
         """What one new token per row attends over: always the same tensors."""
         zero_B1 = torch.zeros_like(self._pos_B1)
         streams = ((self.compressed, self._pos_B1), (self.selected, self._pos_B1), (self.window, self._window_pos_B1))
-        compressed, selected, window = (Keys(k.content(), v.content(), pos, zero_B1) for (k, v), pos in streams)
+        compressed, selected, window = (BranchKeys(k.content(), v.content(), pos, zero_B1) for (k, v), pos in streams)
         return compressed, selected, window
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class LayerCache:
             slots.write(block_B1, complete_B1, x)
         self.n_compressed_B += complete_B1[:, 0]
 
-    def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> Keys:
+    def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> BranchKeys:
         w = self.geometry.w
         if pos_BS.shape[1] == 1:  # the ring is the window: read it in place, in whatever order it lies
             for ring, x in zip(self.window, (k, v), strict=True):
@@ -228,9 +228,9 @@ class LayerCache:
         seen = [torch.cat((ring.last(w - 1, self.length_B), x), 1) for ring, x in zip(self.window, (k, v), strict=True)]
         for ring, x in zip(self.window, (k, v), strict=True):
             ring.write_ring(pos_BS, end_B1, x)
-        return Keys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
+        return BranchKeys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
 
-    def _check_shapes(self, new: Streams) -> None:
+    def _check_shapes(self, new: BranchStreams) -> None:
         """Refuse tokens that are not for this cache."""
         batch, n_new = new.k_sel.shape[:2]
         k_shape, v_shape = (batch, n_new, self.n_groups, self.d_k), (batch, n_new, self.n_groups, self.d_v)
@@ -288,7 +288,7 @@ class NSACache:
         return sum(layer.n_bytes() for layer in self.layers)
 
 
-class _Slots:
+class _CacheSlots:
     """n addressable slots and a spare one where writes that must not happen go: [B, G, n + 1, X].
 
     A group's slots lie next to each other, because a group is what attends over them.

@@ -10,25 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nsa.core.compression import Compressor
-from nsa.core.gating import BRANCH_ORDER, Gates
-from nsa.core.geometry import Geometry
+from nsa.core.compression import BlockCompressor
+from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
+from nsa.core.gates import BRANCH_ORDER, BranchGates
 from nsa.core.init import init_weights
-from nsa.core.kv_cache import Keys, LayerCache, Streams
-from nsa.core.layout import Layout, packed_layout, plain_layout
+from nsa.core.kv_cache import BranchKeys, BranchStreams, LayerCache
 from nsa.core.probe import Probe
 from nsa.core.reads import compressed_reads, selected_reads, sliding_reads
-from nsa.core.rope import Rotary, rotate
-from nsa.core.rope_placement import ROPE_COMPRESSED, broken_rope_rule, resolve_rope_compressed
+from nsa.core.rope import RotaryEmbedding, rotate
 from nsa.errors import ConfigError
-from nsa.kernels.decoder import Decoder
-from nsa.kernels.registry import Plan, Shape, Wanted, plan, wanted
+from nsa.geometry import ROPE_COMPRESSED, Geometry, broken_rope_rule, resolve_rope_compressed
+from nsa.kernels.decoder import TokenDecoder
+from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
 
 
-class Where(NamedTuple):
+class Positions(NamedTuple):
     """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
 
-    layout: Layout | None
+    layout: DocumentLayout | None
     """None with a cache: the cache knows."""
     tables: tuple[Tensor, Tensor]
 
@@ -61,15 +60,15 @@ class NSAAttention(nn.Module):
         rope_base: float = 500_000.0,
         rope_scale: float = 1.0,
         rope_compressed: str = "auto",
-        kernels: str | Mapping[str, str] | Wanted = Wanted(),  # noqa: B008 - an immutable tuple of names
+        kernels: str | Mapping[str, str] | BackendRequest = BackendRequest(),  # noqa: B008 - an immutable tuple of names
     ) -> None:
         super().__init__()
         _check_heads(n_heads, n_kv_groups, d_k)
         _check_rope(phi, rope_compressed)
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
-        self.shape = Shape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w)
-        self.rotary = Rotary(d_k, rope_base, rope_scale)
+        self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w)
+        self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale)
         self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
         self.kernels = wanted(kernels)
         self.scale = d_k**-0.5
@@ -79,9 +78,9 @@ class NSAAttention(nn.Module):
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
         self.w_k = nn.Linear(dim, n_kv_groups * n_branches * d_k, bias=False)
         self.w_v = nn.Linear(dim, n_kv_groups * n_branches * d_v, bias=False)
-        self.phi_k = Compressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
-        self.phi_v = Compressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
-        self.gates = Gates(dim, n_kv_groups, self.shape.heads_per_group, gate, gate_per, gate_temperature)
+        self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
+        self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
+        self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, gate, gate_per, gate_temperature)
         self.w_out = nn.Linear(n_heads * d_v, dim, bias=False)
         init_weights(self)
 
@@ -92,7 +91,7 @@ class NSAAttention(nn.Module):
         cache: LayerCache | None = None,
         new_lens_B: Tensor | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
-        where: Where | None = None,
+        where: Positions | None = None,
     ) -> Tensor:
         """Attend; the result has the input's shape.
 
@@ -123,20 +122,20 @@ class NSAAttention(nn.Module):
         *,
         cache: LayerCache | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
-    ) -> Where:
+    ) -> Positions:
         """The positions of these tokens."""
         if x_BSD.dim() != 3:
             raise ConfigError(f"the input has shape {list(x_BSD.shape)}: it must be [batch, tokens, dim].")
         batch, length = x_BSD.shape[:2]
         if cache is not None:
             self._check_cache(x_BSD, cache, cu_doc_lens)
-            return Where(None, self.rotary.tables(cache.positions(length)))
+            return Positions(None, self.rotary.tables(cache.positions(length)))
         if cu_doc_lens is not None:
             cu_doc_lens = torch.as_tensor(cu_doc_lens, device=x_BSD.device)
             layout = packed_layout(cu_doc_lens, batch * length, self.geometry)
         else:
             layout = plain_layout(batch, length, self.geometry, x_BSD.device)
-        return Where(layout, self.rotary.tables(layout.pos_BS))
+        return Positions(layout, self.rotary.tables(layout.pos_BS))
 
     def new_cache(self, batch: int, max_len: int) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype."""
@@ -146,7 +145,7 @@ class NSAAttention(nn.Module):
             device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
 
-    def plan(self, device: torch.device, dtype: torch.dtype) -> Plan:
+    def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
         """The backend that computes each branch there, and why."""
         return plan(self.kernels, device, dtype, self.shape)
 
@@ -164,7 +163,7 @@ class NSAAttention(nn.Module):
             **{branch: per_read * n for branch, n in reads.items()},
         }
 
-    def _forward(self, x_BSD: Tensor, where: Where, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
+    def _forward(self, x_BSD: Tensor, where: Positions, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
         q_BSGRK, streams = self._project(x_BSD, where.tables)
         gates, decoder = self.gates(x_BSD), None
         if cache is None:
@@ -183,7 +182,7 @@ class NSAAttention(nn.Module):
             self.probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry)
         return self.w_out(mixed_BSGRV.flatten(2))
 
-    def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Streams]:
+    def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, BranchStreams]:
         heads = (self.n_kv_groups, -1)
         if tables[0].shape != (*x_BSD.shape[:2], self.d_k // 2):
             raise ConfigError(
@@ -195,15 +194,15 @@ class NSAAttention(nn.Module):
         v_cmp, v_sel, v_win = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v)).unbind(-2)
         if self.rope_compressed == "before":
             k_cmp = rotate(k_cmp, tables)
-        return q_BSGRK, Streams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
+        return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
 
-    def _lay_out(self, new: Streams, layout: Layout) -> tuple[Keys, Keys, Keys]:
+    def _lay_out(self, new: BranchStreams, layout: DocumentLayout) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
         pos, start, first, begin, block_pos = layout
         k_cmp, v_cmp = self._compress(new.k_cmp, new.v_cmp, begin, block_pos)
         return (
-            Keys(k_cmp, v_cmp, pos, first),
-            Keys(new.k_sel, new.v_sel, pos, start),
-            Keys(new.k_win, new.v_win, pos, start),
+            BranchKeys(k_cmp, v_cmp, pos, first),
+            BranchKeys(new.k_sel, new.v_sel, pos, start),
+            BranchKeys(new.k_win, new.v_win, pos, start),
         )
 
     def _compress(self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +239,7 @@ class NSAAttention(nn.Module):
             )
         return q_BSGRK.to(cache.dtype)
 
-    def _checked_layout(self, layout: Layout | None, x_BSD: Tensor) -> Layout:
+    def _checked_layout(self, layout: DocumentLayout | None, x_BSD: Tensor) -> DocumentLayout:
         if layout is not None:
             batch, length = x_BSD.shape[:2]
             per_token, per_block = (batch, length), (batch, self.geometry.n_compressed(length))
@@ -251,7 +250,7 @@ class NSAAttention(nn.Module):
             f"{list(x_BSD.shape)}. Pass what this module's locate gives for this input."
         )
 
-    def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> Decoder | None:
+    def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> TokenDecoder | None:
         """A backend's own way for one new token per row; a graph cannot look into it."""
         if q_BSGRK.shape[1] > 1 or torch.compiler.is_compiling():
             return None
@@ -261,7 +260,7 @@ class NSAAttention(nn.Module):
             cache.prepared = self, decoder
         return decoder
 
-    def _prepare_decoder(self, cache: LayerCache) -> Decoder | None:
+    def _prepare_decoder(self, cache: LayerCache) -> TokenDecoder | None:
         make = self.plan(cache.device, cache.dtype).decoder
         if make is None:
             return None
@@ -270,7 +269,7 @@ class NSAAttention(nn.Module):
                              l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)  # fmt: skip
 
     def _attend(
-        self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: Keys, selected: Keys, window: Keys
+        self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
     ) -> tuple[Tensor, Tensor]:
         """The three branches mixed by the gates, and the chosen blocks."""
         g, scale = self.geometry, self.scale
@@ -285,7 +284,9 @@ class NSAAttention(nn.Module):
         assert isinstance(sliding_out, Tensor)
         return run.mix(gates_BSGR3, compressed_out, selected_out, sliding_out), idx_BSGN
 
-    def _count_reads(self, idx_BSGN: Tensor, compressed: Keys, selected: Keys, window: Keys) -> Tensor:
+    def _count_reads(
+        self, idx_BSGN: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
+    ) -> Tensor:
         g = self.geometry
         shared_BS = sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
         shared_BS = shared_BS + compressed_reads(

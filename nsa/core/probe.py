@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from nsa.core.gating import BRANCH_ORDER
-from nsa.core.geometry import Geometry
+from nsa.core.gates import BRANCH_ORDER
 from nsa.core.reads import selected_reads
+from nsa.geometry import Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
 COLLAPSED_ENTROPY = 0.2  # nats; a gate whose tokens stay below this on average takes one branch whatever it sees

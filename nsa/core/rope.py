@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Rotary:
+class RotaryEmbedding:
     """Angles pos / scale · base^(−2i/K). No state on a device: tables are made from the positions of each call."""
 
     def __init__(self, d_k: int, base: float, scale: float) -> None:

@@ -15,7 +15,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class StreamPosition:
     """One document's place in the global order; the same for every world size.
 
     `unit` and `row` count along the seeded order, not along the files: `unit` is the place in the epoch's permutation
@@ -35,7 +35,7 @@ class TokenDoc:
 
     doc_id: str
     tokens: np.ndarray
-    position: Position
+    position: StreamPosition
 
 
 def is_held_out(doc_id: str, fraction: float) -> bool:

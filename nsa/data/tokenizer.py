@@ -225,3 +225,8 @@ def check_same(artifact_vocab: int, artifact_fingerprint: str, tokenizer: Tokeni
         f"{tokenizer.name!r} has vocabulary {tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}: its ids mean "
         "other text. Use the tokenizer it was made with, or make it again."
     )
+
+
+def one_tokenizer_thread() -> None:
+    """In a worker process: the other cores belong to the model, or to the other workers."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

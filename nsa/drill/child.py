@@ -6,7 +6,7 @@ The kernel kills it when the thread of the drill that started it ends, so that a
 import os
 import sys
 
-from nsa.train.launch_agent import die_with_parent
+from nsa.train.launch.agent import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))  # survives exec

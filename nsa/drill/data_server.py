@@ -21,7 +21,7 @@ class DataServer:
         self._closed = False
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class HangingHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -33,13 +33,13 @@ class DataServer:
 
             def log_message(self, *args: object) -> None: ...
 
-        class Server(ThreadingHTTPServer):
+        class HangingServer(ThreadingHTTPServer):
             daemon_threads = True
 
             def handle_error(self, request: object, client_address: object) -> None:
                 """A client that hung up while it waited is what this server is for."""
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = HangingServer(("127.0.0.1", 0), HangingHandler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     @property

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     NAN_GRADIENT = "nan_gradient"
     GATE_COLLAPSE = "gate_collapse"
     SLOW_RANK = "slow_rank"
@@ -15,8 +15,8 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    kind: Kind
+class PlantedFault:
+    kind: FaultKind
     marker: str
     """File that is written, with the time in it, when the fault first acts."""
     first_batch: int = 0
@@ -30,9 +30,9 @@ class Fault:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Fault":
+    def from_json(cls, text: str) -> "PlantedFault":
         values = json.loads(text)
-        return cls(**{**values, "kind": Kind(values["kind"]), "also": tuple(values["also"])})
+        return cls(**{**values, "kind": FaultKind(values["kind"]), "also": tuple(values["also"])})
 
     def hits(self, batch: int) -> bool:
         return batch >= self.first_batch or batch in self.also

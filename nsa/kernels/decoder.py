@@ -14,7 +14,7 @@ Keys = tuple[Tensor, Tensor, Tensor, Tensor]
 """A branch's keys and values [B, n, G, K or V], where the newest token stands on that axis, where position 0 lies."""
 
 
-class Remembered(NamedTuple):
+class CacheView(NamedTuple):
     """A cache's own tensors: they are written in place and never replaced."""
 
     tail: tuple[Tensor, Tensor]
@@ -27,7 +27,7 @@ class Remembered(NamedTuple):
     n_compressed_B: Tensor
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Made from a cache, the number of heads per group, whether compressed entries are plain means of the tail
     (`means`: then the decoder may emit them itself), the geometry's sizes and the scale."""
 

@@ -20,7 +20,7 @@ from nsa.kernels.reference import Attended
 _KERNELS: dict[str, ModuleType] = {}
 
 
-class Functions(NamedTuple):
+class KernelFunctions(NamedTuple):
     """The four computations of NSA, each with the signature of its namesake in `reference`."""
 
     compressed: Callable[..., Attended]
@@ -29,7 +29,7 @@ class Functions(NamedTuple):
     sliding: Callable[..., Attended]
 
 
-def bind(name: str, kernels: ModuleType) -> Functions:
+def bind(name: str, kernels: ModuleType) -> KernelFunctions:
     """Register a backend's kernels under a name and return them as differentiable, compilable functions."""
     _KERNELS[name] = kernels
 
@@ -57,7 +57,7 @@ def bind(name: str, kernels: ModuleType) -> Functions:
         idx: Tensor = _select(q.detach(), k.detach(), pos, first, l, d, l_sel, n_sel, scale, name)
         return idx
 
-    return Functions(compressed_attention, select_blocks, selected_attention, sliding_attention)
+    return KernelFunctions(compressed_attention, select_blocks, selected_attention, sliding_attention)
 
 
 def bind_fused(name: str) -> Callable[..., tuple[Tensor, Tensor]]:

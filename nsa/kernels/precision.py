@@ -37,11 +37,11 @@ def without_autocast(x: Tensor, run: Callable[..., Result], *args: Any) -> Resul
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """`torch.einsum` of two tensors in their own dtype, and so its gradients, whatever the ambient autocast."""
-    out: Tensor = _Einsum.apply(equation, a, b)
+    out: Tensor = _FullPrecisionEinsum.apply(equation, a, b)
     return out
 
 
-class _Einsum(torch.autograd.Function):
+class _FullPrecisionEinsum(torch.autograd.Function):
     @staticmethod
     def forward(equation: str, a: Tensor, b: Tensor) -> Tensor:
         return without_autocast(a, torch.einsum, equation, a, b)

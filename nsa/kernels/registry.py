@@ -11,18 +11,18 @@ from torch import Tensor
 
 from nsa.errors import KernelUnavailable
 from nsa.kernels import cpu, ops, portable, reference, triton
-from nsa.kernels.decoder import Decoder
-from nsa.kernels.ops import Functions
-from nsa.kernels.settle import settle_vector_math
+from nsa.kernels.decoder import TokenDecoder
+from nsa.kernels.mkl_warmup import settle_vector_math
+from nsa.kernels.ops import KernelFunctions
 
 settle_vector_math()
 
-BRANCHES = Functions._fields
+BRANCHES = KernelFunctions._fields
 
 Mixing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What a kernel is compiled for."""
 
     n_kv_groups: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     w: int
 
 
-class Wanted(NamedTuple):
+class BackendRequest(NamedTuple):
     """A backend name, or 'auto', for each branch."""
 
     compressed: str = "auto"
@@ -46,66 +46,66 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Backend:
+class KernelBackend:
     name: str
-    functions: Functions
-    why_not: Callable[[str, torch.device, torch.dtype, Shape], str | None]
+    functions: KernelFunctions
+    why_not: Callable[[str, torch.device, torch.dtype, KernelShape], str | None]
     """The reason it cannot compute this branch for this device, dtype and shape; None if it can."""
     by_default: bool = True
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Both at once, where that is cheaper: they need the same probabilities."""
-    decoder: Callable[..., Decoder] | None = None
+    decoder: Callable[..., TokenDecoder] | None = None
     """Prepares for one new token per row over a cache (`Remembered`), all branches at once, without gradients."""
     mix: Mixing = reference.mix
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     branch: str
     backend: str
     reason: str
 
 
-class Plan(NamedTuple):
-    functions: Functions
-    choices: tuple[Choice, ...]
+class KernelPlan(NamedTuple):
+    functions: KernelFunctions
+    choices: tuple[BackendChoice, ...]
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]]
     """The compressed branch's output and the chosen blocks: in one pass if one backend computes both and can."""
-    decoder: Callable[..., Decoder] | None
+    decoder: Callable[..., TokenDecoder] | None
     """One backend's own way for one new token per row; None if no backend computes all branches so."""
     mix: Mixing
     """Of the branches by their gates, by the backend that computes them all, else by tensor operations."""
 
 
-def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> str | None:
+def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> str | None:
     return None if dtype.is_floating_point else f"it computes floating point, not {dtype}"
 
 
 # In order of preference.
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, KernelBackend] = {
     backend.name: backend
     for backend in (
-        Backend(
+        KernelBackend(
             "cpu",
             ops.bind("cpu", cpu),
             cpu.why_not,
             compressed_and_select=ops.bind_fused("cpu"),
-            decoder=cpu.Decoder,
+            decoder=cpu.CpuDecoder,
             mix=ops.bind_mix("cpu"),
         ),
-        Backend(
+        KernelBackend(
             "triton",
             ops.bind("triton", triton),
             triton.why_not,
             by_default=False,  # until a GPU has proven it
             compressed_and_select=ops.bind_fused("triton"),
-            decoder=lambda *args, **sizes: triton.Decoder(*args, **sizes),  # looking it up imports Triton
+            decoder=lambda *args, **sizes: triton.TritonDecoder(*args, **sizes),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),
         ),
-        Backend("portable", ops.bind("portable", portable), _always),
-        Backend(
+        KernelBackend("portable", ops.bind("portable", portable), _always),
+        KernelBackend(
             "reference",
-            Functions(
+            KernelFunctions(
                 reference.compressed_attention,
                 reference.select_blocks,
                 reference.selected_attention,
@@ -118,29 +118,29 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape) -> Plan:
+def plan(wanted: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
     """One backend per branch; raises if a named one cannot run."""
     made = _plan if torch.compiler.is_compiling() else _plan_once
     return made(wanted, device, dtype, shape)
 
 
-def _plan(wanted: Wanted, device: torch.device, dtype: torch.dtype, shape: Shape) -> Plan:
+def _plan(wanted: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
     choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in wanted._asdict().items())
-    functions = Functions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
+    functions = KernelFunctions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
     compressed, select, selected, sliding = (BACKENDS[choice.backend] for choice in choices)
     both = (compressed.compressed_and_select if compressed is select else None) or partial(
         _one_after_the_other, functions
     )
     if compressed is select is selected is sliding:
-        return Plan(functions, choices, both, compressed.decoder, compressed.mix)
-    return Plan(functions, choices, both, None, reference.mix)
+        return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix)
+    return KernelPlan(functions, choices, both, None, reference.mix)
 
 
 _plan_once = functools.cache(_plan)  # every layer asks at every step
 
 
 def _one_after_the_other(
-    run: Functions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int,
+    run: KernelFunctions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int,
     n_sel: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = run.compressed(q, k, v, pos, first, l=l, d=d, scale=scale)
@@ -148,17 +148,17 @@ def _one_after_the_other(
     return out, run.select(q, k, pos, first, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=scale)
 
 
-def wanted(given: str | Mapping[str, str] | Wanted) -> Wanted:
-    """One name for all branches, or a name for some of them, as a `Wanted` of names that backends have."""
+def wanted(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:
+    """One name for all branches, or a name for some of them, as a `BackendRequest` of names that backends have."""
     if isinstance(given, str):
-        given = Wanted(*[given] * len(BRANCHES))
+        given = BackendRequest(*[given] * len(BRANCHES))
     elif isinstance(given, Mapping):
         if unknown := set(given) - set(BRANCHES):
             raise KernelUnavailable(
                 f"kernels names {', '.join(map(repr, unknown))}, which is no branch. Use: {', '.join(BRANCHES)}."
             )
-        given = Wanted(**given)
-    elif not isinstance(given, Wanted):
+        given = BackendRequest(**given)
+    elif not isinstance(given, BackendRequest):
         raise KernelUnavailable(
             f"kernels is {given!r}: it must be a backend's name, a mapping of branches to names, or a Wanted. Pass "
             f"e.g. kernels='portable'."
@@ -167,7 +167,7 @@ def wanted(given: str | Mapping[str, str] | Wanted) -> Wanted:
     return given
 
 
-def check_names(wanted: Wanted) -> None:
+def check_names(wanted: BackendRequest) -> None:
     """Refuse a name no backend has; whether the backend can run is known once device and dtype are."""
     for branch, name in wanted._asdict().items():
         if name != "auto" and name not in BACKENDS:
@@ -175,11 +175,11 @@ def check_names(wanted: Wanted) -> None:
             raise KernelUnavailable(f"kernels.{branch} is {name!r}, which no backend is called. Use one of: {known}.")
 
 
-def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: Shape) -> Choice:
+def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> BackendChoice:
     if name != "auto":
         if reason := BACKENDS[name].why_not(branch, device, dtype, shape):
             raise KernelUnavailable(f"kernels.{branch}={name!r} cannot run here: {reason}. Set it to 'auto'.")
-        return Choice(branch, name, "asked for by name")
+        return BackendChoice(branch, name, "asked for by name")
     refused = []
     for backend in BACKENDS.values():
         if not backend.by_default:
@@ -187,7 +187,7 @@ def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, sh
         if reason := backend.why_not(branch, device, dtype, shape):
             refused.append(f"{backend.name}: {reason}")
         else:
-            return Choice(branch, backend.name, "; ".join(refused) or "first choice")
+            return BackendChoice(branch, backend.name, "; ".join(refused) or "first choice")
     raise KernelUnavailable(
         f"kernels.{branch}='auto' finds no backend for {dtype} on {device} ({'; '.join(refused)}). "
         f"Use a floating-point dtype."

@@ -3,16 +3,16 @@
 from typing import Any
 
 from nsa.config.schema import RunConfig
-from nsa.kernels.registry import Wanted
+from nsa.kernels.registry import BackendRequest
 from nsa.model.transformer import NSATransformer
 
 
-def wanted_kernels(config: RunConfig) -> Wanted:
+def wanted_kernels(config: RunConfig) -> BackendRequest:
     """The backends a run asks for; without fused kernels, `auto` means the portable one."""
-    named = Wanted(**config.kernels.model_dump())
+    named = BackendRequest(**config.kernels.model_dump())
     if config.runtime.use_flash:
         return named
-    return Wanted(*("portable" if name == "auto" else name for name in named))
+    return BackendRequest(*("portable" if name == "auto" else name for name in named))
 
 
 def attention_arguments(config: RunConfig) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa.config.schema import default_ffn_dim
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache
-from nsa.core.nsa_attention import NSAAttention, Where
-from nsa.core.sizes import default_ffn_dim
+from nsa.core.nsa_attention import NSAAttention, Positions
 
 
 class FeedForward(nn.Module):
@@ -46,7 +46,7 @@ class LlamaBlockNSA(nn.Module):
         cache: LayerCache | None = None,
         new_lens_B: Tensor | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
-        where: Where | None = None,
+        where: Positions | None = None,
     ) -> Tensor:
         """See `NSAAttention.forward`."""
         x_BSD = x_BSD + self.attention(

@@ -10,7 +10,7 @@ from nsa.observe import names, records
 from nsa.observe.heartbeat import JsonLines, to_line
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     START = "start"
     RESTART = "restart"
     SETTINGS_CHANGED = "settings_changed"
@@ -36,14 +36,14 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     ts: float
-    kind: Kind
+    kind: EventKind
     step: int
     details: dict[str, Any]
 
 
-def add_event(run_folder: Path, kind: Kind, *, ts: float, step: int, **details: Any) -> None:
+def add_event(run_folder: Path, kind: EventKind, *, ts: float, step: int, **details: Any) -> None:
     """By rank 0, the launcher, the watchdog or an operator's command. Events are rare, so no file is held open: the
     last save of a run may end, in a thread of its own, when everything else has been closed."""
     iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
@@ -67,11 +67,11 @@ _CHECKS = {
     "over": records.flag,
 }  # fmt: skip
 """Of the fields that readers use; others may be anything."""
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(EventKind)
 _OF_EVERY_EVENT = ("ts", "iso", "event", "step")
 
 
-def parse_event(line: str) -> records.Parsed[Event]:
+def parse_event(line: str) -> records.Parsed[RunEvent]:
     """One line of events.jsonl. Kinds of a later version are skipped, and are not damage."""
     record, torn = records.parse_record(line)
     if record is None:
@@ -81,14 +81,14 @@ def parse_event(line: str) -> records.Parsed[Event]:
     if kept is None or kept["event"] not in _KINDS:
         return None, damaged
     details = {name: value for name, value in kept.items() if name not in _OF_EVERY_EVENT}
-    return Event(kept["ts"], Kind(kept["event"]), kept["step"], details), damaged
+    return RunEvent(kept["ts"], EventKind(kept["event"]), kept["step"], details), damaged
 
 
-def read_events_and_damage(run_folder: Path) -> tuple[list[Event], int]:
+def read_events_and_damage(run_folder: Path) -> tuple[list[RunEvent], int]:
     """Events, oldest first, and how many records could not be read, whole or in part."""
     found = list(records.read_records(run_folder / names.EVENTS, parse_event))
     return [event for event, _ in found if event is not None], sum(damaged for _, damaged in found)
 
 
-def read_events(run_folder: Path) -> list[Event]:
+def read_events(run_folder: Path) -> list[RunEvent]:
     return read_events_and_damage(run_folder)[0]

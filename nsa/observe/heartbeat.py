@@ -1,6 +1,7 @@
 """The heartbeat: one JSON record per line, the truth that every other record of a run copies.
 
-Writer and readers share `Beat`. A full disk or a kill may tear a line; readers skip and count it, writers begin anew.
+Writer and readers share `HeartbeatRecord`. A full disk or a kill may tear a line; readers skip and count it, writers
+begin anew.
 """
 
 import json
@@ -20,7 +21,7 @@ ALIVE_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class HeartbeatRecord:
     """`ts` to `msg` are in every record, the others in progress records; `names.UNITS` has the units."""
 
     ts: float
@@ -82,7 +83,7 @@ class Beat:
 
 
 PROGRESS_FIELDS = tuple(
-    field.name for field in fields(Beat) if field.default is None and field.name not in ("detail", "step_s")
+    field.name for field in fields(HeartbeatRecord) if field.default is None and field.name not in ("detail", "step_s")
 )
 """Fields that a progress record always has."""
 
@@ -131,7 +132,7 @@ _AMOUNTS = (
     "gpu_mem_alloc_gib", "gpu_mem_reserved_gib",
 )  # fmt: skip
 CHECKS: Mapping[str, records.Check] = {
-    **{field.name: _BY_TYPE[field.type] for field in fields(Beat)},
+    **{field.name: _BY_TYPE[field.type] for field in fields(HeartbeatRecord)},
     **dict.fromkeys(_AMOUNTS, records.amount),
     "ts": records.time_stamp,
     "pid": records.process_id,
@@ -154,23 +155,23 @@ def beat_fields(rank: int | None = None) -> Callable[[str], records.Parsed[dict[
     return parse
 
 
-def beat_parser(rank: int | None = None) -> Callable[[str], records.Parsed[Beat]]:
-    """The same, as a `Beat`."""
+def beat_parser(rank: int | None = None) -> Callable[[str], records.Parsed[HeartbeatRecord]]:
+    """The same, as a `HeartbeatRecord`."""
     parse_fields = beat_fields(rank)
 
-    def parse(line: str) -> records.Parsed[Beat]:
+    def parse(line: str) -> records.Parsed[HeartbeatRecord]:
         kept, damaged = parse_fields(line)
-        return (None if kept is None else Beat(**({"iso": ""} | kept))), damaged
+        return (None if kept is None else HeartbeatRecord(**({"iso": ""} | kept))), damaged
 
     return parse
 
 
-def read_beats(path: Path) -> Iterator[Beat]:
+def read_beats(path: Path) -> Iterator[HeartbeatRecord]:
     """Every whole beat of a heartbeat file, oldest first."""
     return (beat for beat, _ in records.read_records(path, beat_parser()) if beat is not None)
 
 
-def last_beat(path: Path, msg: str | None = None) -> Beat | None:
+def last_beat(path: Path, msg: str | None = None) -> HeartbeatRecord | None:
     """The newest beat, or the newest that says `msg`."""
     found = None
     for beat in read_beats(path):
@@ -213,4 +214,4 @@ def _ends_torn(path: Path) -> bool:
         return False
 
 
-assert names.UNITS.keys() <= {field.name for field in fields(Beat)}
+assert names.UNITS.keys() <= {field.name for field in fields(HeartbeatRecord)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from nsa import __version__
 from nsa.config.schema import RunConfig
-from nsa.observe import halt, names, records
+from nsa.observe import halt_file, names, records
 from nsa.observe.heartbeat import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
@@ -37,7 +37,7 @@ class RunFolder:
 
     def halt_reason(self) -> str | None:
         """What `.HALT` says, or None without one; an empty file is a reason too."""
-        asked = halt.read(self.path)
+        asked = halt_file.read(self.path)
         return None if asked is None else asked.reason
 
     def last_step(self) -> int:

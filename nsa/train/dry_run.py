@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nsa.checkpoint.folder import CheckpointFolder
+from nsa.checkpoint.load import open_checkpoint, read_model
+from nsa.checkpoint.names import CHECKPOINTS, step_name
+from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
-from nsa.data.feed.feeder import Feeder, FeedSettings
+from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.errors import NSAError
-from nsa.guard.facts import Attempt, DryRun
-from nsa.guard.hardware import GIB, Target
-from nsa.train import rows
-from nsa.train.build import build_train_module, choose_device
-from nsa.train.checkpoint.folder import CheckpointFolder
-from nsa.train.checkpoint.layout import CHECKPOINTS, step_name
-from nsa.train.checkpoint.load import open_checkpoint, read_model
-from nsa.train.checkpoint.record import RunRecord
-from nsa.train.checkpointing import make_checkpointer, signing_key
-from nsa.train.guard import GuardedTrainModule
-from nsa.train.loader import Tensors, to_engine
-from nsa.train.mixer import transformer_config
-from nsa.train.ranks import Ranks
+from nsa.planning.hardware import GIB, HardwareTarget
+from nsa.planning.preflight_facts import DryRun, DryRunAttempt
+from nsa.train import datasets
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
+from nsa.train.engine.build import build_train_module, choose_device
+from nsa.train.engine.data_loader import Tensors, to_engine
+from nsa.train.engine.mixer import transformer_config
+from nsa.train.resume import make_checkpointer, signing_key
 from nsa.train.scratch import scratch_folder
 
 Say = Callable[[str], None]
-Done = Callable[[str, Attempt], None]
+Done = Callable[[str, DryRunAttempt], None]
 
 # A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
 _FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError, MemoryError)
@@ -45,7 +45,7 @@ _REPEAT_BELOW_S = 30.0
 def dry_run(
     config: RunConfig,
     vocab_size: int,
-    target: Target,
+    target: HardwareTarget,
     *,
     fetch_remote: bool,
     say: Say,
@@ -60,14 +60,14 @@ def dry_run(
     """
     say("fetching a batch")
     if no_data is not None:
-        data, batch = Attempt(not_tried=no_data), None
+        data, batch = DryRunAttempt(not_tried=no_data), None
     else:
         data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
     done("data", data)
     if away := no_real_step or _why_not_here(config, target):
         say("one step with fake tensors")
         model, step = _try_fake(config, vocab_size, target.count)
-        return DryRun(data, model, step, Attempt(not_tried=f"{away}: the run writes its first one itself"))
+        return DryRun(data, model, step, DryRunAttempt(not_tried=f"{away}: the run writes its first one itself"))
     say("building the model")
     quiet = logging.getLogger("olmo_core")
     level = quiet.level
@@ -78,7 +78,7 @@ def dry_run(
         quiet.setLevel(level)
 
 
-def _why_not_here(config: RunConfig, target: Target) -> str | None:
+def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
     """One process stands for one rank of ddp; a whole model may be too large where its ranks hold parts of it."""
     if not target.here:
         return f"{target} is not here"
@@ -88,16 +88,16 @@ def _why_not_here(config: RunConfig, target: Target) -> str | None:
 
 
 def _try_here(
-    config: RunConfig, vocab_size: int, world: int, data: Attempt, batch: Tensors | None, say: Say, done: Done
+    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, say: Say, done: Done
 ) -> DryRun:
     try:
-        device = choose_device(config, Ranks())
+        device = choose_device(config, RankInfo())
         alone = _share_of_one(config, world)
-        module = build_train_module(alone, vocab_size, Ranks(), device)
+        module = build_train_module(alone, vocab_size, RankInfo(), device)
     except _FAILURES as error:
-        no_model = Attempt(not_tried="there is no model")
-        return DryRun(data, Attempt(problem=_tell(error)), no_model, no_model)
-    model = Attempt(seen=f"{module.model.num_params:,} parameters on {device}")
+        no_model = DryRunAttempt(not_tried="there is no model")
+        return DryRun(data, DryRunAttempt(problem=_tell(error)), no_model, no_model)
+    model = DryRunAttempt(seen=f"{module.model.num_params:,} parameters on {device}")
     done("model", model)
     say("one step")
     made_up = "" if batch is not None else ", on made-up tokens"
@@ -105,8 +105,8 @@ def _try_here(
     try:
         step_s, peak = _step(module, alone, batch)
     except _FAILURES as error:
-        return DryRun(data, model, Attempt(problem=_tell(error)), Attempt(not_tried="there was no step"))
-    step = Attempt(seen=f"{step_s:.3g} s a step{peak}{made_up}")
+        return DryRun(data, model, DryRunAttempt(problem=_tell(error)), DryRunAttempt(not_tried="there was no step"))
+    step = DryRunAttempt(seen=f"{step_s:.3g} s a step{peak}{made_up}")
     done("step", step)
     say("one checkpoint")
     return DryRun(data, model, step, _try_checkpoint(config, module), step_s)
@@ -118,19 +118,25 @@ def _share_of_one(config: RunConfig, world: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": rows_of_one})})
 
 
-def _try_data(config: RunConfig, vocab_size: int, world: int, fetch_remote: bool) -> tuple[Attempt, Tensors | None]:
-    if not fetch_remote and (place := rows.remote_address(config)):
-        return Attempt(not_tried=f"{place} is on another machine; --fetch tries it"), None
+def _try_data(
+    config: RunConfig, vocab_size: int, world: int, fetch_remote: bool
+) -> tuple[DryRunAttempt, Tensors | None]:
+    if not fetch_remote and (place := datasets.remote_address(config)):
+        return DryRunAttempt(not_tried=f"{place} is on another machine; --fetch tries it"), None
     data, began = config.data, time.monotonic()
-    settings = FeedSettings(queue_depth=1, timeout_s=data.loader_timeout_s)
+    settings = PrefetchSettings(queue_depth=1, timeout_s=data.loader_timeout_s)
     try:
-        wanted = rows.training_rows(config, vocab_size)
-        with Feeder(wanted, global_rows=rows.global_rows(config), world=world, settings=settings) as feeder:
+        wanted = datasets.training_rows(config, vocab_size)
+        with BatchPrefetcher(
+            wanted, global_rows=datasets.global_rows(config), world=world, settings=settings
+        ) as feeder:
             feeder.warm_up()
             batch = next(feeder)
     except _FAILURES as error:
-        return Attempt(problem=_tell(error)), None
-    return Attempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(batch)
+        return DryRunAttempt(problem=_tell(error)), None
+    return DryRunAttempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(
+        batch
+    )
 
 
 def _made_up(config: RunConfig, vocab_size: int) -> Tensors:
@@ -140,7 +146,7 @@ def _made_up(config: RunConfig, vocab_size: int) -> Tensors:
     return {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
 
 
-def _step(module: GuardedTrainModule, config: RunConfig, batch: Tensors) -> tuple[float, str]:
+def _step(module: StepSkippingTrainModule, config: RunConfig, batch: Tensors) -> tuple[float, str]:
     """Seconds of one optimizer step, and the peak of the GPU's memory in words. Raises if it is not finite."""
     device, on_gpu = module.device, module.device.type == "cuda"
     if on_gpu:
@@ -158,7 +164,7 @@ def _step(module: GuardedTrainModule, config: RunConfig, batch: Tensors) -> tupl
     return config.train.accumulate_grad_batches * pass_s + optimizer_s, peak
 
 
-def _pass(module: GuardedTrainModule, share: Tensors) -> float:
+def _pass(module: StepSkippingTrainModule, share: Tensors) -> float:
     """A forward and a backward pass as the engine makes them."""
     micro_batch = {name: value.to(module.device) if _is_tokens(name) else value for name, value in share.items()}
     input_ids, labels, more = module._prepare_batch(micro_batch)
@@ -187,7 +193,7 @@ def _timed(act: Callable[[], Any], on_gpu: bool) -> tuple[Any, float]:
     return result, time.perf_counter() - began
 
 
-def _try_checkpoint(config: RunConfig, module: GuardedTrainModule) -> Attempt:
+def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRunAttempt:
     began = time.monotonic()
     try:
         with scratch_folder(Path(config.train.out_dir)) as scratch:
@@ -199,17 +205,19 @@ def _try_checkpoint(config: RunConfig, module: GuardedTrainModule) -> Attempt:
             found = CheckpointFolder(checkpoints, key=key).find_resumable()
             if found.path is None:
                 problem = "; ".join(str(finding) for finding in found.passed_over)
-                return Attempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
+                return DryRunAttempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
             read, size = read_model(open_checkpoint(found.path, key=key)), _size(found.path)
             wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
     except _FAILURES as error:
-        return Attempt(problem=_tell(error))
+        return DryRunAttempt(problem=_tell(error))
     if wrong:
-        return Attempt(problem=f"{len(wrong)} tensors read back differently, {wrong[0]} first: suspect the disk")
-    return Attempt(seen=f"{size / GIB:.2f} GiB written, read back and compared in {time.monotonic() - began:.1f} s")
+        return DryRunAttempt(problem=f"{len(wrong)} tensors read back differently, {wrong[0]} first: suspect the disk")
+    return DryRunAttempt(
+        seen=f"{size / GIB:.2f} GiB written, read back and compared in {time.monotonic() - began:.1f} s"
+    )
 
 
-def _weights(module: GuardedTrainModule) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(module: StepSkippingTrainModule) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in module.model.state_dict().items():
         yield name, value.detach()
 
@@ -218,26 +226,26 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[Attempt, Attempt]:
+def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAttempt, DryRunAttempt]:
     """Forward, loss and backward of one rank's share, with shapes alone."""
     alone = _share_of_one(config, world)
     with FakeTensorMode():
         try:
             model = transformer_config(alone, vocab_size).build(init_device="cpu")
         except _FAILURES as error:
-            return Attempt(problem=_tell(error)), Attempt(not_tried="there is no model")
-        built = Attempt(seen=f"{model.num_params:,} parameters, as fake tensors")
+            return DryRunAttempt(problem=_tell(error)), DryRunAttempt(not_tried="there is no model")
+        built = DryRunAttempt(seen=f"{model.num_params:,} parameters, as fake tensors")
         tokens = torch.zeros(alone.train.batch_size, alone.train.seq_len, dtype=torch.long)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=alone.runtime.precision == "bf16"):
                 output = model(tokens, labels=tokens, loss_reduction="mean", return_logits=False)
             output.loss.backward()
         except _FAILURES as error:
-            return built, Attempt(problem=_tell(error))
+            return built, DryRunAttempt(problem=_tell(error))
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     if without:
-        return built, Attempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
-    return built, Attempt(seen="shapes alone, with fake tensors: time and memory were not measured")
+        return built, DryRunAttempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
+    return built, DryRunAttempt(seen="shapes alone, with fake tensors: time and memory were not measured")
 
 
 def _tell(error: BaseException) -> str:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from nsa.config.schema import RunConfig
-from nsa.guard.facts import Attempt, DryRun
-from nsa.guard.hardware import GIB, Device, Target
-from nsa.guard.host_memory import process_memory
+from nsa.planning.hardware import GIB, HardwareDevice, HardwareTarget
+from nsa.planning.host_memory import process_memory
+from nsa.planning.preflight_facts import DryRun, DryRunAttempt
 from nsa.train.scratch import remove_scratch_of
 
 _POLL_S = 0.05
@@ -33,14 +33,14 @@ _PARTS = ("data", "model", "step", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Limits:
+class DryRunLimits:
     memory_bytes: int
     """Of the child and its descendants together."""
     time_s: float
 
 
 @dataclass(frozen=True)
-class Request:
+class DryRunRequest:
     """What the child needs to know."""
 
     config: dict[str, Any]
@@ -51,21 +51,21 @@ class Request:
     no_real_step: str | None = None
 
     @classmethod
-    def of(cls, config: RunConfig, vocab_size: int, target: Target, **more: Any) -> "Request":
+    def of(cls, config: RunConfig, vocab_size: int, target: HardwareTarget, **more: Any) -> "DryRunRequest":
         return cls(config.model_dump(mode="json"), vocab_size, asdict(target), **more)
 
     def run_config(self) -> RunConfig:
         return RunConfig.model_validate(self.config)
 
-    def hardware(self) -> Target:
-        return Target(**{**self.target, "device": Device(**self.target["device"])})
+    def hardware(self) -> HardwareTarget:
+        return HardwareTarget(**{**self.target, "device": HardwareDevice(**self.target["device"])})
 
 
 @dataclass
-class _Progress:
+class _DryRunProgress:
     """What the child has reported so far."""
 
-    attempts: dict[str, Attempt] = field(default_factory=dict)
+    attempts: dict[str, DryRunAttempt] = field(default_factory=dict)
     result: DryRun | None = None
 
     def take(self, line: bytes, say: Callable[[str], None]) -> None:
@@ -73,23 +73,23 @@ class _Progress:
         if "say" in message:
             say(message["say"])
         elif "done" in message:
-            self.attempts[message["done"]] = Attempt(**message["attempt"])
+            self.attempts[message["done"]] = DryRunAttempt(**message["attempt"])
         else:
             found = message["result"]
-            self.result = DryRun(**{part: Attempt(**found[part]) for part in _PARTS}, step_s=found["step_s"])
+            self.result = DryRun(**{part: DryRunAttempt(**found[part]) for part in _PARTS}, step_s=found["step_s"])
 
     def died(self, why: str) -> DryRun:
         """The part that was being tried has failed; those after it were not tried."""
         failed = next(part for part in _PARTS if part not in self.attempts)
-        rest = Attempt(not_tried=f"the dry run ended before it: see the rule {failed}")
-        known = {**self.attempts, failed: Attempt(problem=why)}
+        rest = DryRunAttempt(not_tried=f"the dry run ended before it: see the rule {failed}")
+        known = {**self.attempts, failed: DryRunAttempt(problem=why)}
         data, model, step, checkpoint = (known.get(part, rest) for part in _PARTS)
         return DryRun(data, model, step, checkpoint)
 
 
-def dry_run_in_child(request: Request, limits: Limits, say: Callable[[str], None]) -> DryRun:
+def dry_run_in_child(request: DryRunRequest, limits: DryRunLimits, say: Callable[[str], None]) -> DryRun:
     """The dry run's result, whatever becomes of its process; `say` hears what it is doing."""
-    progress = _Progress()
+    progress = _DryRunProgress()
     with tempfile.TemporaryFile() as errors:
         # A session of its own, so that its feeding process can be ended with it.
         child = subprocess.Popen(
@@ -113,7 +113,11 @@ def dry_run_in_child(request: Request, limits: Limits, say: Callable[[str], None
 
 
 def _follow(
-    child: subprocess.Popen[bytes], request: Request, limits: Limits, progress: _Progress, say: Callable[[str], None]
+    child: subprocess.Popen[bytes],
+    request: DryRunRequest,
+    limits: DryRunLimits,
+    progress: _DryRunProgress,
+    say: Callable[[str], None],
 ) -> str | None:
     """Read what the child reports until it closes its output; returns why it must be ended before that."""
     assert child.stdin is not None
@@ -164,7 +168,7 @@ def _how_it_ended(code: int, errors: IO[bytes]) -> str:
 
 def _main() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
-    request = Request(**json.loads(sys.stdin.buffer.readline()))
+    request = DryRunRequest(**json.loads(sys.stdin.buffer.readline()))
     config, target = request.run_config(), request.hardware()
     # What libraries print goes to stderr: stdout carries our lines alone.
     with os.fdopen(os.dup(1), "w", buffering=1) as out:

@@ -2,10 +2,10 @@
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
-from nsa.train.ranks import Ranks
+from nsa.train.distributed import RankInfo
 
 
-def check(config: RunConfig, ranks: Ranks) -> None:
+def check(config: RunConfig, ranks: RankInfo) -> None:
     """What only shows once the number of ranks is known."""
     train, parallel = config.train, config.parallel
     if train.batch_size % ranks.world:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa.checkpoint.run_state import RunRecord
 from nsa.config.describe import may_change_on_resume, plain
 from nsa.config.dotted import flat
-from nsa.config.schema import RunConfig, settings
-from nsa.core.sizes import default_ffn_dim
-from nsa.data.rows.opening import RowData
+from nsa.config.schema import RunConfig, default_ffn_dim, settings
+from nsa.data.rows.specs import RowData
 from nsa.errors import ConfigError, DataError
-from nsa.train import rows
-from nsa.train.checkpoint.record import RunRecord
+from nsa.train import datasets
 
 VOCAB_SIZE = "vocab_size"
 """In `RunRecord.more`: what `model.vocab_size` came to."""
@@ -24,7 +23,7 @@ _VOCAB_KEY, _FFN_KEY = "model.vocab_size", "model.ffn_dim"
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     key: str
     saved: Any
     now: Any
@@ -38,7 +37,7 @@ class Change:
         return f"{self.key}: saved {plain(self.saved)}, now {now}"
 
 
-def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> list[Change]:
+def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> list[SettingChange]:
     """Everything that differs, in the order of the schema. A setting newer than the checkpoint had its default then."""
     defaults = {key: field.default for key, field in settings().items()}
     saved, now = defaults | flat(record.config), flat(config.model_dump(mode="json"))
@@ -48,10 +47,10 @@ def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> l
     if None in (widths := (saved[_FFN_KEY], now[_FFN_KEY])) and widths != (None, None):
         for values in (saved, now):
             values[_FFN_KEY] = values[_FFN_KEY] or default_ffn_dim(values["model.dim"])
-    return [Change(key, saved[key], now.get(key)) for key in saved if saved[key] != now.get(key)]
+    return [SettingChange(key, saved[key], now.get(key)) for key in saved if saved[key] != now.get(key)]
 
 
-def require_same_settings(checkpoint: Path, config: RunConfig, vocab_size: int) -> list[Change]:
+def require_same_settings(checkpoint: Path, config: RunConfig, vocab_size: int) -> list[SettingChange]:
     """Raise with every setting that may not change; returns those that may, and did."""
     changes = changed_settings(RunRecord.read(checkpoint), config, vocab_size)
     if refused := [change for change in changes if not change.allowed]:
@@ -69,14 +68,14 @@ def require_same_settings(checkpoint: Path, config: RunConfig, vocab_size: int) 
     return changes
 
 
-def require_same_data(checkpoint: Path, config: RunConfig, data: RowData, changes: list[Change]) -> None:
+def require_same_data(checkpoint: Path, config: RunConfig, data: RowData, changes: list[SettingChange]) -> None:
     """Raise unless the saved place in the data means the same rows. Data may have moved, so its content decides.
 
     Listing a large remote source takes long, so one that is named as before is left to the loader, which also checks.
     """
     cursor: Mapping[str, Any] | None = RunRecord.read(checkpoint).data_cursor.get("cursor")
     named_as_before = not any(change.key in ("data.path", "data.tokenizer") for change in changes)
-    if cursor is None or (named_as_before and rows.remote_address(config)):
+    if cursor is None or (named_as_before and datasets.remote_address(config)):
         return
     try:
         data.open().load_state_dict(dict(cursor))

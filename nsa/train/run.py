@@ -16,49 +16,49 @@ from olmo_core.distributed.utils import broadcast_object
 from olmo_core.train import Duration, LoadStrategy, prepare_training_environment, teardown_training_environment
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
 
+from nsa.checkpoint.folder import CheckpointFolder
+from nsa.checkpoint.load import export
+from nsa.checkpoint.lock import RunLock
+from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
-from nsa.data.feed.feeder import FeedSettings
-from nsa.data.rows.opening import RowData, SyntheticData
+from nsa.data.prefetch.prefetcher import PrefetchSettings
+from nsa.data.rows.specs import RowData, SyntheticData
 from nsa.errors import NO_ROOM, ConfigError, DataError, NSAError
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.triton.switch import set_tuning
-from nsa.observe import halt, names
-from nsa.observe.copies import VAL_LOSS, Copies, scalars
-from nsa.observe.events import Kind
-from nsa.observe.heartbeat import Beat
+from nsa.observe import halt_file, names
+from nsa.observe.events import EventKind
+from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.observe.metric_writers import VAL_LOSS, MetricWriters, scalars
 from nsa.observe.run_folder import RunFolder
-from nsa.train import rows
-from nsa.train.build import build_train_module, choose_device
-from nsa.train.callbacks.evaluation import Evaluation, Verdict
-from nsa.train.callbacks.heartbeat import Heartbeat
-from nsa.train.callbacks.replicas import Replicas
-from nsa.train.callbacks.signals import Signals
-from nsa.train.callbacks.story import Story
-from nsa.train.callbacks.wishes import Wishes
-from nsa.train.checkpoint.folder import CheckpointFolder
-from nsa.train.checkpoint.load import export
-from nsa.train.checkpoint.lock import RunLock
-from nsa.train.checkpoint.record import RunRecord
-from nsa.train.checkpointing import Origin, find_origin, make_checkpointer, make_saver, signing_key
-from nsa.train.collectives import keep_record
+from nsa.train import datasets
+from nsa.train.callbacks.evaluation import EvaluationCallback, EvaluationResult
+from nsa.train.callbacks.event_log import EventLogCallback
+from nsa.train.callbacks.heartbeat import HeartbeatCallback
+from nsa.train.callbacks.replica_check import ReplicaCheckCallback
+from nsa.train.callbacks.signals import SignalHandlers
+from nsa.train.callbacks.stop_requests import StopRequestCallback
+from nsa.train.distributed import HostCollectives, RankInfo
+from nsa.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, counts, make_judge
+from nsa.train.engine.build import build_train_module, choose_device
+from nsa.train.engine.data_loader import RowLoader
 from nsa.train.exits import DONE, HALTED
+from nsa.train.experiment_tracking import start_tracking
+from nsa.train.flight_recorder import keep_record
 from nsa.train.full_disk import no_room_error
-from nsa.train.guard import Guard, GuardedTrainer, counts, make_judge
-from nsa.train.loader import RowLoader
-from nsa.train.preflight import demand_fitness
-from nsa.train.ranks import Agreement, Ranks
-from nsa.train.resume_check import VOCAB_SIZE, Change, require_same_data, require_same_settings
-from nsa.train.tracking import start_tracking
+from nsa.train.preflight_facts import demand_fitness
+from nsa.train.resume import ResumePoint, find_origin, make_checkpointer, make_saver, signing_key
+from nsa.train.resume_check import VOCAB_SIZE, SettingChange, require_same_data, require_same_settings
 
 _LOCK_WAIT_S = 20.0  # ranks of a killed run need a moment to be gone
 
 
-class Reporter(Protocol):
+class RunReporter(Protocol):
     """Where a run speaks to whoever started it; only rank 0 does."""
 
     def line(self, text: str) -> None: ...
-    def beat(self, beat: Beat, steps: int) -> None: ...
-    def verdict(self, verdict: Verdict) -> None: ...
+    def beat(self, beat: HeartbeatRecord, steps: int) -> None: ...
+    def verdict(self, verdict: EvaluationResult) -> None: ...
 
 
 def train(
@@ -68,7 +68,7 @@ def train(
     resume_from: Path | None = None,
     clear_halt: bool = False,
     allowed: Sequence[str] = (),
-    reporter: Reporter | None = None,
+    reporter: RunReporter | None = None,
 ) -> int:
     """Train, or go on training, until done or asked to stop; returns the exit code.
 
@@ -77,7 +77,7 @@ def train(
     `clear_halt` puts it aside. `allowed`: rules of preflight that this run may break. Errors that carry an exit code
     are raised.
     """
-    ranks = Ranks.from_environment()
+    ranks = RankInfo.from_environment()
     resuming = resume or resume_from is not None
     require_fitness = partial(
         demand_fitness, config, ranks, resuming=resuming, clear_halt=clear_halt, allowed=tuple(allowed)
@@ -93,7 +93,7 @@ def train(
         folder = RunFolder(config.train.out_dir)
         folder.make()
         here = ranks.rank, os.getpid()
-        signals = Signals(folder.path / names.stackdump(*here), folder.path / names.collectives(*here))
+        signals = SignalHandlers(folder.path / names.stackdump(*here), folder.path / names.collectives(*here))
         open_things.callback(signals.close)
         signals.install()
         open_things.enter_context(_environment(config, ranks, device))
@@ -109,12 +109,12 @@ def train(
                 )
             return HALTED
         heard = reporter if ranks.first else None
-        run = _Run(config, ranks, device, folder, signals, heard, open_things, (resume, resume_from), allowed)
+        run = _TrainingRun(config, ranks, device, folder, signals, heard, open_things, (resume, resume_from), allowed)
         return run.go()
 
 
 @contextmanager
-def _environment(config: RunConfig, ranks: Ranks, device: torch.device) -> Iterator[None]:
+def _environment(config: RunConfig, ranks: RankInfo, device: torch.device) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
     # Before the engine configures logging: it would put its handler on everything.
     logging.getLogger("olmo_core").setLevel(logging.WARNING)
@@ -134,7 +134,7 @@ def _environment(config: RunConfig, ranks: Ranks, device: torch.device) -> Itera
         teardown_training_environment()
 
 
-def _on_first(ranks: Ranks, act: Callable[[], Any]) -> Any:
+def _on_first(ranks: RankInfo, act: Callable[[], Any]) -> Any:
     """Act on rank 0 and give its answer, or its refusal, to all."""
     answer: tuple[Any, NSAError | None] = (None, None)
     if ranks.first:
@@ -165,20 +165,20 @@ def _halted_before(folder: RunFolder, clear: bool) -> str | None:
     """What a `.HALT` in the folder says, who wrote it and when; None without one, or when it was put aside."""
     now = time.time()
     if clear:
-        halt.put_aside(folder.path, now=now, step=folder.last_step())
-    asked = halt.read(folder.path)
+        halt_file.put_aside(folder.path, now=now, step=folder.last_step())
+    asked = halt_file.read(folder.path)
     return None if asked is None else asked.describe(now)
 
 
-class _Run:
+class _TrainingRun:
     def __init__(
         self,
         config: RunConfig,
-        ranks: Ranks,
+        ranks: RankInfo,
         device: torch.device,
         folder: RunFolder,
-        signals: Signals,
-        reporter: Reporter | None,
+        signals: SignalHandlers,
+        reporter: RunReporter | None,
         open_things: ExitStack,
         resume: tuple[bool, Path | None],
         allowed: Sequence[str],
@@ -186,13 +186,13 @@ class _Run:
         """Everything that can refuse a run comes before anything that writes to its folder."""
         self.config, self.ranks, self.device, self.folder = config, ranks, device, folder
         self.signals, self.reporter = signals, reporter
-        self.agreement = Agreement(config.parallel.timeout_s)
+        self.agreement = HostCollectives(config.parallel.timeout_s)
         self.judge = make_judge(config)
-        self.vocab_size = config.model.vocab_size or rows.vocabulary(config)
+        self.vocab_size = config.model.vocab_size or datasets.vocabulary(config)
         self.allowed = tuple(allowed)
         self.checkpointer = make_checkpointer(config, folder.path, self._record)
         self.origin = origin = find_origin(self.checkpointer, folder.checkpoints, *resume)
-        self.changes: list[Change] = []
+        self.changes: list[SettingChange] = []
         if origin.path is not None:
             self.changes = _on_first(ranks, partial(require_same_settings, origin.path, config, self.vocab_size))
         if self.allowed:
@@ -202,15 +202,15 @@ class _Run:
             _on_first(ranks, partial(require_same_data, origin.path, config, self.data, self.changes))
         self.loader = RowLoader(
             self.data,
-            global_rows=rows.global_rows(config),
+            global_rows=datasets.global_rows(config),
             ranks=ranks,
             work_dir=folder.path,
             prefetch=_feed_settings(config),
             on_documents=self._report_documents,
         )
         open_things.callback(self.loader.close)
-        self.copies = Copies(folder.path) if ranks.first else None
-        self.story = Story(folder.path) if ranks.first else None
+        self.copies = MetricWriters(folder.path) if ranks.first else None
+        self.story = EventLogCallback(folder.path) if ranks.first else None
         if self.copies is not None:
             open_things.callback(self.copies.close)
         resuming = any(resume) or ranks.restarts > 0
@@ -239,11 +239,11 @@ class _Run:
         self._finish(trainer, wishes)
         return wishes.exit_code
 
-    def _build(self) -> tuple[GuardedTrainer, Wishes]:
+    def _build(self) -> tuple[RollbackTrainer, StopRequestCallback]:
         config = self.config
         module = build_train_module(config, self.vocab_size, self.ranks, self.device)
         saver = make_saver(config)
-        heartbeat = Heartbeat(
+        heartbeat = HeartbeatCallback(
             path=self.folder.heartbeat(self.ranks.rank),
             ranks=self.ranks,
             agreement=self.agreement,
@@ -254,8 +254,8 @@ class _Run:
             counts=lambda: counts(self.judge.memory),
             allowed=self.allowed,
         )
-        module.guard = Guard(self.judge, self.agreement, saver, heartbeat, self.story)
-        wishes = Wishes(
+        module.guard = BadStepCallback(self.judge, self.agreement, saver, heartbeat, self.story)
+        wishes = StopRequestCallback(
             self.folder, self.ranks, self.agreement, self.signals, saver=saver, heartbeat=heartbeat, story=self.story
         )
         callbacks = {
@@ -269,10 +269,12 @@ class _Run:
         if self.story is not None:
             callbacks["story"] = self.story
         if config.train.replica_check_every:
-            callbacks["replicas"] = Replicas(config.train.replica_check_every, self.agreement)
+            callbacks["replicas"] = ReplicaCheckCallback(config.train.replica_check_every, self.agreement)
         if config.train.eval_every:
-            callbacks["evaluation"] = Evaluation(
-                data=self.data if self._stands_in else rows.held_out_rows(config, self.vocab_size, self.folder.path),
+            callbacks["evaluation"] = EvaluationCallback(
+                data=self.data
+                if self._stands_in
+                else datasets.held_out_rows(config, self.vocab_size, self.folder.path),
                 rows=config.train.batch_size,
                 batches=config.train.eval_batches,
                 every=config.train.eval_every,
@@ -282,7 +284,7 @@ class _Run:
                 report_failure=partial(self._report_failed_evaluation, heartbeat),
                 stay_alive=heartbeat.stay_alive,
             )
-        trainer = GuardedTrainer(
+        trainer = RollbackTrainer(
             work_dir=self.folder.path,
             train_module=module,
             data_loader=self.loader,
@@ -293,7 +295,8 @@ class _Run:
             max_duration=Duration.steps(config.train.steps),
             load_strategy=LoadStrategy.never,
             metrics_collect_interval=config.train.log_every,
-            cancel_check_interval=2**62,  # the engine's own check may stop ranks at different steps; `Wishes` does not
+            cancel_check_interval=2
+            ** 62,  # the engine's own check may stop ranks at different steps; `StopRequestCallback` does not
         )
         self._trainer = trainer
         return trainer, wishes
@@ -311,7 +314,7 @@ class _Run:
 
     def _choose_rows(self) -> RowData:
         """The rows asked for; made-up ones only where that was allowed, and said."""
-        config, wanted = self.config, rows.training_rows(self.config, self.vocab_size, self.folder.path)
+        config, wanted = self.config, datasets.training_rows(self.config, self.vocab_size, self.folder.path)
         self._stands_in = False
         if not config.data.synthetic_on_fail or config.data.dataset == "synthetic":
             return wanted
@@ -322,7 +325,7 @@ class _Run:
         self._line(f"WARNING: TRAINING ON SYNTHETIC DATA (data.synthetic_on_fail), because {problem}")
         return SyntheticData(config.data.synthetic_task, self.vocab_size, config.train.seq_len, config.train.seed)
 
-    def _tell_start(self, origin: Origin) -> None:
+    def _tell_start(self, origin: ResumePoint) -> None:
         if self.story is None:
             return
         config = self.config
@@ -337,42 +340,42 @@ class _Run:
             allowed=list(self.allowed),
         )
         tell, lost = partial(self.story.add_at, origin.step), self.folder.last_step() - origin.step
-        kind = Kind.RESTART if origin.path is not None or self.ranks.restarts else Kind.START
+        kind = EventKind.RESTART if origin.path is not None or self.ranks.restarts else EventKind.START
         tell(kind, world=self.ranks.world, origin=str(origin.path or ""), data=str(self.data))
         for finding in origin.passed_over:
-            tell(Kind.CHECKPOINT_REJECTED, problem=str(finding))
+            tell(EventKind.CHECKPOINT_REJECTED, problem=str(finding))
             self._line(f"WARNING: a checkpoint was passed over: {finding}")
-        if kind == Kind.RESTART and lost > 0:
-            tell(Kind.LOST_STEPS, steps=lost)
+        if kind == EventKind.RESTART and lost > 0:
+            tell(EventKind.LOST_STEPS, steps=lost)
         if origin.path is not None:
             self._line(f"going on from {origin.path}")
             for change in self.changes:
                 self._line(f"changed since that checkpoint: {change}")
             if changed := [str(change) for change in self.changes if not change.key.startswith("track.")]:
-                tell(Kind.SETTINGS_CHANGED, reason="; ".join(changed))
+                tell(EventKind.SETTINGS_CHANGED, reason="; ".join(changed))
         self._line(
-            f"{self.data} · {self.vocab_size} ids · {config.train.steps} steps of {rows.global_rows(config)} rows of "
-            f"{config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"
+            f"{self.data} · {self.vocab_size} ids · {config.train.steps} steps of {datasets.global_rows(config)} rows "
+            f"of {config.train.seq_len} tokens · {self.ranks.world} rank(s) on {self.device} · {self.folder.path}"
         )
 
-    def _finish(self, trainer: GuardedTrainer, wishes: Wishes) -> None:
+    def _finish(self, trainer: RollbackTrainer, wishes: StopRequestCallback) -> None:
         if self.ranks.first:
             self._tell_end(trainer, wishes.exit_code)
         if wishes.exit_code == DONE:
             wishes.heartbeat.tell_done()
 
-    def _tell_end(self, trainer: GuardedTrainer, code: int) -> None:
+    def _tell_end(self, trainer: RollbackTrainer, code: int) -> None:
         last = self.folder.checkpoints / f"step{trainer.global_step}"
         if code == DONE:
             written = export(last, self.folder.path, key=signing_key(self.config))
             assert self.story is not None
-            self.story.add_at(trainer.global_step, Kind.DONE)
+            self.story.add_at(trainer.global_step, EventKind.DONE)
             self._line(f"done: step {trainer.global_step}, {', '.join(str(path) for path in written)}")
         else:
             how = "--clear-halt --resume" if code == HALTED else "--resume"
             self._line(f"stopped at step {trainer.global_step}, saved in {last}; {how} goes on from there")
 
-    def _hear(self, beat: Beat) -> None:
+    def _hear(self, beat: HeartbeatRecord) -> None:
         if self.copies is not None and beat.msg == names.PROGRESS:
             self.copies.take(beat)
             self._send(beat.step, scalars(beat))
@@ -383,18 +386,18 @@ class _Run:
         for courier in self.couriers:
             courier.take(step, numbers)
 
-    def _hear_verdict(self, verdict: Verdict) -> None:
+    def _hear_verdict(self, verdict: EvaluationResult) -> None:
         if self.copies is not None and self.story is not None:
             self.copies.take_evaluation(**verdict._asdict(), ts=time.time())
             self._send(verdict.step, {VAL_LOSS: verdict.val_loss})
-            self.story.add(Kind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
+            self.story.add(EventKind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
         if self.reporter is not None:
             self.reporter.verdict(verdict)
 
-    def _report_failed_evaluation(self, heartbeat: Heartbeat, problem: str | None) -> None:
+    def _report_failed_evaluation(self, heartbeat: HeartbeatCallback, problem: str | None) -> None:
         """On rank 0 as an event; another rank that failed says why in its own heartbeat."""
         if self.story is not None:
-            self.story.add(Kind.EVALUATION_FAILED, error=problem or "on another rank; its heartbeat says why")
+            self.story.add(EventKind.EVALUATION_FAILED, error=problem or "on another rank; its heartbeat says why")
             self._line(f"WARNING: the evaluation at step {heartbeat.step} failed ({problem or 'on another rank'})")
         elif problem is not None:
             heartbeat.beat(names.ALIVE, detail=f"evaluation failed: {problem}")
@@ -410,11 +413,11 @@ class _Run:
             self.reporter.line(text)
 
 
-def _feed_settings(config: RunConfig) -> FeedSettings | None:
+def _feed_settings(config: RunConfig) -> PrefetchSettings | None:
     data = config.data
     if not data.prefetch:
         return None
-    return FeedSettings(data.queue_depth, data.warmup_batches, data.warmup_timeout_s, data.loader_timeout_s)
+    return PrefetchSettings(data.queue_depth, data.warmup_batches, data.warmup_timeout_s, data.loader_timeout_s)
 
 
 def _why_no_data(data: RowData) -> str | None:

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import torch
 from triton.runtime import interpreter
 
-from nsa.bench.case import Case
+from nsa.bench.case import BenchCase
 from nsa.bench.model import index, kernels, pairs
-from nsa.bench.model.choices import Choices
-from nsa.bench.model.work import Sizes
+from nsa.bench.model.choices import SelectionOverlap
+from nsa.bench.model.work import LaunchSizes
 from nsa.bench.shapes import BenchShape
-from nsa.core.geometry import Geometry
-from nsa.kernels.triton import mix, runs, selected, selection
+from nsa.geometry import Geometry
+from nsa.kernels.triton import mix, range_attention, selected, selection
 
 counted: defaultdict[str, Counter] = defaultdict(Counter)
 branch, kernel = "", ""
@@ -61,7 +61,7 @@ wrap(
 def main() -> None:
     global branch
     shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=24)), 100
-    g, case = shape.geometry, Case(shape, length, torch.float32)
+    g, case = shape.geometry, BenchCase(shape, length, torch.float32)
     pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
     q, scale, dout = case.q_BSGRK, case.scale, case.dout_BSGRV
     compressed = (case.k_BCGK, case.v_BCGV)
@@ -69,10 +69,10 @@ def main() -> None:
 
     branch = "compressed"
     out, lse, idx = selection.compressed_and_select(q, *compressed, pos, zero, g.l, g.d, g.l_sel, g.n_sel, scale)
-    runs.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, None, [g.l, g.d], scale)
+    range_attention.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, None, [g.l, g.d], scale)
     branch = "sliding"
-    out, lse = runs.sliding_forward(q, *window, None, pos, zero, [g.w], scale)
-    runs.sliding_backward(dout, q, *window, None, pos, zero, out, lse, None, [g.w], scale)
+    out, lse = range_attention.sliding_forward(q, *window, None, pos, zero, [g.w], scale)
+    range_attention.sliding_backward(dout, q, *window, None, pos, zero, out, lse, None, [g.w], scale)
     branch = ""
     out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, [g.l_sel], scale)
     selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, None, [g.l_sel], scale)
@@ -81,7 +81,7 @@ def main() -> None:
     mix.mix_backward(dout, gates, out, out, out)
     counted["select"] = counted.pop("select compressed")
 
-    choices, sizes = Choices(shape, length, "random", idx[:, :, 0]), Sizes(shape, length, "fp32")
+    choices, sizes = SelectionOverlap(shape, length, "random", idx[:, :, 0]), LaunchSizes(shape, length, "fp32")
     found = {"right": compared(sizes, choices)}
     for name, (owner, attribute, wrong) in PLANTED.items():
         with patch.object(owner, attribute, wrong):
@@ -89,7 +89,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def compared(sizes: Sizes, choices: Choices) -> dict[str, dict[str, list[float]]]:
+def compared(sizes: LaunchSizes, choices: SelectionOverlap) -> dict[str, dict[str, list[float]]]:
     modelled: defaultdict[str, Counter] = defaultdict(Counter)
     for module, about in ((kernels, (sizes,)), (pairs, (sizes, choices)), (index, (sizes, choices))):
         for work in (*module.forward(*about), *module.backward(*about)):
@@ -98,14 +98,23 @@ def compared(sizes: Sizes, choices: Choices) -> dict[str, dict[str, list[float]]
     return {name: {what: [counted[name][what], n] for what, n in found.items()} for name, found in modelled.items()}
 
 
-entries, trips, key_trips, select_tile = Choices.entries, Choices.trips, kernels.key_tile_trips, kernels.select_tile
+entries, trips, key_trips, select_tile = (
+    SelectionOverlap.entries,
+    SelectionOverlap.trips,
+    kernels.key_tile_trips,
+    kernels.select_tile,
+)
 PLANTED = {
-    "values have no columns": (Sizes, "padded", lambda self: (16, 0)),
-    "half of the slots are forgotten": (Choices, "entries", lambda self: entries(self) // 2),
+    "values have no columns": (LaunchSizes, "padded", lambda self: (16, 0)),
+    "half of the slots are forgotten": (SelectionOverlap, "entries", lambda self: entries(self) // 2),
     "tiles of keys are cut off": (kernels, "query_tile_trips", lambda sizes, branch, tiles: sizes.rows // tiles.m),
     "queries that see a tile are forgotten": (kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
     "no step for what earlier blocks give": (kernels, "select_tile", lambda sizes: (select_tile(sizes)[0], 0)),
-    "readers of a block are rows already": (Choices, "trips", lambda self, piece, m, n: trips(self, piece, 3 * m, n)),
+    "readers of a block are rows already": (
+        SelectionOverlap,
+        "trips",
+        lambda self, piece, m, n: trips(self, piece, 3 * m, n),
+    ),
     "outputs are mixed without their gates": (
         index,
         "mix",

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench.model import Choices, choices, measure_choices, pairs, predict, torch_ops
+from nsa.bench.model import SelectionOverlap, choices, measure_choices, pairs, predict, torch_ops
 from nsa.bench.model.dense import dense_s, stretch
 from nsa.bench.model.gpus import GPUS, SCHEDULERS, gpu_named
 from nsa.bench.model.group_centric import group_centric_forward
 from nsa.bench.model.issued import HMMA_FLOPS, count, issued, parse
 from nsa.bench.model.prediction import time_of
-from nsa.bench.model.work import Sizes, Work
+from nsa.bench.model.work import KernelWork, LaunchSizes
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
-from nsa.guard.hardware import DEVICES
+from nsa.planning.hardware import DEVICES
 
 ROOT = Path(__file__).parents[2]
 SEED, TINY = SHAPES["seed"], SHAPES["tiny"]
@@ -28,16 +28,16 @@ A100 = GPUS["a100"]
 
 
 @pytest.fixture(scope="module")
-def seed_choices() -> dict[int, Choices]:
+def seed_choices() -> dict[int, SelectionOverlap]:
     return {length: measure_choices(SEED, length, "smooth") for length in (2048, 4096)}
 
 
-def predicted(gpu, found: Choices, **how):
+def predicted(gpu, found: SelectionOverlap, **how):
     return predict(gpu, found.shape, found.length, choices=found, instructions=lambda *_: None, **how)
 
 
 def test_a_kernel_takes_its_slowest_bound():
-    work = Work("w", False, 1, flops=1e12, exponentials=1e9, l2_bytes=1e9, hbm_bytes=1e9)
+    work = KernelWork("w", False, 1, flops=1e12, exponentials=1e9, l2_bytes=1e9, hbm_bytes=1e9)
     kernel = time_of(A100, "bf16", work, None)
     assert kernel.bound == "tensor cores"
     assert kernel.seconds == max(kernel.bounds_s.values()) == pytest.approx(stretch(A100, False) * (
@@ -51,7 +51,7 @@ def test_a_kernel_takes_its_slowest_bound():
 
 
 def test_a_cache_too_small_for_what_is_shared_costs_memory():
-    work = Work("w", False, 1, l2_bytes=10e9, hbm_bytes=1e9, shared_bytes=A100.l2_bytes)
+    work = KernelWork("w", False, 1, l2_bytes=10e9, hbm_bytes=1e9, shared_bytes=A100.l2_bytes)
     assert time_of(A100, "bf16", work, None).hbm_bytes == 1e9
     half_missed = time_of(A100, "bf16", replace(work, shared_bytes=2 * A100.l2_bytes), None)
     assert half_missed.hbm_bytes == pytest.approx(1e9 + 0.5 * 9e9)
@@ -98,11 +98,11 @@ def test_dense_follows_what_was_published():
     for gpu in GPUS.values():
         for backward, share in ((False, gpu.published.forward), (True, gpu.published.backward)):
             flops = (5 if backward else 2) * 2 * 128 * 8 * n * (n + 1) / 2
-            reached = flops / dense_s(gpu, Sizes(wide, n, "bf16"), backward) / gpu.flops_per_s("bf16")
+            reached = flops / dense_s(gpu, LaunchSizes(wide, n, "bf16"), backward) / gpu.flops_per_s("bf16")
             assert reached == pytest.approx(share)
     flops = 5 * 2 * 64 * 8 * n * (n + 1) / 2
-    assert flops / dense_s(GPUS["h100"], Sizes(narrow, n, "bf16"), True) / 1e12 == pytest.approx(474, rel=0.05)
-    assert dense_s(A100, Sizes(SEED, 65536, "bf16"), False) == pytest.approx(35e-3, rel=0.03)
+    assert flops / dense_s(GPUS["h100"], LaunchSizes(narrow, n, "bf16"), True) / 1e12 == pytest.approx(474, rel=0.05)
+    assert dense_s(A100, LaunchSizes(SEED, 65536, "bf16"), False) == pytest.approx(35e-3, rel=0.03)
 
 
 def test_clocks_and_units_give_the_table_s_peak():
@@ -116,7 +116,7 @@ def test_clocks_and_units_give_the_table_s_peak():
 @pytest.mark.parametrize("data", ["random", "smooth"])
 @pytest.mark.parametrize("length", [90, 777])
 def test_the_yardstick_reads_every_choice(data, length):
-    found, sizes = measure_choices(TINY, length, data), Sizes(TINY, length, "bf16")
+    found, sizes = measure_choices(TINY, length, data), LaunchSizes(TINY, length, "bf16")
     reads = group_centric_forward(sizes).trips
     chosen = int((found.idx_LSN >= 0).sum()) * TINY.n_kv_groups
     assert reads == chosen
@@ -178,7 +178,7 @@ def test_machine_code_says_what_a_turn_issues():
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
     found = issued("selected_forward", SEED, "sm_80")
-    sizes = Sizes(SEED, 640, "bf16")
+    sizes = LaunchSizes(SEED, 640, "bf16")
     work = pairs.selected_forward(sizes, measure_choices(SEED, 640))
     assert found is not None
     assert found.hmma_flops == work.flops / work.trips == 2 * 64 * 64 * 128

@@ -13,13 +13,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nsa.checkpoint.manifest import CheckpointManifest, ManifestEntry, encode
+from nsa.checkpoint.names import COMMIT
 from nsa.cli.main import main
 from nsa.observe import names
-from nsa.observe.events import Kind
+from nsa.observe.events import EventKind
 from nsa.observe.export.exporter import RunsCollector
 from nsa.terminal_text import printable
-from nsa.train.checkpoint.layout import COMMIT
-from nsa.train.checkpoint.manifest import Entry, Manifest, encode
 from tests.data.shard_sets import documents, write_set
 from tests.observe.recorded import a_beat, a_run
 from tests.observe.written import CONFIG, write_run
@@ -55,7 +55,7 @@ def run_folder(tmp_path) -> Path:
     beats = [replace(beat, data=HOSTILE, kernel_select=HOSTILE, allowed=(HOSTILE,)) for beat in a_run(40, began=now)]
     beats.append(a_beat(names.FAILED, 41, beats[-1].ts, detail=f"{HOSTILE}: {HOSTILE}"))
     texts = dict.fromkeys(("reason", "error", "problem", "why", "message", "condition", "level", "origin"), HOSTILE)
-    events = [(kind, now + 1, 1, texts) for kind in Kind]
+    events = [(kind, now + 1, 1, texts) for kind in EventKind]
     config = json.loads(json.dumps(CONFIG)) | {HOSTILE: {HOSTILE: HOSTILE}, "data": {"dataset": HOSTILE}}
     config["train"]["note"] = HOSTILE
     folder = write_run(tmp_path / "run [red] \x1b[2J\u202e", beats, events, config=config)
@@ -131,11 +131,11 @@ def test_labels_for_prometheus(run_folder):
 
 
 def test_checkpoints(tmp_path, nsa):
-    listed: dict[int, dict[str, Entry]] = {5: {HOSTILE: Entry(3, "0" * 64)}, 7: {}, 9: {}}
+    listed: dict[int, dict[str, ManifestEntry]] = {5: {HOSTILE: ManifestEntry(3, "0" * 64)}, 7: {}, 9: {}}
     for step, files in listed.items():
         folder = tmp_path / "checkpoints" / f"step{step}"
         folder.mkdir(parents=True)
-        (folder / COMMIT).write_bytes(encode(Manifest(step, HOSTILE, files)))
+        (folder / COMMIT).write_bytes(encode(CheckpointManifest(step, HOSTILE, files)))
     (tmp_path / "checkpoints" / "step7" / "x\x1b[2J\u202e").write_text("x")
     for command in (["ls"], ["verify"], ["export", "--out", tmp_path / "out"]):
         assert "step" in nsa("checkpoint", command[0], tmp_path, *command[1:])

@@ -63,7 +63,7 @@ def test_train_and_launch_take_overrides(monkeypatch):
         seen["program"] = plan.program(True)
         return 0
 
-    monkeypatch.setattr("nsa.train.launch.launch", launch)
+    monkeypatch.setattr("nsa.train.launch.launcher.launch", launch)
     invoke("launch", TOY, "--allow", "precision")
     assert list(seen["program"][-2:]) == ["--allow=precision", "--resume"]
     with pytest.raises(ConfigError, match="no such rule"):

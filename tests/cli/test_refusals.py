@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
+from nsa.checkpoint.lock import RunLock
 from nsa.cli.main import app
 from nsa.errors import PreflightError
-from nsa.train.checkpoint.lock import RunLock
-from nsa.train.preflight import world_of
+from nsa.train.preflight_facts import world_of
 from tests.train.runs import environment, write_config
 
 

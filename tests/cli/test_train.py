@@ -107,10 +107,10 @@ def test_scripts_are_thin(script):
 
 
 def test_a_step_that_was_not_taken_is_told_and_ends_nothing(capsys):
-    from nsa.cli.train import _Plain
+    from nsa.cli.train import _PlainProgress
     from nsa.observe import names
-    from nsa.observe.heartbeat import Beat
+    from nsa.observe.heartbeat import HeartbeatRecord
 
-    skipped = Beat.now(ts=0.0, rank=0, step=7, msg=names.SKIPPED, loss=float("nan"), detail="loss is nan")
-    _Plain().beat(skipped, 10)
+    skipped = HeartbeatRecord.now(ts=0.0, rank=0, step=7, msg=names.SKIPPED, loss=float("nan"), detail="loss is nan")
+    _PlainProgress().beat(skipped, 10)
     assert capsys.readouterr().out == "skipped_step at step 7: loss is nan\n"

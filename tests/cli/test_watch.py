@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from nsa.cli.main import app
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.copies import TRAINING_COLUMNS, CsvFile
-from nsa.observe.events import Kind, add_event, read_events
-from nsa.observe.halt import read
+from nsa.observe.events import EventKind, add_event, read_events
+from nsa.observe.halt_file import read
 from nsa.observe.heartbeat import JsonLines
+from nsa.observe.metric_writers import TRAINING_COLUMNS, CsvFile
 from tests.observe.recorded import UNWELL, Recording, a_beat, a_run, finished, noisy, record
 
 CONFIG = {"train": {"steps": 50_000, "log_every": 1, "save_every": 200}, "nsa": {"l_sel": 64}}
@@ -125,7 +125,7 @@ def test_a_single_look_halts_for_what_needs_no_clock(tmp_path):
     asked = read(tmp_path)
     assert asked is not None
     assert asked.reason == "loss_nonfinite: loss nan at step 150, and the step was taken"
-    assert Kind.HALT_ASKED in [event.kind for event in read_events(tmp_path)]
+    assert EventKind.HALT_ASKED in [event.kind for event in read_events(tmp_path)]
 
 
 def test_watch_ends_when_the_run_has(tmp_path):

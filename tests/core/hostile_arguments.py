@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.core.nsa_attention import NSAAttention, Where
+from nsa.core.nsa_attention import NSAAttention, Positions
 from nsa.errors import NSAError
 from nsa.kernels import cpu
-from nsa.kernels.registry import BACKENDS, Wanted
+from nsa.kernels.registry import BACKENDS, BackendRequest
 from nsa.model.transformer import NSATransformer
 from tests.shapes import attention_args
 
@@ -126,7 +126,7 @@ def a_cache_of_another_module(changes: dict[str, int]) -> None:
 def a_cache_of_a_module_with_other_heads(changes: dict[str, int]) -> bool:
     """Keys and values fit; what was prepared for the first module's queries does not."""
     first, second = make(), make(**changes)
-    portable = make(**changes, kernels=Wanted(*["portable"] * 4))
+    portable = make(**changes, kernels=BackendRequest(*["portable"] * 4))
     cache = filled(first, 2)
     steps(first, cache, 2, n=5)
     twin, x = copy.deepcopy(cache), torch.randn(2, 1, 24)
@@ -271,7 +271,7 @@ def positions_far_outside(which: str) -> None:
     where = module.locate(x)
     assert where.layout is not None
     moved = where.layout._replace(**{f"{which}_BS": where.layout.start_BS + HUGE})
-    module(x, where=Where(moved, where.tables))
+    module(x, where=Positions(moved, where.tables))
 
 
 # the compiled kernels themselves

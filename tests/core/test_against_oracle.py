@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from nsa.core.nsa_attention import NSAAttention
-from nsa.kernels.registry import Wanted
+from nsa.kernels.registry import BackendRequest
 from tests.oracle import nsa_layer
 from tests.shapes import HEADS, attention_args, fp64_backends
 
@@ -54,7 +54,7 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
     ],
 )
 def test_equals_the_oracle(backend, length, args):
-    module = make(**args, kernels=Wanted(*[backend] * 4))
+    module = make(**args, kernels=BackendRequest(*[backend] * 4))
     x_BSD = torch.randn(2, length, args["dim"], dtype=torch.float64)
     out_BSD = module(x_BSD).detach().numpy()
     for b in range(2):

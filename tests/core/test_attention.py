@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import rotate
 from nsa.errors import ConfigError, KernelUnavailable
-from nsa.kernels.registry import Wanted
+from nsa.kernels.registry import BackendRequest
 from tests.backends import RUN_HERE
 from tests.shapes import GEOMETRIES, HEADS, attention_args, fp64_backends
 
@@ -75,7 +75,7 @@ def test_full_coverage_equals_dense_attention(branch, coverage, heads, dtype):
 def test_gradcheck_through_the_whole_module(backend, changes):
     torch.manual_seed(0)
     args = attention_args("tiny", (2, 1), dim=6, d_k=4, d_v=3, **changes)
-    module = NSAAttention(**args, kernels=Wanted(*[backend] * 4)).double()
+    module = NSAAttention(**args, kernels=BackendRequest(*[backend] * 4)).double()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.5)
@@ -93,7 +93,7 @@ def test_gradcheck_through_the_whole_module(backend, changes):
 @pytest.mark.parametrize("phi", ["avg", "mlp"])
 def test_the_future_changes_no_bit(backend, geometry, phi):
     torch.manual_seed(0)
-    module = NSAAttention(**attention_args(geometry, phi=phi), kernels=Wanted(*[backend] * 4))
+    module = NSAAttention(**attention_args(geometry, phi=phi), kernels=BackendRequest(*[backend] * 4))
     x = torch.randn(1, 200, 24)
     clean = module(x)
     for cut in (1, 63, 64, 96, 137, 199):
@@ -205,7 +205,7 @@ def test_impossible_arguments_are_refused(changes, message):
 
 def test_an_unknown_backend_is_refused_when_the_module_is_made():
     with pytest.raises(KernelUnavailable, match=r"kernels.sliding is 'warp'"):
-        NSAAttention(**attention_args("tiny"), kernels=Wanted(sliding="warp"))
+        NSAAttention(**attention_args("tiny"), kernels=BackendRequest(sliding="warp"))
 
 
 def test_autocast_keeps_the_attention_in_half_precision():
@@ -219,7 +219,7 @@ def test_autocast_keeps_the_attention_in_half_precision():
 @pytest.mark.parametrize("kernels", ["portable", {"sliding": "portable", "selected": "reference"}], ids=str)
 def test_kernels_may_be_one_name_or_a_mapping(kernels):
     named = NSAAttention(**attention_args("tiny"), kernels=kernels).kernels
-    assert named == (Wanted(*["portable"] * 4) if isinstance(kernels, str) else Wanted(**kernels))
+    assert named == (BackendRequest(*["portable"] * 4) if isinstance(kernels, str) else BackendRequest(**kernels))
 
 
 @pytest.mark.parametrize(

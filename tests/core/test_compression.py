@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.core.compression import Compressor
-from nsa.core.geometry import Geometry
-from nsa.core.layout import packed_layout, plain_layout
+from nsa.core.compression import BlockCompressor
+from nsa.core.document_layout import packed_layout, plain_layout
+from nsa.geometry import Geometry
 
 LENGTH = 61
 
@@ -33,7 +33,7 @@ def test_no_order_of_additions_changes_a_gradient(l, d, packed):
     layout = packed_layout(cu, LENGTH, geometry) if packed else plain_layout(2, LENGTH, geometry, torch.device("cpu"))
     begin_BC = layout.begin_BC
     raw = torch.randn(begin_BC.shape[0], LENGTH, 2, 3, dtype=torch.float64, requires_grad=True)
-    phi = Compressor("avg", l, d, n_groups=2, width=3, pos_emb=False)
+    phi = BlockCompressor("avg", l, d, n_groups=2, width=3, pos_emb=False)
     n_filled = begin_BC.shape[1]
     if packed:
         n_filled = int(((cu.diff() - l) // d + 1).clamp(min=0).sum())

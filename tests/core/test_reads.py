@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nsa.core.geometry import Geometry
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
+from nsa.geometry import Geometry
 from tests.shapes import GEOMETRIES, attention_args
 
 

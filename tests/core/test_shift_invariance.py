@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nsa.core.compression import PHIS
-from nsa.core.gating import BRANCH_ORDER
-from nsa.core.nsa_attention import NSAAttention, Where
+from nsa.core.gates import BRANCH_ORDER
+from nsa.core.nsa_attention import NSAAttention, Positions
 from nsa.errors import ConfigError
 from tests.shapes import attention_args
 
@@ -26,12 +26,12 @@ def make(branch: str, **changes) -> NSAAttention:
     return module
 
 
-def located(module: NSAAttention, x_BSD: torch.Tensor, shift: int, **kwargs) -> Where:
+def located(module: NSAAttention, x_BSD: torch.Tensor, shift: int, **kwargs) -> Positions:
     """The positions of these tokens, `shift` later: everything a rotation is made from is moved."""
     layout, _ = module.locate(x_BSD, **kwargs)
     assert layout is not None
     moved = layout._replace(block_pos_BC=layout.block_pos_BC + shift)
-    return Where(moved, module.rotary.tables(layout.pos_BS + shift))
+    return Positions(moved, module.rotary.tables(layout.pos_BS + shift))
 
 
 @pytest.mark.parametrize("branch", BRANCH_ORDER)

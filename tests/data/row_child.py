@@ -12,8 +12,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from nsa.data.feed.feeder import Feeder, FeedSettings
-from nsa.data.rows.opening import DirectData, PreparedData, RowData
+from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.rows.specs import DirectData, PreparedData, RowData
 from nsa.data.unit_exchange import ExchangeSettings
 
 GLOBAL_ROWS = 4
@@ -35,9 +35,9 @@ def main() -> None:
         data = replace(data, exchange=ExchangeSettings(exchange, rank, world))
     cursor = Path(folder, f"cursor{rank}.json")
     saved = json.loads(cursor.read_text()) if cursor.exists() else {"step": 0, "data": None}
-    settings = FeedSettings(queue_depth=8)
+    settings = PrefetchSettings(queue_depth=8)
     with (
-        Feeder(
+        BatchPrefetcher(
             data,
             global_rows=GLOBAL_ROWS,
             rank=rank,

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.document import Position, TokenDoc
-from nsa.data.shards.folder import Folder
-from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Manifest
+from nsa.data.document import StreamPosition, TokenDoc
+from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
 from nsa.data.shards.writer import ShardWriter
+from nsa.storage import StorageFolder
 
 EOS = 256
 
@@ -23,8 +23,8 @@ def documents(count: int, seed: int = 0, longest: int = 90) -> list[tuple[str, n
 
 def write_set(
     path: Path, docs: list[tuple[str, np.ndarray]], *, docs_per_shard: int = 40, dtype: str = "uint16"
-) -> Manifest:
-    folder = Folder(str(path))
+) -> ShardManifest:
+    folder = StorageFolder(str(path))
     shards = []
     for number, start in enumerate(range(0, len(docs), docs_per_shard)):
         writer = ShardWriter(f"{TRAIN}/{number:05d}-00000", np.dtype(dtype), path / "_scratch")
@@ -32,7 +32,7 @@ def write_set(
             writer.add(doc_id, tokens, EOS)
         shards.append(writer.finish(folder))
     (path / "_scratch").rmdir()
-    manifest = Manifest(
+    manifest = ShardManifest(
         vocab_size=257,
         tokenizer_fingerprint="test",
         eos_id=EOS,
@@ -69,7 +69,7 @@ class MemoryStream:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._docs))
             for place in range(row, len(order)):
                 doc_id, tokens = self._docs[order[place]]
-                yield TokenDoc(doc_id, tokens, Position(epoch, 0, place, 0, 0))
+                yield TokenDoc(doc_id, tokens, StreamPosition(epoch, 0, place, 0, 0))
             epoch, row = epoch + 1, 0
 
     def state_before(self, doc: TokenDoc) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import read_manifest
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 
 ROOT = Path(__file__).parents[2]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -60,7 +60,7 @@ def test_inspect_finds_a_document(prepared: Path) -> None:
 
 def test_stats_count_what_is_there(prepared: Path) -> None:
     result = RUNNER.invoke(app, ["data", "stats", str(prepared)], catch_exceptions=False)
-    totals = read_manifest(Folder(str(prepared))).totals("train")
+    totals = read_manifest(StorageFolder(str(prepared))).totals("train")
     assert f"{totals['tokens']:,}" in result.output
     assert f"{25 * 9 + 1}" in result.output  # the longest document
 
@@ -102,7 +102,7 @@ def test_the_runbooks_scripts_work_on_a_local_source(source: Path, tmp_path: Pat
     assert "first batch after" in done.stdout
     done = _script("fwe_bootstrap.py", "--gb", "0.00005", "--source", str(source), "--out", str(tmp_path / "staged"))
     assert done.returncode == 0, done.stderr
-    assert read_manifest(Folder(str(tmp_path / "staged"))).totals("train")["documents"] > 0
+    assert read_manifest(StorageFolder(str(tmp_path / "staged"))).totals("train")["documents"] > 0
 
 
 def test_a_script_ends_with_the_data_exit_code(tmp_path: Path) -> None:

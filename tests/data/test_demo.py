@@ -12,8 +12,8 @@ from nsa.data.demo.build import ROWS_PER_FILE, build_demo, write_files
 from nsa.data.demo.clean import Deduplicator, is_good_english
 from nsa.data.demo.extract import extract_texts, html_text, man_text, pod_text
 from nsa.data.demo.packages import PACKAGES, _version_key
+from nsa.data.document_stream import DocumentStream
 from nsa.data.source import CorruptUnit, open_source
-from nsa.data.stream import DocumentStream
 from nsa.data.tokenizer import ByteTokenizer, load_tokenizer
 from nsa.errors import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsa.data.rows.batch import EndOfData
-from nsa.data.rows.opening import DirectData
+from nsa.data.rows.specs import DirectData
 from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
 from tests.data.corpora import make_records, write_corpus, write_parquet

@@ -13,12 +13,12 @@ import pytest
 from nsa.data.source import open_source
 from nsa.data.source.http import HttpClient
 from nsa.data.source.hub import ListingLimits, list_hub
-from nsa.data.source.patience import Deadline, Patience
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.errors import DataError
 from tests.data.faulty_server import FaultyServer
 
 API, TREE = "/api/datasets/owner/set", "/api/datasets/owner/set/tree/c0ffee?recursive=true"
-PATIENCE = Patience(connect_timeout_s=0.5, read_timeout_s=0.5, attempts=3, backoff_s=0.01, deadline_s=3.0)
+PATIENCE = RetryPolicy(connect_timeout_s=0.5, read_timeout_s=0.5, attempts=3, backoff_s=0.01, deadline_s=3.0)
 
 
 def hub(**files: object) -> dict[str, object]:
@@ -63,7 +63,7 @@ def test_an_answer_is_read_up_to_its_limit_only(what: str) -> None:
     with endless(announced=what == "announced") as (url, sent):
         client = HttpClient(PATIENCE)
         with pytest.raises(DataError, match="a listing may have 100000"):
-            client.listing(url, Deadline(PATIENCE), 100_000)
+            client.listing(url, ReadDeadline(PATIENCE), 100_000)
         assert sent() < 20_000_000
 
 
@@ -78,7 +78,7 @@ def test_headers_that_come_byte_by_byte_end_with_the_deadline() -> None:
     with endless(headers=True) as (url, _):
         started = time.monotonic()
         with pytest.raises(DataError, match=r"did not come within|could not be read"):
-            HttpClient(PATIENCE).listing(url, Deadline(PATIENCE), 1000)
+            HttpClient(PATIENCE).listing(url, ReadDeadline(PATIENCE), 1000)
         assert time.monotonic() - started < 2 * PATIENCE.deadline_s
 
 

@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.data.rows.opening import PreparedData
-from nsa.data.shards.check import find_document, length_stats, verify_set
-from nsa.data.shards.folder import Folder
+from nsa.data.rows.specs import PreparedData
+from nsa.data.shards.inspect import find_document, length_stats, verify_set
 from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
 from nsa.data.tokenizer import load_tokenizer, train_bpe
 from nsa.errors import ConfigError, DataError, NSAError
+from nsa.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
 
 VALUES: list[Any] = [None, True, -1, 0, 3, 2**31, 2**63, 2**70, 1e400, 0.5, "", "x", "\ud800", "../up", "uint32"]
@@ -104,7 +104,7 @@ def test_300_mutated_manifests(tmp_path: Path, sealed: bool) -> None:
         yield b"[]"
 
     def use() -> None:
-        folder = Folder(str(tmp_path))
+        folder = StorageFolder(str(tmp_path))
         manifest = read_manifest(folder)
         stream = PreparedData(str(tmp_path), 32, seed=1, with_provenance=True).open()
         for _ in range(10):
@@ -129,7 +129,7 @@ def test_a_shard_cannot_lie_outside_its_set(tmp_path: Path) -> None:
     content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="name is"):
-        read_manifest(Folder(str(tmp_path / "set")))
+        read_manifest(StorageFolder(str(tmp_path / "set")))
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000, '"x"'])

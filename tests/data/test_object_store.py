@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa.data.feed.feeder import Feeder
+from nsa.data.prefetch.prefetcher import BatchPrefetcher
 from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
-from nsa.data.rows.opening import PreparedData
-from nsa.data.shards.check import verify_set
-from nsa.data.shards.folder import Folder
+from nsa.data.rows.specs import PreparedData
+from nsa.data.shards.inspect import verify_set
 from nsa.data.shards.manifest import read_manifest
 from nsa.errors import DataError
+from nsa.storage import StorageFolder
 
 BUCKET = "corpus"
 SETTINGS = {"held_out_fraction": 0.1, "units_per_task": 2, "shard_tokens": 20_000}
@@ -88,7 +88,7 @@ def _fill(endpoint: str, folder: Path) -> None:
 def _check(endpoint: str, folder: Path, tmp_path: Path) -> None:
     local = prepare(make_plan(str(folder / "src"), "byte", **SETTINGS), str(tmp_path / "local"), workers=1)
     out = _url(endpoint, "out")
-    remote = read_manifest(Folder(out))
+    remote = read_manifest(StorageFolder(out))
     assert remote.splits == local.splits  # the same shards, hash by hash
     assert remote.totals("train")["documents"] > 250
     listed = _client(endpoint).list_objects_v2(Bucket=BUCKET, Prefix="out/")["Contents"]
@@ -96,11 +96,11 @@ def _check(endpoint: str, folder: Path, tmp_path: Path) -> None:
 
     again = prepare(make_plan(_url(endpoint, "src"), "byte", **SETTINGS), out, workers=1)
     assert again.fingerprint == remote.fingerprint
-    assert list(verify_set(Folder(out), remote)) == []
+    assert list(verify_set(StorageFolder(out), remote)) == []
 
     here = PreparedData(str(tmp_path / "local"), seq_len=128, seed=1).open()
     there = PreparedData(out, seq_len=128, seed=1, cache_path=str(tmp_path / "cache"))
-    with Feeder(there, global_rows=4) as feeder:
+    with BatchPrefetcher(there, global_rows=4) as feeder:
         for _ in range(60):
             assert np.array_equal(next(feeder).tokens, here.next_batch(4).tokens)
     assert list((tmp_path / "cache").glob("*.tok"))
@@ -120,13 +120,13 @@ def test_prepare_and_read_through_s3(store: str, filled: Path, tmp_path: Path) -
 def test_json_lines_in_a_store_give_the_same_documents(store: str, filled: Path, tmp_path: Path) -> None:
     plan = make_plan(_url(store, "lines"), "byte", **SETTINGS)
     manifest = prepare(plan, str(tmp_path / "lines"), workers=1)
-    of_parquet = read_manifest(Folder(_url(store, "out")))
+    of_parquet = read_manifest(StorageFolder(_url(store, "out")))
     assert manifest.totals("train")["tokens"] == of_parquet.totals("train")["tokens"]
 
 
 def test_a_damaged_object_is_refused(store: str, filled: Path, tmp_path: Path) -> None:
     client = _client(store)
-    manifest = read_manifest(Folder(_url(store, "out")))
+    manifest = read_manifest(StorageFolder(_url(store, "out")))
     name = manifest.splits["train"][0].files()[0][0]
     raw = client.get_object(Bucket=BUCKET, Key=f"out/{name}")["Body"].read()
     client.put_object(Bucket=BUCKET, Key=f"out/{name}", Body=raw[:-1] + bytes([raw[-1] ^ 1]))
@@ -140,7 +140,7 @@ def test_a_damaged_object_is_refused(store: str, filled: Path, tmp_path: Path) -
 
 def test_a_missing_bucket_or_server_is_named(store: str) -> None:
     with pytest.raises(DataError, match="no-such-bucket"):
-        read_manifest(Folder(f"s3://no-such-bucket/x?endpoint={store}&region=us-east-1"))
+        read_manifest(StorageFolder(f"s3://no-such-bucket/x?endpoint={store}&region=us-east-1"))
 
 
 @pytest.mark.slow

@@ -17,16 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from nsa.data.document import is_held_out
+from nsa.data.document_stream import DocumentStream
 from nsa.data.prepare.plan import make_plan, record_plan
 from nsa.data.prepare.run import prepare, slurm_executor
 from nsa.data.prepare.task import ReadUnits, WriteShards
-from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import read_manifest
 from nsa.data.shards.reader import ShardReader
-from nsa.data.source.opening import open_source
-from nsa.data.stream import DocumentStream
+from nsa.data.source.resolve import open_source
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 from tests.data.faulty_server import Faults, FaultyServer
 from tests.data.prepare_child import SETTINGS
 
@@ -63,7 +63,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 def _documents(out: Path, split: str) -> dict[str, list[int]]:
-    reader = ShardReader(Folder(str(out)), split)
+    reader = ShardReader(StorageFolder(str(out)), split)
     tokens = np.empty(reader.total_tokens, dtype=np.uint16)
     reader.copy_window(0, reader.total_tokens, tokens)
     found, at = {}, 0
@@ -91,7 +91,7 @@ def test_no_held_out_document_is_in_a_training_shard(calm: Path) -> None:
 
 
 def test_the_manifest_tells_tokenizer_totals_and_sizes(calm: Path) -> None:
-    manifest = read_manifest(Folder(str(calm)))
+    manifest = read_manifest(StorageFolder(str(calm)))
     assert (manifest.vocab_size, manifest.tokenizer_fingerprint) == (257, ByteTokenizer.fingerprint)
     assert manifest.totals("train")["documents"] + manifest.totals("validation")["documents"] == 6 * (300 - 1)
     for split in manifest.splits.values():
@@ -132,7 +132,7 @@ def test_unfinished_files_never_lie_beside_the_shards(
     same. The manifest's own unfinished file is removed by the next run."""
     out = tmp_path / "out"
     plan = make_plan(str(corpus), "byte", **SETTINGS)
-    record_plan(plan, Folder(str(out)))
+    record_plan(plan, StorageFolder(str(out)))
     real = os.replace
     for stop_at in range(1, 8):
         calls = 0
@@ -249,4 +249,4 @@ def test_slurm_jobs_are_complete_and_travel_by_pickle(corpus: Path, tmp_path: Pa
             stream = step(stream, rank, travelled.world_size)
         assert list(stream) == []
     list(last.pipeline[0](None, 0, 1))
-    assert read_manifest(Folder(str(out))).totals("train")["documents"] > 1000
+    assert read_manifest(StorageFolder(str(out))).totals("train")["documents"] > 1000

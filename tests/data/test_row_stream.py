@@ -10,9 +10,9 @@ import pytest
 
 from nsa.data.document import is_held_out
 from nsa.data.rows.batch import Batch, EndOfData
-from nsa.data.rows.opening import DirectData
 from nsa.data.rows.packing import make_packer
-from nsa.data.rows.stream import DirectRowStream, RowStream
+from nsa.data.rows.row_stream import DirectRowStream, RowStream
+from nsa.data.rows.specs import DirectData
 from nsa.errors import ConfigError, DataError
 from tests.data.shard_sets import EOS, MemoryStream, documents
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsa.data.rows.prepared import PreparedRows, Shuffle
+from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
 from nsa.data.shards.cache import ShardCache
-from nsa.data.shards.folder import Folder
 from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
 from nsa.data.shards.reader import ShardReader
 from nsa.data.shards.writer import BLOCK_BYTES, ShardWriter
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
 
 
 def _read_everything(path: Path) -> np.ndarray:
-    rows = PreparedRows(ShardReader(Folder(str(path))), 512, shuffle=Shuffle(1), with_provenance=True)
+    rows = PreparedRows(ShardReader(StorageFolder(str(path))), 512, shuffle=ShuffleSettings(1), with_provenance=True)
     return rows.rows(np.arange(rows.rows_per_epoch)).tokens
 
 
@@ -56,7 +56,7 @@ def test_only_touched_blocks_are_hashed(tmp_path: Path) -> None:
     raw = bytearray(tokens.read_bytes())
     raw[-1] ^= 1
     tokens.write_bytes(raw)
-    rows = PreparedRows(ShardReader(Folder(str(tmp_path))), 512, shuffle=None)
+    rows = PreparedRows(ShardReader(StorageFolder(str(tmp_path))), 512, shuffle=None)
     rows.rows(np.arange(1))
     with pytest.raises(DataError, match="does not match its SHA-256"):
         rows.rows(np.asarray([rows.rows_per_epoch - 1]))
@@ -77,7 +77,7 @@ def test_cut_off_and_missing_files_are_named(tmp_path: Path, suffix: str, damage
 
 def test_a_folder_without_manifest_is_unfinished(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has not finished"):
-        read_manifest(Folder(str(tmp_path)))
+        read_manifest(StorageFolder(str(tmp_path)))
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     content = json.loads((tmp_path / MANIFEST_NAME).read_bytes())
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(content | {"version": 99}))
     with pytest.raises(DataError, match="version 99"):
-        read_manifest(Folder(str(tmp_path)))
+        read_manifest(StorageFolder(str(tmp_path)))
 
 
 def test_a_full_disk_is_named_with_a_way_on(tmp_path: Path) -> None:
@@ -93,17 +93,17 @@ def test_a_full_disk_is_named_with_a_way_on(tmp_path: Path) -> None:
     writer._file = open("/dev/full", "wb")  # noqa: SIM115
     writer.add("a", np.zeros(10, dtype=np.uint16), 0)
     with pytest.raises(DataError, match="No space left on device"):
-        writer.finish(Folder(str(tmp_path)))
+        writer.finish(StorageFolder(str(tmp_path)))
     writer.discard()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_addresses_never_carry_secrets() -> None:
     with pytest.raises(ConfigError, match="AWS_ACCESS_KEY_ID"):
-        Folder("s3://user:secret@bucket/x")
+        StorageFolder("s3://user:secret@bucket/x")
 
 
-class RemoteFolder(Folder):
+class RemoteFolder(StorageFolder):
     """A local folder that a reader must treat as a remote one; counts what is fetched."""
 
     def __init__(self, url: str) -> None:
@@ -119,7 +119,7 @@ class RemoteFolder(Folder):
 def test_a_cached_read_equals_a_local_read_within_the_limit(tmp_path: Path) -> None:
     source, cache_path = tmp_path / "set", tmp_path / "cache"
     write_set(source, documents(200, longest=300), docs_per_shard=20)
-    expected = PreparedRows(ShardReader(Folder(str(source))), 128, shuffle=None)
+    expected = PreparedRows(ShardReader(StorageFolder(str(source))), 128, shuffle=None)
     sizes = [p.stat().st_size for p in source.rglob("*") if p.is_file()]
     limit = sum(sizes) // 4
     folder = RemoteFolder(str(source))
@@ -166,7 +166,7 @@ def test_a_full_shuffle_of_more_than_the_cache_is_refused(tmp_path: Path) -> Non
     write_set(source, documents(60))
     reader = ShardReader(RemoteFolder(str(source)), cache=ShardCache(tmp_path / "cache", 1000))
     with pytest.raises(ConfigError, match="block_rows"):
-        PreparedRows(reader, 16, shuffle=Shuffle(seed=0))
+        PreparedRows(reader, 16, shuffle=ShuffleSettings(seed=0))
 
 
 def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
@@ -177,14 +177,14 @@ def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
         """
         import hashlib, sys
         import numpy as np
-        from nsa.data.rows.prepared import PreparedRows, Shuffle
+        from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
         from nsa.data.shards.cache import ShardCache
         from nsa.data.shards.reader import ShardReader
         from tests.data.test_shards import RemoteFolder
 
         source, cache, seed = sys.argv[1:]
         reader = ShardReader(RemoteFolder(source), cache=ShardCache(cache, 12_000), max_open_shards=1)
-        rows = PreparedRows(reader, 64, shuffle=Shuffle(int(seed), block_rows=8, window_blocks=2))
+        rows = PreparedRows(reader, 64, shuffle=ShuffleSettings(int(seed), block_rows=8, window_blocks=2))
         stored = rows.stored_rows(np.arange(rows.rows_per_epoch))
         tokens = rows.rows(np.arange(rows.rows_per_epoch)).tokens[np.argsort(stored)]
         print(hashlib.sha256(tokens.tobytes()).hexdigest())

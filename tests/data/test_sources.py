@@ -9,11 +9,11 @@ import pytest
 import zstandard
 
 from nsa.data.document import Document
-from nsa.data.source import Columns, CorruptUnit, open_source
+from nsa.data.source import CorruptUnit, DocumentColumns, open_source
 from nsa.data.source.jsonl import JsonlSource
-from nsa.data.source.opening import _local
 from nsa.data.source.parquet import ParquetSource
-from nsa.data.source.patience import Patience
+from nsa.data.source.resolve import _local
+from nsa.data.source.retry_policy import RetryPolicy
 from nsa.errors import ConfigError, DataError
 from tests.data.corpora import make_records, write_corpus, write_parquet
 from tests.data.faulty_server import FaultyServer
@@ -175,16 +175,16 @@ def test_columns_can_be_named_and_missing_ones_are_said(tmp_path):
     write_parquet(tmp_path / "p.parquet", records)
     with pytest.raises(DataError, match="no column 'text', only"):
         open_source(str(tmp_path))
-    named = read_all(open_source(str(tmp_path), columns=Columns(text="content", id="key")))
+    named = read_all(open_source(str(tmp_path), columns=DocumentColumns(text="content", id="key")))
     assert [d.id for d in named] == [str(i) for i in range(30)]
-    unnamed = read_all(open_source(str(tmp_path), columns=Columns(text="content", id=None)))
+    unnamed = read_all(open_source(str(tmp_path), columns=DocumentColumns(text="content", id=None)))
     assert len({d.id for d in unnamed}) == 30
-    assert unnamed == read_all(open_source(str(tmp_path), columns=Columns(text="content", id=None)))
+    assert unnamed == read_all(open_source(str(tmp_path), columns=DocumentColumns(text="content", id=None)))
 
 
 def test_too_large_a_unit_is_refused_before_it_is_read(tmp_path):
     write_corpus(tmp_path, files=1)
-    source = ParquetSource(_local(str(tmp_path)), Patience(), max_unit_bytes=100)
+    source = ParquetSource(_local(str(tmp_path)), RetryPolicy(), max_unit_bytes=100)
     with pytest.raises(DataError, match="max_unit_bytes=100"):
         source.read(0)
 

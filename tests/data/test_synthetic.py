@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from nsa.data.rows.stream import IndexedRowStream
+from nsa.data.rows.row_stream import IndexedRowStream
 from nsa.data.rows.synthetic import SyntheticRows
 from nsa.errors import ConfigError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from nsa.data.rows.opening import DirectData
-from nsa.data.source import CorruptUnit, Source, open_source
+from nsa.data.rows.specs import DirectData
+from nsa.data.source import CorruptUnit, DocumentSource, open_source
 from nsa.data.source.checksums import ChecksummedSource
 from nsa.errors import DataError
 from tests.data.corpora import make_records, write_parquet
@@ -37,11 +37,11 @@ def write(folder: Path, name: str) -> Path:
     return path
 
 
-def read_all(source: Source) -> list[object]:
+def read_all(source: DocumentSource) -> list[object]:
     return [(d.id, d.text) for index in range(len(source)) for d in source.read(index)]
 
 
-def checked(path: Path, checksums: Path) -> Source:
+def checked(path: Path, checksums: Path) -> DocumentSource:
     return ChecksummedSource(open_source(str(path)), checksums)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.drill.program import SCENARIOS
+from nsa.drill.suite import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 

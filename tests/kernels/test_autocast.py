@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.core.gating import BRANCH_ORDER
+from nsa.core.gates import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import rotate
 from nsa.errors import ConfigError
 from nsa.kernels import reference
-from nsa.kernels.registry import BACKENDS, BRANCHES, Wanted
+from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest
 from tests.backends import RUN_HERE
 from tests.kernels.test_backends import REFERENCE, Case, visible_keys
 from tests.shapes import attention_args
@@ -155,12 +155,12 @@ def test_a_module_in_fp32_under_autocast(backend, device):
     dtype = torch.float32 if backend == "triton" and device == "cpu" else torch.bfloat16
     n, args = 96, attention_args("tiny", w=96)
     torch.manual_seed(0)
-    module = NSAAttention(**args, kernels=Wanted(*[backend] * 4)).to(device)
+    module = NSAAttention(**args, kernels=BackendRequest(*[backend] * 4)).to(device)
     with torch.no_grad():
         module.w_q.weight *= 60  # logits of ±10: softmax is sharp and feels what its scores lose
         module.gates.proj.weight.zero_()
         module.gates.proj.bias.view(-1, len(BRANCH_ORDER)).fill_(-1e4)[:, BRANCH_ORDER.index("sliding")] = 1e4
-    exact = NSAAttention(**args, kernels=Wanted(*["reference"] * 4)).to(device, torch.float64)
+    exact = NSAAttention(**args, kernels=BackendRequest(*["reference"] * 4)).to(device, torch.float64)
     exact.load_state_dict(module.state_dict())
     x = torch.randn(1, n, 24, device=device)
     weight = torch.randn(1, n, 24, device=device)
@@ -210,7 +210,7 @@ def test_a_cache_in_fp32_compresses_in_fp32_under_autocast(phi):
 
 @pytest.mark.parametrize("backend", [name for name in RUN_HERE if name != "reference"])  # which looks at values
 def test_compiled_under_autocast_is_as_eager(backend):
-    module = NSAAttention(**attention_args("tiny", phi="linear"), kernels=Wanted(*[backend] * 4))
+    module = NSAAttention(**attention_args("tiny", phi="linear"), kernels=BackendRequest(*[backend] * 4))
     interpreted = backend == "triton"
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 40, 24)

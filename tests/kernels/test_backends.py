@@ -6,8 +6,8 @@ Outputs and gradients, plain, packed and cached layouts, odd sizes, any heads pe
 import pytest
 import torch
 
-from nsa.core.geometry import Geometry
-from nsa.core.layout import packed_layout
+from nsa.core.document_layout import packed_layout
+from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS, BRANCHES
 from tests.backends import RUN_HERE
 from tests.shapes import GEOMETRIES, HEADS

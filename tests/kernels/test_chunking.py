@@ -5,7 +5,7 @@ import torch
 
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.portable import chunk, selected
-from nsa.kernels.registry import Wanted
+from nsa.kernels.registry import BackendRequest
 from tests.shapes import attention_args
 
 
@@ -14,7 +14,7 @@ from tests.shapes import attention_args
 @pytest.mark.parametrize("cu_doc_lens", [[0, 180], [0, 50, 180]], ids=str)
 def test_any_chunk_gives_the_same_output_and_gradients(monkeypatch, elements, union_factor, cu_doc_lens):
     torch.manual_seed(0)
-    module = NSAAttention(**attention_args("tiny", phi="linear"), kernels=Wanted(*["portable"] * 4))
+    module = NSAAttention(**attention_args("tiny", phi="linear"), kernels=BackendRequest(*["portable"] * 4))
     x = torch.randn(2, 90, 24, requires_grad=True)
     cu = torch.tensor(cu_doc_lens, dtype=torch.int32)
 

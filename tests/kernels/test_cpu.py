@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nsa.core.geometry import Geometry
-from nsa.core.layout import packed_layout, plain_layout
+from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.geometry import Geometry
 from nsa.kernels.cpu import library
-from nsa.kernels.registry import BACKENDS, Wanted
+from nsa.kernels.registry import BACKENDS, BackendRequest
 from tests.core.test_against_oracle import cases, make
 from tests.shapes import GEOMETRIES, attention_args
 
@@ -163,7 +163,7 @@ def test_decode_in_one_call_is_the_branches_one_by_one(isa, changes, dtype, set_
     args = attention_args("tiny", (12, 2), **changes, d_k=32, d_v=24, dim=48)
     torch.manual_seed(0)
     module = NSAAttention(**args).to(dtype)
-    plain = NSAAttention(**args, kernels=Wanted(*["reference"] * 4)).to(dtype)
+    plain = NSAAttention(**args, kernels=BackendRequest(*["reference"] * 4)).to(dtype)
     plain.load_state_dict(module.state_dict())
     n, steps = 8 * module.geometry.l_sel + 11, 2 * module.geometry.d + 1  # every row ends a compressed block
     lengths = torch.tensor([0, 1, n // 2, n])
@@ -202,7 +202,7 @@ def test_any_sizes_and_any_packing_equal_fp64(case):
     """Forward and gradients of the whole module; the other side is the portable backend, which the oracle judges."""
     args, documents, seed = case
     exact = make(seed, **args)
-    module = NSAAttention(**args, kernels=Wanted(*["cpu"] * 4))
+    module = NSAAttention(**args, kernels=BackendRequest(*["cpu"] * 4))
     module.load_state_dict(exact.state_dict())
     x = torch.randn(1, sum(documents), args["dim"], dtype=torch.float64)
     cu_doc_lens = torch.tensor([0, *documents], dtype=torch.int32).cumsum(0).int()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nsa.kernels.cpu import build, library, why_not
-from nsa.kernels.registry import Shape, Wanted, plan
+from nsa.kernels.registry import BackendRequest, KernelShape, plan
 
-DEVICE, SHAPE = torch.device("cpu"), Shape(2, 6, 64, 64, 32, 16, 64, 16, 512)
+DEVICE, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, 32, 16, 64, 16, 512)
 
 BUILD_IN_A_PROCESS = """
 import importlib.util, sys
@@ -50,7 +50,7 @@ def small_sources(tmp_path):
 def test_without_a_compiler_auto_takes_portable_and_says_why(monkeypatch, unloaded, tmp_path):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     build.set_cache_folder(tmp_path)
-    choice = plan(Wanted(), DEVICE, torch.float32, SHAPE).choices[0]
+    choice = plan(BackendRequest(), DEVICE, torch.float32, SHAPE).choices[0]
     assert choice.backend == "portable"
     assert choice.reason.startswith("cpu: no C++ compiler (no-such-compiler) on PATH; install one")
 
@@ -171,7 +171,7 @@ def test_a_library_that_others_can_change_is_not_loaded(built, how, monkeypatch)
 def test_auto_does_not_load_it_either_and_says_why(built):
     _, path = built
     path.chmod(0o777)
-    choice = plan(Wanted(), DEVICE, torch.float32, SHAPE._replace(w=511)).choices[0]
+    choice = plan(BackendRequest(), DEVICE, torch.float32, SHAPE._replace(w=511)).choices[0]
     assert choice.backend == "portable"
     assert "not loaded" in choice.reason
 

@@ -5,7 +5,7 @@ import torch
 
 from nsa.kernels import reference
 from nsa.kernels.cpu import library
-from nsa.kernels.registry import BACKENDS, Wanted, plan
+from nsa.kernels.registry import BACKENDS, BackendRequest, plan
 from tests.backends import ANY, RUN_HERE
 
 OWN = [name for name in RUN_HERE if BACKENDS[name].mix is not reference.mix]
@@ -61,5 +61,5 @@ def test_every_instruction_set_and_any_number_of_threads(isa):
 
 
 def test_branches_of_different_backends_are_mixed_by_tensor_operations():
-    assert plan(Wanted(sliding="portable"), torch.device("cpu"), torch.float32, ANY).mix is reference.mix
-    assert plan(Wanted(), torch.device("cpu"), torch.float32, ANY).mix is not reference.mix
+    assert plan(BackendRequest(sliding="portable"), torch.device("cpu"), torch.float32, ANY).mix is reference.mix
+    assert plan(BackendRequest(), torch.device("cpu"), torch.float32, ANY).mix is not reference.mix

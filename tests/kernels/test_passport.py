@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("triton", reason="it is in the dev extra")
 
 from nsa.kernels.triton.gpus import GPUS
-from nsa.kernels.triton.passport import FP32_MODELS, MODELS, Passport, jobs
+from nsa.kernels.triton.passport import FP32_MODELS, MODELS, CompileReport, jobs
 from nsa.kernels.triton.tuning import choose
 
 ROOT = Path(__file__).parents[2]
-WRITTEN = [Passport.from_json(e) for e in json.loads((ROOT / "docs" / "kernels" / "passport.json").read_text())]
+WRITTEN = [CompileReport.from_json(e) for e in json.loads((ROOT / "docs" / "kernels" / "passport.json").read_text())]
 
 # Compiling and interpreting exclude each other in one process.
 _INSPECT = """
@@ -44,12 +44,12 @@ def in_a_process(source: str, *arguments: str) -> str:
     return done.stdout
 
 
-def inspected(*wanted: Wanted, dtype: str = "bf16") -> list[Passport]:
+def inspected(*wanted: Wanted, dtype: str = "bf16") -> list[CompileReport]:
     lines = in_a_process(_INSPECT, json.dumps(wanted), dtype).splitlines()
-    return [Passport.from_json(json.loads(line)) for line in lines]
+    return [CompileReport.from_json(json.loads(line)) for line in lines]
 
 
-def assert_as_good_as_written(found: Passport) -> None:
+def assert_as_good_as_written(found: CompileReport) -> None:
     (before,) = (
         p.code for p in WRITTEN if (p.model, p.gpu, p.kernel) == (found.model, found.gpu, found.kernel)
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_the_machine_code_is_as_good_as_written(model, gpu):
         assert_as_good_as_written(found)
 
 
-def assert_fits(found: Passport) -> None:
+def assert_fits(found: CompileReport) -> None:
     """Of an fp32 kernel: a launch would not be refused, and next to nothing is spilled."""
     assert found.code.shared_bytes <= GPUS[found.gpu].shared_limit, found
     assert found.code.spilled_bytes <= 64, found
@@ -145,10 +145,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import importlib.util
-from nsa.kernels.triton.device import runs_forward
+from nsa.kernels.triton.device import range_forward
 from nsa.kernels.triton.passport import GPUS, MODELS, compile_for, jobs
 from nsa.kernels.triton.machine_code import read
-source = Path(runs_forward.__file__).read_text()
+source = Path(range_forward.__file__).read_text()
 load = "s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))"
 assert source.count(load) == 1
 branch = f"s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\\n        if n != 7:\\n            {load}"

@@ -3,45 +3,45 @@ import torch
 
 from nsa.errors import KernelUnavailable
 from nsa.kernels import registry
-from nsa.kernels.registry import BACKENDS, BRANCHES, Backend, Shape, Wanted, check_names, plan
+from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest, KernelBackend, KernelShape, check_names, plan
 
-CPU, SHAPE = torch.device("cpu"), Shape(2, 6, 64, 64, 32, 16, 64, 16, 512)
+CPU, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, 32, 16, 64, 16, 512)
 
 
 def test_auto_never_takes_the_reference():
-    choices = plan(Wanted(), CPU, torch.float32, SHAPE).choices
+    choices = plan(BackendRequest(), CPU, torch.float32, SHAPE).choices
     assert [c.branch for c in choices] == list(BRANCHES)
     assert all(c.backend != "reference" for c in choices)
 
 
 def test_a_named_backend_is_taken_and_the_reason_says_so():
-    made = plan(Wanted(sliding="reference"), CPU, torch.float32, SHAPE)
+    made = plan(BackendRequest(sliding="reference"), CPU, torch.float32, SHAPE)
     assert made.functions.sliding is BACKENDS["reference"].functions.sliding
     assert {c.branch: c.reason for c in made.choices}["sliding"] == "asked for by name"
 
 
 def test_a_named_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
-    sulky = Backend("sulky", BACKENDS["reference"].functions, lambda *_: "it needs a moon")
+    sulky = KernelBackend("sulky", BACKENDS["reference"].functions, lambda *_: "it needs a moon")
     monkeypatch.setitem(BACKENDS, "sulky", sulky)
     with pytest.raises(
         KernelUnavailable, match=r"kernels.selected='sulky' cannot run here: it needs a moon. Set it to"
     ):
-        plan(Wanted(selected="sulky"), CPU, torch.float32, SHAPE)
+        plan(BackendRequest(selected="sulky"), CPU, torch.float32, SHAPE)
 
 
 def test_auto_passes_over_a_backend_that_cannot_run_and_says_why(monkeypatch):
-    sulky = Backend("sulky", BACKENDS["reference"].functions, lambda *_: "it needs a moon")
+    sulky = KernelBackend("sulky", BACKENDS["reference"].functions, lambda *_: "it needs a moon")
     monkeypatch.setattr(registry, "BACKENDS", {"sulky": sulky, **BACKENDS})
     monkeypatch.setattr(registry, "_plan_once", registry._plan)
-    choice = plan(Wanted(), CPU, torch.float32, SHAPE).choices[0]
+    choice = plan(BackendRequest(), CPU, torch.float32, SHAPE).choices[0]
     assert (choice.backend, choice.reason) == ("cpu", "sulky: it needs a moon")
 
 
 def test_no_backend_for_integers():
     with pytest.raises(KernelUnavailable, match=r"kernels.compressed='auto' finds no backend for torch.int64"):
-        plan(Wanted(), CPU, torch.int64, SHAPE)
+        plan(BackendRequest(), CPU, torch.int64, SHAPE)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(KernelUnavailable, match=r"kernels.select is 'tritn'.*auto, cpu, triton, portable, reference"):
-        check_names(Wanted(select="tritn"))
+        check_names(BackendRequest(select="tritn"))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.bench.agree import blocks_error
-from nsa.bench.gpu_check.kernel_call import KernelCall
-from nsa.bench.gpu_check.parity import relative_rms
-from nsa.bench.gpu_check.scope import KernelSizes
+from nsa.bench.correctness import blocks_error
 from nsa.config.schema import RunConfig
-from nsa.core.geometry import Geometry
-from nsa.guard.activations import Pass, workspace_bytes
+from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS
+from nsa.planning.activations import ForwardPass, workspace_bytes
+from nsa.verify.gpu_check.kernel_call import KernelCall
+from nsa.verify.gpu_check.parity import relative_rms
+from nsa.verify.gpu_check.sizes import KernelSizes
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
 
@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton import index, selected
+from nsa.kernels.triton import block_index, selected
 from nsa.kernels.triton.device.tile import narrowed
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
@@ -61,7 +61,7 @@ def test_every_pair_of_sizes_occurs():
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     """So that a window of keys that all queries chose is cut into several pieces, the last one shorter."""
-    for module in (selected, index):
+    for module in (selected, block_index):
         monkeypatch.setattr(module, "PIECE", 20)
 
 
@@ -115,7 +115,9 @@ def test_long_rows_are_taken_in_spans(monkeypatch):
     monkeypatch.setattr(selected, "SLOT_BYTES", 1)
     monkeypatch.setattr(selected, "QUERIES_OF_SLOTS", 0)
     taken = []
-    monkeypatch.setattr(selected, "chosen", lambda idx, *rest: taken.append(idx.shape[1]) or index.chosen(idx, *rest))
+    monkeypatch.setattr(
+        selected, "chosen", lambda idx, *rest: taken.append(idx.shape[1]) or block_index.chosen(idx, *rest)
+    )
     call = call_of(3, (16, 24), torch.float32, SIZES[1], packed=True)
     assert_as_the_reference(call, "selected")
     assert taken == [16, 16, 15] * 2
@@ -138,7 +140,7 @@ def test_slots_are_what_is_reckoned_before_a_run():
     nsa = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
     model = dict(dim=192, n_heads=6, n_kv_groups=1, d_k=32, d_v=32)
     config = RunConfig.model_validate({"model": model, "nsa": nsa, "kernels": {"selected": "triton"}})
-    reckoned = workspace_bytes(config, Pass(1, 192, 257, autocast=False, width=4, on_gpu=True))
+    reckoned = workspace_bytes(config, ForwardPass(1, 192, 257, autocast=False, width=4, on_gpu=True))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
         call.by_kernel("triton", "selected", CPU)
     sizes = [e.nbytes() for e in heard.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -6,16 +6,15 @@ Interpreted, except for what the host does: that is shown to look at shapes only
 import pytest
 import torch
 
-from nsa.core.geometry import Geometry
 from nsa.core.nsa_attention import NSAAttention
-from nsa.kernels import triton
-from nsa.kernels.registry import BACKENDS, Wanted
+from nsa.geometry import Geometry
+from nsa.kernels.registry import BACKENDS, BackendRequest
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
 from tests.shapes import GEOMETRIES, attention_args
 
 pytest.importorskip("triton", reason="it is in the dev extra")
-from nsa.kernels.triton import decoding
+from nsa.kernels.triton import decode
 from nsa.kernels.triton.tuning import choose
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
@@ -27,11 +26,11 @@ PAPER = Geometry(l=32, d=16, l_sel=64, n_sel=3, w=80)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Sizes at which a hundred tokens are several parts, stretches and rounds, and an interpreter takes seconds."""
-    monkeypatch.setattr(decoding, "PROGRAMS", 4)
-    monkeypatch.setattr(decoding, "WINDOW_PART", 16)
-    monkeypatch.setattr(decoding, "STRETCHES", 2)
-    monkeypatch.setattr(decoding, "BLOCKS_AT_ONCE", 16)
-    monkeypatch.setattr(decoding, "MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(decode, "PROGRAMS", 4)
+    monkeypatch.setattr(decode, "WINDOW_PART", 16)
+    monkeypatch.setattr(decode, "STRETCHES", 2)
+    monkeypatch.setattr(decode, "BLOCKS_AT_ONCE", 16)
+    monkeypatch.setattr(decode, "MERGED_AT_ONCE", 2)
 
 
 class Step:
@@ -59,7 +58,7 @@ class Step:
 
     def decode(self):
         g = self.g
-        return triton.decode(self.q, *self.keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)
+        return decode.decode(self.q, *self.keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)
 
     def exact(self):
         """The reference's branches and choice, in fp64."""
@@ -198,8 +197,8 @@ def test_token_by_token_over_a_cache_equals_the_whole():
     """Rows of different lengths, a ring that wraps, blocks that fill up on the way."""
     args = attention_args("tiny", (3, 1))
     torch.manual_seed(0)
-    whole = NSAAttention(**args, kernels=Wanted(*["reference"] * 4))
-    module = NSAAttention(**args, kernels=Wanted(*["triton"] * 4))
+    whole = NSAAttention(**args, kernels=BackendRequest(*["reference"] * 4))
+    module = NSAAttention(**args, kernels=BackendRequest(*["triton"] * 4))
     assert module.plan(torch.device("cpu"), torch.float32).decoder is BACKENDS["triton"].decoder
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -236,9 +235,9 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     operations, launches = set(), []
-    kernels = [name for name in vars(decoding) if name.endswith("_kernel")]
+    kernels = [name for name in vars(decode) if name.endswith("_kernel")]
     for name in kernels:
-        monkeypatch.setattr(decoding, name, Recorded(launches))
+        monkeypatch.setattr(decode, name, Recorded(launches))
     with torch.device("meta"):
         k_slots, v_slots = torch.empty(2, 2001, 4, 192), torch.empty(2, 2001, 4, 128)
         pos = torch.empty(2, 1, dtype=torch.int64)
@@ -247,7 +246,7 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
         (k_slots[:, :n], v_slots[:, :n], pos, pos) for n in (TINY.n_compressed(2000), 2000, TINY.w)
     )
     with Operations():
-        outputs, idx = decoding.decode(q, compressed, selected, window, **vars(TINY), scale=1.0)
+        outputs, idx = decode.decode(q, compressed, selected, window, **vars(TINY), scale=1.0)
     assert len(launches) == len(kernels) == 4
     assert operations <= {"new_empty", "select"}
     assert all(isinstance(n, int) and n > 0 for grid, _, _ in launches for n in grid)
@@ -260,7 +259,7 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
 def test_a_single_row_of_64k_tokens_fills_a_gpu(monkeypatch):
     monkeypatch.undo()  # the sizes that users have
     for groups in (1, 2, 4, 8):
-        fixed = decoding.constants(groups, 6, 64, 64, 32, 16, 64, 16, 512, choose("decode", 64), wide=False)
+        fixed = decode.constants(groups, 6, 64, 64, 32, 16, 64, 16, 512, choose("decode", 64), wide=False)
         keys = Geometry(**GEOMETRIES["seed"]).n_compressed(65_536)
         assert 108 <= groups * min(fixed.compressed["PARTS"], keys // fixed.compressed["BLOCK_N"]) <= 148
 

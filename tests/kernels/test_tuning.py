@@ -21,14 +21,14 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
 from nsa.kernels.triton import autotune, tuning
-from nsa.kernels.triton.autotune import Launch, Tuner, key_of, tuned
+from nsa.kernels.triton.autotune import Launch, TileTuner, key_of, tuned
 from nsa.kernels.triton.gpus import GPUS
 from nsa.kernels.triton.switch import set_tuning
 from nsa.kernels.triton.tile_store import TileStore
-from nsa.kernels.triton.tuning import Tiles, candidates, choose
+from nsa.kernels.triton.tuning import TileSizes, candidates, choose
 
 ROOT = Path(__file__).parents[2]
-TABLE, SLOW, FAST, SPILLS = Tiles(64, 64), Tiles(32, 64), Tiles(128, 64, 8), Tiles(256, 64)
+TABLE, SLOW, FAST, SPILLS = TileSizes(64, 64), TileSizes(32, 64), TileSizes(128, 64, 8), TileSizes(256, 64)
 CANDIDATES = (TABLE, SLOW, FAST, SPILLS)
 TAKES = {TABLE: 2.0, SLOW: 3.0, FAST: 1.0, SPILLS: 0.1}
 
@@ -36,32 +36,34 @@ TAKES = {TABLE: 2.0, SLOW: 3.0, FAST: 1.0, SPILLS: 0.1}
 class Kernel:
     """As `triton.jit` makes them: `kernel[grid](…)` runs it, `warmup` only compiles."""
 
-    def __init__(self, takes: dict[Tiles, float]) -> None:
+    def __init__(self, takes: dict[TileSizes, float]) -> None:
         self.takes, self.ran, self.clock = takes, [], 0.0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(tiles: Tiles) -> None:
+        def run(tiles: TileSizes) -> None:
             self.ran.append(tiles)
             self.clock += self.takes[tiles]
 
         return run
 
-    def warmup(self, tiles: Tiles, *, grid: tuple[int, ...]) -> Tiles:
+    def warmup(self, tiles: TileSizes, *, grid: tuple[int, ...]) -> TileSizes:
         return tiles
 
 
 class Bench:
     """A tuner over a folder, and what it did."""
 
-    def __init__(self, folder: Path, takes: dict[Tiles, float] | None = None, gpu: str = "NVIDIA A100-SXM4") -> None:
+    def __init__(
+        self, folder: Path, takes: dict[TileSizes, float] | None = None, gpu: str = "NVIDIA A100-SXM4"
+    ) -> None:
         self.kernel, self.timed = Kernel(takes or TAKES), 0
         self.store = TileStore(folder, gpu, "3.8.0")
-        self.tuner = Tuner(self.store, self.refusals, self.measure)
+        self.tuner = TileTuner(self.store, self.refusals, self.measure)
 
-    def start(self, tiles: Tiles, launch: Launch) -> None:
+    def start(self, tiles: TileSizes, launch: Launch) -> None:
         launch(self.kernel, (1,), tiles)
 
-    def refusals(self, compiled: Tiles) -> list[str]:
+    def refusals(self, compiled: TileSizes) -> list[str]:
         return ["8 bytes spilled"] if compiled == SPILLS else []
 
     def measure(self, call: Callable[[], Any]) -> float:
@@ -70,7 +72,7 @@ class Bench:
         call()
         return self.kernel.clock - before
 
-    def choose(self, key: str = "selected_forward bfloat16 R=6", **more: bool) -> Tiles:
+    def choose(self, key: str = "selected_forward bfloat16 R=6", **more: bool) -> TileSizes:
         return self.tuner.choose(key, CANDIDATES, self.start, **more)
 
 
@@ -89,7 +91,7 @@ def test_what_the_resource_check_refuses_never_runs(tmp_path):
 
 def test_where_every_candidate_is_refused_the_table_stays(tmp_path, caplog):
     bench = Bench(tmp_path)
-    bench.tuner = Tuner(bench.store, lambda compiled: ["too large"], bench.measure)
+    bench.tuner = TileTuner(bench.store, lambda compiled: ["too large"], bench.measure)
     assert bench.choose() == TABLE
     assert not bench.kernel.ran
     assert "every candidate was refused" in caplog.text
@@ -150,7 +152,7 @@ def test_tiles_of_other_kernel_sources_are_timed_again(tmp_path, monkeypatch):
 
 def test_tiles_that_are_no_candidates_any_more_are_timed_again(tmp_path):
     bench = Bench(tmp_path)
-    bench.store.write({"key": Tiles(512, 512)})
+    bench.store.write({"key": TileSizes(512, 512)})
     assert bench.choose("key") == FAST
 
 
@@ -269,9 +271,9 @@ def test_the_table_knows_every_kernel_that_is_tuned(kernel):
 _JUDGE = """
 from nsa.kernels.triton import autotune, gpus
 from nsa.kernels.triton.passport import MODELS, compile_for, jobs
-from nsa.kernels.triton.tuning import Tiles
+from nsa.kernels.triton.tuning import TileSizes
 gpus.gpu_here = lambda: "sm_90"
-for tiles in (Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 3)):
+for tiles in (TileSizes(64, 64, 4, 3), TileSizes(128, 64, 4, 3)):
     (job,) = (j for j in jobs(MODELS["seed"], "sm_90", {"runs_forward": tiles}) if j.kernel == "runs_forward")
     print(autotune._over_limits(compile_for(job, gpus.GPUS["sm_90"])))
 """

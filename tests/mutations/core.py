@@ -8,16 +8,16 @@ CHUNKING = ("tests/kernels/test_chunking.py",)
 AUTOCAST = ("tests/kernels/test_autocast.py",)
 LSE = ("tests/kernels/test_lse_gradients.py",)
 ORACLE = ("tests/core/test_against_oracle.py",)
-CACHE = ("tests/core/test_cache.py",)
+CACHE = ("tests/core/test_kv_cache.py",)
 ATTENTION = ("tests/core/test_attention.py", *ORACLE)
 READS = ("tests/core/test_reads.py", "tests/core/test_probe.py")
 MODEL = ("tests/model/test_transformer.py", "tests/model/test_loss.py", "tests/model/test_block.py")
 
 REFERENCE, OPS, PRECISION = "nsa/kernels/reference.py", "nsa/kernels/ops.py", "nsa/kernels/precision.py"
 SHARED, SELECTED, SELECTION, CHUNK = (
-    f"nsa/kernels/portable/{name}.py" for name in ("shared", "selected", "selection", "chunk")
+    f"nsa/kernels/portable/{name}.py" for name in ("range_attention", "selected", "selection", "chunk")
 )
-LAYOUT, CACHE_PY, NSA = "nsa/core/layout.py", "nsa/core/kv_cache.py", "nsa/core/nsa_attention.py"
+LAYOUT, CACHE_PY, NSA = "nsa/core/document_layout.py", "nsa/core/kv_cache.py", "nsa/core/nsa_attention.py"
 
 MUTATIONS = [
     # kernels/reference.py
@@ -121,12 +121,12 @@ MUTATIONS = [
     Mutation("rope: angles in fp32", "nsa/core/rope.py", "dtype=torch.float64", "dtype=torch.float32", ("tests/core/test_rope.py",)),
     Mutation("rope: interleaved pairs", "nsa/core/rope.py", "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
              "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)", ORACLE),
-    Mutation("gates: temperature multiplies", "nsa/core/gating.py", ") / self.temperature", ") * self.temperature", ORACLE),
+    Mutation("gates: temperature multiplies", "nsa/core/gates.py", ") / self.temperature", ") * self.temperature", ORACLE),
     Mutation("reads: counted reads copy the prediction's window", "nsa/core/reads.py",
              "(start_BS + pos_BS + 1 - w).maximum(start_BS)", "(start_BS + pos_BS - w).maximum(start_BS)", READS),
     Mutation("probe: union counts every choice", "nsa/core/probe.py", "tiled[..., 1:] != tiled[..., :-1]",
              "tiled[..., 1:] == tiled[..., 1:]", READS),
-    Mutation("geometry: partial block counted whole", "nsa/core/geometry.py", "+ (n_tokens - 1) % self.l_sel + 1",
+    Mutation("geometry: partial block counted whole", "nsa/geometry.py", "+ (n_tokens - 1) % self.l_sel + 1",
              "+ self.l_sel", READS),
     # model
     Mutation("loss: labels of −100 are learned", "nsa/model/loss.py", "nll_n.masked_fill(~real_N[at], 0)", "nll_n",

@@ -4,7 +4,7 @@ from tests.mutations import Mutation
 
 CPU = ("tests/kernels/test_cpu.py",)
 MIX = ("tests/kernels/test_mix.py",)
-DECODE = ("tests/core/test_cache.py", "tests/kernels/test_cpu.py")
+DECODE = ("tests/core/test_kv_cache.py", "tests/kernels/test_cpu.py")
 
 (ARRIVAL, CHOOSE, DECODE_H, PIECE, FORWARD, BACKWARD, GRID, MIX_H, TOP) = (
     f"nsa/kernels/cpu/src/{name}.h"

@@ -7,7 +7,7 @@ SLIDING, COMPRESSED, CHOSEN = (
     for branch in ("sliding", "compressed", "selected")
 )
 SPANS = ("tests/kernels/test_triton.py::test_long_rows_are_taken_in_spans",)
-READERS = ("tests/kernels/test_triton_index.py", "-k", "readers and packed")
+READERS = ("tests/kernels/test_triton_block_index.py", "-k", "readers and packed")
 ROUNDING = ("tests/kernels/test_triton.py::test_narrowing_rounds_as_torch_does",)
 ROWS_OF_A_BATCH = (
     "tests/kernels/test_backends.py",
@@ -27,10 +27,10 @@ TILE, RUNS, RUNS_BACKWARD, PAIRS, INDEXING, SELECTED, SELECTED_BACKWARD, SELECT,
     f"nsa/kernels/triton/device/{name}.py"
     for name in (
         "tile",
-        "runs_forward",
-        "runs_backward",
-        "pairs",
-        "chosen",
+        "range_forward",
+        "range_backward",
+        "selected_common",
+        "block_index",
         "selected_forward",
         "selected_backward",
         "select",

@@ -1,6 +1,7 @@
 """Heartbeats of runs that are well and of runs that are not: one recording for every condition.
 
-Plain beats per rank on a time axis in seconds (`Beat.ts`), with what env.json and events.jsonl would say. `end` is the
+Plain beats per rank on a time axis in seconds (`HeartbeatRecord.ts`), with what env.json and events.jsonl would say.
+`end` is the
 moment to judge at. Every back-end that judges the conditions is tested on these.
 """
 
@@ -11,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nsa.observe import names
-from nsa.observe.events import Event, Kind
-from nsa.observe.heartbeat import Beat
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS
-from nsa.observe.watch.history import Facts, History
+from nsa.observe.watch.history import RunFacts, RunHistory
 
 BEGAN = 1_700_000_000.0
 STEP_S = 2.0
@@ -23,15 +24,15 @@ TOKENS_PER_STEP = 16_384
 
 @dataclass
 class Recording:
-    beats: dict[int, list[Beat]]
+    beats: dict[int, list[HeartbeatRecord]]
     end: float
-    facts: Facts = field(
-        default_factory=lambda: Facts(
+    facts: RunFacts = field(
+        default_factory=lambda: RunFacts(
             host="here", world=1, local_world=1, steps=50_000, log_every=1, save_every=200, eval_every=100,
             dataset="fineweb_edu", loader_timeout_s=120.0,
         )
     )  # fmt: skip
-    events: list[Event] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
     gone: frozenset[int] = frozenset()
     """Ranks whose process does not exist at the end."""
     ahead_s: float = 0.0
@@ -42,8 +43,8 @@ class Recording:
         beats = {rank: [beat for beat in log if beat.ts <= moment] for rank, log in self.beats.items()}
         return replace(self, beats=beats, events=[event for event in self.events if event.ts <= moment], end=moment)
 
-    def history(self) -> History:
-        history = History(facts=self.facts, gone=self.gone)
+    def history(self) -> RunHistory:
+        history = RunHistory(facts=self.facts, gone=self.gone)
         for event in self.events:
             history.add_event(event, event.ts)
         for beat in sorted((beat for log in self.beats.values() for beat in log), key=lambda beat: beat.ts):
@@ -51,13 +52,14 @@ class Recording:
         return history
 
 
-def a_beat(msg: str, step: int, ts: float, *, rank: int = 0, pid: int = 1000, **more: Any) -> Beat:
+def a_beat(msg: str, step: int, ts: float, *, rank: int = 0, pid: int = 1000, **more: Any) -> HeartbeatRecord:
     return replace(
-        Beat.now(ts=ts, rank=rank, step=step, msg=msg, data="fineweb", synthetic=False, **more), pid=pid + rank
+        HeartbeatRecord.now(ts=ts, rank=rank, step=step, msg=msg, data="fineweb", synthetic=False, **more),
+        pid=pid + rank,
     )
 
 
-def progress(step: int, ts: float, *, step_s: float = STEP_S, **changed: Any) -> Beat:
+def progress(step: int, ts: float, *, step_s: float = STEP_S, **changed: Any) -> HeartbeatRecord:
     """A record in which nothing is unusual."""
     usual: dict[str, Any] = dict(
         loss=3.0 + 5.0 * (step + 1) ** -0.3, toks_per_s=TOKENS_PER_STEP / step_s, step_s=step_s, forward_s=0.3 * step_s,
@@ -82,7 +84,7 @@ def a_run(
     every: int = 1,
     pid: int = 1000,
     rank: int = 0,
-) -> list[Beat]:
+) -> list[HeartbeatRecord]:
     """Start, then progress; `change` gives what is unusual at a step, `pause_s` among it."""
     beats, now = [a_beat(names.START, first - 1, began, rank=rank, pid=pid)], began + 20.0
     for step in range(first, first + steps):
@@ -93,7 +95,7 @@ def a_run(
     return beats
 
 
-def record(beats: Iterable[Beat], *, after_s: float = 1.0, **facts: Any) -> Recording:
+def record(beats: Iterable[HeartbeatRecord], *, after_s: float = 1.0, **facts: Any) -> Recording:
     """One rank's beats, judged a moment after the last, with a save at every due step."""
     log = list(beats)
     recording = Recording({0: log}, log[-1].ts + after_s)
@@ -102,12 +104,12 @@ def record(beats: Iterable[Beat], *, after_s: float = 1.0, **facts: Any) -> Reco
     return recording
 
 
-def _events(beats: list[Beat], save_every: int) -> Iterator[Event]:
+def _events(beats: list[HeartbeatRecord], save_every: int) -> Iterator[RunEvent]:
     for beat in beats:
         if beat.msg == names.START:
-            yield Event(beat.ts - 1.0, Kind.RESTART if beat.step else Kind.START, beat.step, {})
+            yield RunEvent(beat.ts - 1.0, EventKind.RESTART if beat.step else EventKind.START, beat.step, {})
         if beat.msg == names.PROGRESS and save_every and beat.step % save_every == 0:
-            yield Event(beat.ts + 3.0, Kind.SAVE, beat.step, {})
+            yield RunEvent(beat.ts + 3.0, EventKind.SAVE, beat.step, {})
 
 
 def noisy(seed: int = 0, steps: int = 500) -> Recording:
@@ -180,8 +182,8 @@ def evaluated_again() -> Recording:
     recording = record(a_run(250))
     times = {beat.step: beat.ts for beat in recording.beats[0]}
     recording.events += [
-        Event(times[100], Kind.EVALUATION_FAILED, 100, {"error": "x"}),
-        Event(times[200], Kind.EVALUATION, 200, {"val_loss": 3.0}),
+        RunEvent(times[100], EventKind.EVALUATION_FAILED, 100, {"error": "x"}),
+        RunEvent(times[200], EventKind.EVALUATION, 200, {"val_loss": 3.0}),
     ]
     recording.events.sort(key=lambda event: event.ts)
     return recording
@@ -290,15 +292,15 @@ def _rising(since: int, by: float, noise: float = 0.02) -> Change:
 
 def _without_saves() -> Recording:
     recording = record(a_run(450))
-    recording.events = [event for event in recording.events if event.kind != Kind.SAVE]
+    recording.events = [event for event in recording.events if event.kind != EventKind.SAVE]
     return recording
 
 
 def _evaluation_failed() -> Recording:
     recording = record(a_run(50))
     recording.events += [
-        Event(recording.beats[0][24].ts, Kind.EVALUATION, 25, {"val_loss": 3.0}),
-        Event(recording.end - 1, Kind.EVALUATION_FAILED, 50, {"error": "DataError: no rows"}),
+        RunEvent(recording.beats[0][24].ts, EventKind.EVALUATION, 25, {"val_loss": 3.0}),
+        RunEvent(recording.end - 1, EventKind.EVALUATION_FAILED, 50, {"error": "DataError: no rows"}),
     ]
     return recording
 

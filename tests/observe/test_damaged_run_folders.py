@@ -15,9 +15,9 @@ from nsa.cli.main import app
 from nsa.observe import names
 from nsa.observe.events import read_events
 from nsa.observe.export.exporter import RunsCollector
-from nsa.observe.heartbeat import Beat
+from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.records import fields, parse_record, read_rows, whole
-from nsa.observe.view.series import load
+from nsa.observe.view.run_data import load
 from nsa.observe.watch.history import HistoryReader
 from tests.observe.damaged import copy_run, damage
 
@@ -123,7 +123,7 @@ def test_a_field_of_the_wrong_type_costs_the_field_and_not_the_beat(tmp_path):
 def test_a_beat_of_another_rank_or_process_group_is_no_beat_of_this_file(tmp_path):
     bad = copy_run(tmp_path / "bad")
     for wrong in ({"rank": 1}, {"rank": -1}, {"pid": 0}, {"pid": -1}, {"pid": 2**40}, {"step": -1}, {"step": True}):
-        beat = Beat.now(ts=time.time(), rank=0, step=30, msg=names.ALIVE).as_dict() | wrong
+        beat = HeartbeatRecord.now(ts=time.time(), rank=0, step=30, msg=names.ALIVE).as_dict() | wrong
         with (bad / names.heartbeat(0)).open("a") as file:
             file.write(json.dumps(beat) + "\n")
     run = load(bad)
@@ -173,7 +173,7 @@ def test_rows_of_a_table_that_are_short_or_long_are_counted(tmp_path):
 def test_a_beat_from_the_future_is_not_believed(tmp_path):
     """Its process is long silent, as the time of its file tells."""
     bad = copy_run(tmp_path / "bad")
-    ahead = Beat.now(ts=time.time() + 86400, rank=0, step=30, msg=names.ALIVE)
+    ahead = HeartbeatRecord.now(ts=time.time() + 86400, rank=0, step=30, msg=names.ALIVE)
     lines = (bad / names.heartbeat(0)).read_text().splitlines()[:-1]
     (bad / names.heartbeat(0)).write_text("\n".join([*lines, ahead.to_line()]) + "\n")
     code, text = nsa("status", bad)
@@ -190,6 +190,6 @@ def test_a_beat_from_the_future_is_not_believed(tmp_path):
 def test_a_clock_that_is_a_minute_ahead_is_believed(tmp_path):
     bad = copy_run(tmp_path / "bad")
     lines = (bad / names.heartbeat(0)).read_text().splitlines()[:-1]
-    ahead = Beat.now(ts=time.time() + 30, rank=0, step=30, msg=names.ALIVE)
+    ahead = HeartbeatRecord.now(ts=time.time() + 30, rank=0, step=30, msg=names.ALIVE)
     (bad / names.heartbeat(0)).write_text("\n".join([*lines, ahead.to_line()]) + "\n")
     assert "clock_skew" not in nsa("status", bad)[1]

@@ -22,20 +22,20 @@ from prometheus_client.registry import CollectorRegistry
 
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.events import Kind, add_event
+from nsa.observe.events import EventKind, add_event
 from nsa.observe.export import run_metrics
-from nsa.observe.export.exporter import Exporter, RunsCollector, is_loopback, run_names
-from nsa.observe.heartbeat import Beat, JsonLines
+from nsa.observe.export.exporter import MetricsExporter, RunsCollector, is_loopback, run_names
+from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
 from nsa.observe.run_folder import RunFolder
 
 SECRET = "hunter2-do-not-tell"
 
 
-def beat(msg=names.PROGRESS, step=1, rank=0, **more) -> Beat:
-    return Beat.now(ts=time.time(), rank=rank, step=step, msg=msg, **more)
+def beat(msg=names.PROGRESS, step=1, rank=0, **more) -> HeartbeatRecord:
+    return HeartbeatRecord.now(ts=time.time(), rank=rank, step=step, msg=msg, **more)
 
 
-def write(folder: Path, *beats: Beat) -> None:
+def write(folder: Path, *beats: HeartbeatRecord) -> None:
     for each in beats:
         lines = JsonLines(folder / names.heartbeat(each.rank))
         lines.append(each.to_line())
@@ -62,7 +62,7 @@ class Served:
 
 def test_every_heartbeat_field_is_served_or_left_out_on_purpose():
     known = [*run_metrics.FIGURES, *run_metrics.DERIVED, *run_metrics.LEFT_OUT]
-    assert sorted(known) == sorted(field.name for field in fields(Beat))
+    assert sorted(known) == sorted(field.name for field in fields(HeartbeatRecord))
 
 
 def test_figures_have_the_values_of_the_last_record_in_base_units(tmp_path):
@@ -145,12 +145,12 @@ def test_a_process_is_up_while_it_is(tmp_path):
 
 
 def test_events_are_counted_over_all_starts(tmp_path):
-    add_event(tmp_path, Kind.START, ts=1.0, step=0)
-    add_event(tmp_path, Kind.SAVE, ts=2.0, step=5)
-    add_event(tmp_path, Kind.RESTART, ts=3.0, step=5)
-    add_event(tmp_path, Kind.LOST_STEPS, ts=3.0, step=5, steps=4)
-    add_event(tmp_path, Kind.ROLLBACK, ts=4.0, step=9)
-    add_event(tmp_path, Kind.EVALUATION, ts=5.0, step=9, val_loss=2.5)
+    add_event(tmp_path, EventKind.START, ts=1.0, step=0)
+    add_event(tmp_path, EventKind.SAVE, ts=2.0, step=5)
+    add_event(tmp_path, EventKind.RESTART, ts=3.0, step=5)
+    add_event(tmp_path, EventKind.LOST_STEPS, ts=3.0, step=5, steps=4)
+    add_event(tmp_path, EventKind.ROLLBACK, ts=4.0, step=9)
+    add_event(tmp_path, EventKind.EVALUATION, ts=5.0, step=9, val_loss=2.5)
     write(tmp_path, beat(step=10))
     served = Served(tmp_path)
     figures = ("nsa_restarts_total", "nsa_rollbacks_total", "nsa_lost_steps_total", "nsa_eval_loss_nats")
@@ -200,8 +200,8 @@ def test_no_text_of_a_configuration_or_a_record_becomes_a_label(tmp_path):
     config = load(tmp_path / "run.yaml", overrides=[f"train.out_dir={tmp_path / 'alpha'}"])
     RunFolder(tmp_path / "alpha").make()
     RunFolder(tmp_path / "alpha").write_env(config, device="cpu", world_size=1, data=path)
-    add_event(tmp_path / "alpha", Kind.START, ts=time.time(), step=0, origin=path, data=path)
-    add_event(tmp_path / "alpha", Kind.ERROR, ts=time.time(), step=3, error=f"DataError: {path}")
+    add_event(tmp_path / "alpha", EventKind.START, ts=time.time(), step=0, origin=path, data=path)
+    add_event(tmp_path / "alpha", EventKind.ERROR, ts=time.time(), step=3, error=f"DataError: {path}")
     write(tmp_path / "alpha", beat(names.START, 0, data=path), beat(step=3, loss=1.0, data=path),
           beat(names.FAILED, 3, data=path, detail=f"DataError: {path} did not come within 3 s"))  # fmt: skip
     served = Served(tmp_path / "alpha")
@@ -222,10 +222,10 @@ def test_loopback_is_told_from_the_rest(host, safe):
 
 
 def test_a_port_in_use_is_an_error_with_the_way_out(tmp_path):
-    first = Exporter([tmp_path], host="127.0.0.1", port=0)
+    first = MetricsExporter([tmp_path], host="127.0.0.1", port=0)
     port = int(first.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port} .*Choose another --port"):
-        Exporter([tmp_path], host="127.0.0.1", port=port)
+        MetricsExporter([tmp_path], host="127.0.0.1", port=port)
     first.close()
 
 

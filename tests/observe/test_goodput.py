@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import Event, Kind
-from nsa.observe.heartbeat import Beat
-from nsa.observe.view.goodput import KNOWN, Cause, Goodput, goodput
-from nsa.observe.view.series import OF_THE_LEAD, Evaluation, RankSeries
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.observe.view.goodput import KNOWN, Goodput, TimeCause, goodput
+from nsa.observe.view.run_data import OF_THE_LEAD, EvaluationRecord, RankSeries
 from tests.observe.recorded import a_beat, progress
 
 
-def series(beats: Iterable[Beat]) -> RankSeries:
+def series(beats: Iterable[HeartbeatRecord]) -> RankSeries:
     made = RankSeries(0, OF_THE_LEAD)
     for beat in beats:
         made.take(beat.as_dict())
@@ -23,18 +23,18 @@ def series(beats: Iterable[Beat]) -> RankSeries:
 
 def steps(
     first: int, last: int, begin: float, *, step_s: float = 1.0, fetch: float = 0.0, pid: int = 1000
-) -> list[Beat]:
+) -> list[HeartbeatRecord]:
     """One record per step; step `first` ends at `begin`."""
     return [
         progress(step, begin + (step - first) * step_s, dt_fetch_s=fetch, pid=pid) for step in range(first, last + 1)
     ]  # fmt: skip
 
 
-def started(step: int, ts: float, pid: int = 1000) -> Beat:
+def started(step: int, ts: float, pid: int = 1000) -> HeartbeatRecord:
     return a_beat(names.START, step, ts, pid=pid)
 
 
-def spent(found: Goodput | None) -> dict[Cause, float]:
+def spent(found: Goodput | None) -> dict[TimeCause, float]:
     assert found is not None
     assert sum(found.seconds.values()) == pytest.approx(found.total)
     assert all(seconds >= -1e-9 for seconds in found.seconds.values())
@@ -43,83 +43,87 @@ def spent(found: Goodput | None) -> dict[Cause, float]:
 
 def test_a_plain_run_is_start_up_and_steps():
     beats = [started(0, 5.0), *steps(1, 101, 10.0)]
-    found = goodput(series(beats), [Event(0.0, Kind.START, 0, {})])
-    assert spent(found) == {Cause.START_UP: 10.0, Cause.PRODUCTIVE: 100.0}
+    found = goodput(series(beats), [RunEvent(0.0, EventKind.START, 0, {})])
+    assert spent(found) == {TimeCause.START_UP: 10.0, TimeCause.PRODUCTIVE: 100.0}
     assert found is not None
-    assert found.share(Cause.PRODUCTIVE) == pytest.approx(100 / 110)
+    assert found.share(TimeCause.PRODUCTIVE) == pytest.approx(100 / 110)
 
 
 def test_a_killed_run_pays_for_the_way_back_and_the_time_between():
     beats = [started(0, 0.0), *steps(1, 21, 0.0), started(10, 50.0, 2), *steps(11, 31, 54.0, pid=2)]
-    events = [Event(0.0, Kind.START, 0, {}), Event(48.0, Kind.RESTART, 10, {})]
+    events = [RunEvent(0.0, EventKind.START, 0, {}), RunEvent(48.0, EventKind.RESTART, 10, {})]
     assert spent(goodput(series(beats), events)) == {
-        Cause.PRODUCTIVE: 9.0 + 20.0, Cause.LOST: 11.0, Cause.DOWN: 28.0, Cause.START_UP: 6.0,
+        TimeCause.PRODUCTIVE: 9.0 + 20.0, TimeCause.LOST: 11.0, TimeCause.DOWN: 28.0, TimeCause.START_UP: 6.0,
     }  # fmt: skip
 
 
 def test_evaluations_are_taken_off_the_steps():
     beats = [*steps(1, 10, 0.0), *steps(11, 20, 17.0)]
-    found = goodput(series([started(0, 0.0), *beats]), [], [Evaluation(10, 2.0, 7.0, 16.5)])
-    assert spent(found) == {Cause.PRODUCTIVE: pytest.approx(19.0), Cause.EVALUATION: 7.0}
+    found = goodput(series([started(0, 0.0), *beats]), [], [EvaluationRecord(10, 2.0, 7.0, 16.5)])
+    assert spent(found) == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.EVALUATION: 7.0}
 
 
 def test_a_save_costs_what_it_adds_to_its_interval():
     beats = [*steps(1, 10, 0.0), *steps(11, 20, 14.0)]
-    events = [Event(18.5, Kind.SAVE, 10, {})]  # written three steps later
+    events = [RunEvent(18.5, EventKind.SAVE, 10, {})]  # written three steps later
     found = spent(goodput(series([started(0, 0.0), *beats]), events))
-    assert found == {Cause.PRODUCTIVE: pytest.approx(19.0), Cause.CHECKPOINT: pytest.approx(4.0)}
+    assert found == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.CHECKPOINT: pytest.approx(4.0)}
 
 
 def test_leaving_is_saving():
     beats = [started(0, 0.0), *steps(1, 10, 0.0), a_beat(names.STOPPED, 10, 9.5)]
-    found = spent(goodput(series(beats), [Event(14.0, Kind.SAVE, 10, {})]))
-    assert found == {Cause.PRODUCTIVE: 9.0, Cause.CHECKPOINT: 5.0}
+    found = spent(goodput(series(beats), [RunEvent(14.0, EventKind.SAVE, 10, {})]))
+    assert found == {TimeCause.PRODUCTIVE: 9.0, TimeCause.CHECKPOINT: 5.0}
 
 
 def test_a_long_silence_within_a_process_is_a_stall():
     beats = [started(0, 0.0), *steps(1, 50, 0.0), *steps(51, 60, 650.0)]
     assert spent(goodput(series(beats), [])) == {
-        Cause.PRODUCTIVE: pytest.approx(59.0),
-        Cause.STALL: pytest.approx(600.0),
+        TimeCause.PRODUCTIVE: pytest.approx(59.0),
+        TimeCause.STALL: pytest.approx(600.0),
     }
 
 
 @pytest.mark.parametrize(
     ("condition", "expected"),
-    [("heartbeat_stall", {Cause.STALL: 300.0, Cause.DOWN: 20.0}), ("process_gone", {Cause.DOWN: 320.0})],
+    [("heartbeat_stall", {TimeCause.STALL: 300.0, TimeCause.DOWN: 20.0}), ("process_gone", {TimeCause.DOWN: 320.0})],
 )
 def test_what_the_watchdog_saw_before_the_end_tells_hanging_from_down(condition, expected):
     beats = [started(0, 0.0), *steps(1, 11, 0.0), started(11, 330.0, 2), *steps(12, 12, 330.0, pid=2)]
     events = [
-        Event(200.0, Kind.STALL, 11, {"condition": condition}),
-        Event(310.0, Kind.ERROR, 11, {"launcher": "restart"}),
-        Event(330.0, Kind.RESTART, 11, {}),
+        RunEvent(200.0, EventKind.STALL, 11, {"condition": condition}),
+        RunEvent(310.0, EventKind.ERROR, 11, {"launcher": "restart"}),
+        RunEvent(330.0, EventKind.RESTART, 11, {}),
     ]
     found = spent(goodput(series(beats), events))
     assert {cause: found[cause] for cause in expected} == expected
-    assert found[Cause.PRODUCTIVE] == 10.0
+    assert found[TimeCause.PRODUCTIVE] == 10.0
 
 
 def test_waiting_for_data_is_the_sample_times_the_steps():
     assert spent(goodput(series([started(0, 0.0), *steps(1, 11, 0.0, fetch=0.25)]), [])) == {
-        Cause.PRODUCTIVE: pytest.approx(7.5), Cause.DATA: pytest.approx(2.5),
+        TimeCause.PRODUCTIVE: pytest.approx(7.5), TimeCause.DATA: pytest.approx(2.5),
     }  # fmt: skip
 
 
 def test_more_waiting_than_there_is_time_is_all_of_the_time():
-    assert spent(goodput(series([started(0, 0.0), *steps(1, 11, 0.0, fetch=9.0)]), [])) == {Cause.DATA: 10.0}
+    assert spent(goodput(series([started(0, 0.0), *steps(1, 11, 0.0, fetch=9.0)]), [])) == {TimeCause.DATA: 10.0}
 
 
 def test_skipped_steps_are_not_productive():
-    events = [Event(4.5, Kind.SKIPPED_STEP, 5, {})]
+    events = [RunEvent(4.5, EventKind.SKIPPED_STEP, 5, {})]
     found = spent(goodput(series([started(0, 0.0), *steps(1, 11, 0.0)]), events))
-    assert found == {Cause.PRODUCTIVE: 9.0, Cause.SKIPPED: 1.0}
+    assert found == {TimeCause.PRODUCTIVE: 9.0, TimeCause.SKIPPED: 1.0}
 
 
 def test_a_process_that_died_before_its_first_beat_counts():
-    events = [Event(0.0, Kind.START, 0, {}), Event(30.0, Kind.ERROR, 0, {}), Event(40.0, Kind.START, 0, {})]
+    events = [
+        RunEvent(0.0, EventKind.START, 0, {}),
+        RunEvent(30.0, EventKind.ERROR, 0, {}),
+        RunEvent(40.0, EventKind.START, 0, {}),
+    ]
     found = goodput(series([started(0, 45.0), *steps(1, 6, 50.0)]), events)
-    assert spent(found) == {Cause.START_UP: 40.0, Cause.DOWN: 10.0, Cause.PRODUCTIVE: 5.0}
+    assert spent(found) == {TimeCause.START_UP: 40.0, TimeCause.DOWN: 10.0, TimeCause.PRODUCTIVE: 5.0}
     assert found is not None
     assert len(found.lives) == 2
 
@@ -129,26 +133,26 @@ def test_nothing_told_is_nothing_spent():
 
 
 def test_a_start_alone_has_no_share_of_anything():
-    found = goodput(series([started(0, 5.0)]), [Event(5.0, Kind.START, 0, {})])
+    found = goodput(series([started(0, 5.0)]), [RunEvent(5.0, EventKind.START, 0, {})])
     assert found is not None
     assert found.total == 0
-    assert found.share(Cause.PRODUCTIVE) == 0
+    assert found.share(TimeCause.PRODUCTIVE) == 0
 
 
 def test_every_cause_says_how_it_is_known():
-    assert set(KNOWN) == set(Cause)
+    assert set(KNOWN) == set(TimeCause)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_causes_share_out_the_whole_time_whatever_happened(seed):
     """Kills, rollbacks, saves, evaluations, stalls, skips and clocks that step back a little."""
     rng = random.Random(seed)
-    now, at, beats, events, evaluations = 0.0, 0, [], [Event(0.0, Kind.START, 0, {})], []
+    now, at, beats, events, evaluations = 0.0, 0, [], [RunEvent(0.0, EventKind.START, 0, {})], []
     for life in range(rng.randrange(1, 5)):
         if life:
             now += rng.uniform(0, 300)
             at = rng.randrange(0, at + 1)
-            events.append(Event(now, Kind.RESTART, at, {}))
+            events.append(RunEvent(now, EventKind.RESTART, at, {}))
         now += rng.uniform(0, 5)
         beats.append(started(at, now, life))
         for _ in range(rng.randrange(0, 60)):
@@ -158,11 +162,11 @@ def test_the_causes_share_out_the_whole_time_whatever_happened(seed):
             beats.append(progress(at, now, dt_fetch_s=fetch, pid=life))
             what = rng.random()
             if what < 0.1:
-                events.append(Event(now + rng.uniform(0, 3), Kind.SAVE, at, {}))
+                events.append(RunEvent(now + rng.uniform(0, 3), EventKind.SAVE, at, {}))
             elif what < 0.2:
-                evaluations.append(Evaluation(at, 2.0, rng.uniform(0, 9), now))
+                evaluations.append(EvaluationRecord(at, 2.0, rng.uniform(0, 9), now))
             elif what < 0.3:
-                events.append(Event(now, Kind.SKIPPED_STEP, at, {}))
+                events.append(RunEvent(now, EventKind.SKIPPED_STEP, at, {}))
             elif what < 0.35:
                 at = max(0, at - 5)
                 beats.append(a_beat(names.ROLLED_BACK, at, now, pid=life))

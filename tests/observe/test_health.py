@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import Event, Kind
-from nsa.observe.watch.conditions import CONDITIONS, Level, Limits
-from nsa.observe.watch.health import Phase, examine, phase
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
+from nsa.observe.watch.health import RunPhase, examine, phase
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
 
-LIMITS = Limits()
+LIMITS = HealthLimits()
 
 
-def found(recording: Recording, limits: Limits = LIMITS) -> set[str]:
+def found(recording: Recording, limits: HealthLimits = LIMITS) -> set[str]:
     return {finding.name for finding in examine(recording.history(), now=recording.end, limits=limits)}
 
 
@@ -40,13 +40,13 @@ def test_messages_have_the_values_and_levels_come_from_the_table():
     recording = UNWELL["heartbeat_stall"][0]()
     (finding,) = examine(recording.history(), now=recording.end, limits=LIMITS)
     assert finding.message == "last beat 181 s ago at step 150, limit 180 s"
-    assert (finding.rank, finding.step, finding.level) == (0, 150, Level.CRITICAL)
+    assert (finding.rank, finding.step, finding.level) == (0, 150, AlertLevel.CRITICAL)
 
 
 def test_critical_comes_first():
     recording = record(a_run(80, lambda step: {"dt_fetch_s": 9.0, "gate_entropy_mean": 0.1, "reads_pred": 1}))
     levels = [finding.level for finding in examine(recording.history(), now=recording.end, limits=LIMITS)]
-    assert levels == sorted(levels, key=lambda level: level != Level.CRITICAL)
+    assert levels == sorted(levels, key=lambda level: level != AlertLevel.CRITICAL)
     assert len(set(levels)) == 2
 
 
@@ -65,7 +65,7 @@ def test_a_process_with_a_last_word_is_not_stalled(word):
 def test_a_process_that_is_gone_is_not_called_hung_and_gets_time_to_be_started_again():
     recording = replace(record(a_run(150), after_s=299.0), gone=frozenset({0}))
     assert found(recording) == set()
-    assert phase(recording.history(), []) == Phase.GONE
+    assert phase(recording.history(), []) == RunPhase.GONE
 
 
 def test_a_rank_that_never_spoke_is_missed():
@@ -79,7 +79,7 @@ def test_an_error_is_forgotten_when_the_run_is_started_again():
     again = record([*failed.beats[0], *a_run(0, first=51, began=failed.end + 60, pid=3000)])
     again.beats[0].pop()  # the start is in the events, the process has not spoken yet
     assert found(again) == set()
-    assert phase(again.history(), []) == Phase.STARTING
+    assert phase(again.history(), []) == RunPhase.STARTING
 
 
 def test_one_spike_is_noise_and_so_is_one_odd_batch():
@@ -158,23 +158,26 @@ def test_a_rollback_repeats_steps_without_alarm_and_leaves_its_cause_behind():
 def test_an_end_that_only_the_events_tell_of_is_found_unless_it_is_started_again(launcher, expected):
     """E.g. a checkpoint that cannot be read: the process ends before its first beat."""
     details = {"why": "rank 0 crashed with 1", "launcher": launcher} if launcher else {"error": "OSError: disk"}
-    events = [Event(recorded.BEGAN, Kind.START, 0, {}), Event(recorded.BEGAN + 9, Kind.ERROR, 0, details)]
+    events = [
+        RunEvent(recorded.BEGAN, EventKind.START, 0, {}),
+        RunEvent(recorded.BEGAN + 9, EventKind.ERROR, 0, details),
+    ]
     recording = Recording({}, recorded.BEGAN + 60, events=events)
     assert found(recording) == expected
-    assert phase(recording.history(), []) == (Phase.FAILED if expected else Phase.STARTING)
+    assert phase(recording.history(), []) == (RunPhase.FAILED if expected else RunPhase.STARTING)
     assert found(replace(recording, end=recorded.BEGAN + 1e4)) == (expected or {"heartbeat_stall"})
 
 
 @pytest.mark.parametrize(
     ("recording", "expected"),
     [
-        (recorded.noisy(), Phase.RUNNING),
-        (recorded.finished(), Phase.FINISHED),
-        (recorded.compiling(), Phase.STARTING),
-        (UNWELL["heartbeat_stall"][0](), Phase.HUNG),
-        (UNWELL["run_failed"][0](), Phase.FAILED),
-        (UNWELL["process_gone"][0](), Phase.GONE),
-        (Recording({}, 0.0), Phase.EMPTY),
+        (recorded.noisy(), RunPhase.RUNNING),
+        (recorded.finished(), RunPhase.FINISHED),
+        (recorded.compiling(), RunPhase.STARTING),
+        (UNWELL["heartbeat_stall"][0](), RunPhase.HUNG),
+        (UNWELL["run_failed"][0](), RunPhase.FAILED),
+        (UNWELL["process_gone"][0](), RunPhase.GONE),
+        (Recording({}, 0.0), RunPhase.EMPTY),
     ],
 )
 def test_the_phase_is_one_word(recording, expected):
@@ -183,7 +186,7 @@ def test_the_phase_is_one_word(recording, expected):
 
 
 def test_every_limit_named_in_a_rule_exists():
-    values = {name: getattr(LIMITS, name) for name in Limits.__dataclass_fields__}
+    values = {name: getattr(LIMITS, name) for name in HealthLimits.__dataclass_fields__}
     for condition in CONDITIONS.values():
         assert "{" not in condition.rule.format(**values)
 

@@ -4,16 +4,16 @@ import math
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import Kind, add_event, read_events
-from nsa.observe.heartbeat import Beat, JsonLines, last_beat, mib, read_beats
+from nsa.observe.events import EventKind, add_event, read_events
+from nsa.observe.heartbeat import HeartbeatRecord, JsonLines, last_beat, mib, read_beats
 from nsa.observe.run_folder import RunFolder
 
 
-def beat(step: int, **more) -> Beat:
-    return Beat.now(ts=1e9 + step, rank=0, step=step, msg=names.PROGRESS, **more)
+def beat(step: int, **more) -> HeartbeatRecord:
+    return HeartbeatRecord.now(ts=1e9 + step, rank=0, step=step, msg=names.PROGRESS, **more)
 
 
-def write(path, *beats: Beat) -> None:
+def write(path, *beats: HeartbeatRecord) -> None:
     lines = JsonLines(path)
     for each in beats:
         lines.append(each.to_line())
@@ -58,12 +58,12 @@ def test_memory_is_in_mib():
 
 
 def test_events_of_several_starts_are_one_story(tmp_path):
-    for start in (Kind.START, Kind.RESTART):
+    for start in (EventKind.START, EventKind.RESTART):
         add_event(tmp_path, start, ts=1.0, step=0, world=2)
     with (tmp_path / names.EVENTS).open("a") as file:
         file.write('{"ts":1,"event":"unheard of","step":1}\n{"ts": 2, "eve')
     found = read_events(tmp_path)
-    assert [event.kind for event in found] == [Kind.START, Kind.RESTART]
+    assert [event.kind for event in found] == [EventKind.START, EventKind.RESTART]
     assert found[0].details == {"world": 2}
 
 
@@ -79,5 +79,5 @@ def test_a_halt_file_gives_its_reason(tmp_path):
 def test_the_last_step_is_the_furthest_of_any_rank(tmp_path):
     assert RunFolder(tmp_path).last_step() == 0
     write(tmp_path / names.heartbeat(0), beat(4))
-    write(tmp_path / names.heartbeat(1), beat(7), Beat.now(ts=1.0, rank=1, step=9, msg=names.HALTED))
+    write(tmp_path / names.heartbeat(1), beat(7), HeartbeatRecord.now(ts=1.0, rank=1, step=9, msg=names.HALTED))
     assert RunFolder(tmp_path).last_step() == 7

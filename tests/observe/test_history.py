@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import Kind, add_event
+from nsa.observe.events import EventKind, add_event
 from nsa.observe.heartbeat import JsonLines
-from nsa.observe.watch.conditions import Limits
+from nsa.observe.watch.conditions import HealthLimits
 from nsa.observe.watch.health import examine
-from nsa.observe.watch.history import HistoryReader, Moment
+from nsa.observe.watch.history import HistoryReader, StepSample
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 
 HOUR = 3600.0
@@ -25,16 +25,16 @@ class Clock:
     """Wall and steady time; the wall clock may be set."""
 
     def __init__(self, wall: float) -> None:
-        self.now = Moment(wall, 50.0)
+        self.now = StepSample(wall, 50.0)
 
-    def __call__(self) -> Moment:
+    def __call__(self) -> StepSample:
         return self.now
 
     def go(self, seconds: float) -> None:
-        self.now = Moment(self.now.wall + seconds, self.now.steady + seconds)
+        self.now = StepSample(self.now.wall + seconds, self.now.steady + seconds)
 
     def jump(self, seconds: float) -> None:
-        self.now = Moment(self.now.wall + seconds, self.now.steady)
+        self.now = StepSample(self.now.wall + seconds, self.now.steady)
 
 
 class Folder:
@@ -51,7 +51,7 @@ class Folder:
 
     def found(self) -> list[str]:
         history = self.reader.update()
-        return [finding.name for finding in examine(history, now=self.reader.now.steady, limits=Limits())]
+        return [finding.name for finding in examine(history, now=self.reader.now.steady, limits=HealthLimits())]
 
 
 @pytest.fixture
@@ -104,12 +104,12 @@ def test_facts_come_from_env_and_saves_from_events(folder):
     (folder.path / names.ENV).write_text('{"host": "h", "co')
     assert folder.reader.update().facts.host is None
     (folder.path / names.ENV).write_text(json.dumps({"host": "h", "world_size": 4, "config": config}))
-    add_event(folder.path, Kind.START, ts=BEGAN, step=0)
-    add_event(folder.path, Kind.SAVE, ts=BEGAN, step=4)
+    add_event(folder.path, EventKind.START, ts=BEGAN, step=0)
+    add_event(folder.path, EventKind.SAVE, ts=BEGAN, step=4)
     history = folder.reader.update()
     assert (history.facts.world, history.facts.save_every, history.facts.dataset) == (4, 2, "local")
     assert history.saved_step == 4
-    add_event(folder.path, Kind.LOST_STEPS, ts=BEGAN, step=2)
+    add_event(folder.path, EventKind.LOST_STEPS, ts=BEGAN, step=2)
     assert folder.reader.update().saved_step == 2
 
 

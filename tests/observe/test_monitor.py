@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.observe import names
-from nsa.observe.events import Kind
-from nsa.observe.view.look import Looker, look_once
+from nsa.observe.events import EventKind
 from nsa.observe.view.monitor.frame import frame
-from nsa.observe.view.monitor.lines import plain_ascii
-from nsa.observe.watch.conditions import CONDITIONS, Finding
+from nsa.observe.view.monitor.text_layout import plain_ascii
+from nsa.observe.view.snapshot import SnapshotReader, look_once
+from nsa.observe.watch.conditions import CONDITIONS, HealthFinding
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, with_layers, write_run
 
 ROOT = Path(__file__).parents[2]
-START = (Kind.START, BEGAN, 0, {"world": 1})
+START = (EventKind.START, BEGAN, 0, {"world": 1})
 
 
 def fresh(folder):
@@ -39,8 +39,8 @@ def one_record(folder):
 def healthy(folder):
     """Still running."""
     began = time.time() - 2 * 600 - 25
-    saves = [(Kind.SAVE, began + 25 + 2 * step, step, {}) for step in range(100, 600, 100)]
-    events = [(Kind.START, began, 0, {"world": 1}), *saves]
+    saves = [(EventKind.SAVE, began + 25 + 2 * step, step, {}) for step in range(100, 600, 100)]
+    events = [(EventKind.START, began, 0, {"world": 1}), *saves]
     return write_run(folder, a_run(600, began=began), events, val=[(300, 3.6, 5.0, began + 620)])
 
 
@@ -63,18 +63,22 @@ def wide(folder):
 
 def finished(folder):
     beats = [*a_run(1000), a_beat(names.DONE, 1000, BEGAN + 2100)]
-    return write_run(folder, beats, [START, (Kind.DONE, BEGAN + 2100, 1000, {})])
+    return write_run(folder, beats, [START, (EventKind.DONE, BEGAN + 2100, 1000, {})])
 
 
 def halted(folder):
     beats = [*a_run(50), a_beat(names.HALTED, 50, BEGAN + 130, detail=".HALT: enough")]
-    (write_run(folder, beats, [START, (Kind.HALT, BEGAN + 130, 50, {"reason": "enough " * 60})]) / names.HALT).touch()
+    (
+        write_run(folder, beats, [START, (EventKind.HALT, BEGAN + 130, 50, {"reason": "enough " * 60})]) / names.HALT
+    ).touch()
     return folder
 
 
 def restarted(folder):
     beats = [*a_run(500), *a_run(300, first=301, began=BEGAN + 2000, pid=2)]
-    return write_run(folder, beats, [START, (Kind.RESTART, BEGAN + 2000, 300, {"world": 1, "origin": "a/step300"})])
+    return write_run(
+        folder, beats, [START, (EventKind.RESTART, BEGAN + 2000, 300, {"world": 1, "origin": "a/step300"})]
+    )
 
 
 CASES = [fresh, one_record, healthy, not_finite, never_finite, deep, wide, finished, halted, restarted]
@@ -161,7 +165,7 @@ def test_the_slowest_of_many_ranks_is_named(tmp_path):
 
 def test_findings_beyond_the_room_are_counted(tmp_path):
     look = look_once(healthy(tmp_path))
-    look.findings = [Finding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]]
+    look.findings = [HealthFinding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]]
     text = "\n".join(line.plain for line in frame(look, 80, 24))
     assert "5 critical" in text
     assert "✗ critical heartbeat_stall (rank 3, step 7): value 9" in text
@@ -176,7 +180,7 @@ def test_what_holds_for_every_rank_is_one_finding(tmp_path):
 
 def test_what_files_say_cannot_steer_the_terminal(tmp_path):
     folder = tmp_path / "run\x1b[2J\x07"
-    write_run(folder, a_run(3), [START, (Kind.ERROR, BEGAN + 9, 3, {"error": "\x1b]0;owned\x07\nnext"})])
+    write_run(folder, a_run(3), [START, (EventKind.ERROR, BEGAN + 9, 3, {"error": "\x1b]0;owned\x07\nnext"})])
     text = "".join(line.plain for line in frame(look_once(folder), 80, 24))
     assert text.isprintable()
 
@@ -188,7 +192,7 @@ def test_a_terminal_without_unicode_gets_the_same_picture(tmp_path):
 
 
 def test_a_look_again_sees_what_is_new(tmp_path):
-    looker = Looker(write_run(tmp_path, a_run(5), [START]))
+    looker = SnapshotReader(write_run(tmp_path, a_run(5), [START]))
     assert looker.look().run.lead.last["step"] == 5
     write_run(tmp_path, a_run(9)[6:])
     assert looker.look().run.lead.last["step"] == 9

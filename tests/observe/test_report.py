@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.observe import names
-from nsa.observe.events import Kind
-from nsa.observe.view.goodput import Cause, goodput
-from nsa.observe.view.look import Look, look_once
+from nsa.observe.events import EventKind
+from nsa.observe.view.goodput import TimeCause, goodput
 from nsa.observe.view.report.run_report import render
-from nsa.observe.view.series import Run
+from nsa.observe.view.run_data import RunData
+from nsa.observe.view.snapshot import RunSnapshot, look_once
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 from tests.observe.test_monitor import CASES, START, healthy, not_finite, restarted
 from tests.observe.written import CONFIG, write_run
@@ -94,8 +94,8 @@ def test_what_a_file_says_stays_text(tmp_path):
     config = {**CONFIG, "data": {"path": hostile}, hostile: 3}
     events = [
         START,
-        (Kind.ERROR, BEGAN + 5, 1, {"error": hostile}),
-        (Kind.SKIPPED_STEP, BEGAN + 6, 2, {"reason": hostile}),
+        (EventKind.ERROR, BEGAN + 5, 1, {"error": hostile}),
+        (EventKind.SKIPPED_STEP, BEGAN + 6, 2, {"reason": hostile}),
     ]
     beats = [*a_run(3), a_beat(names.FAILED, 3, BEGAN + 60, detail=hostile)]
     (write_run(folder, beats, events, config=config) / names.HEALTH_LOG).write_text(f"CRITICAL {hostile}\n")
@@ -124,8 +124,8 @@ def test_what_a_watchdog_found_is_told_from_when_to_when(tmp_path):
     which = {"condition": "data_slow", "level": "warning", "ranks": [0]}
     events = [
         START,
-        (Kind.FINDING, BEGAN + 30, 5, {**which, "message": "3.0 s for 5 records"}),
-        (Kind.FINDING, BEGAN + 90, 9, {**which, "over": True}),
+        (EventKind.FINDING, BEGAN + 30, 5, {**which, "message": "3.0 s for 5 records"}),
+        (EventKind.FINDING, BEGAN + 90, 9, {**which, "over": True}),
     ]
     text = report(write_run(tmp_path, a_run(9), events))
     assert "found by the watchdog" in text
@@ -144,9 +144,9 @@ def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path):
     assert out.read_text().startswith("<!doctype html>")
 
 
-def long_run(records: int) -> Run:
+def long_run(records: int) -> RunData:
     """Fed as the reader feeds it, without the file."""
-    run, template = Run(Path("long")), progress(1, BEGAN).as_dict()
+    run, template = RunData(Path("long")), progress(1, BEGAN).as_dict()
     layers = [[0.3, 0.3, 0.4]] * 12
 
     def records_():
@@ -159,9 +159,9 @@ def long_run(records: int) -> Run:
     return run
 
 
-def check_long(run: Run, seconds: float) -> None:
+def check_long(run: RunData, seconds: float) -> None:
     began = time.process_time()
-    text = render(Look(run, "running", [], goodput(run.lead, []), BEGAN + len(run.lead)))
+    text = render(RunSnapshot(run, "running", [], goodput(run.lead, []), BEGAN + len(run.lead)))
     assert time.process_time() - began < seconds
     assert len(text.encode()) < 2 * 2**20
     assert "77.00" in text  # the one record that was high
@@ -191,4 +191,4 @@ def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
 
 def test_goodput_is_shown_by_every_cause(tmp_path):
     words = Page(report(restarted(tmp_path))).words
-    assert {cause.value for cause in Cause} <= set(words)
+    assert {cause.value for cause in TimeCause} <= set(words)

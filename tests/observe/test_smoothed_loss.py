@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.observe.view.look import look_once
 from nsa.observe.view.report.run_report import render
-from nsa.observe.view.series import load
+from nsa.observe.view.run_data import load
+from nsa.observe.view.snapshot import look_once
 from nsa.observe.view.summary import summarize
 from nsa.observe.watch.trends import smoothed_last
 from tests.observe.recorded import a_run

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from nsa.observe.records import parse_record
-from nsa.observe.watch.tail import Tail
+from nsa.observe.watch.tail import RecordTail
 
 
 def line(step: int) -> bytes:
     return json.dumps({"step": step, "text": "x" * (step % 7)}).encode() + b"\n"
 
 
-def steps(tail: Tail) -> list[int]:
+def steps(tail: RecordTail) -> list[int]:
     return [record["step"] for record in tail.read()]
 
 
@@ -29,7 +29,7 @@ def path(tmp_path):
 
 
 def test_only_what_is_new_is_read(path):
-    tail = Tail(path, parse_record)
+    tail = RecordTail(path, parse_record)
     assert steps(tail) == []
     append(path, line(1) + line(2))
     assert steps(tail) == [1, 2]
@@ -39,7 +39,7 @@ def test_only_what_is_new_is_read(path):
 
 
 def test_a_half_written_line_waits_for_its_end(path):
-    tail = Tail(path, parse_record)
+    tail = RecordTail(path, parse_record)
     for cut in range(1, len(line(5))):
         append(path, line(5)[:cut])
         assert steps(tail) == []
@@ -48,13 +48,13 @@ def test_a_half_written_line_waits_for_its_end(path):
 
 
 def test_a_torn_line_costs_itself_alone(path):
-    tail = Tail(path, parse_record)
+    tail = RecordTail(path, parse_record)
     append(path, line(1) + line(2)[:9] + b"\n" + line(3) + b"\xff\xfe\n[1]\nnull\n" + line(4))
     assert steps(tail) == [1, 3, 4]
 
 
 def test_a_truncated_file_is_read_anew_and_its_half_line_forgotten(path):
-    tail = Tail(path, parse_record)
+    tail = RecordTail(path, parse_record)
     append(path, line(1) + line(2) + line(3)[:5])
     assert steps(tail) == [1, 2]
     path.write_bytes(line(4))
@@ -62,7 +62,7 @@ def test_a_truncated_file_is_read_anew_and_its_half_line_forgotten(path):
 
 
 def test_rotation_loses_nothing_on_either_side(path):
-    tail = Tail(path, parse_record)
+    tail = RecordTail(path, parse_record)
     append(path, line(1))
     assert steps(tail) == [1]
     append(path, line(2))
@@ -79,7 +79,7 @@ def test_rotation_loses_nothing_on_either_side(path):
 
 
 def test_what_is_written_to_the_old_file_in_the_moment_of_rotation_is_read(path, monkeypatch):
-    tail, replaced = Tail(path, parse_record), Tail._replaced
+    tail, replaced = RecordTail(path, parse_record), RecordTail._replaced
     append(path, line(1))
 
     def at_that_moment(self) -> bool:
@@ -88,13 +88,13 @@ def test_what_is_written_to_the_old_file_in_the_moment_of_rotation_is_read(path,
         append(path, line(3))
         return replaced(self)
 
-    monkeypatch.setattr(Tail, "_replaced", at_that_moment)
+    monkeypatch.setattr(RecordTail, "_replaced", at_that_moment)
     assert steps(tail) == [1, 2, 3]
 
 
 def test_a_long_past_is_not_read(path):
     append(path, b"".join(line(step) for step in range(1000)))
-    tail = Tail(path, parse_record, last_bytes=200)
+    tail = RecordTail(path, parse_record, last_bytes=200)
     found = steps(tail)
     assert found == list(range(found[0], 1000))
     assert 3 <= len(found) < 12
@@ -103,7 +103,7 @@ def test_a_long_past_is_not_read(path):
 
 
 def test_a_line_without_end_is_not_kept_in_memory(path):
-    tail = Tail(path, parse_record)
+    tail = RecordTail(path, parse_record)
     append(path, line(1))
     for _ in range(4):
         append(path, b"x" * 700_000)
@@ -117,7 +117,7 @@ def test_any_sequence_of_writes_and_looks_gives_every_record_once(path):
     rng = random.Random(0)
     for _ in range(30):
         path.unlink(missing_ok=True)
-        data, tail, seen = b"".join(line(step) for step in range(200)), Tail(path, parse_record), []
+        data, tail, seen = b"".join(line(step) for step in range(200)), RecordTail(path, parse_record), []
         while data:
             cut = rng.randrange(1, 300)
             append(path, data[:cut])

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from nsa.observe import halt, names
-from nsa.observe.events import Kind, read_events
+from nsa.observe import halt_file, names
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines
-from nsa.observe.watch.conditions import CONDITIONS, Limits
-from nsa.observe.watch.health import Phase
+from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
+from nsa.observe.watch.hang_diagnosis import HangDiagnosis, who_is_behind
+from nsa.observe.watch.health import RunPhase
 from nsa.observe.watch.history import HistoryReader
-from nsa.observe.watch.inquiry import Inquiry, who_is_behind
 from nsa.observe.watch.watchdog import Watchdog, watch
 from tests.observe.recorded import BEGAN, UNWELL, a_beat, a_run, progress
 from tests.observe.test_history import Clock
@@ -32,7 +32,7 @@ class Watched:
 
     def new_dog(self) -> Watchdog:
         reader = HistoryReader(self.path, self.clock, host="another")
-        return Watchdog(self.path, halt=self.halts, limits=Limits(), say=self.said.append, reader=reader)
+        return Watchdog(self.path, halt=self.halts, limits=HealthLimits(), say=self.said.append, reader=reader)
 
     def go_on(self, steps: int, **changed) -> None:
         for _ in range(steps):
@@ -72,7 +72,7 @@ def test_a_stall_is_told_once_named_and_halted_and_its_end_is_told(watched):
     watched.go_on(1)
     assert watched.look() == ["running at step 6", "over: heartbeat_stall (rank 0, step 5)"]
     kinds = [event.kind for event in read_events(watched.path)]
-    assert kinds == [Kind.STALL, Kind.HALT_ASKED, Kind.FINDING]
+    assert kinds == [EventKind.STALL, EventKind.HALT_ASKED, EventKind.FINDING]
     for line in watched.said:
         assert line in watched.text(names.HEALTH_LOG)
 
@@ -120,7 +120,7 @@ def test_an_age_known_from_time_stamps_alone_is_told_and_not_acted_on_before_it_
 
 
 def test_a_halt_of_before_is_told_and_neither_obeyed_nor_overwritten(watched):
-    halt.ask(watched.path, "manual stop", "somebody")
+    halt_file.ask(watched.path, "manual stop", "somebody")
     (watched.path / names.ANOMALY).write_text("loss_nonfinite\n")
     os.utime(watched.path / names.HALT, (1, 1))
     watched.dog.begin()
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched
         (watched.path / names.EVENTS).rmdir()
         watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
 
-    assert watch(watched.dog, interval_s=1.0, pause=pause) == Phase.FINISHED
+    assert watch(watched.dog, interval_s=1.0, pause=pause) == RunPhase.FINISHED
     assert any("could not be read (events.jsonl 1)" in line for line in watched.said)
     assert any("all records can be read" in line for line in watched.said)
 
@@ -215,7 +215,7 @@ def test_a_look_that_fails_is_told_and_watched_on(watched, monkeypatch):
         watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
 
     monkeypatch.setattr(watched.dog._reader, "update", once)
-    assert watch(watched.dog, interval_s=1.0, pause=pause) == Phase.FINISHED
+    assert watch(watched.dog, interval_s=1.0, pause=pause) == RunPhase.FINISHED
     assert any("could not look: " in line for line in watched.said)
 
 
@@ -229,11 +229,11 @@ def test_many_ranks_are_one_line(tmp_path):
     watched.look()
     (line,) = (line for line in watched.look(200.0) if "CRITICAL" in line)
     assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more, step" in line
-    events = [event for event in read_events(tmp_path) if event.kind == Kind.STALL]
+    events = [event for event in read_events(tmp_path) if event.kind == EventKind.STALL]
     assert [event.details["ranks"] for event in events] == [list(range(12))]
 
 
-@pytest.mark.parametrize(("word", "ended"), [(names.DONE, Phase.FINISHED), (names.HALTED, Phase.HALTED)])
+@pytest.mark.parametrize(("word", "ended"), [(names.DONE, RunPhase.FINISHED), (names.HALTED, RunPhase.HALTED)])
 def test_it_watches_until_the_run_is_finished_or_halted(watched, word, ended):
     watched.go_on(3)
     pauses = []
@@ -254,7 +254,9 @@ def test_a_signal_goes_only_to_a_process_that_writes_the_runs_files(tmp_path):
     watched.lines.close()
     (tmp_path / names.stackdump(0, os.getpid())).touch()
     watched.dog.look()
-    (line,) = Inquiry(tmp_path, list(watched.dog._reader.history.ranks.values())).ask()  # USR1 would end this process
+    (line,) = HangDiagnosis(
+        tmp_path, list(watched.dog._reader.history.ranks.values())
+    ).ask()  # USR1 would end this process
     assert line == f"rank 0: process {os.getpid()} is not there to be asked for stacks"
 
 
@@ -272,17 +274,17 @@ def test_the_rank_that_did_not_come_to_a_collective_is_named():
 
 
 def test_a_halt_is_asked_once_and_put_aside_with_a_note(tmp_path):
-    assert halt.ask(tmp_path, "one", "me")
-    assert not halt.ask(tmp_path, "two", "you")
-    asked = halt.read(tmp_path)
+    assert halt_file.ask(tmp_path, "one", "me")
+    assert not halt_file.ask(tmp_path, "two", "you")
+    asked = halt_file.read(tmp_path)
     assert asked is not None
     assert (asked.reason, asked.by) == ("one", "me")
     assert asked.describe(asked.since + 7300) == "one; written 2.0 h ago by me"
-    aside = halt.put_aside(tmp_path, now=0.0, step=3)
+    aside = halt_file.put_aside(tmp_path, now=0.0, step=3)
     assert aside is not None
     assert aside.name == ".HALT.cleared-19700101T000000Z"
-    assert halt.read(tmp_path) is None
-    assert halt.put_aside(tmp_path, now=1.0, step=3) is None
+    assert halt_file.read(tmp_path) is None
+    assert halt_file.put_aside(tmp_path, now=1.0, step=3) is None
     (event,) = read_events(tmp_path)
-    assert (event.kind, event.details["reason"]) == (Kind.HALT_CLEARED, "one")
+    assert (event.kind, event.details["reason"]) == (EventKind.HALT_CLEARED, "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == [aside.name, names.EVENTS]

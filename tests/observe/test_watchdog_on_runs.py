@@ -9,12 +9,12 @@ import time
 import pytest
 
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines, last_beat
-from nsa.observe.watch.conditions import Limits
-from nsa.observe.watch.health import Phase
-from nsa.observe.watch.history import History
-from nsa.observe.watch.inquiry import Inquiry
+from nsa.observe.watch.conditions import HealthLimits
+from nsa.observe.watch.hang_diagnosis import HangDiagnosis
+from nsa.observe.watch.health import RunPhase
+from nsa.observe.watch.history import RunHistory
 from nsa.observe.watch.smoke import smoke
 from nsa.observe.watch.watchdog import Watchdog
 from tests.observe.recorded import a_beat
@@ -24,7 +24,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from tests.train.test_signals import WAIT_S, start  # noqa: F401 - a fixture
 
-LIMITS = Limits(stall_s=4.0, stall_steps=20.0, startup_s=4.0, gone_s=1.0)
+LIMITS = HealthLimits(stall_s=4.0, stall_steps=20.0, startup_s=4.0, gone_s=1.0)
 
 
 def watch_until(dog: Watchdog, lines: list[str], wanted: str) -> None:
@@ -57,10 +57,10 @@ def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(s
     assert (run.folder / names.ANOMALY).read_text() == "heartbeat_stall\n"
     run.end()
     watch_until(dog, lines, "over: heartbeat_stall")
-    assert dog.phase == Phase.HALTED
+    assert dog.phase == RunPhase.HALTED
     kinds = [event.kind for event in read_events(run.folder)]
-    assert [kind for kind in kinds if kind in (Kind.STALL, Kind.HALT_ASKED, Kind.HALT)] == [
-        Kind.STALL, Kind.HALT_ASKED, Kind.HALT,
+    assert [kind for kind in kinds if kind in (EventKind.STALL, EventKind.HALT_ASKED, EventKind.HALT)] == [
+        EventKind.STALL, EventKind.HALT_ASKED, EventKind.HALT,
     ]  # fmt: skip
 
 
@@ -70,11 +70,11 @@ def test_a_killed_run_is_found_gone_and_goes_on_over_a_stale_halt_that_is_cleare
     lines: list[str] = []
     dog = Watchdog(run.folder, halt=True, limits=LIMITS, say=lines.append)
     dog.look()
-    assert dog.phase == Phase.RUNNING
+    assert dog.phase == RunPhase.RUNNING
     run.process.kill()
     watch_until(dog, lines, "CRITICAL process_gone")
     dog.look()
-    assert dog.phase == Phase.GONE
+    assert dog.phase == RunPhase.GONE
     assert (run.folder / names.ANOMALY).read_text() == "process_gone\n"
     assert not (run.folder / names.HALT).exists(), "there is nothing to halt"
     run.process.wait()
@@ -86,10 +86,10 @@ def test_a_killed_run_is_found_gone_and_goes_on_over_a_stale_halt_that_is_cleare
     assert not (run.folder / names.HALT).exists()
     (aside,) = run.folder.glob(f"{names.HALT}.cleared-*")
     assert aside.read_text() == "halt: of before\n"
-    cleared = [event.details for event in read_events(run.folder) if event.kind == Kind.HALT_CLEARED]
+    cleared = [event.details for event in read_events(run.folder) if event.kind == EventKind.HALT_CLEARED]
     assert [(details["reason"], details["aside"]) for details in cleared] == [("of before", aside.name)]
     dog.look()
-    assert dog.phase == Phase.FINISHED
+    assert dog.phase == RunPhase.FINISHED
     answers = list(
         smoke(
             training_csv=run.folder / names.TRAINING_CSV,
@@ -132,7 +132,7 @@ def test_a_missed_collective_names_the_rank_that_missed_it(tmp_path):
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    history = History()
+    history = RunHistory()
     try:
         for rank, process in enumerate(ranks):
             assert process.stdout is not None
@@ -140,7 +140,7 @@ def test_a_missed_collective_names_the_rank_that_missed_it(tmp_path):
             JsonLines(tmp_path / names.heartbeat(rank)).close()
             history.add(a_beat(names.ALIVE, 1, 0.0, rank=rank, pid=process.pid - rank), 0.0)
         time.sleep(0.5)  # rank 0 enters its second collective
-        lines = list(Inquiry(tmp_path, list(history.ranks.values()), wait_s=20.0).ask())
+        lines = list(HangDiagnosis(tmp_path, list(history.ranks.values()), wait_s=20.0).ask())
         assert all(process.poll() is None for process in ranks), "the question must not end a process"
     finally:
         for process in ranks:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.observe import names
-from nsa.observe.events import Kind, add_event
-from nsa.observe.heartbeat import Beat, JsonLines
+from nsa.observe.events import EventKind, add_event
+from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
 from tests.observe.recorded import a_run
 
 CONFIG = {"train": {"steps": 1000, "lr": 3e-4, "out_dir": "artifacts/run"}, "nsa": {"n_sel": 4, "l_sel": 64}}
@@ -15,8 +15,8 @@ CONFIG = {"train": {"steps": 1000, "lr": 3e-4, "out_dir": "artifacts/run"}, "nsa
 
 def write_run(
     folder: Path,
-    beats: Iterable[Beat] = (),
-    events: Iterable[tuple[Kind, float, int, dict[str, Any]]] = (),
+    beats: Iterable[HeartbeatRecord] = (),
+    events: Iterable[tuple[EventKind, float, int, dict[str, Any]]] = (),
     *,
     config: dict[str, Any] | None = None,
     val: Iterable[tuple[int, float, float, float]] = (),
@@ -43,12 +43,12 @@ def write_run(
     return folder
 
 
-def with_layers(beats: Iterable[Beat], layers: int) -> list[Beat]:
+def with_layers(beats: Iterable[HeartbeatRecord], layers: int) -> list[HeartbeatRecord]:
     from dataclasses import replace
 
     shares = tuple((0.2 + 0.01 * (layer % 9), 0.3, 0.5 - 0.01 * (layer % 9)) for layer in range(layers))
     return [replace(beat, gate_shares_by_layer=shares) if beat.msg == names.PROGRESS else beat for beat in beats]
 
 
-def of_ranks(world: int, steps: int) -> list[Beat]:
+def of_ranks(world: int, steps: int) -> list[HeartbeatRecord]:
     return [beat for rank in range(world) for beat in a_run(steps, rank=rank)]

@@ -31,8 +31,8 @@ CHANGES = ["train.steps=4900", "train.lr=1e-4", "train.lr_schedule=constant"]
 def _plant_here(name: str, planted: ExitStack) -> None:
     import torch
 
-    from nsa.core.gating import Gates
-    from nsa.train.guard import GuardedTrainModule as Module
+    from nsa.core.gates import BranchGates
+    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule as Module
 
     if name == "nan":
         _plant(Fault("forward", list(range(FAULT_AT, FAULT_AT + 9))), planted)
@@ -43,7 +43,7 @@ def _plant_here(name: str, planted: ExitStack) -> None:
             time.sleep(STEP_S)
             if name == "collapsed" and module.trainer.global_step == FAULT_AT:
                 with torch.no_grad():
-                    for gates in (part for part in module.model.modules() if isinstance(part, Gates)):
+                    for gates in (part for part in module.model.modules() if isinstance(part, BranchGates)):
                         gates.proj.bias[2::3] = 30.0
         return train_batch(module, batch, dry_run)
 

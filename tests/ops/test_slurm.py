@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from nsa.checkpoint.folder import CheckpointFolder
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import last_beat, read_beats
-from nsa.train.checkpoint.folder import CheckpointFolder
-from nsa.train.launch import LOGS
+from nsa.train.launch.launcher import LOGS
 from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config
@@ -86,7 +86,7 @@ def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster,
     assert run.steps() == list(range(1, STEPS + 1)), "no step is lost or done twice"
     assert run.newest() == STEPS
     assert [beat.msg for beat in read_beats(run.folder / names.heartbeat(1))].count(names.START) == 2
-    stops = [event.step for event in read_events(run.folder) if event.kind == Kind.STOP]
+    stops = [event.step for event in read_events(run.folder) if event.kind == EventKind.STOP]
     assert stops == [second, second], "the ranks' record and the launcher's"
     assert sorted(path.name for path in (run.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
     assert "in the queue again" in run.said()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from nsa.checkpoint.folder import CheckpointFolder
 from nsa.observe import names
 from nsa.observe.heartbeat import last_beat, read_beats
-from nsa.train.checkpoint.folder import CheckpointFolder
-from nsa.train.launch import LOGS
+from nsa.train.launch.launcher import LOGS
 from tests.ops.needs import programs, root
 from tests.train.runs import ROOT, environment, free_port, write_config
 

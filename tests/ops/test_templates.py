@@ -10,7 +10,7 @@ import yaml
 
 from nsa.cli.main import app
 from nsa.config import load
-from nsa.train.launch import _FINAL, _HOPEFUL, PREEMPTED
+from nsa.train.launch.launcher import _FINAL, _HOPEFUL, PREEMPTED
 from tests.ops.needs import programs
 from tests.train.runs import ROOT
 

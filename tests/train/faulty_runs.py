@@ -52,8 +52,8 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
     import torch
     from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 
-    from nsa.train.guard import GuardedTrainModule as Module
-    from nsa.train.loader import RowLoader
+    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule as Module
+    from nsa.train.engine.data_loader import RowLoader
 
     train_batch, optim_step, forward, read = (
         Module.train_batch, Module.optim_step, Module.model_forward, RowLoader._read,
@@ -84,7 +84,7 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
             return
         optim_step(module)
         if fault.kind == "weight" and fault.hits(module):
-            from nsa.train.callbacks.replicas import _local
+            from nsa.train.callbacks.replica_check import _local
 
             with torch.no_grad():
                 _local(next(iter(module.model.parameters()))).view(torch.int32)[0, 0] ^= 1

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.config import load
-from nsa.guard.hardware import GIB, hardware_here
-from nsa.guard.preflight import Status, judge
-from nsa.train.dry_run_process import Limits, Request, dry_run_in_child
-from nsa.train.preflight import gather
+from nsa.planning.hardware import GIB, hardware_here
+from nsa.planning.preflight import RuleStatus, judge
+from nsa.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
+from nsa.train.preflight_facts import gather
 from tests.train.runs import environment, write_config
 
-ENOUGH = Limits(memory_bytes=4 * GIB, time_s=120.0)
+ENOUGH = DryRunLimits(memory_bytes=4 * GIB, time_s=120.0)
 HUGE = ["model.dim=8192", "model.n_layers=40"]
 
 
@@ -28,8 +28,8 @@ def run_config(tmp_path: Path, *changes: str):
     return load(write_config(tmp_path), overrides=[f"train.out_dir={tmp_path}/run", *changes])
 
 
-def request_of(tmp_path: Path, *changes: str) -> Request:
-    return Request.of(run_config(tmp_path, *changes), 257, hardware_here("cpu"), fetch_remote=False)
+def request_of(tmp_path: Path, *changes: str) -> DryRunRequest:
+    return DryRunRequest.of(run_config(tmp_path, *changes), 257, hardware_here("cpu"), fetch_remote=False)
 
 
 def children() -> list[int]:
@@ -67,14 +67,14 @@ def test_what_fits_the_machine_but_not_the_limit_is_tried_with_fake_tensors(tmp_
     assert "GiB" in facts.dry_run.checkpoint.not_tried
     assert facts.dry_run.step.problem is None
     assert facts.dry_run.step_s is None
-    assert {verdict.rule for verdict in judge(facts) if verdict.status == Status.FAIL} == set()
+    assert {verdict.rule for verdict in judge(facts) if verdict.status == RuleStatus.FAIL} == set()
 
 
 def test_a_child_above_its_memory_limit_is_killed_and_the_rule_says_so(tmp_path):
     """The model and its first step are real here; the limit leaves room for torch and not for them."""
     request = request_of(tmp_path, "model.dim=1024", "model.n_heads=16", "model.n_layers=6")
     said: list[str] = []
-    found = dry_run_in_child(request, Limits(memory_bytes=int(0.7 * GIB), time_s=120.0), said.append)
+    found = dry_run_in_child(request, DryRunLimits(memory_bytes=int(0.7 * GIB), time_s=120.0), said.append)
     failed = {name for name in ("data", "model", "step", "checkpoint") if getattr(found, name).problem}
     assert len(failed) == 1
     assert failed <= {"model", "step"}
@@ -105,14 +105,14 @@ def test_a_child_that_dies_fails_the_rule_it_was_at_and_leaves_nothing(tmp_path)
 
 def test_a_dry_run_that_does_not_end_is_ended(tmp_path):
     began = time.monotonic()
-    found = dry_run_in_child(request_of(tmp_path), Limits(memory_bytes=4 * GIB, time_s=0.5), lambda text: None)
+    found = dry_run_in_child(request_of(tmp_path), DryRunLimits(memory_bytes=4 * GIB, time_s=0.5), lambda text: None)
     assert time.monotonic() - began < 20
     assert "--timeout" in found.data.problem
     assert children() == []
 
 
 def test_a_child_that_raises_is_told_with_its_last_line(tmp_path):
-    request = Request(**{**vars(request_of(tmp_path)), "target": {"device": {}}})
+    request = DryRunRequest(**{**vars(request_of(tmp_path)), "target": {"device": {}}})
     assert "TypeError" in dry_run_in_child(request, ENOUGH, lambda text: None).data.problem
 
 

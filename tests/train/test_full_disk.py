@@ -13,8 +13,8 @@ from tests.ops.needs import root
 CHILD = """
 import sys
 from pathlib import Path
-from nsa.data.feed.feeder import Feeder
-from nsa.data.rows.opening import SyntheticData
+from nsa.data.prefetch.prefetcher import BatchPrefetcher
+from nsa.data.rows.specs import SyntheticData
 from nsa.train.full_disk import no_room_error
 
 def fill(path):
@@ -28,7 +28,7 @@ def fill(path):
 if __name__ == "__main__":
     fill("/dev/shm/ballast")
     try:
-        Feeder(SyntheticData("uniform", vocab_size=9, seq_len=8, seed=1), global_rows=1)
+        BatchPrefetcher(SyntheticData("uniform", vocab_size=9, seq_len=8, seed=1), global_rows=1)
     except OSError as error:
         print("shm:", no_room_error(error, Path(sys.argv[1])))
     print("disk:", no_room_error(fill(sys.argv[1] + "/ballast"), Path(sys.argv[1])))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nsa.errors import ConfigError
-from nsa.train.mixer import NSAMixerConfig, _fill
+from nsa.train.engine.mixer import NSAMixerConfig, _fill
 from tests.train.runs import environment
 
 NSA = Path(__file__).parents[2] / "nsa"

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.config import load
-from nsa.guard.hardware import hardware_here
-from nsa.guard.preflight import Status, judge
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
+from nsa.planning.hardware import hardware_here
+from nsa.planning.preflight import RuleStatus, judge
 from nsa.train.held_out import try_held_out
-from nsa.train.preflight import gather
+from nsa.train.preflight_facts import gather
 from tests.train.runs import ROOT, Job, run_all, write_config
 
 CORPUS = ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet"
@@ -68,7 +68,7 @@ def runs(tmp_path_factory, sets):
 
 
 def failures(folder: Path) -> list[int]:
-    return [event.step for event in read_events(folder) if event.kind == Kind.EVALUATION_FAILED]
+    return [event.step for event in read_events(folder) if event.kind == EventKind.EVALUATION_FAILED]
 
 
 @pytest.mark.parametrize("name", ["refused_set", "refused_documents"])
@@ -80,13 +80,13 @@ def test_a_run_is_refused_before_anything_is_written(runs, name):
 def test_a_failing_evaluation_costs_neither_checkpoints_nor_the_model(runs):
     kinds = [(event.kind, event.step) for event in read_events(runs / "allowed")]
     assert failures(runs / "allowed") == [2, 4, 6]
-    assert kinds.index((Kind.EVALUATION_FAILED, 4)) < kinds.index((Kind.DONE, 4))
+    assert kinds.index((EventKind.EVALUATION_FAILED, 4)) < kinds.index((EventKind.DONE, 4))
     assert {path.name for path in (runs / "allowed" / names.CHECKPOINTS).iterdir()} >= {"step2", "step4", "step6"}
     assert (runs / "allowed" / names.MODEL).is_file()
 
 
 def test_held_out_data_lost_during_a_run_does_not_end_it(runs):
-    evaluated = [event.step for event in read_events(runs / "broke") if event.kind == Kind.EVALUATION]
+    evaluated = [event.step for event in read_events(runs / "broke") if event.kind == EventKind.EVALUATION]
     assert evaluated == [2, 4]
     assert failures(runs / "broke") == [6]
     assert (runs / "broke" / names.MODEL).is_file()
@@ -108,15 +108,15 @@ def verdict(tmp_path, *changes):
 
 def test_preflight_judges_what_the_evaluation_would_read(tmp_path, sets):
     without, with_some = of_set(sets[0] / "without"), of_set(sets[0] / "with")
-    assert verdict(tmp_path, *without).status == Status.FAIL
-    assert verdict(tmp_path, *with_some).status == Status.PASS
-    assert verdict(tmp_path, *with_some, "train.batch_size=100000").status == Status.FAIL
-    assert verdict(tmp_path, *of_documents("0.000001")).status == Status.FAIL
-    assert verdict(tmp_path, *of_documents("0.02")).status == Status.PASS
-    assert verdict(tmp_path, *EVALUATED).status == Status.PASS, "synthetic rows never end"
+    assert verdict(tmp_path, *without).status == RuleStatus.FAIL
+    assert verdict(tmp_path, *with_some).status == RuleStatus.PASS
+    assert verdict(tmp_path, *with_some, "train.batch_size=100000").status == RuleStatus.FAIL
+    assert verdict(tmp_path, *of_documents("0.000001")).status == RuleStatus.FAIL
+    assert verdict(tmp_path, *of_documents("0.02")).status == RuleStatus.PASS
+    assert verdict(tmp_path, *EVALUATED).status == RuleStatus.PASS, "synthetic rows never end"
     assert verdict(tmp_path, *without, "train.eval_every=0") is None
-    assert verdict(tmp_path, *EVALUATED, "data.dataset=fineweb_edu", "data.held_out=0").status == Status.FAIL
-    assert verdict(tmp_path, *EVALUATED, "data.dataset=fineweb_edu").status == Status.NOT_CHECKED
+    assert verdict(tmp_path, *EVALUATED, "data.dataset=fineweb_edu", "data.held_out=0").status == RuleStatus.FAIL
+    assert verdict(tmp_path, *EVALUATED, "data.dataset=fineweb_edu").status == RuleStatus.NOT_CHECKED
 
 
 def test_prepare_warns_of_a_held_out_split_that_is_too_small(sets):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa.observe import names
-from nsa.observe.heartbeat import Beat, read_beats
+from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 from tests.train.runs import environment, write_config
 
 STEPS, SAVE_EVERY = 40, 4
@@ -35,12 +35,14 @@ def finish(process: subprocess.Popen) -> int:
         raise
 
 
-def beats(folder: Path, rank: int) -> list[Beat]:
+def beats(folder: Path, rank: int) -> list[HeartbeatRecord]:
     path = folder / names.heartbeat(rank)
     return [beat for beat in read_beats(path) if beat.msg == names.PROGRESS] if path.exists() else []
 
 
-def wait_for_step(folder: Path, process: subprocess.Popen, step: int, rank: int, after: int = 0) -> Beat | None:
+def wait_for_step(
+    folder: Path, process: subprocess.Popen, step: int, rank: int, after: int = 0
+) -> HeartbeatRecord | None:
     """The first beat of a rank at or after a step that was not there before; None if the run ended first."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.errors import ConfigError  # noqa: E402
 from nsa.observe.events import read_events  # noqa: E402
-from nsa.train import launch as launching  # noqa: E402
-from nsa.train.checkpoint.folder import CheckpointFolder, Retention  # noqa: E402
-from nsa.train.launch import Launch, Outcome, can_get_better, judge, launch  # noqa: E402
+from nsa.train.launch import launcher as launching  # noqa: E402
+from nsa.train.launch.launcher import LaunchSettings, RankOutcome, can_get_better, judge, launch  # noqa: E402
 
 STEPS = 12
 
@@ -58,12 +58,12 @@ def test_only_what_can_get_better_is_restarted(codes, agent, code, again):
 def test_a_reason_names_the_rank_and_the_signal():
     assert judge({0: 1, 1: -9}, 1).why == "rank 1 was killed by SIGKILL"
     assert judge({}, -9).why == "the agent was killed by SIGKILL"
-    assert Outcome(-9, "").exit_code == 137
+    assert RankOutcome(-9, "").exit_code == 137
     assert judge({0: 20}, 1).why.startswith("rank 0 ended with 20: the config")
 
 
 def commit(run: Path, step: int) -> None:
-    folder = CheckpointFolder(run / "checkpoints", retention=Retention(keep_last=3))
+    folder = CheckpointFolder(run / "checkpoints", retention=RetentionPolicy(keep_last=3))
     staging = folder.begin(step)
     staging.mkdir(parents=True)
     (staging / "state.json").write_text(json.dumps({"step": step}))
@@ -82,18 +82,18 @@ class Lives:
             def __init__(cycle, plan, logs, resume, wishes, show) -> None:
                 self.resumed.append(resume)
 
-            def run(cycle) -> Outcome:
+            def run(cycle) -> RankOutcome:
                 code, step = left.pop(0)
                 if step is not None:
                     commit(run, step)
-                return Outcome(code, "told so")
+                return RankOutcome(code, "told so")
 
         monkeypatch.setattr(launching, "_Cycle", Cycle)
-        monkeypatch.setattr(launching._Wishes, "pause", lambda wishes, seconds: self.pauses.append(seconds))
+        monkeypatch.setattr(launching._StopRequests, "pause", lambda wishes, seconds: self.pauses.append(seconds))
 
 
-def plan(run: Path, **settings) -> Launch:
-    return Launch(program=lambda again: ["true"], run_folder=run, nproc=1, **settings)
+def plan(run: Path, **settings) -> LaunchSettings:
+    return LaunchSettings(program=lambda again: ["true"], run_folder=run, nproc=1, **settings)
 
 
 def test_three_cycles_without_a_checkpoint_are_the_end(monkeypatch, tmp_path):
@@ -345,5 +345,5 @@ if __name__ == "__main__":
         def program(again: bool) -> list[str]:
             return [sys.executable, __file__, "rank", str(folder), mode, "again" if again else "anew"]
 
-        made = Launch(program=program, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
+        made = LaunchSettings(program=program, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
         sys.exit(launch(made, lambda text: print(f"launch: {text}", flush=True), lambda text: print(text, end="")))

@@ -22,9 +22,16 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from nsa.errors import ConfigError
 from nsa.observe import names
 from nsa.observe.heartbeat import last_beat
-from nsa.train import node_address
-from nsa.train.node_address import SECRET, interface_of, loopback_interface, make_secret, own_address, read_secret
-from nsa.train.rendezvous import SignedBackend
+from nsa.train.launch.launcher import node_address
+from nsa.train.launch.node_address import (
+    SECRET,
+    interface_of,
+    loopback_interface,
+    make_secret,
+    own_address,
+    read_secret,
+)
+from nsa.train.launch.rendezvous import SignedBackend
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 120

@@ -11,7 +11,7 @@ from nsa.config.schema import ModelConfig, NSAConfig, RunConfig, TrainConfig
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
-from nsa.train.mixer import NSAMixerConfig, transformer_config
+from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
 
 VOCAB, SEQ = 61, 48
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
-from nsa.train.callbacks.replicas import fingerprint, odd_ones_out
+from nsa.train.callbacks.replica_check import fingerprint, odd_ones_out
 from tests.train.faulty_runs import Fault, run_faulty
 from tests.train.runs import Job
 
@@ -87,7 +87,7 @@ def test_it_is_skipped_on_all_ranks_and_written_down(skips, case):
     told = [skipped(folder / case, rank) for rank in range(len(codes[case]))]
     assert [step for step, _ in told[0]] == [5]
     assert all(other == told[0] for other in told)
-    events = [event for event in read_events(folder / case) if event.kind == Kind.SKIPPED_STEP]
+    events = [event for event in read_events(folder / case) if event.kind == EventKind.SKIPPED_STEP]
     assert [(event.step, event.details["reason"]) for event in events] == told[0]
     progress = [beat for beat in read_beats(folder / case / names.heartbeat(0)) if beat.msg == names.PROGRESS]
     assert [beat.skipped_steps for beat in progress] == [0] * 4 + [1] * 8
@@ -145,12 +145,16 @@ def test_a_streak_is_gone_back_from_and_its_batches_left_out(ways_back, case):
 def test_the_way_back_is_told(ways_back):
     folder, _ = ways_back
     events = read_events(folder / "streak_ddp")
-    kinds = [event.kind for event in events if event.kind in (Kind.SKIPPED_STEP, Kind.ROLLBACK, Kind.LOST_STEPS)]
-    assert kinds == [Kind.SKIPPED_STEP] * 3 + [Kind.ROLLBACK, Kind.LOST_STEPS]
-    (back,) = [event for event in events if event.kind == Kind.ROLLBACK]
+    kinds = [
+        event.kind
+        for event in events
+        if event.kind in (EventKind.SKIPPED_STEP, EventKind.ROLLBACK, EventKind.LOST_STEPS)
+    ]
+    assert kinds == [EventKind.SKIPPED_STEP] * 3 + [EventKind.ROLLBACK, EventKind.LOST_STEPS]
+    (back,) = [event for event in events if event.kind == EventKind.ROLLBACK]
     assert (back.step, back.details["left_out_batches"]) == (9, [5, 9])
     assert "loss is nan" in back.details["reason"]
-    (lost,) = [event for event in events if event.kind == Kind.LOST_STEPS]
+    (lost,) = [event for event in events if event.kind == EventKind.LOST_STEPS]
     assert (lost.step, lost.details["steps"]) == (5, 4)
     for rank in (0, 1):
         beats = list(read_beats(folder / "streak_ddp" / names.heartbeat(rank)))
@@ -164,11 +168,11 @@ def test_what_does_not_get_better_ends_with_exit_code_23(ways_back):
     folder, codes = ways_back
     assert (codes["for_ever"], codes["no_way"], codes["too_early"]) == ([23, 23], [23], [23])
     ends = {name: read_events(folder / name)[-1] for name in ("for_ever", "no_way", "too_early")}
-    assert all(end.kind == Kind.ERROR for end in ends.values())
+    assert all(end.kind == EventKind.ERROR for end in ends.values())
     assert "went back to step 5 before" in ends["for_ever"].details["error"]
     assert "max_rollbacks" in ends["no_way"].details["error"]
     assert "no checkpoint" in ends["too_early"].details["error"]
-    assert [event.kind for event in read_events(folder / "for_ever")].count(Kind.ROLLBACK) == 1
+    assert [event.kind for event in read_events(folder / "for_ever")].count(EventKind.ROLLBACK) == 1
     assert (folder / "for_ever" / names.CHECKPOINTS / "step5").is_dir()
 
 
@@ -209,7 +213,7 @@ def test_a_flipped_bit_on_one_replica_ends_the_run_and_names_the_rank(flips, cas
     folder, codes = flips
     assert set(codes[case]) == {16}
     end = read_events(folder / case)[-1]
-    assert end.kind == Kind.ERROR
+    assert end.kind == EventKind.ERROR
     assert f"step 4: the weights of rank {ranks} differ" in end.details["error"]
 
 

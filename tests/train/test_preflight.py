@@ -10,14 +10,14 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.config import load
 from nsa.errors import PreflightError
-from nsa.guard.hardware import hardware_here, parse_target
-from nsa.guard.preflight import Status, judge
 from nsa.observe import names
 from nsa.observe.heartbeat import read_beats
+from nsa.planning.hardware import hardware_here, parse_target
+from nsa.planning.preflight import RuleStatus, judge
+from nsa.train import datasets
 from nsa.train import dry_run as module
-from nsa.train import rows
 from nsa.train.dry_run import dry_run
-from nsa.train.preflight import gather
+from nsa.train.preflight_facts import gather
 from nsa.train.run import train
 from tests.train.runs import Job, run_all, write_config
 
@@ -39,7 +39,7 @@ def content(folder: Path) -> set[str]:
 @pytest.fixture
 def no_feeder(monkeypatch):
     """The batch comes from this process: what is asked of the feeder is asked elsewhere."""
-    monkeypatch.setattr(module, "_try_data", lambda *_: (module.Attempt(not_tried="not here"), None))
+    monkeypatch.setattr(module, "_try_data", lambda *_: (module.DryRunAttempt(not_tried="not here"), None))
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new folder", "folder of an earlier run"])
@@ -71,11 +71,12 @@ def test_data_that_gives_no_batch_is_found(tmp_path):
 
 def test_a_dataset_elsewhere_is_left_alone_unless_asked_for(tmp_path, no_feeder):
     config = run_config(tmp_path, "data.dataset=fineweb_edu")
-    assert rows.remote_address(config) == "fineweb_edu"
+    assert datasets.remote_address(config) == "fineweb_edu"
     assert (
-        rows.remote_address(run_config(tmp_path, "data.dataset=prepared", "data.path=s3://bucket/x")) == "s3://bucket/x"
+        datasets.remote_address(run_config(tmp_path, "data.dataset=prepared", "data.path=s3://bucket/x"))
+        == "s3://bucket/x"
     )
-    assert rows.remote_address(run_config(tmp_path, "data.dataset=local", f"data.path={tmp_path}")) is None
+    assert datasets.remote_address(run_config(tmp_path, "data.dataset=local", f"data.path={tmp_path}")) is None
 
 
 def test_a_checkpoint_that_reads_back_differently_is_found(tmp_path, no_feeder, monkeypatch):
@@ -149,7 +150,7 @@ def test_ranks_that_do_not_divide_the_batch_are_told_in_the_trainers_words(tmp_p
 
 def test_fp16_is_refused_under_its_own_name(tmp_path):
     config = run_config(tmp_path, "runtime.precision=fp16")
-    failed = [found.rule for found in judge(gather(config, hardware_here("cpu"))) if found.status == Status.FAIL]
+    failed = [found.rule for found in judge(gather(config, hardware_here("cpu"))) if found.status == RuleStatus.FAIL]
     assert failed == ["precision_fp16"]
     with pytest.raises(PreflightError, match="precision_fp16"):
         train(config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
@@ -96,10 +96,10 @@ def test_a_folder_with_a_run_in_it_is_not_used_again_by_accident(runs):
 
 def test_events_tell_starts_saves_and_the_end(runs):
     kinds = [event.kind for event in read_events(runs[0] / "stopped")]
-    assert kinds[:2] == [Kind.START, Kind.FIRST_STEP]
-    assert kinds.count(Kind.RESTART) == 1
-    assert kinds.count(Kind.DONE) == 2
-    saves = [event.step for event in read_events(runs[0] / "stopped") if event.kind == Kind.SAVE]
+    assert kinds[:2] == [EventKind.START, EventKind.FIRST_STEP]
+    assert kinds.count(EventKind.RESTART) == 1
+    assert kinds.count(EventKind.DONE) == 2
+    saves = [event.step for event in read_events(runs[0] / "stopped") if event.kind == EventKind.SAVE]
     assert saves == [4, 6, 8, 10]
 
 

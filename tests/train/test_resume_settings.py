@@ -7,17 +7,17 @@ import pytest
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
+from nsa.checkpoint.run_state import RunRecord
 from nsa.config import load
 from nsa.config.describe import may_change_on_resume
 from nsa.config.dotted import flat
 from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
-from nsa.train.build import build_train_module
-from nsa.train.checkpoint.record import RunRecord
-from nsa.train.ranks import Ranks
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.build import build_train_module
 from nsa.train.resume_check import VOCAB_SIZE, changed_settings, require_same_settings
 from tests.train.runs import Job, run_all, write_config
 
@@ -87,7 +87,7 @@ def test_a_setting_this_version_does_not_know_is_refused():
 
 def test_the_optimizer_takes_what_may_change_from_the_config(tmp_path):
     def module(*changes: str):
-        return build_train_module(load(write_config(tmp_path), overrides=changes), VOCABULARY, Ranks(), "cpu")
+        return build_train_module(load(write_config(tmp_path), overrides=changes), VOCABULARY, RankInfo(), "cpu")
 
     saved, resumed = module(), module("train.lr=0.02", "train.weight_decay=0.5")
     wanted = [(group["initial_lr"], group["weight_decay"]) for group in resumed.optim.param_groups]
@@ -156,7 +156,7 @@ def test_all_settings_are_named_at_once_with_both_values(runs):
 
 def test_what_may_change_does_and_is_recorded(runs):
     folder = runs[0] / "continued"
-    (event,) = [event for event in read_events(folder) if event.kind == Kind.SETTINGS_CHANGED]
+    (event,) = [event for event in read_events(folder) if event.kind == EventKind.SETTINGS_CHANGED]
     for key in ("train.lr", "train.weight_decay", "runtime.precision", "kernels.sliding", "train.batch_size"):
         assert key in event.details["reason"]
     last = [beat for beat in read_beats(folder / names.heartbeat(0)) if beat.msg == names.PROGRESS][-1]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from nsa.checkpoint.folder import CheckpointFolder
 from nsa.observe import names
-from nsa.observe.events import Kind, read_events
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.observe.run_folder import RunFolder
-from nsa.train.checkpoint.folder import CheckpointFolder
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 90
@@ -123,7 +123,7 @@ def test_usr1_dumps_stacks_usr2_saves_and_term_leaves_with_a_checkpoint(start):
     assert last is not None
     assert (last.msg, last.step) == (names.STOPPED, found.step)
     kinds = [event.kind for event in read_events(run.folder)]
-    assert kinds == [Kind.START, Kind.FIRST_STEP, Kind.SAVE, Kind.STOP, Kind.SAVE]
+    assert kinds == [EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.STOP, EventKind.SAVE]
     assert not (run.folder / names.MODEL).exists()
 
 
@@ -153,7 +153,7 @@ def test_a_halt_file_stops_all_ranks_at_the_same_step(start):
     beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
     assert [beat.msg for beat in beats if beat] == [names.HALTED] * 2
     assert len({beat.step for beat in beats if beat}) == 1
-    halts = [event for event in read_events(run.folder) if event.kind == Kind.HALT]
+    halts = [event for event in read_events(run.folder) if event.kind == EventKind.HALT]
     assert [event.details for event in halts] == [{"reason": ".HALT: manual_stop"}]
     assert CheckpointFolder(run.folder / names.CHECKPOINTS).find_resumable().step == RunFolder(run.folder).last_step()
 
@@ -200,7 +200,7 @@ def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
 _BUSY = """
 import hashlib, sys, threading, time
 from pathlib import Path
-from nsa.train.callbacks.signals import Signals
+from nsa.train.callbacks.signals import SignalHandlers
 
 def count(depth):
     return depth and 1 + count(depth - 1)
@@ -210,7 +210,7 @@ def work():
         exec("def fresh(n):\\n    return n and fresh(n - 1)\\nfresh(50)", {})
         count(50)
 
-signals = Signals(Path(sys.argv[1]))
+signals = SignalHandlers(Path(sys.argv[1]))
 signals.install()
 for _ in range(3):
     threading.Thread(target=work, daemon=True).start()

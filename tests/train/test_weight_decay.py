@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nsa.config.schema import ModelConfig, NSAConfig, RunConfig, TrainConfig
-from nsa.train.build import build_train_module
-from nsa.train.ranks import Ranks
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.build import build_train_module
 
 BLOCK = {
     "attention_norm.weight": False,
@@ -44,7 +44,7 @@ def test_every_parameter_is_in_its_group(nsa):
         nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=4, **nsa),
         train=TrainConfig(seq_len=16, weight_decay=0.1),
     )
-    module = build_train_module(config, 32, Ranks(), torch.device("cpu"))
+    module = build_train_module(config, 32, RankInfo(), torch.device("cpu"))
     decay = {id(p): group["weight_decay"] for group in module.optim.param_groups for p in group["params"]}
     got = {name: decay[id(p)] for name, p in module.model.named_parameters()}
     want = {name: 0.1 if decayed else 0.0 for name, decayed in expected(nsa["phi"], nsa["phi_pos_emb"]).items()}

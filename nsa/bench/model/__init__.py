@@ -1,6 +1,6 @@
 """What the Triton kernels would take on a GPU that is not here: modelled from their loops, beside dense."""
 
-from nsa.bench.model.choices import Choices, measure_choices
-from nsa.bench.model.prediction import MODELLED, Kernel, Prediction, predict
+from nsa.bench.model.choices import SelectionOverlap, measure_choices
+from nsa.bench.model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
 
-__all__ = ["MODELLED", "Choices", "Kernel", "Prediction", "measure_choices", "predict"]
+__all__ = ["MODELLED", "KernelPrediction", "LayerPrediction", "SelectionOverlap", "measure_choices", "predict"]

@@ -6,13 +6,13 @@ B batch · S queries
 import torch
 from torch import Tensor
 
-from nsa.bench.model.work import Sizes
-from nsa.kernels.portable.shared import compressed_bounds, window_bounds
-from nsa.kernels.triton.runs import _parts
-from nsa.kernels.triton.tuning import Tiles
+from nsa.bench.model.work import LaunchSizes
+from nsa.kernels.portable.range_attention import compressed_bounds, window_bounds
+from nsa.kernels.triton.range_attention import _parts
+from nsa.kernels.triton.tuning import TileSizes
 
 
-def bounds(sizes: Sizes, branch: str) -> tuple[Tensor, Tensor, int]:
+def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
     """The first and the last but one key of every query in a plain row, and how many keys there are."""
     g, pos_BS = sizes.shape.geometry, torch.arange(sizes.length)[None]
     zero_BS = torch.zeros_like(pos_BS)
@@ -21,7 +21,7 @@ def bounds(sizes: Sizes, branch: str) -> tuple[Tensor, Tensor, int]:
     return *compressed_bounds(pos_BS, zero_BS, [g.l, g.d], sizes.n_compressed), sizes.n_compressed
 
 
-def query_tile_trips(sizes: Sizes, branch: str, tiles: Tiles) -> int:
+def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> int:
     """Of one group: a tile of m rows walks from its smallest first key, rounded down to n, to its largest last one."""
     lo_BS, hi_BS, _ = bounds(sizes, branch)
     heads, last = sizes.shape.heads_per_group, sizes.length - 1
@@ -32,7 +32,7 @@ def query_tile_trips(sizes: Sizes, branch: str, tiles: Tiles) -> int:
     return int(((hi_BS[0, end] - begin + tiles.n - 1) // tiles.n).clamp(min=0).sum())
 
 
-def key_tile_trips(sizes: Sizes, branch: str, tiles: Tiles) -> tuple[int, int]:
+def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int]:
     """Of one group: rows in steps of m for every tile of n keys, cut into parts; and how many parts there are."""
     lo_BS, hi_BS, n_keys = bounds(sizes, branch)
     s, heads = sizes.shape, sizes.shape.heads_per_group

@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nsa.bench.case import Case
-from nsa.bench.ours import chooser
+from nsa.bench.case import BenchCase
+from nsa.bench.nsa_backends import chooser
 from nsa.bench.shapes import BenchShape
-from nsa.kernels.registry import Wanted, plan
+from nsa.kernels.registry import BackendRequest, plan
 
 SPAN = 160
 """Queries in a row that are measured together: whole tiles of 1, 2, 4, 5, 8, 10, 16, 20 or 32."""
@@ -22,7 +22,7 @@ MOST_SPANS = 48
 
 
 @dataclass(frozen=True)
-class Choices:
+class SelectionOverlap:
     """The chosen blocks of one group: all of a row's queries, or spans of them."""
 
     shape: BenchShape
@@ -81,17 +81,17 @@ class Choices:
         return n_spans * int(steps.sum()), n_spans * int((whole + (rest > 0)).sum())
 
 
-def measure_choices(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> Choices:
+def measure_choices(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> SelectionOverlap:
     """Choose blocks as the module would, on the data that `nsa bench attention` races on."""
     one = replace(shape, n_heads=shape.heads_per_group, n_kv_groups=1)
-    case = Case(one, length, torch.float32, data, seed)
+    case = BenchCase(one, length, torch.float32, data, seed)
     n_spans = min(MOST_SPANS, length // SPAN)
     if length <= MOST_SPANS * SPAN:
         rows = torch.arange(length)[None]
     else:
         first = torch.linspace(0, length - SPAN, n_spans).long()
         rows = first[:, None] + torch.arange(SPAN)
-    wanted = plan(Wanted(), torch.device("cpu"), torch.float32, one.kernel)
+    wanted = plan(BackendRequest(), torch.device("cpu"), torch.float32, one.kernel)
     backend = next(choice.backend for choice in wanted.choices if choice.branch == "select")
     idx = chooser(case, backend)(rows.flatten())
-    return Choices(shape, length, data, idx[0, :, 0].view(*rows.shape, -1))
+    return SelectionOverlap(shape, length, data, idx[0, :, 0].view(*rows.shape, -1))

@@ -6,25 +6,25 @@ same stretch times every kernel of ours, and dense attention at other widths: Fl
 rows of 64 comes out within 2 %.
 """
 
-from nsa.bench.model.gpus import Gpu
-from nsa.bench.model.work import Sizes
+from nsa.bench.model.gpus import GpuModel
+from nsa.bench.model.work import LaunchSizes
 
 _PUBLISHED_WIDTH = 128
 _PRODUCTS = {False: 2, True: 5}
 """Matrix products per score: forward, and backward, where scores are computed again."""
 
 
-def serial_s(gpu: Gpu, dtype: str, flops: float, exponentials: float) -> float:
+def serial_s(gpu: GpuModel, dtype: str, flops: float, exponentials: float) -> float:
     return flops / gpu.flops_per_s(dtype) + exponentials / gpu.exponentials_per_s
 
 
-def stretch(gpu: Gpu, backward: bool) -> float:
+def stretch(gpu: GpuModel, backward: bool) -> float:
     share = gpu.published.backward if backward else gpu.published.forward
     flops = 2.0 * _PRODUCTS[backward] * _PUBLISHED_WIDTH
     return flops / gpu.flops_per_s("bf16") / share / serial_s(gpu, "bf16", flops, 1.0)
 
 
-def dense_s(gpu: Gpu, sizes: Sizes, backward: bool) -> float:
+def dense_s(gpu: GpuModel, sizes: LaunchSizes, backward: bool) -> float:
     """Causal, forward or backward alone; only what the mask leaves counts, as in the published figures."""
     s, n = sizes.shape, sizes.length
     scores = s.n_heads * n * (n + 1) / 2

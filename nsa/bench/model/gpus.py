@@ -1,4 +1,4 @@
-"""What a model of kernels must know of a GPU beyond `nsa.guard.hardware`: clocks, caches, published attention speed.
+"""What a model of kernels must know of a GPU beyond `nsa.planning.hardware`: clocks, caches, published attention speed.
 
 Peaks and memory bandwidth stay in the one table of devices there; here is only what it lacks.
 """
@@ -6,7 +6,7 @@ Peaks and memory bandwidth stay in the one table of devices there; here is only 
 from dataclasses import dataclass
 
 from nsa.errors import ConfigError
-from nsa.guard.hardware import DEVICES, Device
+from nsa.planning.hardware import DEVICES, HardwareDevice
 
 EXPONENTIALS_PER_CLOCK = 16
 """Of one multiprocessor or compute unit: CUDA programming guide's throughput table; a quarter of a CDNA SIMD's rate."""
@@ -25,7 +25,7 @@ SCAN_S = 0.120e-3 / 65536
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSpeed:
     """Share of the peak that dense attention reached at its best, taken to be with rows of 128 and long sequences."""
 
     name: str
@@ -38,9 +38,9 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuModel:
     name: str
-    device: Device
+    device: HardwareDevice
     units: int
     """Multiprocessors or compute units."""
     clock_hz: float
@@ -50,7 +50,7 @@ class Gpu:
     l2_source: str
     code: str
     """Whose machine code the kernels become, as the kernel passport calls it."""
-    published: Published
+    published: PublishedSpeed
 
     @property
     def exponentials_per_s(self) -> float:
@@ -76,37 +76,37 @@ MIB = 2**20
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
+        GpuModel(
             "a100", DEVICES["a100-80gb"], 108, 1.41e9, 40 * MIB, 5120 * 1.41e9,
             "NVIDIA A100 whitepaper: 40 MB, 5,120 bytes per clock", "sm_80",
-            Published("FlashAttention-2", 0.73, 0.63, "arXiv 2307.08691, 4.1: up to 73 % forward, 63 % backward",
+            PublishedSpeed("FlashAttention-2", 0.73, 0.63, "arXiv 2307.08691, 4.1: up to 73 % forward, 63 % backward",
                       1.3, "arXiv 2307.08691, 4.1: 1.3 to 2.5 times slower; the least is taken"),
         ),
-        Gpu(
+        GpuModel(
             "h100", DEVICES["h100-80gb"], 132, 1.83e9, 50 * MIB, 5120 * 1.83e9,
             "50 MB (NVIDIA H100 whitepaper), width as A100's: assumed", "sm_90",
-            Published("FlashAttention-3", 0.75, 561 / 989, "arXiv 2407.08608: 740 TFLOP/s forward, 561 backward",
+            PublishedSpeed("FlashAttention-3", 0.75, 561 / 989, "arXiv 2407.08608: 740 TFLOP/s forward, 561 backward",
                       620.73 / 476.753, "pytorch/benchmark 2391: 477 against 621 TFLOP/s"),
         ),
-        Gpu(
+        GpuModel(
             "b200", DEVICES["b200"], 148, 1.85e9, 126 * MIB, 2 * 5120 * 1.85e9,
             "two dies of H100's width: assumed; NVIDIA publishes none", "sm_100",
-            Published("FlashAttention-4", 0.71, 1359.8 / 2250,
+            PublishedSpeed("FlashAttention-4", 0.71, 1359.8 / 2250,
                       "together.ai/blog/flashattention-4: 1,605; Dao-AILab/flash-attention 2280: 1,360 backward",
                       2.7, "together.ai/blog/flashattention-4: up to 2.7 times slower"),
         ),
-        Gpu(
+        GpuModel(
             "mi300x", DEVICES["mi300x"], 304, 2.1e9, 256 * MIB, 17.2e12,
             "AMD CDNA 3 whitepaper: Infinity Cache, 256 MB, 17.2 TB/s; a die's own 4 MB do not hold a group's keys",
             "gfx942",
-            Published("dense attention", 0.45, 0.30, "assumed: no figure with a source was found",
+            PublishedSpeed("dense attention", 0.45, 0.30, "assumed: no figure with a source was found",
                       1.0, "assumed: the dense figure is no better known"),
         ),
     )
 }  # fmt: skip
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str) -> GpuModel:
     if name not in GPUS:
         raise ConfigError(f"--gpu is {name!r}: there is no model of it. Use one of: {', '.join(GPUS)}.")
     return GPUS[name]

@@ -4,12 +4,12 @@ Heads are rows, padded to the 16 that a matrix instruction has; nothing is share
 """
 
 from nsa.bench.model.kernels import INDEX
-from nsa.bench.model.work import Sizes, Work
+from nsa.bench.model.work import KernelWork, LaunchSizes
 
 ROWS = 16
 
 
-def group_centric_forward(sizes: Sizes) -> Work:
+def group_centric_forward(sizes: LaunchSizes) -> KernelWork:
     s, g = sizes.shape, sizes.shape.geometry
     m = max(ROWS, 1 << (s.heads_per_group - 1).bit_length())
     everything = min(sizes.length, g.n_sel * g.l_sel)  # queries so early that all blocks are chosen
@@ -18,7 +18,7 @@ def group_centric_forward(sizes: Sizes) -> Work:
     k, v = sizes.padded()
     own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes() + trips * INDEX
     axis = sizes.length * sizes.key_bytes()
-    return Work(
+    return KernelWork(
         "group-centric selected forward", False, trips,
         flops=trips * 2.0 * m * g.l_sel * (k + v),
         exponentials=trips * float(m * g.l_sel + m),

@@ -1,20 +1,20 @@
 """The kernels round attention: bounds, indices and the gate mix, for a plain row. All they do is move bytes and sort.
 
-What a chunk's sorted entries say of windows is counted from the selection that was measured: `Choices`.
+What a chunk's sorted entries say of windows is counted from the selection that was measured: `SelectionOverlap`.
 """
 
 from collections.abc import Iterator
 
-from nsa.bench.model.choices import Choices
+from nsa.bench.model.choices import SelectionOverlap
 from nsa.bench.model.kernels import INDEX, tiles_of
 from nsa.bench.model.pairs import POSITION, n_spans
-from nsa.bench.model.work import Sizes, Work
+from nsa.bench.model.work import KernelWork, LaunchSizes
 from nsa.kernels.triton import PIECE
+from nsa.kernels.triton.block_index import chunk_sizes
 from nsa.kernels.triton.bounds import CHUNK
-from nsa.kernels.triton.index import chunk_sizes
 
 
-def forward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
+def forward(sizes: LaunchSizes, choices: SelectionOverlap) -> Iterator[KernelWork]:
     """The compressed branch's bounds are computed twice: for its output and for the selection."""
     for branch in ("compressed", "compressed", "sliding"):
         yield bounds(sizes, branch, False)
@@ -22,7 +22,7 @@ def forward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
     yield mix(sizes, False)
 
 
-def backward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
+def backward(sizes: LaunchSizes, choices: SelectionOverlap) -> Iterator[KernelWork]:
     yield mix(sizes, True)
     for branch in ("compressed", "sliding"):
         yield bounds(sizes, branch, True)
@@ -32,16 +32,16 @@ def backward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
 
 def moves(
     name: str, backward: bool, moved: float, programs: int = 0, again: float = 0.0, launches: int = 1
-) -> Work:  # fmt: skip
+) -> KernelWork:  # fmt: skip
     """`again`: bytes that come from the cache a second time."""
-    return Work(name, backward, programs, l2_bytes=moved + again, hbm_bytes=moved, launches=launches)
+    return KernelWork(name, backward, programs, l2_bytes=moved + again, hbm_bytes=moved, launches=launches)
 
 
-def bounds(sizes: Sizes, branch: str, backward: bool) -> Work:
+def bounds(sizes: LaunchSizes, branch: str, backward: bool) -> KernelWork:
     return moves(f"bounds {branch}", backward, sizes.length * 2.0 * (POSITION + INDEX) + _chunks(sizes) * 2 * INDEX)
 
 
-def seen_by(sizes: Sizes, branch: str) -> Work:
+def seen_by(sizes: LaunchSizes, branch: str) -> KernelWork:
     """A tile of keys looks at all chunks of queries, then at the first and the last one that it touches."""
     n_keys = sizes.length if branch == "sliding" else sizes.n_compressed
     n_tiles = -(-n_keys // tiles_of("runs_dkv", sizes).n)
@@ -51,7 +51,7 @@ def seen_by(sizes: Sizes, branch: str) -> Work:
     return moves(f"seen_by {branch}", True, once, again=touched - once)
 
 
-def chosen(sizes: Sizes, choices: Choices, backward: bool) -> Iterator[Work]:
+def chosen(sizes: LaunchSizes, choices: SelectionOverlap, backward: bool) -> Iterator[KernelWork]:
     s, n_windows, spans = sizes.shape, sizes.shape.geometry.n_blocks(sizes.length), n_spans(sizes, backward)
     at = chunk_sizes(s.geometry.n_sel, s.geometry.l_sel)
     n_chunks = -(-sizes.length // at["CHUNK"]) * s.n_kv_groups
@@ -61,7 +61,7 @@ def chosen(sizes: Sizes, choices: Choices, backward: bool) -> Iterator[Work]:
     counted, places = n_chunks * (n_windows + 1), s.n_kv_groups * n_windows * spans
     where = real * 2 * POSITION
 
-    def work(name: str, moved: float, programs: int = 0, again: float = 0.0) -> Work:
+    def work(name: str, moved: float, programs: int = 0, again: float = 0.0) -> KernelWork:
         return moves(name, backward, moved, programs, again, launches=spans)
 
     sorts = entries * INDEX + slots * INDEX + 2 * runs * INDEX + sizes.length * (INDEX + POSITION)
@@ -74,14 +74,14 @@ def chosen(sizes: Sizes, choices: Choices, backward: bool) -> Iterator[Work]:
     yield work("find_pieces", n_pieces * INDEX, again=n_pieces * steps * INDEX)
 
 
-def count_shape(sizes: Sizes) -> tuple[int, int, int]:
+def count_shape(sizes: LaunchSizes) -> tuple[int, int, int]:
     """Of chunks and windows: what is cleared before chunks are sorted."""
     g = sizes.shape.geometry
     n_chunks = -(-sizes.length // chunk_sizes(g.n_sel, g.l_sel)["CHUNK"])
     return sizes.shape.n_kv_groups, n_chunks, g.n_blocks(sizes.length) + 1
 
 
-def mix(sizes: Sizes, backward: bool) -> Work:
+def mix(sizes: LaunchSizes, backward: bool) -> KernelWork:
     """A gate per head: every output once, and their gradients."""
     gates = sizes.rows * sizes.shape.n_kv_groups * 3 * 4
     if backward:
@@ -89,5 +89,5 @@ def mix(sizes: Sizes, backward: bool) -> Work:
     return moves("mix_forward", False, 4 * sizes.outputs_bytes() + gates)
 
 
-def _chunks(sizes: Sizes) -> int:
+def _chunks(sizes: LaunchSizes) -> int:
     return -(-sizes.length // CHUNK)

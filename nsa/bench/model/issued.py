@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 @dataclass(frozen=True)
-class Issued:
+class InstructionCounts:
     """Of one turn, by all warps of a program."""
 
     instructions: int
@@ -26,7 +26,7 @@ class Issued:
 
 
 @cache
-def issued(kernel: str, shape: BenchShape, code: str) -> Issued | None:
+def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | None:
     """None where no NVIDIA machine code is made, or none is counted."""
     if not code.startswith("sm_"):
         return None
@@ -35,11 +35,13 @@ def issued(kernel: str, shape: BenchShape, code: str) -> Issued | None:
     from nsa.kernels.triton.machine_code import disassembled
 
     g = shape.geometry
-    model = passport.Model(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, g.l, g.d, g.l_sel, g.n_sel)
+    model = passport.CompiledShape(
+        shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, g.l, g.d, g.l_sel, g.n_sel
+    )
     job = next(job for job in passport.jobs(model, code) if job.kernel == kernel)
     text = disassembled(passport.compile_for(job, GPUS[code]).asm)
     instructions, hmma = count(text, shape.heads_per_group if kernel == "select" else 0)
-    return Issued(instructions * job.warps, hmma * job.warps * HMMA_FLOPS)
+    return InstructionCounts(instructions * job.warps, hmma * job.warps * HMMA_FLOPS)
 
 
 def count(text: str, heads: int = 0) -> tuple[int, int]:

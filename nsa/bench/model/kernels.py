@@ -4,60 +4,68 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nsa.bench.model.bounds import key_tile_trips, query_tile_trips
-from nsa.bench.model.work import Sizes, Work
+from nsa.bench.model.work import KernelWork, LaunchSizes
 from nsa.kernels.triton.selection import select_sizes
-from nsa.kernels.triton.tuning import Tiles, choose
+from nsa.kernels.triton.tuning import TileSizes, choose
 
 INDEX = 4  # bytes of an index, a bound, a mask
 
 
-def tiles_of(kernel: str, sizes: Sizes) -> Tiles:
+def tiles_of(kernel: str, sizes: LaunchSizes) -> TileSizes:
     s = sizes.shape
     return choose(kernel, s.d_k if kernel == "select" else max(s.d_k, s.d_v), sizes.code)
 
 
-def forward(sizes: Sizes) -> Iterator[Work]:
+def forward(sizes: LaunchSizes) -> Iterator[KernelWork]:
     yield runs_forward(sizes, "compressed")
     yield select(sizes)
     yield runs_forward(sizes, "sliding")
 
 
-def backward(sizes: Sizes) -> Iterator[Work]:
+def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
     for branch in ("compressed", "sliding"):
         yield runs_dq(sizes, branch)
         yield runs_dkv(sizes, branch)
 
 
-def runs_forward(sizes: Sizes, branch: str) -> Work:
+def runs_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
     return _forward(f"runs_forward {branch}", sizes, *_runs(sizes, branch, "runs_forward"))
 
 
-def runs_dq(sizes: Sizes, branch: str) -> Work:
+def runs_dq(sizes: LaunchSizes, branch: str) -> KernelWork:
     return _dq(f"runs_dq {branch}", sizes, *_runs(sizes, branch, "runs_dq"))
 
 
-def _runs(sizes: Sizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
+def _runs(sizes: LaunchSizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
     """Trips of all groups, a tile's rows, keys and loaded keys; the axis, if far tiles share it, bytes of the index."""
     tiles = tiles_of(kernel, sizes)
     trips = query_tile_trips(sizes, branch, tiles) * sizes.shape.n_kv_groups
     return trips, tiles.m, tiles.n, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
 
 
-def _axis(sizes: Sizes, branch: str) -> int:
+def _axis(sizes: LaunchSizes, branch: str) -> int:
     return sizes.length if branch == "sliding" else sizes.n_compressed
 
 
-def _bounds_bytes(sizes: Sizes) -> float:
+def _bounds_bytes(sizes: LaunchSizes) -> float:
     return sizes.length * sizes.shape.n_kv_groups * 2 * INDEX
 
 
 def _forward(
-    name: str, sizes: Sizes, trips: int, m: int, n: int, loaded: int, n_keys: int, shared: bool, index_bytes: float
-) -> Work:
+    name: str,
+    sizes: LaunchSizes,
+    trips: int,
+    m: int,
+    n: int,
+    loaded: int,
+    n_keys: int,
+    shared: bool,
+    index_bytes: float,
+) -> KernelWork:
     k, v = sizes.padded()
     own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes() + index_bytes
     axis = n_keys * sizes.key_bytes()
-    return Work(
+    return KernelWork(
         name, False, trips,
         flops=trips * 2.0 * m * n * (k + v),
         exponentials=trips * float(m * n + m),  # and one per row for what came before
@@ -68,12 +76,20 @@ def _forward(
 
 
 def _dq(
-    name: str, sizes: Sizes, trips: int, m: int, n: int, loaded: int, n_keys: int, shared: bool, index_bytes: float
-) -> Work:
+    name: str,
+    sizes: LaunchSizes,
+    trips: int,
+    m: int,
+    n: int,
+    loaded: int,
+    n_keys: int,
+    shared: bool,
+    index_bytes: float,
+) -> KernelWork:
     k, v = sizes.padded()
     own = 2 * sizes.queries_bytes() + 2 * sizes.outputs_bytes() + 2 * sizes.level_bytes() + index_bytes
     axis = n_keys * sizes.key_bytes()
-    return Work(
+    return KernelWork(
         name, True, trips,
         flops=trips * 2.0 * m * n * (2 * k + v),
         exponentials=trips * float(m * n),
@@ -83,7 +99,7 @@ def _dq(
     )  # fmt: skip
 
 
-def runs_dkv(sizes: Sizes, branch: str) -> Work:
+def runs_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
     tiles, groups, n_keys = tiles_of("runs_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
     trips, parts = key_tile_trips(sizes, branch, tiles)
     sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
@@ -91,12 +107,14 @@ def runs_dkv(sizes: Sizes, branch: str) -> Work:
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
 
 
-def _dkv(name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, keys_loaded: float, sums: float) -> Work:
+def _dkv(
+    name: str, sizes: LaunchSizes, trips: int, m: int, n: int, n_keys: int, keys_loaded: float, sums: float
+) -> KernelWork:
     """Keys stay in registers; every trip loads m rows: query, dout, log-sum-exp, delta and two bounds."""
     k, v = sizes.padded()
     per_row = sizes.key_bytes() + 2 * 4 + 2 * INDEX
     rows = sizes.queries_bytes() + sizes.outputs_bytes() + 2 * sizes.level_bytes()
-    return Work(
+    return KernelWork(
         name, True, trips,
         flops=trips * 4.0 * m * n * (k + v),
         exponentials=trips * float(m * n),
@@ -106,7 +124,7 @@ def _dkv(name: str, sizes: Sizes, trips: int, m: int, n: int, n_keys: int, keys_
     )  # fmt: skip
 
 
-def select(sizes: Sizes) -> Work:
+def select(sizes: LaunchSizes) -> KernelWork:
     """Per step KEEP blocks; their keys stay while every head's queries are loaded in turn."""
     s, g, (tile, _) = sizes.shape, sizes.shape.geometry, select_tile(sizes)
     steps, loaded, keys = (count * s.n_kv_groups for count in select_steps(sizes))
@@ -116,7 +134,7 @@ def select(sizes: Sizes) -> Work:
     axis = sizes.n_compressed * sizes.key_bytes(values=False)
     idx = sizes.length * s.n_kv_groups * g.n_sel * INDEX
     own = sizes.queries_bytes() + sizes.level_bytes() + idx + sizes.length * s.n_kv_groups * 3 * INDEX
-    return Work(
+    return KernelWork(
         "select", False, steps,
         flops=scores * 2.0 * k,
         exponentials=float(scores),
@@ -126,14 +144,14 @@ def select(sizes: Sizes) -> Work:
     )  # fmt: skip
 
 
-def select_tile(sizes: Sizes) -> tuple[dict[str, int], int]:
+def select_tile(sizes: LaunchSizes) -> tuple[dict[str, int], int]:
     """The kernel's constants, and the steps that a tile takes only for what its columns' first blocks are due."""
     g = sizes.shape.geometry
     tile = select_sizes(g.l, g.d, g.l_sel, g.n_sel, tiles_of("select", sizes))
     return tile, -(-(g.l // g.d - 1) // (g.l_sel // g.d))
 
 
-def select_steps(sizes: Sizes) -> tuple[int, int, int]:
+def select_steps(sizes: LaunchSizes) -> tuple[int, int, int]:
     """Of one group: steps of all tiles, up to the block of a tile's last query; queries and keys that they load."""
     g, (tile, ahead) = sizes.shape.geometry, select_tile(sizes)
     per_step = tile["KEEP"] * tile["PER_SEL"]

@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from nsa.bench.model.choices import Choices
+from nsa.bench.model.choices import SelectionOverlap
 from nsa.bench.model.kernels import INDEX, tiles_of
-from nsa.bench.model.work import Sizes, Work
+from nsa.bench.model.work import KernelWork, LaunchSizes
 from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.selected import keys_of, rows_of, span_of
 
 POSITION = 8  # bytes of a position as the layout has it
 
 
-def forward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
+def forward(sizes: LaunchSizes, choices: SelectionOverlap) -> Iterator[KernelWork]:
     yield selected_forward(sizes, choices)
     yield merge_slots(sizes, choices)
 
 
-def backward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
+def backward(sizes: LaunchSizes, choices: SelectionOverlap) -> Iterator[KernelWork]:
     yield delta(sizes)
     yield selected_backward(sizes, choices)
     yield add_slots(sizes, choices)
@@ -25,7 +25,7 @@ def backward(sizes: Sizes, choices: Choices) -> Iterator[Work]:
 
 
 @dataclass(frozen=True)
-class Readers:
+class BlockReaders:
     """Of all windows and groups, as a kernel's tiles take them."""
 
     trips: int
@@ -39,7 +39,7 @@ class Readers:
     n_spans: int
 
 
-def n_spans(sizes: Sizes, backward: bool) -> int:
+def n_spans(sizes: LaunchSizes, backward: bool) -> int:
     s = sizes.shape
     _, cuts = keys_of(tiles_of(_kernel(backward), sizes), s.geometry.l_sel)
     width = s.d_k if backward else s.d_v
@@ -48,23 +48,23 @@ def n_spans(sizes: Sizes, backward: bool) -> int:
     return -(-sizes.length // length)
 
 
-def readers(sizes: Sizes, choices: Choices, backward: bool) -> Readers:
+def readers(sizes: LaunchSizes, choices: SelectionOverlap, backward: bool) -> BlockReaders:
     s, tiles, spans = sizes.shape, tiles_of(_kernel(backward), sizes), n_spans(sizes, backward)
     keys, cuts = keys_of(tiles, s.geometry.l_sel)
     trips, pieces = choices.trips(PIECE, tiles.m, spans)
     rows = choices.entries() * s.n_heads
-    return Readers(trips * cuts * s.n_kv_groups, pieces * s.n_kv_groups, rows, tiles.m, keys, cuts, spans)
+    return BlockReaders(trips * cuts * s.n_kv_groups, pieces * s.n_kv_groups, rows, tiles.m, keys, cuts, spans)
 
 
 def _kernel(backward: bool) -> str:
     return "selected_backward" if backward else "selected_forward"
 
 
-def selected_forward(sizes: Sizes, choices: Choices) -> Work:
+def selected_forward(sizes: LaunchSizes, choices: SelectionOverlap) -> KernelWork:
     s, r, (k, v) = sizes.shape, readers(sizes, choices, False), sizes.padded()
     slots = r.rows * r.cuts * (s.d_v * sizes.element + 4)
     keys = r.pieces * s.geometry.l_sel * sizes.key_bytes()
-    return Work(
+    return KernelWork(
         "selected_forward", False, r.trips,
         flops=r.trips * 2.0 * r.m * r.keys * (k + v),
         exponentials=r.trips * float(r.m * r.keys),
@@ -75,7 +75,7 @@ def selected_forward(sizes: Sizes, choices: Choices) -> Work:
     )  # fmt: skip
 
 
-def merge_slots(sizes: Sizes, choices: Choices) -> Work:
+def merge_slots(sizes: LaunchSizes, choices: SelectionOverlap) -> KernelWork:
     r, s = readers(sizes, choices, False), sizes.shape
     slots = r.rows * r.cuts * (s.d_v * sizes.element + 4)
     turns = _tiles(sizes, s.d_v) * s.geometry.n_sel
@@ -84,18 +84,18 @@ def merge_slots(sizes: Sizes, choices: Choices) -> Work:
     return replace(work, exponentials=turns * rows_of(s.d_v) * 4.0 * r.cuts)
 
 
-def delta(sizes: Sizes) -> Work:
+def delta(sizes: LaunchSizes) -> KernelWork:
     moved = 2 * sizes.outputs_bytes() + sizes.level_bytes()
-    return Work("delta", True, l2_bytes=moved, hbm_bytes=moved)
+    return KernelWork("delta", True, l2_bytes=moved, hbm_bytes=moved)
 
 
-def selected_backward(sizes: Sizes, choices: Choices) -> Work:
+def selected_backward(sizes: LaunchSizes, choices: SelectionOverlap) -> KernelWork:
     s, r, (k, v) = sizes.shape, readers(sizes, choices, True), sizes.padded()
     slots = r.rows * r.cuts * s.d_k * sizes.element
     keys = r.pieces * s.geometry.l_sel * sizes.key_bytes()
     sums = r.pieces * s.geometry.l_sel * (s.d_k + s.d_v) * 4.0
     rows = sizes.queries_bytes() + sizes.outputs_bytes() + 2 * sizes.level_bytes()
-    return Work(
+    return KernelWork(
         "selected_backward", True, r.trips,
         flops=r.trips * 2.0 * r.m * r.keys * (3 * k + 2 * v),
         exponentials=r.trips * float(r.m * r.keys),
@@ -106,13 +106,13 @@ def selected_backward(sizes: Sizes, choices: Choices) -> Work:
     )  # fmt: skip
 
 
-def add_slots(sizes: Sizes, choices: Choices) -> Work:
+def add_slots(sizes: LaunchSizes, choices: SelectionOverlap) -> KernelWork:
     r, s = readers(sizes, choices, True), sizes.shape
     moved = r.rows * r.cuts * s.d_k * sizes.element + sizes.queries_bytes()
     return _puts_together("add_slots", True, sizes, moved, _tiles(sizes, s.d_k) * s.geometry.n_sel, r.n_spans)
 
 
-def add_pieces(sizes: Sizes, choices: Choices) -> Work:
+def add_pieces(sizes: LaunchSizes, choices: SelectionOverlap) -> KernelWork:
     """Twice in every span: for keys and for values. Sums of several spans wait in fp32."""
     r, s = readers(sizes, choices, True), sizes.shape
     moved = r.pieces * s.geometry.l_sel * (s.d_k + s.d_v) * 4.0
@@ -120,22 +120,24 @@ def add_pieces(sizes: Sizes, choices: Choices) -> Work:
         moved += (2 * r.n_spans - 1) * _keys_bytes(sizes) * 4 / sizes.element
     else:
         moved += _keys_bytes(sizes)
-    return Work("add_pieces", True, l2_bytes=moved, hbm_bytes=moved, launches=2 * r.n_spans)
+    return KernelWork("add_pieces", True, l2_bytes=moved, hbm_bytes=moved, launches=2 * r.n_spans)
 
 
-def _keys_bytes(sizes: Sizes) -> float:
+def _keys_bytes(sizes: LaunchSizes) -> float:
     return sizes.length * sizes.shape.n_kv_groups * sizes.key_bytes()
 
 
-def _tiles(sizes: Sizes, width: int) -> int:
+def _tiles(sizes: LaunchSizes, width: int) -> int:
     return -(-sizes.rows // rows_of(width)) * sizes.shape.n_kv_groups
 
 
-def _puts_together(name: str, backward: bool, sizes: Sizes, moved: float, turns: int, launches: int) -> Work:
+def _puts_together(
+    name: str, backward: bool, sizes: LaunchSizes, moved: float, turns: int, launches: int
+) -> KernelWork:
     """Every query head asks where its blocks are: from the cache, but for the blocks themselves, once per query."""
     asked = sizes.rows * sizes.shape.n_kv_groups * sizes.shape.geometry.n_sel
     once = sizes.length * sizes.shape.n_kv_groups * sizes.shape.geometry.n_sel * INDEX
-    return Work(
+    return KernelWork(
         name, backward, turns, l2_bytes=moved + asked * (2 * INDEX + POSITION), hbm_bytes=moved + once,
         launches=launches,
     )  # fmt: skip

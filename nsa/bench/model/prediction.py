@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nsa.bench.model import index, kernels, pairs, torch_ops
-from nsa.bench.model.choices import Choices, measure_choices
+from nsa.bench.model.choices import SelectionOverlap, measure_choices
 from nsa.bench.model.dense import dense_s, serial_s, stretch
-from nsa.bench.model.gpus import LAUNCH_S, SCAN_S, SORT_CLOCKS, Gpu, gpu_named
+from nsa.bench.model.gpus import LAUNCH_S, SCAN_S, SORT_CLOCKS, GpuModel, gpu_named
 from nsa.bench.model.group_centric import group_centric_forward
-from nsa.bench.model.issued import Issued, issued
-from nsa.bench.model.work import Sizes, Work
+from nsa.bench.model.issued import InstructionCounts, issued
+from nsa.bench.model.work import KernelWork, LaunchSizes
 from nsa.bench.shapes import BenchShape
 from nsa.errors import ConfigError
 
@@ -20,7 +20,7 @@ MODELLED = "modelled"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelPrediction:
     """One kernel, or one group of torch operations, with the time of each of its bounds."""
 
     name: str
@@ -36,7 +36,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LayerPrediction:
     """Of one attention layer, batch 1, without projections, as `nsa bench attention` would time it. Modelled."""
 
     gpu: str
@@ -47,9 +47,9 @@ class Prediction:
     """Whether backward is in it, after forward."""
     data: str
     triton_slowdown: float
-    kernels: list[Kernel]
+    kernels: list[KernelPrediction]
     dense_seconds: float
-    group_centric: Kernel
+    group_centric: KernelPrediction
     label: str = MODELLED
 
     @property
@@ -78,28 +78,28 @@ class Prediction:
         }  # fmt: skip
 
 
-Instructions = Callable[[str, BenchShape, str], Issued | None]
+Instructions = Callable[[str, BenchShape, str], InstructionCounts | None]
 
 
 def predict(
-    gpu: str | Gpu,
+    gpu: str | GpuModel,
     shape: BenchShape,
     length: int,
     dtype: str = "bf16",
     backward: bool = False,
-    choices: Choices | None = None,
+    choices: SelectionOverlap | None = None,
     data: str = "random",
     as_triton: bool = False,
     launch_s: float = LAUNCH_S,
     instructions: Instructions = issued,
-) -> Prediction:
+) -> LayerPrediction:
     """Seconds of our Triton kernels and of dense attention, modelled from the kernels' own loops.
 
     `choices`: what `measure_choices` found; None: it is measured here, on `data`. `as_triton`: our arithmetic is as
     much slower than published dense attention as attention in Triton was on that GPU; otherwise it is as good.
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    sizes = Sizes(shape, length, dtype, machine.code)
+    sizes = LaunchSizes(shape, length, dtype, machine.code)
     choices = choices or measure_choices(shape, length, data)
     if (choices.shape, choices.length) != (shape, length):
         raise ConfigError(
@@ -108,7 +108,7 @@ def predict(
         )
     slowdown = machine.published.triton_slowdown if as_triton else 1.0
 
-    def timed(work: Work) -> Kernel:
+    def timed(work: KernelWork) -> KernelPrediction:
         kind = work.name.split()[0]
         counted = instructions(kind, shape, machine.code) if work.trips and dtype == "bf16" else None
         return time_of(machine, dtype, work, counted, slowdown, launch_s)
@@ -121,7 +121,7 @@ def predict(
                                            *index.backward(sizes, choices), *torch_ops.backward(sizes))]  # fmt: skip
         dense += dense_s(machine, sizes, True)
     yardstick = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
-    return Prediction(
+    return LayerPrediction(
         machine.name,
         shape,
         length,
@@ -136,8 +136,13 @@ def predict(
 
 
 def time_of(
-    gpu: Gpu, dtype: str, work: Work, counted: Issued | None, slowdown: float = 1.0, launch_s: float = LAUNCH_S
-) -> Kernel:
+    gpu: GpuModel,
+    dtype: str,
+    work: KernelWork,
+    counted: InstructionCounts | None,
+    slowdown: float = 1.0,
+    launch_s: float = LAUNCH_S,
+) -> KernelPrediction:
     """The slowest of: arithmetic, instructions, memory, cache, launches, and torch's sorts and scans."""
     hmma_flops = counted.hmma_flops * work.trips if counted else 0
     flops = max(work.flops, float(hmma_flops))
@@ -155,7 +160,7 @@ def time_of(
         "scan": work.scanned * SCAN_S,
     }
     bound = max(bounds, key=lambda name: bounds[name])
-    return Kernel(
+    return KernelPrediction(
         work.name, work.backward, bounds[bound], bound, flops, hbm_bytes, work.l2_bytes, work.exponentials,
         work.launches, bounds,
     )  # fmt: skip

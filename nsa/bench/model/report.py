@@ -7,8 +7,8 @@ from typing import Any
 
 from nsa.bench import plot
 from nsa.bench.model.choices import measure_choices
-from nsa.bench.model.gpus import L2_SHARE, MEMORY_SHARE, Gpu, gpu_named
-from nsa.bench.model.prediction import MODELLED, Kernel, Prediction, predict
+from nsa.bench.model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, gpu_named
+from nsa.bench.model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
 from nsa.bench.report import seconds, to_markdown_table
 from nsa.bench.shapes import DTYPES, parse_lengths, shape_named, spell
 from nsa.errors import ConfigError
@@ -26,19 +26,19 @@ NARROW: dict[tuple[str, ...], int] = {TOTAL_COLUMNS: 10, KERNEL_COLUMNS: 6}
 
 
 @dataclass(frozen=True)
-class Pair:
+class PredictionPair:
     """One length: forward alone, and forward with backward."""
 
-    forward: Prediction
-    both: Prediction
+    forward: LayerPrediction
+    both: LayerPrediction
 
 
 @dataclass
 class ModelReport:
     command: str
     machine: dict[str, Any]
-    gpu: Gpu
-    pairs: list[Pair] = field(default_factory=list)
+    gpu: GpuModel
+    pairs: list[PredictionPair] = field(default_factory=list)
 
     def to_json(self) -> str:
         predictions = [p.to_json() for pair in self.pairs for p in (pair.forward, pair.both)]
@@ -75,7 +75,7 @@ def model(
     as_triton: bool,
     launch_us: float,
     say: Callable[[str], None],
-) -> Iterator[Pair]:
+) -> Iterator[PredictionPair]:
     """A pair of predictions per dtype and length, from choices that are measured once per length."""
     gpu_named(gpu)
     wanted = [word.strip() for word in dtypes.split(",")]
@@ -96,10 +96,10 @@ def model(
                 )
                 for backward in (False, True)
             )
-            yield Pair(forward, both)
+            yield PredictionPair(forward, both)
 
 
-def total_row(pair: Pair) -> tuple[str, ...]:
+def total_row(pair: PredictionPair) -> tuple[str, ...]:
     f, b = pair.forward, pair.both
     return (
         f"{spell(f.length)} {f.dtype}",
@@ -109,13 +109,13 @@ def total_row(pair: Pair) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def kernel_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+def kernel_rows(prediction: LayerPrediction) -> list[tuple[str, ...]]:
     """The slowest first: what to work on next stands on top."""
     ordered = sorted(prediction.kernels, key=lambda kernel: -kernel.seconds)
     return [_kernel_row(kernel, prediction.seconds) for kernel in ordered]
 
 
-def _kernel_row(kernel: Kernel, total: float) -> tuple[str, ...]:
+def _kernel_row(kernel: KernelPrediction, total: float) -> tuple[str, ...]:
     rest = sorted(((s, name) for name, s in kernel.bounds_s.items() if name != kernel.bound), reverse=True)
     return (
         kernel.name, "bwd" if kernel.backward else "fwd", seconds(kernel.seconds),
@@ -125,14 +125,14 @@ def _kernel_row(kernel: Kernel, total: float) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def headline(gpu: Gpu) -> str:
+def headline(gpu: GpuModel) -> str:
     return (
         f"{MODELLED.capitalize()}, not measured: {gpu.name}, {gpu.device.bf16_tflops:g} TFLOP/s bf16, "
         f"{gpu.device.bandwidth_gb_s:g} GB/s, {gpu.units} units at {gpu.clock_hz / 1e9:.2f} GHz"
     )
 
 
-def assumptions(gpu: Gpu) -> list[str]:
+def assumptions(gpu: GpuModel) -> list[str]:
     p = gpu.published
     return [
         f"dense is {p.name}: {100 * p.forward:.0f} % of peak forward, {100 * p.backward:.0f} % backward, taken to be "

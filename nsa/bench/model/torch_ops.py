@@ -19,9 +19,9 @@ from nsa.bench.case import TORCH_DTYPES
 from nsa.bench.model.index import count_shape
 from nsa.bench.model.kernels import tiles_of
 from nsa.bench.model.pairs import n_spans
-from nsa.bench.model.work import Sizes, Work
-from nsa.core.layout import plain_layout
-from nsa.kernels.triton.runs import _parts
+from nsa.bench.model.work import KernelWork, LaunchSizes
+from nsa.core.document_layout import plain_layout
+from nsa.kernels.triton.range_attention import _parts
 
 SHORT_ROW = 4096
 """Longer rows are sorted by radix, one pass over keys and indices per 8 bits; shorter ones within a block."""
@@ -32,7 +32,7 @@ _NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_stri
 _SCANS = ("cummax", "cummin", "_cummax_helper", "_cummin_helper")
 
 
-class Tally(TorchDispatchMode):
+class OperationTally(TorchDispatchMode):
     """Counts the operations that run under it."""
 
     def __init__(self) -> None:
@@ -76,23 +76,23 @@ def stored_bytes(x: Tensor) -> int:
     return n
 
 
-def traced(name: str, backward: bool, run: Callable[[], object]) -> Work:
-    with Tally() as tally:
+def traced(name: str, backward: bool, run: Callable[[], object]) -> KernelWork:
+    with OperationTally() as tally:
         run()
-    return Work(
+    return KernelWork(
         name, backward, l2_bytes=tally.moved, hbm_bytes=tally.moved, launches=tally.launches,
         sorted_keys=tally.sorted_keys, scanned=tally.scanned,
     )  # fmt: skip
 
 
-def forward(sizes: Sizes) -> Iterator[Work]:
-    row = _Row(sizes)
+def forward(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    row = _PlainRow(sizes)
     yield traced("positions, torch", False, row.positions)
     yield traced("counts, torch", False, partial(row.counts, n_spans(sizes, False)))
 
 
-def backward(sizes: Sizes) -> Iterator[Work]:
-    row = _Row(sizes)
+def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    row = _PlainRow(sizes)
     for branch in ("compressed", "sliding"):
         yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
     spans = n_spans(sizes, True)
@@ -102,10 +102,10 @@ def backward(sizes: Sizes) -> Iterator[Work]:
     yield traced("sum of dq, torch", True, row.sum_dq)
 
 
-class _Row:
+class _PlainRow:
     """One plain row of tokens on no device: the calls that the launchers and the module make for it."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: LaunchSizes) -> None:
         s, meta = sizes.shape, torch.device("meta")
         self.sizes, self.shape = sizes, s
         self.pos_BS, self.start_BS, *_ = plain_layout(1, sizes.length, s.geometry, meta)

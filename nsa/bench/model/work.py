@@ -9,7 +9,7 @@ from nsa.kernels import triton as backend
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """One kernel of one pass, or the torch operations between two kernels."""
 
     name: str
@@ -33,7 +33,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LaunchSizes:
     """A shape at a length, as the launchers see it."""
 
     shape: BenchShape
@@ -65,7 +65,7 @@ class Sizes:
 
     def padded(self) -> tuple[int, int]:
         """Columns of a key and of a value as tiles have them."""
-        from nsa.kernels.triton.widths import widths
+        from nsa.kernels.triton.head_dims import widths
 
         w = widths(self.shape.d_k, self.shape.d_v)
         return w["K1"] + w["K2"], w["V1"] + w["V2"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nsa.data.demo.clean import Deduplicator, is_good_english, stop_word_share
 from nsa.data.demo.extract import extract_texts
-from nsa.data.demo.packages import PACKAGES, DocPackage, Unpacked, download, resolve
+from nsa.data.demo.packages import PACKAGES, DocPackage, UnpackedPackage, download, resolve
 from nsa.data.order import permutation
 from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError
@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class DemoCorpus:
     documents: int
     text_bytes: int
     files: int
@@ -37,7 +37,7 @@ class Built:
 
 def build_demo(
     folder: Path, *, megabytes: float = 0, packages: Sequence[DocPackage] = PACKAGES, progress: Progress | None = None
-) -> Built:
+) -> DemoCorpus:
     """Download, clean and write; the same package versions give the same bytes. `megabytes` of text, 0 for all."""
     problem, fix = f"the demo corpus cannot be written to {folder}", "Name a new folder in a place that you can write."
     with storage_errors(problem, fix=fix):  # before the downloads
@@ -79,7 +79,7 @@ def build_demo(
     with storage_errors(problem, fix=fix):
         files = write_files(folder, records)
         (folder / SOURCES_FILE).write_text(json.dumps({"packages": sources, "columns": _COLUMN_NOTES}, indent=1) + "\n")
-    return Built(len(records), done, files, sources)
+    return DemoCorpus(len(records), done, files, sources)
 
 
 _COLUMN_NOTES = {
@@ -89,7 +89,7 @@ _COLUMN_NOTES = {
 }
 
 
-def clean_records(unpacked: Unpacked, deduplicator: Deduplicator) -> Iterator[Record]:
+def clean_records(unpacked: UnpackedPackage, deduplicator: Deduplicator) -> Iterator[Record]:
     for path, text in extract_texts(unpacked.root, unpacked.below):
         if not is_good_english(text):
             continue

@@ -43,7 +43,7 @@ def _read(path: Path) -> str:
         return data.decode("latin-1")
 
 
-class _Blocks(HTMLParser):
+class _ParagraphParser(HTMLParser):
     """Collects text by paragraph; whatever lies inside a dropped element is skipped."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Blocks(HTMLParser):
 
 
 def html_text(html: str) -> str:
-    blocks = _Blocks()
+    blocks = _ParagraphParser()
     blocks.feed(html)
     blocks.close()
     return tidy("".join(blocks.parts))

@@ -45,7 +45,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
+class UnpackedPackage:
     name: str
     version: str
     licence: str
@@ -71,7 +71,7 @@ def resolve(packages: Sequence[DocPackage]) -> list[tuple[str, DocPackage]]:
     return found
 
 
-def download(name: str, package: DocPackage, folder: Path) -> Unpacked:
+def download(name: str, package: DocPackage, folder: Path) -> UnpackedPackage:
     """Fetch `name` and unpack it below `folder`."""
     target = folder / name
     target.mkdir(parents=True)
@@ -88,7 +88,7 @@ def download(name: str, package: DocPackage, folder: Path) -> Unpacked:
     _run("dpkg", "-x", str(archives[0]), str(root))
     version = _run("dpkg-deb", "-f", str(archives[0]), "Version").strip()
     archives[0].unlink()
-    return Unpacked(name, version, package.licence, root, package.below)
+    return UnpackedPackage(name, version, package.licence, root, package.below)
 
 
 def _update_lists() -> None:

@@ -4,19 +4,19 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.data.prepare.units import list_files, units_are_whole_files
-from nsa.data.shards.folder import Folder
+from nsa.data.prepare.inputs import list_files, units_are_whole_files
 from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
-from nsa.data.source.row_group import Columns
+from nsa.data.source.row_group import DocumentColumns
 from nsa.data.tokenizer import load_tokenizer, token_dtype
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 
 WORK = "_work"  # inside the output folder until the manifest is written
 PLAN_NAME = f"{WORK}/plan.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PrepareTask:
     """Consecutive units of one file. Tasks depend on the source and the settings alone, never on the workers."""
 
     file: str
@@ -25,7 +25,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PreparePlan:
     source: str
     files: list[tuple[str, int]]  # (file, units)
     source_fingerprint: str
@@ -43,12 +43,12 @@ class Plan:
     max_bad_units: int
 
     @property
-    def columns(self) -> Columns:
-        return Columns(self.text_column, self.id_column)
+    def columns(self) -> DocumentColumns:
+        return DocumentColumns(self.text_column, self.id_column)
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[PrepareTask]:
         return [
-            Task(file, first, min(first + self.units_per_task, units))
+            PrepareTask(file, first, min(first + self.units_per_task, units))
             for file, units in self.files
             for first in range(0, units, self.units_per_task)
         ]
@@ -64,27 +64,27 @@ def make_plan(
     source: str,
     tokenizer: str,
     *,
-    columns: Columns | None = None,
+    columns: DocumentColumns | None = None,
     eos_token: str | None = None,
     held_out_fraction: float = 0.0,
     units_per_task: int | None = None,
     shard_tokens: int = 2**28,
     max_bad_units: int = 0,
     limit_units: int | None = None,
-) -> Plan:
+) -> PreparePlan:
     """List the source and fix every setting. `limit_units` takes only that many units from the start."""
     if not 0.0 <= held_out_fraction < 1.0:
         raise ConfigError(f"the held-out fraction is {held_out_fraction}: it must be in [0, 1). Set e.g. 0.0005.")
     if shard_tokens < 1 or (units_per_task is not None and units_per_task < 1):
         raise ConfigError(f"shard_tokens={shard_tokens}, units_per_task={units_per_task}: both must be at least 1.")
-    columns = columns or Columns()
+    columns = columns or DocumentColumns()
     loaded = load_tokenizer(tokenizer, eos_token=eos_token)
     files, source_fingerprint = list_files(source, columns)
     if limit_units is not None:
         files = _first_units(files, limit_units)
     # 64 row groups of 1,000 documents are about 64 M tokens: a minute or two of work, which is what a kill can cost.
     default_units = 1 if units_are_whole_files(files) else 64
-    return Plan(
+    return PreparePlan(
         source=source,
         files=files,
         source_fingerprint=source_fingerprint,
@@ -112,7 +112,7 @@ def _first_units(files: list[tuple[str, int]], limit: int) -> list[tuple[str, in
     return kept
 
 
-def is_finished(plan: Plan, out: Folder) -> bool:
+def is_finished(plan: PreparePlan, out: StorageFolder) -> bool:
     """True when `out` already holds this plan's result; refuses to touch the result of another one."""
     if not out.exists(MANIFEST_NAME):
         return False
@@ -120,7 +120,7 @@ def is_finished(plan: Plan, out: Folder) -> bool:
     return True
 
 
-def record_plan(plan: Plan, out: Folder) -> None:
+def record_plan(plan: PreparePlan, out: StorageFolder) -> None:
     """Write the plan down, or find it there from a run that was stopped."""
     if out.exists(PLAN_NAME):
         try:
@@ -136,7 +136,7 @@ def record_plan(plan: Plan, out: Folder) -> None:
     out.write_bytes(PLAN_NAME, json.dumps(plan.made_from(), indent=1).encode())
 
 
-def _refuse_other(recorded: dict[str, Any], plan: Plan, out: Folder) -> None:
+def _refuse_other(recorded: dict[str, Any], plan: PreparePlan, out: StorageFolder) -> None:
     mine = plan.made_from()
     if differing := sorted(key for key in mine.keys() | recorded.keys() if mine.get(key) != recorded.get(key)):
         shown = ", ".join(f"{k}: there {_short(recorded.get(k))}, now {_short(mine.get(k))}" for k in differing)

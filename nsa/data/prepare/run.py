@@ -22,20 +22,20 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from nsa.data.child_process import exit_with_parent
-from nsa.data.library_env import one_tokenizer_thread
-from nsa.data.prepare.plan import WORK, Plan, is_finished, record_plan
+from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, record_plan
 from nsa.data.prepare.task import ReadUnits, Report, WriteShards, done_tasks, read_record
-from nsa.data.shards.folder import Folder
-from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, Manifest, read_manifest
+from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
 from nsa.data.storage_errors import storage_errors
+from nsa.data.tokenizer import one_tokenizer_thread
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrepareProgress:
     tasks_done: int
     tasks: int
     documents: int  # by this process, since it started
@@ -44,10 +44,14 @@ class Progress:
 
 
 def prepare(
-    plan: Plan, out_url: str, *, workers: int, on_progress: Callable[[Progress], None] = lambda progress: None
-) -> Manifest:
+    plan: PreparePlan,
+    out_url: str,
+    *,
+    workers: int,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+) -> ShardManifest:
     """Run every task that has no record yet with `workers` processes on this machine, then write the manifest."""
-    out = Folder(out_url)
+    out = StorageFolder(out_url)
     with _output_errors(out_url):
         return _prepare(plan, out, workers, on_progress)
 
@@ -61,7 +65,9 @@ def _output_errors(out_url: str) -> AbstractContextManager[None]:
     )
 
 
-def _prepare(plan: Plan, out: Folder, workers: int, on_progress: Callable[[Progress], None]) -> Manifest:
+def _prepare(
+    plan: PreparePlan, out: StorageFolder, workers: int, on_progress: Callable[[PrepareProgress], None]
+) -> ShardManifest:
     if is_finished(plan, out):
         out.delete_tree(WORK)  # a kill may have come between the manifest and this
         return read_manifest(out)
@@ -75,7 +81,7 @@ def _prepare(plan: Plan, out: Folder, workers: int, on_progress: Callable[[Progr
         return finish(plan, out)
 
 
-def finish(plan: Plan, out: Folder) -> Manifest:
+def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
     """Collect the records of all tasks into the manifest. Needs every task done; may be called again."""
     tasks = len(plan.tasks())
     if missing := sorted(set(range(tasks)) - done_tasks(out)):
@@ -91,7 +97,7 @@ def finish(plan: Plan, out: Folder) -> Manifest:
             f"{'; '.join(quarantined[:5])}. Fetch these files again and prepare into a new folder, or raise "
             "max_bad_units there."
         )
-    manifest = Manifest(
+    manifest = ShardManifest(
         vocab_size=plan.vocab_size,
         tokenizer_fingerprint=plan.fingerprint,
         eos_id=plan.eos_id,
@@ -117,16 +123,16 @@ class LocalExecutor(PipelineExecutor):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PreparePlan,
         out_url: str,
         workers: int,
         logs: str,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[PrepareProgress], None],
         report: Report | None = None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers is {workers}: at least one process must do the work. Set it to 1 or more.")
-        out = Folder(out_url)
+        out = StorageFolder(out_url)
         reader = ReadUnits(plan, out_url)
         super().__init__([reader, WriteShards(plan, out_url, reader, report)], logging_dir=logs, skip_completed=False)
         self.plan = plan
@@ -172,13 +178,13 @@ class LocalExecutor(PipelineExecutor):
                     raise
                 finished = self._tasks - len(futures)
                 documents, tokens = counters[:]
-                self._on_progress(Progress(finished, self._tasks, documents, tokens, time.monotonic() - started))
+                self._on_progress(PrepareProgress(finished, self._tasks, documents, tokens, time.monotonic() - started))
 
 
-_job: tuple[Any, Plan, str, str]  # of a worker process: counters, plan, output, logs
+_job: tuple[Any, PreparePlan, str, str]  # of a worker process: counters, plan, output, logs
 
 
-def _start_worker(parent_pid: int, counters: Any, plan: Plan, out_url: str, logs: str) -> None:
+def _start_worker(parent_pid: int, counters: Any, plan: PreparePlan, out_url: str, logs: str) -> None:
     global _job
     exit_with_parent(parent_pid)
     _job = counters, plan, out_url, logs
@@ -199,24 +205,24 @@ def _run_task(rank: int) -> None:
         LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
 
 
-class Finish(PipelineStep):
+class FinishPreparation(PipelineStep):
     """The last job of a Slurm preparation."""
 
     name = "manifest"
     type = "writer"
 
-    def __init__(self, plan: Plan, out_url: str) -> None:
+    def __init__(self, plan: PreparePlan, out_url: str) -> None:
         super().__init__()
         self.plan = plan
         self.out_url = out_url
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        finish(self.plan, Folder(self.out_url))
+        finish(self.plan, StorageFolder(self.out_url))
         yield from ()
 
 
 def slurm_executor(
-    plan: Plan,
+    plan: PreparePlan,
     out_url: str,
     *,
     logging_dir: str,
@@ -232,7 +238,7 @@ def slurm_executor(
 
     `logging_dir` must be seen by every node. Running it again submits only what is not done.
     """
-    out = Folder(out_url)
+    out = StorageFolder(out_url)
     if not is_finished(plan, out):
         record_plan(plan, out)
     shared: dict[str, Any] = {
@@ -254,7 +260,7 @@ def slurm_executor(
         **shared,
     )
     return SlurmPipelineExecutor(
-        pipeline=[Finish(plan, out_url)],
+        pipeline=[FinishPreparation(plan, out_url)],
         tasks=1,
         job_name="nsa-prepare-manifest",
         logging_dir=f"{logging_dir}/manifest",
@@ -264,7 +270,7 @@ def slurm_executor(
 
 
 @contextmanager
-def _only_writer(out: Folder) -> Iterator[None]:
+def _only_writer(out: StorageFolder) -> Iterator[None]:
     if not out.is_local:
         yield  # tasks write deterministic bytes under fixed names, so two writers waste work but cannot harm
         return

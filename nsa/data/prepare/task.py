@@ -21,14 +21,14 @@ from datatrove.data import Document as TroveDocument
 from datatrove.pipeline.base import PipelineStep
 
 from nsa.data.document import is_held_out
-from nsa.data.prepare.plan import WORK, Plan
-from nsa.data.prepare.units import open_file
-from nsa.data.shards.folder import Folder
+from nsa.data.prepare.inputs import open_file
+from nsa.data.prepare.plan import WORK, PreparePlan
 from nsa.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa.data.shards.writer import ShardInfo, ShardWriter
 from nsa.data.source.unit import CorruptUnit
 from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa.errors import DataError
+from nsa.storage import StorageFolder
 
 _BATCH_DOCUMENTS = 128
 Report = Callable[[int, int], None]  # documents, tokens
@@ -38,11 +38,11 @@ def record_name(rank: int) -> str:
     return f"{WORK}/tasks/{rank:06d}.json"
 
 
-def is_done(out: Folder, rank: int) -> bool:
+def is_done(out: StorageFolder, rank: int) -> bool:
     return out.exists(record_name(rank))
 
 
-def done_tasks(out: Folder) -> set[int]:
+def done_tasks(out: StorageFolder) -> set[int]:
     """One listing instead of a question per task, which an object store would take hours to answer."""
     return {int(name.rsplit("/", 1)[1].removesuffix(".json")) for name, _ in out.files((".json",), f"{WORK}/tasks")}
 
@@ -53,7 +53,7 @@ class ReadUnits(PipelineStep):
     name = "units of a source"
     type = "reader"
 
-    def __init__(self, plan: Plan, out_url: str) -> None:
+    def __init__(self, plan: PreparePlan, out_url: str) -> None:
         super().__init__()
         self.plan = plan
         self.out_url = out_url
@@ -61,7 +61,7 @@ class ReadUnits(PipelineStep):
         self.empty_documents = 0
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
-        if is_done(Folder(self.out_url), rank):
+        if is_done(StorageFolder(self.out_url), rank):
             return
         plan, task = self.plan, self.plan.tasks()[rank]
         scratch = Path(tempfile.gettempdir()) / f"nsa-prepare-{uuid.uuid4().hex}"  # made only if something is fetched
@@ -101,7 +101,7 @@ class WriteShards(PipelineStep):
     name = "token shards"
     type = "writer"
 
-    def __init__(self, plan: Plan, out_url: str, reader: ReadUnits, report: Report | None = None) -> None:
+    def __init__(self, plan: PreparePlan, out_url: str, reader: ReadUnits, report: Report | None = None) -> None:
         super().__init__()
         self.plan = plan
         self.out_url = out_url
@@ -109,7 +109,7 @@ class WriteShards(PipelineStep):
         self._report = report or (lambda documents, tokens: None)
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
-        out = Folder(self.out_url)
+        out = StorageFolder(self.out_url)
         if is_done(out, rank):
             return
         plan = self.plan
@@ -149,7 +149,7 @@ def _load_once(spec: str, eos_token: str | None) -> Tokenizer:
 class _SplitWriter:
     """The shards of one split of one task, each closed at the first document end at or beyond `shard_tokens`."""
 
-    def __init__(self, split: str, rank: int, plan: Plan, out: Folder, scratch: Path) -> None:
+    def __init__(self, split: str, rank: int, plan: PreparePlan, out: StorageFolder, scratch: Path) -> None:
         self._name = f"{split}/{rank:06d}"
         self._plan = plan
         self._out = out
@@ -193,7 +193,7 @@ def _sealed(record: dict[str, Any]) -> bytes:
     return json.dumps({"record": record, "sha256": hashlib.sha256(body.encode()).hexdigest()}, indent=1).encode()
 
 
-def read_record(out: Folder, rank: int) -> dict[str, Any]:
+def read_record(out: StorageFolder, rank: int) -> dict[str, Any]:
     name = record_name(rank)
     try:
         content = json.loads(out.read_bytes(name))

@@ -23,7 +23,7 @@ Packing = Literal["concat", "best_fit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class PackerResume:
     """Read again from `document`, then skip: tokens of it (concat), or finished rows (best fit)."""
 
     document: TokenDoc
@@ -38,14 +38,14 @@ class PackedRow:
     padding: int
     documents: int  # that end here
     epoch: int
-    resume: Resume
+    resume: PackerResume
 
 
-class Packer(Protocol):
+class RowPacker(Protocol):
     def rows(self, documents: Iterator[TokenDoc], skip: int = 0) -> Iterator[PackedRow]: ...
 
 
-def make_packer(packing: Packing, *, seq_len: int, eos_id: int, dtype: np.dtype, buffer_rows: int = 64) -> Packer:
+def make_packer(packing: Packing, *, seq_len: int, eos_id: int, dtype: np.dtype, buffer_rows: int = 64) -> RowPacker:
     if packing not in get_args(Packing):
         raise ConfigError(f"packing is {packing!r}. Choose one of {list(get_args(Packing))}.")
     if seq_len < 1 or buffer_rows < 1:
@@ -56,7 +56,7 @@ def make_packer(packing: Packing, *, seq_len: int, eos_id: int, dtype: np.dtype,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _DocumentPiece:
     tokens: np.ndarray
     segment: Segment
     ends_document: bool
@@ -71,7 +71,9 @@ def _with_eos(document: TokenDoc, eos_id: int, dtype: np.dtype) -> np.ndarray:
     return tokens
 
 
-def _lay_out(pieces: list[_Piece], seq_len: int, eos_id: int, dtype: np.dtype, resume: Resume) -> PackedRow:
+def _lay_out(
+    pieces: list[_DocumentPiece], seq_len: int, eos_id: int, dtype: np.dtype, resume: PackerResume
+) -> PackedRow:
     tokens = np.full(seq_len, eos_id, dtype=dtype)
     cu = [0]
     for piece in pieces:
@@ -100,9 +102,9 @@ class ConcatPacker:
 
     def rows(self, documents: Iterator[TokenDoc], skip: int = 0) -> Iterator[PackedRow]:
         """`skip` tokens of the first document went into earlier rows."""
-        pieces: list[_Piece] = []
+        pieces: list[_DocumentPiece] = []
         room = self.seq_len
-        last: Resume | None = None
+        last: PackerResume | None = None
         for order, document in enumerate(documents):
             tokens = _with_eos(document, self.eos_id, self.dtype)
             start, skip = skip, 0
@@ -110,10 +112,10 @@ class ConcatPacker:
                 stop = min(start + room, len(tokens))
                 segment = Segment(document.doc_id, start, stop - start)
                 ends = stop == len(tokens)
-                pieces.append(_Piece(tokens[start:stop], segment, ends, document.position.epoch, order))
+                pieces.append(_DocumentPiece(tokens[start:stop], segment, ends, document.position.epoch, order))
                 room -= stop - start
                 start = stop
-                last = Resume(document, stop)
+                last = PackerResume(document, stop)
                 if not room:
                     yield _lay_out(pieces, self.seq_len, self.eos_id, self.dtype, last)
                     pieces, room = [], self.seq_len
@@ -135,7 +137,7 @@ class BestFitPacker:
             bins = self._assign(self._cut(group))
             for number, pieces in enumerate(bins):
                 if number >= skip:
-                    resume = Resume(group[0], number + 1)
+                    resume = PackerResume(group[0], number + 1)
                     yield _lay_out(pieces, self.seq_len, self.eos_id, self.dtype, resume)
             skip = 0
 
@@ -150,20 +152,20 @@ class BestFitPacker:
                 break
         return group
 
-    def _cut(self, group: list[TokenDoc]) -> list[_Piece]:
-        pieces: list[_Piece] = []
+    def _cut(self, group: list[TokenDoc]) -> list[_DocumentPiece]:
+        pieces: list[_DocumentPiece] = []
         for document in group:
             tokens = _with_eos(document, self.eos_id, self.dtype)
             for start in range(0, len(tokens), self.seq_len):
                 part = tokens[start : start + self.seq_len]
                 ends = start + len(part) == len(tokens)
                 segment = Segment(document.doc_id, start, len(part))
-                pieces.append(_Piece(part, segment, ends, document.position.epoch, len(pieces)))
+                pieces.append(_DocumentPiece(part, segment, ends, document.position.epoch, len(pieces)))
         return pieces
 
-    def _assign(self, pieces: list[_Piece]) -> list[list[_Piece]]:
+    def _assign(self, pieces: list[_DocumentPiece]) -> list[list[_DocumentPiece]]:
         """Longest first, each into the fullest row that still takes it; rows come out in the stream's order."""
-        bins: list[list[_Piece]] = []
+        bins: list[list[_DocumentPiece]] = []
         room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
         for piece in sorted(pieces, key=lambda p: (-len(p.tokens), p.order)):
             length = len(piece.tokens)

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from nsa.data.permutation import Permutation, WindowedOrder, derive_key
 from nsa.data.rows.batch import Batch, EndOfData, Segment, rows_of_rank
-from nsa.data.rows.order import Permutation, WindowedOrder, derive_key
 from nsa.data.shards.reader import ShardReader
 from nsa.errors import ConfigError, DataError
 
@@ -22,7 +22,7 @@ _STRETCH_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Shuffle:
+class ShuffleSettings:
     """`block_rows` keeps neighbouring rows together for a remote set larger than its cache; None mixes everything."""
 
     seed: int
@@ -38,7 +38,7 @@ class PreparedRows:
         reader: ShardReader,
         seq_len: int,
         *,
-        shuffle: Shuffle | None,
+        shuffle: ShuffleSettings | None,
         max_epochs: int | None = None,
         global_rows: int | None = None,
         with_provenance: bool = False,

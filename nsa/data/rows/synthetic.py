@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from nsa.data.permutation import derive_key
 from nsa.data.rows.batch import Batch
-from nsa.data.rows.order import derive_key
 from nsa.errors import ConfigError
 
 Task = Literal["uniform", "copy", "needle"]

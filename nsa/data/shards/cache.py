@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.data.shards.folder import Folder
 from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 
 _CHUNK_BYTES = 4 * 2**20
 _ATTEMPTS = 3
@@ -30,7 +30,7 @@ class ShardCache:
         with storage_errors(f"shard cache {self.path} cannot be written", fix=fix):
             self.path.mkdir(parents=True, exist_ok=True)
 
-    def fetch(self, folder: Folder, name: str, size: int, sha256: str) -> Path:
+    def fetch(self, folder: StorageFolder, name: str, size: int, sha256: str) -> Path:
         """The local copy of `name`; downloaded, compared with its hash and renamed into place if it is not there."""
         # The hash is part of the name: two sets, or two versions of one, never meet in the same cache entry.
         target = self.path / f"{sha256[:32]}-{Path(name).name}"
@@ -56,7 +56,7 @@ class ShardCache:
             return False
         return True
 
-    def _download(self, folder: Folder, name: str, size: int, sha256: str, target: Path) -> None:
+    def _download(self, folder: StorageFolder, name: str, size: int, sha256: str, target: Path) -> None:
         unfinished = self.path / f".{uuid.uuid4().hex}.tmp"
         problem = ""
         for _ in range(_ATTEMPTS):

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.shards.folder import Folder
 from nsa.data.shards.writer import BLOCK_BYTES, ShardInfo
 from nsa.data.tokenizer import token_dtype
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 
 MANIFEST_NAME = "manifest.json"
 TRAIN, VALIDATION = "train", "validation"
@@ -28,7 +28,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     vocab_size: int
     tokenizer_fingerprint: str
     eos_id: int
@@ -88,7 +88,7 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
-def parse_manifest(raw: bytes, where: str) -> Manifest:
+def parse_manifest(raw: bytes, where: str) -> ShardManifest:
     broken = f"{where} is not a manifest of prepared shards"
     try:
         content = json.loads(raw)
@@ -102,7 +102,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
             raise DataError(
                 f"{where} does not match its own SHA-256: it was changed or damaged. Restore or prepare again."
             )
-        manifest = Manifest(
+        manifest = ShardManifest(
             vocab_size=content["tokenizer"]["vocab_size"],
             tokenizer_fingerprint=content["tokenizer"]["fingerprint"],
             eos_id=content["tokenizer"]["eos_id"],
@@ -118,7 +118,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         raise DataError(f"{broken} ({error!r}). Name the folder that `nsa data prepare` wrote.") from error
 
 
-def _check_values(manifest: Manifest) -> None:
+def _check_values(manifest: ShardManifest) -> None:
     """Raise `ValueError` for what no writer of ours puts down: the hash shows damage, not that a value makes sense."""
     _require(_is_count(manifest.vocab_size) and 0 < manifest.vocab_size <= 2**32, "vocab_size", manifest.vocab_size)
     _require(_is_count(manifest.eos_id) and manifest.eos_id < manifest.vocab_size, "eos_id", manifest.eos_id)
@@ -150,7 +150,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
 
 
-def read_manifest(folder: Folder) -> Manifest:
+def read_manifest(folder: StorageFolder) -> ShardManifest:
     if not folder.exists(MANIFEST_NAME):
         raise DataError(
             f"{folder.url} has no {MANIFEST_NAME}: it is no prepared set, or `nsa data prepare` has not finished. "

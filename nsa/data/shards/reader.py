@@ -15,10 +15,10 @@ import numpy as np
 
 from nsa.data.rows.batch import Segment
 from nsa.data.shards.cache import ShardCache
-from nsa.data.shards.folder import Folder
-from nsa.data.shards.manifest import TRAIN, Manifest, read_manifest
+from nsa.data.shards.manifest import TRAIN, ShardManifest, read_manifest
 from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, read_index
 from nsa.errors import ConfigError, DataError
+from nsa.storage import StorageFolder
 
 # Each open shard holds one memory map; Linux allows 65,530 of them per process by default.
 _MAX_OPEN_SHARDS = 4096
@@ -70,11 +70,11 @@ class ShardReader:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: StorageFolder,
         split: str = TRAIN,
         *,
         cache: ShardCache | None = None,
-        manifest: Manifest | None = None,
+        manifest: ShardManifest | None = None,
         max_open_shards: int = _MAX_OPEN_SHARDS,
     ) -> None:
         self.folder = folder

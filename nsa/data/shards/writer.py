@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.shards.folder import Folder
 from nsa.errors import DataError
+from nsa.storage import StorageFolder
 
 BLOCK_BYTES = 64 * 2**10
 HASH_BYTES = 32
@@ -104,7 +104,7 @@ class ShardWriter:
             view.release()
             del self._open_block[:full]
 
-    def finish(self, folder: Folder) -> ShardInfo:
+    def finish(self, folder: StorageFolder) -> ShardInfo:
         with self._explained():
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nsa.data.document import Document
-from nsa.data.source.unit import CorruptUnit, Source, Unit
+from nsa.data.source.unit import CorruptUnit, DocumentSource, SourceUnit
 from nsa.data.storage_errors import storage_errors
 from nsa.errors import CheckpointError
 
@@ -26,7 +26,7 @@ _ENTRY_BYTES = _DIGEST_BYTES + _CRC_BYTES
 class ChecksummedSource:
     """A source whose units are compared with the checksum file in `folder`, which is made if it is not there."""
 
-    def __init__(self, source: Source, folder: Path) -> None:
+    def __init__(self, source: DocumentSource, folder: Path) -> None:
         self._source = source
         # Named after the content that was listed: a folder serves any number of sources, wherever they lie.
         self._path = folder / f"unit-checksums-{source.fingerprint[:32]}.bin"
@@ -46,7 +46,7 @@ class ChecksummedSource:
     def __len__(self) -> int:
         return len(self._source)
 
-    def unit(self, index: int) -> Unit:
+    def unit(self, index: int) -> SourceUnit:
         return self._source.unit(index)
 
     def read(self, index: int) -> list[Document]:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Protocol
 
 from nsa.data.source.http import HttpClient
-from nsa.data.source.patience import Deadline
+from nsa.data.source.retry_policy import ReadDeadline
 from nsa.data.source.unit import CorruptUnit
 from nsa.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class FileTail:
     """The last bytes of a file and the file's whole size."""
 
     data: bytes
@@ -30,9 +30,9 @@ class SourceFile(Protocol):
         """Where a person would look for it."""
         ...
 
-    def tail(self, length: int, deadline: Deadline) -> Tail: ...
+    def tail(self, length: int, deadline: ReadDeadline) -> FileTail: ...
 
-    def range(self, start: int, length: int, deadline: Deadline) -> bytes: ...
+    def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class LocalFile:
                 f"{self.path} cannot be read ({error.strerror}). Check the path and its permissions."
             ) from error
 
-    def tail(self, length: int, deadline: Deadline) -> Tail:
+    def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
         size = self.size()
         start = max(0, size - length)
-        return Tail(self.range(start, size - start, deadline), size)
+        return FileTail(self.range(start, size - start, deadline), size)
 
-    def range(self, start: int, length: int, deadline: Deadline) -> bytes:
+    def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         try:
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(start)
@@ -82,12 +82,12 @@ class HttpFile:
         self._client = client
         self._etag = ""
 
-    def tail(self, length: int, deadline: Deadline) -> Tail:
+    def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
         body = self._client.tail(self.where, length, deadline)
         # A weak tag, or one from a hub's storage behind it, may differ between two servers of the same file.
         if not (self.immutable or body.etag.startswith("W/")):
             self._etag = body.etag
-        return Tail(body.data, body.file_size)
+        return FileTail(body.data, body.file_size)
 
-    def range(self, start: int, length: int, deadline: Deadline) -> bytes:
+    def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         return self._client.range(self.where, start, length, deadline, etag=self._etag)

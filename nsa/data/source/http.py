@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
-from nsa.data.source.patience import Deadline, Patience
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.errors import DataError, DataTimeout
 
 MAX_PARALLEL = 8
@@ -26,15 +26,15 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
-class Unreachable(DataError):
+class ServerUnreachable(DataError):
     """A server that refused, or did not answer within the patience it was given."""
 
 
-class NoAnswer(Unreachable, DataTimeout):
+class NoAnswer(ServerUnreachable, DataTimeout):
     """A server that did not answer within its patience, as opposed to one that refused."""
 
 
-class _Retry(Exception):
+class _RetryableError(Exception):
     """This attempt failed in a way that another may not."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
@@ -43,7 +43,7 @@ class _Retry(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class ResponseBody:
     """Bytes, where they lie in the file, and what the server says about the whole file."""
 
     data: bytes
@@ -54,7 +54,7 @@ class Body:
 
 class HttpClient:
     def __init__(
-        self, patience: Patience, *, headers: dict[str, str] | None = None, proxy_url: str | None = None
+        self, patience: RetryPolicy, *, headers: dict[str, str] | None = None, proxy_url: str | None = None
     ) -> None:
         self._patience = patience
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "nsa-train", **(headers or {})}
@@ -66,7 +66,7 @@ class HttpClient:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None, "_pool_owner": -1}
 
-    def range(self, url: str, start: int, length: int, deadline: Deadline, *, etag: str = "") -> bytes:
+    def range(self, url: str, start: int, length: int, deadline: ReadDeadline, *, etag: str = "") -> bytes:
         """`length` bytes from `start`, however many requests they take."""
         received = bytearray()
 
@@ -85,25 +85,25 @@ class HttpClient:
             )
         return bytes(received)
 
-    def tail(self, url: str, length: int, deadline: Deadline) -> Body:
+    def tail(self, url: str, length: int, deadline: ReadDeadline) -> ResponseBody:
         """The last `length` bytes (or the whole of a shorter file) and the file's size, in one request."""
 
-        def attempt() -> Body:
+        def attempt() -> ResponseBody:
             response = self._open(url, deadline, {"Range": f"bytes=-{length}"})
             received = bytearray()
             try:
                 first, last, size = _content_range(response, url)
                 if last != size - 1 or first != max(0, size - length):
-                    raise _Retry(f"asked for the last {length} bytes, got bytes {first}-{last} of {size}")
+                    raise _RetryableError(f"asked for the last {length} bytes, got bytes {first}-{last} of {size}")
                 self._receive(response, received, last - first + 1, deadline)
             finally:
                 _release(response, complete=False)
-            return Body(bytes(received), first, size, response.headers.get("ETag", ""))
+            return ResponseBody(bytes(received), first, size, response.headers.get("ETag", ""))
 
-        body: Body = self._persist(attempt, f"{url} (its end)", deadline)
+        body: ResponseBody = self._persist(attempt, f"{url} (its end)", deadline)
         return body
 
-    def listing(self, url: str, deadline: Deadline, max_bytes: int) -> tuple[bytes, str]:
+    def listing(self, url: str, deadline: ReadDeadline, max_bytes: int) -> tuple[bytes, str]:
         """An answer of at most `max_bytes` and its `Link` header, by which listings name their next page."""
 
         def attempt() -> tuple[bytes, str]:
@@ -113,10 +113,10 @@ class HttpClient:
                 declared = response.headers.get("Content-Length", "")
                 length = int(declared) if _NUMBER.fullmatch(declared) else None
                 if length is not None and length > max_bytes:
-                    raise Unreachable(_too_long(url, length, max_bytes))
+                    raise ServerUnreachable(_too_long(url, length, max_bytes))
                 self._receive(response, received, length, deadline, max_bytes)
                 if len(received) > max_bytes:
-                    raise Unreachable(_too_long(url, len(received), max_bytes))
+                    raise ServerUnreachable(_too_long(url, len(received), max_bytes))
             finally:
                 _release(response, complete=False)
             return bytes(received), response.headers.get("Link", "")
@@ -124,7 +124,7 @@ class HttpClient:
         body: tuple[bytes, str] = self._persist(attempt, url, deadline)
         return body
 
-    def _persist(self, attempt: Any, what: str, deadline: Deadline, progress: Any = lambda: 0) -> Any:
+    def _persist(self, attempt: Any, what: str, deadline: ReadDeadline, progress: Any = lambda: 0) -> Any:
         from urllib3.exceptions import HTTPError
 
         fruitless, before = 0, progress()
@@ -132,7 +132,7 @@ class HttpClient:
             why, after_s = "", 0.0
             try:
                 return attempt()
-            except _Retry as error:
+            except _RetryableError as error:
                 why, after_s = str(error), error.after_s
             except (HTTPError, OSError) as error:
                 why = f"{type(error).__name__}: {error}"
@@ -148,12 +148,12 @@ class HttpClient:
             self.retries += 1
             time.sleep(pause_s)
 
-    def _open(self, url: str, deadline: Deadline, headers: dict[str, str]) -> Any:
+    def _open(self, url: str, deadline: ReadDeadline, headers: dict[str, str]) -> Any:
         from urllib3.util import Retry, Timeout
 
         left_s = deadline.left_s()
         if left_s <= 0:
-            raise _Retry("the deadline has passed")
+            raise _RetryableError("the deadline has passed")
         timeout = Timeout(
             connect=min(self._patience.connect_timeout_s, left_s), read=min(self._patience.read_timeout_s, left_s)
         )
@@ -174,30 +174,32 @@ class HttpClient:
         )
         if response.status in _REDIRECTS and response.headers.get("Location"):
             _release(response, complete=False)
-            raise Unreachable(
+            raise ServerUnreachable(
                 f"{url}: the server redirects more than {_MAX_REDIRECTS} times. Check the address; it may need a login"
             )
         if response.status in _RETRIED_STATUS or response.status >= 500:
             _release(response, complete=False)
-            raise _Retry(f"status {response.status}", after_s=_seconds(response.headers.get("Retry-After", "")))
+            raise _RetryableError(
+                f"status {response.status}", after_s=_seconds(response.headers.get("Retry-After", ""))
+            )
         if response.status >= 400:
             _release(response, complete=False)
-            raise Unreachable(
+            raise ServerUnreachable(
                 f"{url}: the server refuses with status {response.status}, which another try cannot change"
             )
         return response
 
     def _receive(
-        self, response: Any, into: bytearray, total: int | None, deadline: Deadline, max_bytes: int | None = None
+        self, response: Any, into: bytearray, total: int | None, deadline: ReadDeadline, max_bytes: int | None = None
     ) -> None:
         """Append the body to `into` until it holds `total` bytes; without a total, until it ends or is longer than
         `max_bytes`."""
         while total is None or len(into) < total:
             if deadline.left_s() <= 0:
-                raise _Retry("the deadline passed while the body was still arriving")
+                raise _RetryableError("the deadline passed while the body was still arriving")
             chunk = response.read1(_CHUNK if total is None else min(_CHUNK, total - len(into)))
             if not chunk and total is not None:
-                raise _Retry(f"the body ended after {len(into)} of {total} bytes")
+                raise _RetryableError(f"the body ended after {len(into)} of {total} bytes")
             if not chunk:
                 return
             into += chunk
@@ -236,7 +238,7 @@ def _within(seconds: float, request: Callable[[], Any]) -> Any:
         if answer.done():
             raise  # of the request itself
         answer.add_done_callback(lambda late: None if late.exception() else late.result().close())
-        raise _Retry(f"the headers of the answer did not come within {seconds:.1f} s") from None
+        raise _RetryableError(f"the headers of the answer did not come within {seconds:.1f} s") from None
 
 
 def _too_long(url: str, length: int, limit: int) -> str:
@@ -256,15 +258,15 @@ def _release(response: Any, *, complete: bool) -> None:
 
 def _content_range(response: Any, url: str) -> tuple[int, int, int]:
     if response.status != 206:
-        raise Unreachable(
+        raise ServerUnreachable(
             f"{url}: asked for a byte range and got status {response.status}: the server does not support ranges. "
             "Download the files and give their folder."
         )
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise _Retry(f"unasked Content-Encoding {response.headers['Content-Encoding']!r}")
+        raise _RetryableError(f"unasked Content-Encoding {response.headers['Content-Encoding']!r}")
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if match is None:
-        raise _Retry(f"unreadable Content-Range {response.headers.get('Content-Range')!r}")
+        raise _RetryableError(f"unreadable Content-Range {response.headers.get('Content-Range')!r}")
     first, last, size = map(int, match.groups())
     return first, last, size
 
@@ -272,13 +274,13 @@ def _content_range(response: Any, url: str) -> tuple[int, int, int]:
 def _check_range(response: Any, url: str, first: int, last: int, etag: str) -> None:
     got = _content_range(response, url)
     if got[:2] != (first, last):
-        raise _Retry(f"asked for bytes {first}-{last}, got {got[0]}-{got[1]}")
+        raise _RetryableError(f"asked for bytes {first}-{last}, got {got[0]}-{got[1]}")
     declared = response.headers.get("Content-Length", "")
     if declared and declared != str(last - first + 1):
-        raise _Retry(f"asked for {last - first + 1} bytes, announced were {declared}")
+        raise _RetryableError(f"asked for {last - first + 1} bytes, announced were {declared}")
     now = response.headers.get("ETag", "")
     if etag and now and now != etag:
-        raise Unreachable(
+        raise ServerUnreachable(
             f"{url} changed while it was being read (ETag was {etag}, is {now}). Start again with the new files."
         )
 

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 import yaml
 
 from nsa.data.source.http import HttpClient
-from nsa.data.source.patience import Deadline, Patience
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.errors import DataError
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
@@ -47,7 +47,7 @@ class ListingLimits:
 def list_hub(
     spec: str,
     client: HttpClient,
-    patience: Patience,
+    patience: RetryPolicy,
     *,
     endpoint: str | None = None,
     limits: ListingLimits | None = None,
@@ -58,7 +58,7 @@ def list_hub(
     if endpoint is None:
         from huggingface_hub.constants import ENDPOINT as endpoint  # follows the user's HF_ENDPOINT
     assert endpoint is not None
-    hub = _Hub(endpoint.rstrip("/"), match["repo"], client, patience, limits or ListingLimits())
+    hub = _HubClient(endpoint.rstrip("/"), match["repo"], client, patience, limits or ListingLimits())
     commit = hub.commit(match["revision"] or "main")
     files = hub.files(commit)
     patterns = _patterns(hub.card(commit) if "README.md" in files else {}, match["config"], spec)
@@ -68,8 +68,10 @@ def list_hub(
     return [HubFile(f"{commit}/{path}", hub.address(commit, path)) for path in paths]
 
 
-class _Hub:
-    def __init__(self, endpoint: str, repo: str, client: HttpClient, patience: Patience, limits: ListingLimits) -> None:
+class _HubClient:
+    def __init__(
+        self, endpoint: str, repo: str, client: HttpClient, patience: RetryPolicy, limits: ListingLimits
+    ) -> None:
         self._endpoint, self._repo, self._client, self._patience = endpoint, repo, client, patience
         self._limits = limits
         self._started = time.monotonic()
@@ -123,7 +125,7 @@ class _Hub:
 
     def _get(self, url: str, max_bytes: int) -> tuple[bytes, str]:
         self._bound("seconds", time.monotonic() - self._started, self._limits.seconds)
-        body, link = self._client.listing(url, Deadline(self._patience), max_bytes)
+        body, link = self._client.listing(url, ReadDeadline(self._patience), max_bytes)
         self._bytes += len(body)
         self._bound("bytes", self._bytes, self._limits.total_bytes)
         return body, link

@@ -16,9 +16,9 @@ import numpy as np
 
 from nsa.data.document import Document
 from nsa.data.source.file import LocalFile
-from nsa.data.source.patience import Deadline, Patience
-from nsa.data.source.row_group import Columns, make_document
-from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Unit
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa.data.source.row_group import DocumentColumns, make_document
+from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, SourceUnit
 from nsa.errors import DataError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -34,12 +34,12 @@ class JsonlSource:
         self,
         files: Sequence[LocalFile],
         *,
-        columns: Columns | None = None,
+        columns: DocumentColumns | None = None,
         block_bytes: int = _BLOCK_BYTES,
         max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
     ) -> None:
         self._files = list(files)
-        self._columns = columns or Columns()
+        self._columns = columns or DocumentColumns()
         self._block_bytes = block_bytes
         self._max_unit_bytes = max_unit_bytes
         self.bytes_read = 0
@@ -54,9 +54,9 @@ class JsonlSource:
     def __len__(self) -> int:
         return int(self._first_unit[-1])
 
-    def unit(self, index: int) -> Unit:
+    def unit(self, index: int) -> SourceUnit:
         file, block = self._locate(index)
-        return Unit(index, self._files[file].where, self._part(file, block))
+        return SourceUnit(index, self._files[file].where, self._part(file, block))
 
     def read(self, index: int) -> list[Document]:
         file, block = self._locate(index)
@@ -125,7 +125,7 @@ class JsonlSource:
 
 
 def _sample(file: LocalFile, size: int) -> str:
-    deadline = Deadline(Patience())
+    deadline = ReadDeadline(RetryPolicy())
     head = file.range(0, min(size, _SAMPLE_BYTES), deadline)
     return hashlib.sha256(head + file.tail(_SAMPLE_BYTES, deadline).data).hexdigest()
 

@@ -11,18 +11,18 @@ import numpy as np
 
 from nsa.data.document import Document
 from nsa.data.source.file import SourceFile
-from nsa.data.source.http import MAX_PARALLEL, HttpClient, Unreachable
+from nsa.data.source.http import MAX_PARALLEL, HttpClient, ServerUnreachable
 from nsa.data.source.listing_cache import ListedFile, ListingCache
-from nsa.data.source.patience import Deadline, Patience
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.data.source.row_group import (
-    Columns,
+    DocumentColumns,
     RangeFile,
     check_footer,
     footer_length,
     parse_footer,
     parse_row_group,
 )
-from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Unit
+from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, SourceUnit
 from nsa.errors import DataError, DataTimeout
 
 _TAIL_BYTES = 256 * 1024
@@ -36,17 +36,17 @@ class ParquetSource:
     def __init__(
         self,
         files: Sequence[SourceFile],
-        patience: Patience,
+        patience: RetryPolicy,
         *,
         client: HttpClient | None = None,
-        columns: Columns | None = None,
+        columns: DocumentColumns | None = None,
         max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
         cache_dir: Path | None = None,
     ) -> None:
         self._files = list(files)
         self._patience = patience
         self._client = client
-        self._columns = columns or Columns()
+        self._columns = columns or DocumentColumns()
         self._max_unit_bytes = max_unit_bytes
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
@@ -68,12 +68,12 @@ class ParquetSource:
     def __len__(self) -> int:
         return int(self._first_unit[-1])
 
-    def unit(self, index: int) -> Unit:
+    def unit(self, index: int) -> SourceUnit:
         file, row_group = self._locate(index)
-        return Unit(index, self._files[file].where, f"row group {row_group}")
+        return SourceUnit(index, self._files[file].where, f"row group {row_group}")
 
     def read(self, index: int) -> list[Document]:
-        deadline = Deadline(self._patience)
+        deadline = ReadDeadline(self._patience)
         unit = self.unit(index)
         try:
             try:
@@ -89,7 +89,7 @@ class ParquetSource:
         except DataError as error:
             raise DataError(f"{unit} could not be read: {error}") from error
 
-    def _read_once(self, index: int, deadline: Deadline) -> list[Document]:
+    def _read_once(self, index: int, deadline: ReadDeadline) -> list[Document]:
         file, row_group = self._locate(index)
         metadata = self._metadata(file, deadline)
         if (size := metadata.row_group(row_group).total_byte_size) > self._max_unit_bytes:
@@ -117,7 +117,7 @@ class ParquetSource:
         return all_listed
 
     def _list_file(self, file: SourceFile) -> tuple[ListedFile, Any]:
-        deadline = Deadline(self._patience)
+        deadline = ReadDeadline(self._patience)
         try:
             tail = file.tail(_TAIL_BYTES, deadline)
             length = footer_length(tail.data)
@@ -130,7 +130,7 @@ class ParquetSource:
                 footer = file.range(tail.size - length, length, deadline)
             metadata = parse_footer(footer)
             check_footer(metadata, self._columns)
-        except Unreachable as error:
+        except ServerUnreachable as error:
             kind = DataTimeout if isinstance(error, DataTimeout) else DataError
             raise kind(f"{file.where} could not be listed: {error}") from error
         except CorruptUnit as error:
@@ -140,7 +140,7 @@ class ParquetSource:
             ) from error
         return ListedFile(tail.size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
 
-    def _metadata(self, file: int, deadline: Deadline) -> Any:
+    def _metadata(self, file: int, deadline: ReadDeadline) -> Any:
         if file in self._footers:
             self._footers.move_to_end(file)
             return self._footers[file][1]

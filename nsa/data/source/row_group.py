@@ -18,7 +18,7 @@ FOOTER_TRAILER_BYTES = 8  # footer length, "PAR1"
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class DocumentColumns:
     """Where text and id are. `id=None` names documents after their content; it must be said, because the held-out split
     hangs on ids."""
 
@@ -36,11 +36,11 @@ def footer_length(tail: bytes) -> int:
 def parse_footer(footer: bytes) -> Any:
     import pyarrow.parquet as pq
 
-    with _corruption("its footer cannot be parsed"):
+    with _corruption_as_error("its footer cannot be parsed"):
         return pq.read_metadata(io.BytesIO(footer))
 
 
-def check_footer(metadata: Any, columns: Columns) -> None:
+def check_footer(metadata: Any, columns: DocumentColumns) -> None:
     """What the footer must say to be usable. It has no checksum of its own, so it is also held against itself."""
     import pyarrow.types as types
 
@@ -57,12 +57,12 @@ def check_footer(metadata: Any, columns: Columns) -> None:
         raise CorruptUnit(f"its row groups hold {rows} rows together, the file says {metadata.num_rows}")
 
 
-def parse_row_group(file: io.RawIOBase, metadata: Any, row_group: int, columns: Columns) -> list[Document]:
+def parse_row_group(file: io.RawIOBase, metadata: Any, row_group: int, columns: DocumentColumns) -> list[Document]:
     """The documents of a row group; one read of `file` per column. Page checksums are verified where there are any."""
     import pyarrow.parquet as pq
 
     wanted = [columns.text] if columns.id is None else [columns.text, columns.id]
-    with _corruption("its pages cannot be decoded"):
+    with _corruption_as_error("its pages cannot be decoded"):
         reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
         table = reader.read_row_group(row_group, columns=wanted, use_threads=False)
         table.validate(full=True)
@@ -82,7 +82,7 @@ def make_document(id: object, text: str | None) -> Document:
     return Document(str(id), text)
 
 
-class _corruption:
+class _corruption_as_error:
     """Turn what pyarrow raises for bad bytes into `CorruptUnit`."""
 
     def __init__(self, what: str) -> None:

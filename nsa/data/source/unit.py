@@ -14,7 +14,7 @@ DEFAULT_MAX_UNIT_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SourceUnit:
     """`index` is the place in the source's own order, `part` the piece of `file`, in words."""
 
     index: int
@@ -29,7 +29,7 @@ class CorruptUnit(DataError):
     """The bytes arrived and are wrong: reading again will not help, skipping the unit may."""
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """SHA-256, in hex, of the files' names, sizes and units, not of where they lie."""
@@ -49,7 +49,7 @@ class Source(Protocol):
         """How many units."""
         ...
 
-    def unit(self, index: int) -> Unit: ...
+    def unit(self, index: int) -> SourceUnit: ...
 
     def read(self, index: int) -> list[Document]:
         """All documents of a unit, in file order. Raises `CorruptUnit`, or `DataError` when it cannot be fetched."""

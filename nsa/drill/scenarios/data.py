@@ -3,19 +3,19 @@
 import time
 from pathlib import Path
 
-from nsa.drill import evidence
+from nsa.drill import artifacts
 from nsa.drill.corpus import write_jsonl
 from nsa.drill.data_server import DataServer
-from nsa.drill.row import NotSeen, Row
-from nsa.drill.scenarios.going_on import finish
-from nsa.drill.stage import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, Stage
+from nsa.drill.harness import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, DrillHarness
+from nsa.drill.result import DrillResult, NotObserved
+from nsa.drill.scenarios.resume import finish
 from nsa.errors import DataError
-from nsa.observe.events import Kind
+from nsa.observe.events import EventKind
 
 _LOADER_TIMEOUT_S = 12.0
 
 
-def stalled_data(stage: Stage, row: Row) -> None:
+def stalled_data(stage: DrillHarness, row: DrillResult) -> None:
     server = DataServer(stage.folder)
     stage.at_end(server.close)
     launched = stage.launch(
@@ -30,12 +30,12 @@ def stalled_data(stage: Stage, row: Row) -> None:
     server.hang()
     at = time.time()
 
-    verdict = stage.wait_for("the launcher's record", lambda: evidence.launcher_verdicts(stage.run), launched)[0]
+    verdict = stage.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(stage.run), launched)[0]
     server.recover()
-    why, error = str(verdict.details["why"]), evidence.events(stage.run, Kind.ERROR)[0]
+    why, error = str(verdict.details["why"]), artifacts.events(stage.run, EventKind.ERROR)[0]
     row.detected(f"loader: {_first_words(error.details.get('error'))}", error.ts - at, within_s=_LOADER_TIMEOUT_S + 10)
     row.demand(f"ended with {DataError.exit_code}" in why, f"the launcher says {why!r}, not exit {DataError.exit_code}")
-    step = evidence.newest_good_step(stage.run)
+    step = artifacts.newest_good_step(stage.run)
     row.demand(step, "no verified checkpoint")
     row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}, the address in the event"
     row.demand(server.url in str(error.details.get("error")), "the event does not name the address")
@@ -43,7 +43,7 @@ def stalled_data(stage: Stage, row: Row) -> None:
     row.resumed = f"by the launcher: {row.resumed}"
 
 
-def corrupt_shard(stage: Stage, row: Row) -> None:
+def corrupt_shard(stage: DrillHarness, row: DrillResult) -> None:
     prepared = _prepare(stage)
     settings = ["data.dataset=prepared", f"data.path={prepared}"]
     shard, offset, due = _late_block(prepared)
@@ -51,30 +51,30 @@ def corrupt_shard(stage: Stage, row: Row) -> None:
     at = time.time()
     process = stage.train(*settings)
     row.demand_equal("exit code", process.end(), DataError.exit_code)
-    errors = evidence.events(stage.run, Kind.ERROR)
+    errors = artifacts.events(stage.run, EventKind.ERROR)
     row.demand(errors, "no error event")
     if errors:
         text = str(errors[-1].details.get("error"))
         row.demand(f"{shard.stem}.tok" in text and "SHA-256" in text, f"the event does not name the shard: {text}")
-        began = evidence.beats(stage.run)[-1].ts if evidence.beats(stage.run) else at
+        began = artifacts.beats(stage.run)[-1].ts if artifacts.beats(stage.run) else at
         row.detected(f"reader: SHA-256 of {shard.name}, block by block", errors[-1].ts - began, within_s=10)
-    row.demand_equal("last step trained", evidence.last_step(stage.run), due - 1)
+    row.demand_equal("last step trained", artifacts.last_step(stage.run), due - 1)
     verify = stage.start("nsa.cli", "data", "verify", str(prepared))
     row.demand_equal("exit code of nsa data verify", verify.end(), DataError.exit_code)
     row.demand(shard.name in verify.said(), "nsa data verify does not name the shard")
-    step = evidence.newest_good_step(stage.run)
+    step = artifacts.newest_good_step(stage.run)
     row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}; no damaged row trained on"
     _flip(shard, offset)
     finish(stage, row, stage.train("--resume", *settings))
 
 
-def _prepare(stage: Stage) -> Path:
+def _prepare(stage: DrillHarness) -> Path:
     corpus, prepared = stage.folder / "corpus.jsonl", stage.folder / "set"
     write_jsonl(corpus, 4000)
     command = ["data", "prepare", str(corpus), str(prepared), "--tokenizer", "byte", "--workers", "1"]
     process = stage.start("nsa.cli", *command)
     if (code := process.end()) != 0:
-        raise NotSeen(f"nsa data prepare ended with {code}: {process.said()[-300:]}")
+        raise NotObserved(f"nsa data prepare ended with {code}: {process.said()[-300:]}")
     return prepared
 
 
@@ -83,13 +83,13 @@ def _late_block(prepared: Path) -> tuple[Path, int, int]:
     import numpy as np
 
     from nsa.config.schema import TrainConfig
-    from nsa.data.rows.prepared import PreparedRows, Shuffle
-    from nsa.data.shards.folder import Folder
+    from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
     from nsa.data.shards.reader import ShardReader
     from nsa.data.shards.writer import BLOCK_BYTES
+    from nsa.storage import StorageFolder
 
-    reader = ShardReader(Folder(str(prepared)))
-    rows = PreparedRows(reader, SEQ_LEN, shuffle=Shuffle(TrainConfig().seed))
+    reader = ShardReader(StorageFolder(str(prepared)))
+    rows = PreparedRows(reader, SEQ_LEN, shuffle=ShuffleSettings(TrainConfig().seed))
     row_bytes = SEQ_LEN * reader.manifest.numpy_dtype.itemsize
     stored = rows.stored_rows(np.arange(STEPS * BATCH_ROWS, dtype=np.int64)) * row_bytes
     first_step: dict[int, int] = {}

@@ -7,27 +7,27 @@ import subprocess
 import time
 from pathlib import Path
 
-from nsa.drill import evidence
-from nsa.drill.row import Row
-from nsa.drill.scenarios.going_on import finish
-from nsa.drill.stage import SAVE_EVERY, Process, Stage
+from nsa.drill import artifacts
+from nsa.drill.harness import SAVE_EVERY, DrillHarness, DrillProcess
+from nsa.drill.result import DrillResult
+from nsa.drill.scenarios.resume import finish
 from nsa.errors import CheckpointError
 
 _DISK = "16m"
 
 
-def full_disk(stage: Stage, row: Row) -> None:
+def full_disk(stage: DrillHarness, row: DrillResult) -> None:
     """A small file system of its own where that may be mounted; elsewhere files that may not grow (RLIMIT_FSIZE)."""
     mounted = _mount(stage)
     process = stage.train()
-    stage.wait_for("a checkpoint", lambda: evidence.saved_steps(stage.run), process)
+    stage.wait_for("a checkpoint", lambda: artifacts.saved_steps(stage.run), process)
     at = time.time()
     how = _fill(stage.run.parent / "ballast") if mounted else _limit(process)
     code = process.end()
     after = time.time() - at
     row.demand_equal("exit code", code, CheckpointError.exit_code)
     row.detected(f"run: {how}", after, within_s=30)
-    step = evidence.newest_good_step(stage.run)
+    step = artifacts.newest_good_step(stage.run)
     row.demand(step is not None and step >= SAVE_EVERY, f"the newest verified checkpoint is {step}")
     row.left_behind = f"exit {code}, verified checkpoint {step}"
     if mounted:
@@ -35,7 +35,7 @@ def full_disk(stage: Stage, row: Row) -> None:
     finish(stage, row, stage.train("--resume"), like_calm=True)
 
 
-def _mount(stage: Stage) -> bool:
+def _mount(stage: DrillHarness) -> bool:
     disk = stage.folder / "disk"
     disk.mkdir()
     if os.geteuid() != 0:
@@ -68,7 +68,7 @@ def _fill(ballast: Path) -> str:
     raise AssertionError("a full disk took another byte")
 
 
-def _limit(process: Process) -> str:
+def _limit(process: DrillProcess) -> str:
     most = 2**14
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
     return f"no file may grow beyond {most} bytes"

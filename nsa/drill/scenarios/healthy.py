@@ -2,18 +2,18 @@
 
 import signal
 
-from nsa.drill import evidence
+from nsa.drill import artifacts
 from nsa.drill.corpus import write_jsonl
-from nsa.drill.fault import Kind as FaultKind
-from nsa.drill.row import Row
-from nsa.drill.stage import Stage
+from nsa.drill.fault import FaultKind as FaultKind
+from nsa.drill.harness import DrillHarness
+from nsa.drill.result import DrillResult
 from nsa.observe import names
-from nsa.observe.events import Kind
+from nsa.observe.events import EventKind
 
 _STEPS, _SAVE_EVERY, _SLOWEST_FETCH_S = 500, 50, 1.5
 
 
-def healthy(stage: Stage, row: Row) -> None:
+def healthy(stage: DrillHarness, row: DrillResult) -> None:
     """Text and a rate that the model learns from: at ten times the rate its gates do collapse."""
     corpus = stage.folder / "corpus.jsonl"
     write_jsonl(corpus, 4000)
@@ -32,18 +32,18 @@ def healthy(stage: Stage, row: Row) -> None:
     stage.wait_for_step(120, process)
     process.send(signal.SIGUSR2)
     row.demand_equal("exit code", process.end(), 0)
-    row.demand_equal("last step", evidence.last_step(stage.run), _STEPS)
-    row.demand_equal("newest verified checkpoint", evidence.newest_good_step(stage.run), _STEPS)
-    row.demand(names.stackdump(0, pid) in evidence.stack_dumps(stage.run), "USR1 left no stacks")
-    saves = [event.step for event in evidence.events(stage.run, Kind.SAVE)]
+    row.demand_equal("last step", artifacts.last_step(stage.run), _STEPS)
+    row.demand_equal("newest verified checkpoint", artifacts.newest_good_step(stage.run), _STEPS)
+    row.demand(names.stackdump(0, pid) in artifacts.stack_dumps(stage.run), "USR1 left no stacks")
+    saves = [event.step for event in artifacts.events(stage.run, EventKind.SAVE)]
     row.demand(any(step % _SAVE_EVERY for step in saves), "USR2 left no checkpoint")
     row.demand(watchdog.running or watchdog.end() == 0, "the watchdog itself ended badly")
-    found = [str(event.details.get("condition")) for event in evidence.findings(stage.run)]
+    found = [str(event.details.get("condition")) for event in artifacts.findings(stage.run)]
     row.demand_equal("findings", found, [])
-    row.demand_equal("the anomaly file", evidence.anomaly(stage.run), "")
+    row.demand_equal("the anomaly file", artifacts.anomaly(stage.run), "")
     row.demand(not (stage.run / names.HALT).exists(), "a halt file")
-    slow = sum((beat.dt_fetch_s or 0) > 0.2 for beat in evidence.beats(stage.run))
+    slow = sum((beat.dt_fetch_s or 0) > 0.2 for beat in artifacts.beats(stage.run))
     row.demand(slow >= 5, f"only {slow} slow fetches: the noise was not there, so its silence proves nothing")
     row.detected_by = ", ".join(found) or "nothing, as demanded"
-    row.left_behind = f"{len(evidence.beats(stage.run))} records, {slow} with a slow fetch, stacks, checkpoints"
+    row.left_behind = f"{len(artifacts.beats(stage.run))} records, {slow} with a slow fetch, stacks, checkpoints"
     row.resumed = "not needed"

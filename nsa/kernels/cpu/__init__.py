@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.kernels.cpu import build, library
-from nsa.kernels.cpu.decoder import Decoder as Decoder
+from nsa.kernels.cpu.decoder import CpuDecoder as CpuDecoder
 from nsa.kernels.cpu.library import call, dense, problem, require, rows
 from nsa.kernels.cpu.mix import mix_backward as mix_backward
 from nsa.kernels.cpu.mix import mix_forward as mix_forward
@@ -148,7 +148,7 @@ def _backward(
     return dq, dk, dv
 
 
-def _give_blocks(made: library.Problem, idx_BSGN: Tensor | None, q_BSGRK: Tensor) -> Tensor | None:
+def _give_blocks(made: library.AttentionProblem, idx_BSGN: Tensor | None, q_BSGRK: Tensor) -> Tensor | None:
     """The chosen blocks as the library reads them, which must live until it was called."""
     if idx_BSGN is None:
         return None

@@ -7,17 +7,17 @@ from torch import Tensor
 
 from nsa.errors import ConfigError
 from nsa.kernels.cpu import library
-from nsa.kernels.cpu.library import Arrival, Step, dense, rows
-from nsa.kernels.decoder import Remembered
+from nsa.kernels.cpu.library import DecodeStep, TokenArrival, dense, rows
+from nsa.kernels.decoder import CacheView
 
 BRANCHES = ("compressed", "selected", "sliding")
 
 
-class Decoder:
+class CpuDecoder:
     """Keeps the cache's addresses; only those of the new token change from step to step."""
 
     def __init__(
-        self, cache: Remembered, *, heads_per_group: int, means: bool, l: int, d: int, l_sel: int, n_sel: int, w: int,
+        self, cache: CacheView, *, heads_per_group: int, means: bool, l: int, d: int, l_sel: int, n_sel: int, w: int,
         scale: float,
     ) -> None:  # fmt: skip
         self._cache = cache  # the library is given addresses, which this keeps alive
@@ -28,7 +28,7 @@ class Decoder:
         self._gate_shapes = tuple(torch.Size((*q.shape[:3], n, 3)) for n in (heads_per_group, 1))
         self._new_shapes = [torch.Size((batch, 1, groups, x.shape[-1])) for x in (k, v)] * 3
         self._idx_B1GN = q.new_empty((batch, 1, groups, n_sel), dtype=torch.int32)
-        self._step, self._arrival = Step(), _arrival(cache, means, l=l, d=d, w=w)
+        self._step, self._arrival = DecodeStep(), _arrival(cache, means, l=l, d=d, w=w)
         sizes = dict(V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
         for branch, (k, v, pos, start) in zip(BRANCHES, cache[1:4], strict=True):
             one = library.problem(branch, q, k, pos, start, scale, **sizes)
@@ -84,10 +84,10 @@ class Decoder:
         return out, self._idx_B1GN
 
 
-def _arrival(cache: Remembered, means: bool, *, l: int, d: int, w: int) -> Arrival:
+def _arrival(cache: CacheView, means: bool, *, l: int, d: int, w: int) -> TokenArrival:
     slots = (*cache.tail, *cache.selected[:2], *cache.window[:2])
     batch, _, groups, _ = slots[0].shape
-    made = Arrival(library.DTYPES[slots[0].dtype], 0, batch, groups, l, d, w, means)
+    made = TokenArrival(library.DTYPES[slots[0].dtype], 0, batch, groups, l, d, w, means)
     for stream, x in zip(made.streams, slots, strict=True):
         stream.slots, stream.n_slots, stream.width = rows(x), x.shape[1], x.shape[-1]
     made.compressed[:] = [rows(x) for x in cache.compressed[:2]]

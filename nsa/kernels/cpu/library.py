@@ -32,11 +32,11 @@ NO_ROOM = -1
 _forced: str | None = None
 
 
-class Rows(ctypes.Structure):
+class TensorRows(ctypes.Structure):
     _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "token", "group", "head")))
 
 
-class Problem(ctypes.Structure):
+class AttentionProblem(ctypes.Structure):
     """src/problem.h, field by field."""
 
     _fields_ = (
@@ -44,20 +44,20 @@ class Problem(ctypes.Structure):
         *((name, c_int64) for name in ("B", "S", "T", "G", "R", "K", "V")),
         *((name, c_int64) for name in ("w", "l", "d", "l_sel", "n_sel")),
         ("scale", c_double),
-        *((name, Rows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
+        *((name, TensorRows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
         *((name, c_void_p) for name in ("lse", "dlse", "pos", "start", "idx")),
     )
 
 
-class Step(ctypes.Structure):
+class DecodeStep(ctypes.Structure):
     _fields_ = (
-        *((name, Problem) for name in ("compressed", "selected", "sliding")),
+        *((name, AttentionProblem) for name in ("compressed", "selected", "sliding")),
         ("gates", c_void_p),
         ("gates_per_group", c_int64),
     )
 
 
-class Mix(ctypes.Structure):
+class GateMix(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("dtype", "isa", "threads", "n_gates", "heads", "V")),
         ("gates", c_void_p),
@@ -67,15 +67,15 @@ class Mix(ctypes.Structure):
     )
 
 
-class Stream(ctypes.Structure):
-    _fields_ = (("fresh", Rows), ("slots", Rows), ("n_slots", c_int64), ("width", c_int64))
+class CacheStream(ctypes.Structure):
+    _fields_ = (("fresh", TensorRows), ("slots", TensorRows), ("n_slots", c_int64), ("width", c_int64))
 
 
-class Arrival(ctypes.Structure):
+class TokenArrival(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("dtype", "isa", "B", "G", "l", "d", "w", "means")),
-        ("streams", Stream * 6),
-        ("compressed", Rows * 2),
+        ("streams", CacheStream * 6),
+        ("compressed", TensorRows * 2),
         ("n_compressed_slots", c_int64),
         *((name, c_void_p) for name in ("length", "n_compressed", "pos", "window_pos")),
     )
@@ -85,13 +85,15 @@ class Arrival(ctypes.Structure):
 def load() -> ctypes.CDLL:
     """The library, compiled if need be; raises `build.BuildError` where it cannot be."""
     library = ctypes.CDLL(str(build.library()))
-    takes = dict(nsa_forward=Problem, nsa_backward=Problem, nsa_choose=Problem, nsa_decode=Step, nsa_mix=Mix,
-                 nsa_take_in=Arrival)  # fmt: skip
+    takes = dict(
+        **dict.fromkeys(("nsa_forward", "nsa_backward", "nsa_choose"), AttentionProblem),
+        nsa_decode=DecodeStep, nsa_mix=GateMix, nsa_take_in=TokenArrival,
+    )  # fmt: skip
     for name, structure in takes.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (POINTER(structure),), c_int64
     library.nsa_best_isa.restype = library.nsa_sizes.restype = c_int64
-    assert library.nsa_sizes() == sum(map(ctypes.sizeof, (Step, Arrival, Mix)))
+    assert library.nsa_sizes() == sum(map(ctypes.sizeof, (DecodeStep, TokenArrival, GateMix)))
     library.nsa_use_openmp.argtypes = (c_void_p,)
     library.nsa_use_openmp(_openmp_parallel())
     return library
@@ -120,7 +122,9 @@ def _isa_number(name: str, dtype: torch.dtype) -> int:
     return isa if dtype == torch.bfloat16 else min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone
 
 
-def problem(branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int) -> Problem:
+def problem(
+    branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int
+) -> AttentionProblem:
     """What is common to all computations, checked: the library sees addresses, and believes what it is told of them."""
     if not scale > 0:
         raise ConfigError(f"scale is {scale}: the largest score must stay the largest when scaled. Pass one above 0.")
@@ -131,7 +135,9 @@ def problem(branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale
     require("positions", pos, (B, S), torch.int64)
     require("document starts", start, (B, S), torch.int64)
     threads = torch.get_num_threads()
-    made = Problem(DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes)
+    made = AttentionProblem(
+        DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes
+    )
     made.scale = scale
     made.q, made.k = rows(q), rows(k)
     made.pos, made.start = pos.data_ptr(), start.data_ptr()
@@ -151,9 +157,9 @@ def _told(x: Tensor) -> str:
     return f"{x.dtype} of shape {list(x.shape)} on {x.device}"
 
 
-def rows(x: Tensor) -> Rows:
+def rows(x: Tensor) -> TensorRows:
     """[B, T, G, (R,) width] with the width contiguous."""
-    return Rows(x.data_ptr(), *x.stride()[:-1])
+    return TensorRows(x.data_ptr(), *x.stride()[:-1])
 
 
 def dense(x: Tensor) -> Tensor:
@@ -161,7 +167,7 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def call(name: str, made: Problem | Step | Mix) -> None:
+def call(name: str, made: AttentionProblem | DecodeStep | GateMix) -> None:
     if outcome := getattr(load(), name)(byref(made)):
         if outcome in _BAD_ARGUMENTS:
             raise ConfigError(f"the CPU kernel {name} was given what it cannot compute: {_BAD_ARGUMENTS[outcome]}.")

@@ -36,7 +36,7 @@ def mix_backward(
     return dgates.to(gates_BSGX3.dtype), dbranches[0], dbranches[1], dbranches[2]
 
 
-def _described(gates: Tensor, branches: list[Tensor]) -> library.Mix:
+def _described(gates: Tensor, branches: list[Tensor]) -> library.GateMix:
     first = branches[0]
     dtype = first.dtype
     if first.dim() != 5 or first.shape[3] < 1 or dtype not in library.DTYPES:
@@ -46,7 +46,7 @@ def _described(gates: Tensor, branches: list[Tensor]) -> library.Mix:
         library.require("branches", branch, first.shape, dtype)
     n_gates = 1 if gates.dim() == 5 and gates.shape[3] == 1 else R
     library.require("gates", gates, (*first.shape[:3], n_gates, 3), torch.float32)
-    made = library.Mix(
+    made = library.GateMix(
         library.DTYPES[dtype], library.isa_for(dtype), torch.get_num_threads(), gates.numel() // 3, R // n_gates, V
     )
     made.gates = gates.data_ptr()

@@ -31,7 +31,7 @@ from nsa.kernels.portable.chunk import (
 UNION_FACTOR = 6
 
 
-class _Chunk(NamedTuple):
+class _QueryChunk(NamedTuple):
     at: slice
     row: Tensor
     """Rows of [B·T·G, X] with the keys: [B, G, U] for all its queries, or [B, c, G, U] for each."""
@@ -80,7 +80,7 @@ def selected_backward(
 
 def _chunks(
     q_BSGRK: Tensor, k_shape: torch.Size, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel: int
-) -> Iterator[_Chunk]:
+) -> Iterator[_QueryChunk]:
     B, S, G, R, K = q_BSGRK.shape
     chosen = idx_BSGN.shape[3] * l_sel
     size = max(1, budget(q_BSGRK) // (B * G * R * chosen))
@@ -97,7 +97,7 @@ def _chunks(
 
 def _union(
     at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, k_shape: torch.Size, l_sel: int
-) -> _Chunk | None:
+) -> _QueryChunk | None:
     """All blocks that the chunk's queries chose, once each; None if they are too many or of several documents."""
     if bool((start_Bc != start_Bc[:, :1]).any()):
         return None
@@ -117,15 +117,17 @@ def _union(
     hidden_BGcU = ~chose_BGcJ.repeat_interleave(l_sel, -1)
     hidden_BGcU |= token_BGU[:, :, None] > pos_Bc[:, None, :, None]
     key_BGU = key_BGU.clamp(0, k_shape[1] - 1)
-    return _Chunk(at, _row_index(key_BGU, k_shape, group_dim=1), hidden_BGcU[:, :, :, None], shared=True)
+    return _QueryChunk(at, _row_index(key_BGU, k_shape, group_dim=1), hidden_BGcU[:, :, :, None], shared=True)
 
 
-def _copies(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, k_shape: torch.Size, l_sel: int) -> _Chunk:
+def _copies(
+    at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, k_shape: torch.Size, l_sel: int
+) -> _QueryChunk:
     token_BcGU = (idx_BcGN.long()[..., None] * l_sel + torch.arange(l_sel, device=idx_BcGN.device)).flatten(-2)
     key_BcGU = token_BcGU + start_Bc[..., None, None]
     hidden_BcGU = (token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None]) | _absent(key_BcGU, k_shape)
     key_BcGU = key_BcGU.masked_fill(hidden_BcGU, 0)
-    return _Chunk(at, _row_index(key_BcGU, k_shape, group_dim=2), hidden_BcGU[..., None, None, :], shared=False)
+    return _QueryChunk(at, _row_index(key_BcGU, k_shape, group_dim=2), hidden_BcGU[..., None, None, :], shared=False)
 
 
 def _absent(key: Tensor, k_shape: torch.Size) -> Tensor:

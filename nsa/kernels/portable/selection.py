@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.kernels.portable.chunk import group_rows, scores, softmax
-from nsa.kernels.portable.shared import compressed_bounds, key_runs, outside, per_group
+from nsa.kernels.portable.range_attention import compressed_bounds, key_runs, outside, per_group
 
 
 def select(

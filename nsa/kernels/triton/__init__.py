@@ -1,7 +1,8 @@
 """GPU kernels in Triton: any heads per group, packed documents, no atomics.
 
 `{sliding,compressed,selected,mix}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
-`nsa.kernels.portable`, and `Decoder`. The kernels, and Triton itself, are imported when one of them is first called.
+`nsa.kernels.portable`, and `TritonDecoder`. The kernels, and Triton itself, are imported when one of them is first
+called.
 """
 
 from importlib import import_module
@@ -21,16 +22,15 @@ QUERIES_OF_SLOTS = 2
 of the queries themselves, whichever is more. Spans of queries take turns."""
 
 _HOMES = {
-    "sliding_forward": "runs",
-    "sliding_backward": "runs",
-    "compressed_forward": "runs",
-    "compressed_backward": "runs",
+    "sliding_forward": "range_attention",
+    "sliding_backward": "range_attention",
+    "compressed_forward": "range_attention",
+    "compressed_backward": "range_attention",
     "selected_forward": "selected",
     "selected_backward": "selected",
     "select": "selection",
     "compressed_and_select": "selection",
-    "Decoder": "decoding",
-    "decode": "decoding",
+    "TritonDecoder": "decode",
     "mix_forward": "mix",
     "mix_backward": "mix",
 }

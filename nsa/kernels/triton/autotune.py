@@ -22,13 +22,13 @@ from nsa.kernels.triton.gpus import limits_here
 from nsa.kernels.triton.machine_code import read
 from nsa.kernels.triton.switch import tunes
 from nsa.kernels.triton.tile_store import TileStore
-from nsa.kernels.triton.tuning import Tiles, candidates, choose
+from nsa.kernels.triton.tuning import TileSizes, candidates, choose
 
 _log = logging.getLogger(__name__)
 
 Launch = Callable[..., None]
 """Of a kernel over a grid: `launch(kernel, grid, *arguments, **constants)`."""
-Start = Callable[[Tiles, Launch], Any]
+Start = Callable[[TileSizes, Launch], Any]
 """Everything that depends on the tiles, up to the launch; returns the results."""
 
 LONG = 1024
@@ -69,24 +69,24 @@ class OnlyCompiled:
         self.kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
 
 
-class Tuner:
+class TileTuner:
     """Choices of one kind of GPU. `refusals`: why a compiled kernel may not run; `measure`: how long a call takes."""
 
     def __init__(
         self, store: TileStore, refusals: Callable[[Any], list[str]], measure: Callable[[Callable[[], Any]], float]
     ) -> None:
         self._store, self._refusals, self._measure = store, refusals, measure
-        self._made: dict[str, Tiles] = {}
+        self._made: dict[str, TileSizes] = {}
         self._lock = threading.Lock()  # backward runs in threads of autograd
 
-    def choose(self, key: str, candidates: Sequence[Tiles], start: Start, *, may_time: bool = True) -> Tiles:
+    def choose(self, key: str, candidates: Sequence[TileSizes], start: Start, *, may_time: bool = True) -> TileSizes:
         """The first candidate is the table's: it stays where nothing is clearly faster, or nothing may be timed."""
         with self._lock:
             if key not in self._made:
                 self._made[key] = self._find(key, candidates, start) if may_time else candidates[0]
             return self._made[key]
 
-    def _find(self, key: str, candidates: Sequence[Tiles], start: Start) -> Tiles:
+    def _find(self, key: str, candidates: Sequence[TileSizes], start: Start) -> TileSizes:
         try:
             with self._store.locked():
                 known = self._store.read()
@@ -101,8 +101,8 @@ class Tuner:
             )  # fmt: skip
             return candidates[0]
 
-    def _fastest(self, key: str, candidates: Sequence[Tiles], start: Start) -> Tiles:
-        times: dict[Tiles, float] = {}
+    def _fastest(self, key: str, candidates: Sequence[TileSizes], start: Start) -> TileSizes:
+        times: dict[TileSizes, float] = {}
         for tiles in dict.fromkeys(candidates):
             compiled = OnlyCompiled()
             start(tiles, compiled)
@@ -121,8 +121,8 @@ class Tuner:
 
 
 @cache
-def _tuner(gpu_name: str) -> Tuner:
-    return Tuner(TileStore(cache_folder(), gpu_name, triton.__version__), _over_limits, _milliseconds)
+def _tuner(gpu_name: str) -> TileTuner:
+    return TileTuner(TileStore(cache_folder(), gpu_name, triton.__version__), _over_limits, _milliseconds)
 
 
 def _over_limits(compiled: Any) -> list[str]:

@@ -14,7 +14,7 @@ CHUNKS = 128
 """Chunks that are looked at together."""
 
 
-class Bounds(NamedTuple):
+class KeyBounds(NamedTuple):
     """A query sees the keys lo ≤ t < hi: int32."""
 
     lo_BS: Tensor
@@ -25,26 +25,26 @@ class Bounds(NamedTuple):
     """The smallest lo."""
 
 
-def window_bounds(pos_BS: Tensor, start_BS: Tensor, sizes: list[int], n_keys: int) -> Bounds:
+def window_bounds(pos_BS: Tensor, start_BS: Tensor, sizes: list[int], n_keys: int) -> KeyBounds:
     return _bounds(pos_BS, start_BS, n_keys, W=sizes[0], L=1, D=1)
 
 
-def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, sizes: list[int], n_keys: int) -> Bounds:
+def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, sizes: list[int], n_keys: int) -> KeyBounds:
     return _bounds(pos_BS, first_BS, n_keys, W=0, L=sizes[0], D=sizes[1])
 
 
-def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> Bounds:
+def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> KeyBounds:
     B, S = pos_BS.shape
     n_chunks = triton.cdiv(S, CHUNK)
     shapes = ((B, S), (B, S), (B, n_chunks), (B, n_chunks))
-    found = Bounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
+    found = KeyBounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
     bounds_kernel[(n_chunks, B)](
         pos_BS, start_BS, *found, S, n_keys, *pos_BS.stride(), *start_BS.stride(), **sizes, CHUNK=CHUNK
     )
     return found
 
 
-def seen_by(bounds: Bounds, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
+def seen_by(bounds: KeyBounds, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
     """The queries that may see each tile of n keys, [first, end): [B, tiles]. Exact where bounds only grow along S."""
     B, S = bounds.lo_BS.shape
     first, end = (torch.empty((B, n_tiles), dtype=torch.int32, device=bounds.lo_BS.device) for _ in range(2))

@@ -12,7 +12,7 @@ KIB = 1024
 
 
 @dataclass(frozen=True)
-class Gpu:
+class KernelGpu:
     target: GPUTarget
     shared_limit: int
     """Bytes one program may have."""
@@ -27,13 +27,13 @@ class Gpu:
 
 
 GPUS = {
-    "sm_80": Gpu(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB),
-    "sm_86": Gpu(GPUTarget("cuda", 86, 32), 99 * KIB, 100 * KIB, warps_per_unit=48),
-    "sm_89": Gpu(GPUTarget("cuda", 89, 32), 99 * KIB, 100 * KIB, warps_per_unit=48),
-    "sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB),
-    "sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB),
-    "sm_120": Gpu(GPUTarget("cuda", 120, 32), 99 * KIB, 100 * KIB, warps_per_unit=48),
-    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 4 * 512 * 64, 32),
+    "sm_80": KernelGpu(GPUTarget("cuda", 80, 32), 163 * KIB, 164 * KIB),
+    "sm_86": KernelGpu(GPUTarget("cuda", 86, 32), 99 * KIB, 100 * KIB, warps_per_unit=48),
+    "sm_89": KernelGpu(GPUTarget("cuda", 89, 32), 99 * KIB, 100 * KIB, warps_per_unit=48),
+    "sm_90": KernelGpu(GPUTarget("cuda", 90, 32), 227 * KIB, 228 * KIB),
+    "sm_100": KernelGpu(GPUTarget("cuda", 100, 32), 227 * KIB, 228 * KIB),
+    "sm_120": KernelGpu(GPUTarget("cuda", 120, 32), 99 * KIB, 100 * KIB, warps_per_unit=48),
+    "gfx942": KernelGpu(GPUTarget("hip", "gfx942", 64), 64 * KIB, 64 * KIB, 4 * 512 * 64, 32),
 }
 
 
@@ -42,13 +42,13 @@ def gpu_here() -> str:
     return _name(torch.cuda.current_device()) if torch.cuda.is_available() else ""
 
 
-def limits_here() -> Gpu:
+def limits_here() -> KernelGpu:
     """Of the current GPU: from the table, or what the driver says of one that is not in it."""
     if known := GPUS.get(gpu_here()):
         return known
     properties: Any = torch.cuda.get_device_properties()
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Gpu(triton.runtime.driver.active.get_current_target(), shared, shared)
+    return KernelGpu(triton.runtime.driver.active.get_current_target(), shared, shared)
 
 
 @cache

@@ -14,11 +14,11 @@ from typing import Any
 
 import triton
 
-from nsa.kernels.triton.gpus import Gpu
+from nsa.kernels.triton.gpus import KernelGpu
 
 
 @dataclass(frozen=True)
-class Code:
+class MachineCode:
     registers: int
     spilled_bytes: int
     """To memory, for each lane."""
@@ -35,7 +35,7 @@ class Code:
     loops_not_pipelined: int
     """Those of them that wait for a tile, or copy nothing asynchronously."""
 
-    def over_limits(self, gpu: Gpu) -> list[str]:
+    def over_limits(self, gpu: KernelGpu) -> list[str]:
         """Resources the kernel takes and should not."""
         found = []
         if self.spilled_bytes:
@@ -46,7 +46,7 @@ class Code:
             found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
         return found
 
-    def faults(self, gpu: Gpu) -> list[str]:
+    def faults(self, gpu: KernelGpu) -> list[str]:
         """Of a half-precision kernel: what is over the limits, and what the GPU could do and does not."""
         found = self.over_limits(gpu)
         if self.loops and not self.matrix:
@@ -56,7 +56,7 @@ class Code:
         return found
 
 
-def read(compiled: Any, gpu: Gpu) -> Code:
+def read(compiled: Any, gpu: KernelGpu) -> MachineCode:
     loops = list(_loops_that_multiply(compiled.asm["ttgir"]))
     waiting = sum(bool(_LOADS.search(body)) or not _COPIES.search(body) for body in loops)
     rest = dict(shared_bytes=compiled.metadata.shared, loops=len(loops), loops_not_pipelined=waiting)
@@ -68,9 +68,9 @@ def disassembled(asm: Any) -> str:
     return _told_by("nvdisasm", asm)
 
 
-def _read_nvidia(asm: Any, rest: dict[str, int]) -> Code:
+def _read_nvidia(asm: Any, rest: dict[str, int]) -> MachineCode:
     usage, code = _told_by("cuobjdump", asm, "--dump-resource-usage"), disassembled(asm)
-    return Code(
+    return MachineCode(
         registers=_number(r"REG:(\d+)", usage),
         spilled_bytes=_number(r"STACK:(\d+)", usage),
         vector_spills=0,
@@ -81,9 +81,9 @@ def _read_nvidia(asm: Any, rest: dict[str, int]) -> Code:
     )
 
 
-def _read_amd(asm: Any, rest: dict[str, int]) -> Code:
+def _read_amd(asm: Any, rest: dict[str, int]) -> MachineCode:
     code = asm["amdgcn"]
-    return Code(
+    return MachineCode(
         registers=_number(r"\.vgpr_count:\s+(\d+)", code),
         spilled_bytes=_number(r"\.private_segment_fixed_size:\s+(\d+)", code),
         vector_spills=_number(r"\.vgpr_spill_count:\s+(\d+)", code),

@@ -7,19 +7,20 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton import PIECE, bounds, decoding, index, mix
-from nsa.kernels.triton.device import decode, runs_backward, runs_forward, selected_backward, selected_forward
+from nsa.kernels.triton import PIECE, block_index, bounds, mix
+from nsa.kernels.triton import decode as launch_decode
+from nsa.kernels.triton.device import decode, range_backward, range_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
-from nsa.kernels.triton.gpus import GPUS, Gpu
-from nsa.kernels.triton.machine_code import Code, read
+from nsa.kernels.triton.gpus import GPUS, KernelGpu
+from nsa.kernels.triton.head_dims import split_width, widths
+from nsa.kernels.triton.machine_code import MachineCode, read
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
-from nsa.kernels.triton.tuning import Tiles, choose
-from nsa.kernels.triton.widths import split_width, widths
+from nsa.kernels.triton.tuning import TileSizes, choose
 
 
 @dataclass(frozen=True)
-class Model:
+class CompiledShape:
     """Sizes that kernels are compiled for."""
 
     groups: int
@@ -38,17 +39,17 @@ class Model:
         return 4 if self.dtype == "fp32" else 2
 
 
-MODELS = {"seed": Model(2, 6, 64, 64), "paper": Model(4, 16, 192, 128)}
+MODELS = {"seed": CompiledShape(2, 6, 64, 64), "paper": CompiledShape(4, 16, 192, 128)}
 FP32_MODELS = {
-    "seed": Model(2, 6, 64, 64, dtype="fp32"),
-    "128": Model(2, 6, 128, 128, dtype="fp32"),
-    "paper": Model(4, 16, 192, 128, dtype="fp32"),
+    "seed": CompiledShape(2, 6, 64, 64, dtype="fp32"),
+    "128": CompiledShape(2, 6, 128, 128, dtype="fp32"),
+    "paper": CompiledShape(4, 16, 192, 128, dtype="fp32"),
 }
 """For checking, not for speed: they have to fit, and may spill."""
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     kernel: str
     function: Any
     constants: dict[str, Any]
@@ -59,41 +60,43 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Passport:
+class CompileReport:
     kernel: str
     model: str
     gpu: str
     tile: str
-    code: Code
+    code: MachineCode
     programs_per_unit: int
     """That fit on one multiprocessor or compute unit at a time."""
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> "Passport":
-        return cls(**{**entry, "code": Code(**entry["code"])})
+    def from_json(cls, entry: dict[str, Any]) -> "CompileReport":
+        return cls(**{**entry, "code": MachineCode(**entry["code"])})
 
     def faults(self) -> list[str]:
         return self.code.faults(GPUS[self.gpu])
 
 
-def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = None) -> Iterator[Job]:
+def jobs(
+    model: CompiledShape, gpu: str, tiles_by_kernel: Mapping[str, TileSizes] | None = None
+) -> Iterator[CompileJob]:
     """Every kernel with the constants its launcher gives it, and the table's tiles, but for those that are given."""
     sizes: dict[str, Any] = dict(G=model.groups, R=model.heads_per_group, WIDE=False)
     broad: dict[str, Any] = widths(model.d_k, model.d_v)
     width = max(model.d_k, model.d_v)
     keys: dict[str, Any] = {name: broad[name] for name in ("K", "K1", "K2")}
 
-    def tiles_for(kernel: str) -> Tiles:
+    def tiles_for(kernel: str) -> TileSizes:
         return (tiles_by_kernel or {}).get(kernel) or choose(kernel, width, gpu, element_size=model.element_size)
 
-    def job(kernel: str, function: Any, tiles_of: str = "", n: int = 0, **constants: Any) -> Job:
+    def job(kernel: str, function: Any, tiles_of: str = "", n: int = 0, **constants: Any) -> CompileJob:
         tiles = tiles_for(tiles_of or kernel)
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
-        return Job(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
+        return CompileJob(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
-    yield job("runs_forward", runs_forward.runs_forward_kernel, **broad)
-    yield job("runs_dq", runs_backward.runs_dq_kernel, dlse=None, **broad)
-    yield job("runs_dkv", runs_backward.runs_dkv_kernel, PARTS=4, **broad)
+    yield job("runs_forward", range_forward.runs_forward_kernel, **broad)
+    yield job("runs_dq", range_backward.runs_dq_kernel, dlse=None, **broad)
+    yield job("runs_dkv", range_backward.runs_dkv_kernel, PARTS=4, **broad)
     chosen: dict[str, Any] = dict(N=model.n_sel, L=model.l_sel)
     for kernel, function in (
         ("selected_forward", selected_forward.selected_forward_kernel),
@@ -112,40 +115,42 @@ def jobs(model: Model, gpu: str, tiles_by_kernel: Mapping[str, Tiles] | None = N
         ("add_pieces", selected_backward.add_pieces_kernel,
          dict(G=model.groups, **x, L=model.l_sel, BLOCK_N=block_of(model.l_sel), MORE=False)),
     ):  # fmt: skip
-        yield Job(kernel, function, constants, 4, 2, model.dtype)
+        yield CompileJob(kernel, function, constants, 4, 2, model.dtype)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
     per = select_sizes(model.l, model.d, model.l_sel, model.n_sel, tiles)
     constants = dict(G=model.groups, WIDE=False, **keys, **per)
-    yield Job("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
+    yield CompileJob("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
     tiles = tiles_for("decode")
     sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w, tiles)
-    step = decoding.constants(model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False)
+    step = launch_decode.constants(
+        model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False
+    )
     for kernel, function, constants, options in (
         ("decode_compressed", decode.decode_compressed_kernel, step.compressed, (tiles.warps, tiles.stages)),
         ("decode_score", decode.decode_score_kernel, step.score, (4, 2)),
         ("decode_raw", decode.decode_raw_kernel, step.raw, (tiles.warps, tiles.stages)),
         ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
     ):
-        yield Job(kernel, function, constants, *options, model.dtype)
+        yield CompileJob(kernel, function, constants, *options, model.dtype)
     yield from _around(model, tiles_for("runs_dkv").n)
 
 
-def _around(model: Model, keys_of_dkv: int) -> Iterator[Job]:
+def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
     """Bounds, indices and the gate mix, as their launchers call them."""
 
-    def job(function: Any, warps: int = 4, **constants: int) -> Job:
-        return Job(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2, model.dtype)
+    def job(function: Any, warps: int = 4, **constants: int) -> CompileJob:
+        return CompileJob(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2, model.dtype)
 
     yield job(bounds.bounds_kernel, W=0, L=model.l, D=model.d, CHUNK=bounds.CHUNK)
     yield job(bounds.seen_by_kernel, N=keys_of_dkv, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
-    sizes = index.chunk_sizes(model.n_sel, model.l_sel)
-    warps = index.sorting_warps(sizes)
-    yield job(index.sort_chunks_kernel, warps, G=model.groups, **sizes)
-    yield job(index.place_chunks_kernel, CHUNKS=index.CHUNKS, BINS=index.BINS)
-    yield job(index.place_windows_kernel, PIECE=PIECE, BLOCK=index.PLACES)
-    yield job(index.fill_kernel, warps, G=model.groups, **sizes)
-    yield job(index.find_pieces_kernel, BLOCK=index.PLACES)
+    sizes = block_index.chunk_sizes(model.n_sel, model.l_sel)
+    warps = block_index.sorting_warps(sizes)
+    yield job(block_index.sort_chunks_kernel, warps, G=model.groups, **sizes)
+    yield job(block_index.place_chunks_kernel, CHUNKS=block_index.CHUNKS, BINS=block_index.BINS)
+    yield job(block_index.place_windows_kernel, PIECE=PIECE, BLOCK=block_index.PLACES)
+    yield job(block_index.fill_kernel, warps, G=model.groups, **sizes)
+    yield job(block_index.find_pieces_kernel, BLOCK=block_index.PLACES)
     v = split_width(model.d_v)
     for function in (mix.mix_forward_kernel, mix.mix_backward_kernel):
         yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
@@ -167,7 +172,7 @@ _POINTERS = {
 }  # fmt: skip
 
 
-def compile_for(job: Job, gpu: Gpu) -> Any:
+def compile_for(job: CompileJob, gpu: KernelGpu) -> Any:
     types = {**dict.fromkeys(_ROWS, f"*{job.dtype}"), **_POINTERS}
     signature, attributes = {}, {}
     for position, name in enumerate(job.function.arg_names):
@@ -179,7 +184,7 @@ def compile_for(job: Job, gpu: Gpu) -> Any:
     return triton.compile(source, target=gpu.target, options=dict(num_warps=job.warps, num_stages=job.stages))
 
 
-def inspect(job: Job, model: str, gpu_name: str) -> Passport:
+def inspect(job: CompileJob, model: str, gpu_name: str) -> CompileReport:
     gpu = GPUS[gpu_name]
     code = read(compile_for(job, gpu), gpu)
     by_registers = gpu.registers_per_unit // max(1, code.registers * job.warps * gpu.target.warp_size)
@@ -187,4 +192,4 @@ def inspect(job: Job, model: str, gpu_name: str) -> Passport:
     programs = min(by_registers, by_shared, gpu.warps_per_unit // job.warps)
     shape = [str(job.constants[name]) for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_N", "KEEP") if name in job.constants]
     tile = ", ".join(filter(None, ("×".join(shape), f"{job.warps} warps", f"{job.stages} stages")))
-    return Passport(job.kernel, model, gpu_name, tile, code, programs)
+    return CompileReport(job.kernel, model, gpu_name, tile, code, programs)

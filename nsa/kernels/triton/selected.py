@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.block_index import BlockIndex, chosen
 from nsa.kernels.triton.device.selected_backward import (
     add_pieces_kernel,
     add_slots_kernel,
@@ -19,10 +20,9 @@ from nsa.kernels.triton.device.selected_backward import (
     selected_backward_kernel,
 )
 from nsa.kernels.triton.device.selected_forward import merge_slots_kernel, selected_forward_kernel
-from nsa.kernels.triton.index import Chosen, chosen
-from nsa.kernels.triton.runs import Gradients, rows_contiguous
-from nsa.kernels.triton.tuning import Tiles, choose
-from nsa.kernels.triton.widths import is_wide, split_width, widths
+from nsa.kernels.triton.head_dims import is_wide, split_width, widths
+from nsa.kernels.triton.range_attention import Gradients, rows_contiguous
+from nsa.kernels.triton.tuning import TileSizes, choose
 
 
 def selected_forward(
@@ -48,13 +48,13 @@ def selected_forward(
 
 
 def _windows_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, index: Chosen, n_sel: int, l_sel: int, scale: float
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, index: BlockIndex, n_sel: int, l_sel: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """What each query gets from each of its blocks, [B, S, G, slots, cuts, R, V], with its log-sum-exp in base 2."""
     B, S, G, R, K = q_BSGRK.shape
     (T, V), q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), q_BSGRK, k_BTGK, v_BTGV
 
-    def start(tiles: Tiles, launch: Launch) -> tuple[Tensor, Tensor]:
+    def start(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor]:
         keys, cuts = keys_of(tiles, l_sel)
         slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, V))
         levels = q.new_empty(slots.shape[:-1], dtype=torch.float32)
@@ -109,13 +109,13 @@ def selected_backward(
 
 def _windows_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, lse_BSGR: Tensor, delta_BSGR: Tensor,
-    n_queries: int, index: Chosen, n_sel: int, l_sel: int, scale: float,
+    n_queries: int, index: BlockIndex, n_sel: int, l_sel: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ by slots, dK and dV by pieces of windows. Log-sum-exps and deltas are part of a row of `n_queries`."""
     B, S, G, R, K = q_BSGRK.shape
     (T, V), dout, q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV
 
-    def start(tiles: Tiles, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
+    def start(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
         keys, cuts = keys_of(tiles, l_sel)
         slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, K))
         dk_part, dv_part = (
@@ -149,7 +149,7 @@ def span_of(n_queries: int, bytes_per_query: int, slot_bytes_per_query: int) -> 
     return max(1, triton.cdiv(triton.cdiv(n_queries, n_spans), 16)) * 16
 
 
-def keys_of(tiles: Tiles, l_sel: int) -> tuple[int, int]:
+def keys_of(tiles: TileSizes, l_sel: int) -> tuple[int, int]:
     """Keys of a tile, a whole block or a cut of a long one, and how many cuts that makes."""
     keys = min(tiles.n, block_of(l_sel))
     return keys, triton.cdiv(l_sel, keys)

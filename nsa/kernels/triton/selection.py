@@ -10,9 +10,9 @@ from torch import Tensor
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import compressed_bounds
 from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
-from nsa.kernels.triton.runs import compressed_forward, rows_contiguous
-from nsa.kernels.triton.tuning import Tiles
-from nsa.kernels.triton.widths import is_wide, split_width
+from nsa.kernels.triton.head_dims import is_wide, split_width
+from nsa.kernels.triton.range_attention import compressed_forward, rows_contiguous
+from nsa.kernels.triton.tuning import TileSizes
 
 
 def select(
@@ -24,7 +24,7 @@ def select(
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     lo, hi, *_ = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1])
 
-    def start(tiles: Tiles, launch: Launch) -> None:
+    def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
             runs_lse_kernel, (triton.cdiv(S * R, tiles.m), B * G),
             q, k, lo, hi, lse, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
@@ -53,7 +53,7 @@ def _choose(
     pos, first = (x.to(torch.int32).contiguous() for x in (pos_BS, first_BS))
     idx = torch.empty((B, S, G, n_sel), dtype=torch.int32, device=q.device)
 
-    def start(tiles: Tiles, launch: Launch) -> None:
+    def start(tiles: TileSizes, launch: Launch) -> None:
         sizes = select_sizes(l, d, l_sel, n_sel, tiles)
         launch(
             select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G),
@@ -65,7 +65,7 @@ def _choose(
     return idx
 
 
-def select_sizes(l: int, d: int, l_sel: int, n_sel: int, tiles: Tiles) -> dict[str, int]:
+def select_sizes(l: int, d: int, l_sel: int, n_sel: int, tiles: TileSizes) -> dict[str, int]:
     """The kernel's constants; where a step has more keys than the tile, its queries are fewer."""
     keep, span = max(16, triton.next_power_of_2(n_sel)), triton.next_power_of_2(l_sel // d)
     queries = max(16, min(tiles.m, tiles.m * tiles.n // (span * keep)))

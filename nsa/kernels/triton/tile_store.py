@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.kernels.triton.tuning import Tiles
+from nsa.kernels.triton.tuning import TileSizes
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class TileStore:
         finally:
             os.close(lock)
 
-    def read(self) -> dict[str, Tiles]:
+    def read(self) -> dict[str, TileSizes]:
         try:
             content = json.loads(self.path.read_text())
-            tiles = {key: Tiles(*(int(size) for size in sizes)) for key, sizes in content["tiles"].items()}
+            tiles = {key: TileSizes(*(int(size) for size in sizes)) for key, sizes in content["tiles"].items()}
             measured_with = content["kernels"]
         except FileNotFoundError:
             return {}
@@ -58,7 +58,7 @@ class TileStore:
             return {}
         return tiles
 
-    def write(self, tiles: dict[str, Tiles]) -> None:
+    def write(self, tiles: dict[str, TileSizes]) -> None:
         content = {"kernels": self._kernels, "tiles": {key: list(sizes) for key, sizes in sorted(tiles.items())}}
         with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
             file.write(json.dumps(content, indent=1) + "\n")

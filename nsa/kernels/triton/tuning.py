@@ -7,7 +7,7 @@ import triton
 from nsa.kernels.triton.gpus import gpu_here
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
     m: int
     """Rows: queries × heads."""
     n: int
@@ -21,89 +21,93 @@ class Tiles(NamedTuple):
 
 
 _NARROW = {
-    "runs_forward": Tiles(64, 64, 4, 3),
-    "runs_dq": Tiles(64, 32, 4, 2),
-    "runs_dkv": Tiles(64, 64, 4, 2),
-    "selected_forward": Tiles(64, 64, 4, 2),
-    "selected_backward": Tiles(32, 64, 4, 2),
-    "select": Tiles(64, 64, 4, 2),
-    "decode": Tiles(64, 32, 4, 3),
+    "runs_forward": TileSizes(64, 64, 4, 3),
+    "runs_dq": TileSizes(64, 32, 4, 2),
+    "runs_dkv": TileSizes(64, 64, 4, 2),
+    "selected_forward": TileSizes(64, 64, 4, 2),
+    "selected_backward": TileSizes(32, 64, 4, 2),
+    "select": TileSizes(64, 64, 4, 2),
+    "decode": TileSizes(64, 32, 4, 3),
 }
 _BROAD = {
-    "runs_forward": Tiles(64, 32, 4, 2),
-    "runs_dq": Tiles(32, 32, 4, 2),
-    "runs_dkv": Tiles(32, 32, 4, 2),
-    "selected_forward": Tiles(64, 64, 4, 2),
-    "selected_backward": Tiles(32, 64, 8, 3),
-    "select": Tiles(16, 64, 4, 2),
-    "decode": Tiles(64, 32, 4, 3),
+    "runs_forward": TileSizes(64, 32, 4, 2),
+    "runs_dq": TileSizes(32, 32, 4, 2),
+    "runs_dkv": TileSizes(32, 32, 4, 2),
+    "selected_forward": TileSizes(64, 64, 4, 2),
+    "selected_backward": TileSizes(32, 64, 8, 3),
+    "select": TileSizes(16, 64, 4, 2),
+    "decode": TileSizes(64, 32, 4, 3),
 }
 # Units that multiply 64 rows at a time: fewer rows would be left to the older instructions. They are so fast that 64
 # rows wait for the cache, where many rows see the same keys.
 _NARROW_OF_64 = {
     **_NARROW,
-    "runs_forward": Tiles(128, 64, 8, 3),
-    "runs_dq": Tiles(128, 32, 8, 2),
-    "selected_backward": Tiles(64, 64, 8, 2),
+    "runs_forward": TileSizes(128, 64, 8, 3),
+    "runs_dq": TileSizes(128, 32, 8, 2),
+    "selected_backward": TileSizes(64, 64, 8, 2),
 }
 _BROAD_OF_64 = {
     **_BROAD,
-    "runs_dq": Tiles(64, 32, 4, 2),
-    "runs_dkv": Tiles(32, 64, 8, 2),
-    "selected_backward": Tiles(32, 64, 8, 2),
+    "runs_dq": TileSizes(64, 32, 4, 2),
+    "runs_dkv": TileSizes(32, 64, 8, 2),
+    "selected_backward": TileSizes(32, 64, 8, 2),
 }
 # 99 KiB of shared memory, and fewer registers to spare.
-_BROAD_SMALL = {**_BROAD, "selected_forward": Tiles(32, 64, 4, 2)}
+_BROAD_SMALL = {**_BROAD, "selected_forward": TileSizes(32, 64, 4, 2)}
 # 102 scalar registers, where a mask of 64 lanes takes two: fewer keys at a time, hence fewer masks.
 _NARROW_AMD = {
     **_NARROW,
-    "runs_forward": Tiles(64, 32, 4, 2),
-    "runs_dkv": Tiles(32, 64, 4, 2),
+    "runs_forward": TileSizes(64, 32, 4, 2),
+    "runs_dkv": TileSizes(32, 64, 4, 2),
 }
 _BROAD_AMD = {
     **_BROAD,
-    "selected_forward": Tiles(32, 64, 4, 2),
-    "selected_backward": Tiles(16, 64, 4, 2),
+    "selected_forward": TileSizes(32, 64, 4, 2),
+    "selected_backward": TileSizes(16, 64, 4, 2),
 }
 _BY_GPU = {
     **dict.fromkeys(("sm_86", "sm_89"), (_NARROW, _BROAD_SMALL)),
-    "sm_120": (_NARROW, {**_BROAD_SMALL, "selected_backward": Tiles(32, 64, 8, 2)}),
+    "sm_120": (_NARROW, {**_BROAD_SMALL, "selected_backward": TileSizes(32, 64, 8, 2)}),
     "sm_90": (_NARROW_OF_64, _BROAD_OF_64),
     # With 64 rows the selection's newer products wait for their keys: the pipeline is worth more than they are.
     "sm_100": (
-        {**_NARROW_OF_64, "select": Tiles(32, 64, 4, 2), "selected_backward": Tiles(64, 64, 4, 2)},
+        {**_NARROW_OF_64, "select": TileSizes(32, 64, 4, 2), "selected_backward": TileSizes(64, 64, 4, 2)},
         _BROAD_OF_64,
     ),
 }
 # fp32 rows take twice the room, and without matrix units each lane holds whole rows of its product: small tiles, one
 # stage, more warps where lanes would spill. It is for checking, so one table serves every GPU, the smallest included.
 _NARROW_FP32 = {
-    **dict.fromkeys(_NARROW, Tiles(32, 32, 8, 1)),
-    "selected_backward": Tiles(16, 32, 4, 1),
-    "select": Tiles(16, 16, 4, 1),
-    "decode": Tiles(16, 32, 4, 1),
+    **dict.fromkeys(_NARROW, TileSizes(32, 32, 8, 1)),
+    "selected_backward": TileSizes(16, 32, 4, 1),
+    "select": TileSizes(16, 16, 4, 1),
+    "decode": TileSizes(16, 32, 4, 1),
 }
 _BROAD_FP32 = {
-    **dict.fromkeys(_NARROW, Tiles(16, 16, 4, 1)),
-    **dict.fromkeys(("runs_dq", "selected_backward"), Tiles(16, 16, 8, 1)),
+    **dict.fromkeys(_NARROW, TileSizes(16, 16, 4, 1)),
+    **dict.fromkeys(("runs_dq", "selected_backward"), TileSizes(16, 16, 8, 1)),
 }
 
 # What timing may choose from, besides the table's own; those that spill on the GPU at hand are refused there.
 _FORWARD = (
-    Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2),
-    Tiles(128, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2),
+    TileSizes(64, 64, 4, 2), TileSizes(64, 32, 4, 2), TileSizes(64, 32, 4, 3), TileSizes(128, 64, 8, 3),
+    TileSizes(128, 32, 8, 2),
+    TileSizes(128, 64, 4, 3), TileSizes(32, 64, 4, 2), TileSizes(32, 32, 4, 2),
 )  # fmt: skip
 _DQ = (
-    Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 4, 2),
-    Tiles(32, 32, 4, 2),
+    TileSizes(64, 64, 4, 2), TileSizes(64, 32, 4, 2), TileSizes(64, 64, 8, 2), TileSizes(128, 32, 8, 2), TileSizes(32,
+    64, 4, 2),
+    TileSizes(32, 32, 4, 2),
 )  # fmt: skip
 _DKV = (
-    Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 2),
-    Tiles(32, 32, 4, 2),
+    TileSizes(64, 64, 4, 2), TileSizes(32, 64, 4, 2), TileSizes(32, 64, 8, 2), TileSizes(64, 32, 4, 2), TileSizes(64,
+    64, 8, 2),
+    TileSizes(32, 32, 4, 2),
 )  # fmt: skip
 _WHOLE_BLOCKS = (  # of 64 keys: a block that is cut takes more slots
-    Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 3),
-    Tiles(64, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(16, 64, 4, 2),
+    TileSizes(64, 64, 4, 2), TileSizes(64, 64, 4, 3), TileSizes(32, 64, 4, 2), TileSizes(32, 64, 8, 2), TileSizes(32,
+    64, 8, 3),
+    TileSizes(64, 64, 8, 2), TileSizes(128, 64, 8, 2), TileSizes(16, 64, 4, 2),
 )  # fmt: skip
 _CANDIDATES = {
     "runs_forward": _FORWARD,
@@ -112,24 +116,25 @@ _CANDIDATES = {
     "selected_forward": _WHOLE_BLOCKS,
     "selected_backward": _WHOLE_BLOCKS,
     "select": (
-        Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2), Tiles(64, 64, 4, 1),
+        TileSizes(64, 64, 4, 2), TileSizes(64, 64, 8, 2), TileSizes(32, 64, 4, 2), TileSizes(16, 64, 4, 2),
+        TileSizes(64, 64, 4, 1),
     ),
 }  # fmt: skip
 
-_SELECTED_INTERPRETED = Tiles(32, 16)  # small, so that blocks are cut
+_SELECTED_INTERPRETED = TileSizes(32, 16)  # small, so that blocks are cut
 _INTERPRETED = {
-    "decode": Tiles(16, 16),
-    "select": Tiles(32, 64),
+    "decode": TileSizes(16, 16),
+    "select": TileSizes(32, 64),
     "selected_forward": _SELECTED_INTERPRETED,
     "selected_backward": _SELECTED_INTERPRETED,
 }
 
 
-def choose(kernel: str, width: int, gpu: str | None = None, *, element_size: int = 2) -> Tiles:
+def choose(kernel: str, width: int, gpu: str | None = None, *, element_size: int = 2) -> TileSizes:
     """One choice per kernel, width of the widest row, bytes of its elements and GPU (the current one): the same bits
     on every call."""
     if triton.knobs.runtime.interpret:
-        return _INTERPRETED.get(kernel, Tiles(32, 32))
+        return _INTERPRETED.get(kernel, TileSizes(32, 32))
     if element_size > 2:
         return (_NARROW_FP32 if width <= 64 else _BROAD_FP32)[kernel]
     name = gpu_here() if gpu is None else gpu
@@ -137,5 +142,5 @@ def choose(kernel: str, width: int, gpu: str | None = None, *, element_size: int
     return (narrow if width <= 64 else broad)[kernel]
 
 
-def candidates(kernel: str) -> tuple[Tiles, ...]:
+def candidates(kernel: str) -> tuple[TileSizes, ...]:
     return _CANDIDATES[kernel]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import yaml
 
-from nsa.observe.watch.conditions import CONDITIONS, Level, Limits
+from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
 
 RUNBOOK = "docs/RUNBOOK.md"
 REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
@@ -29,7 +29,7 @@ BASELINE_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Rule:
+class AlertRule:
     signal: str
     """The row of the health table: a critical alert silences the warning of its own signal."""
     expr: str
@@ -60,63 +60,65 @@ _USUAL_FORWARD = (
 """The median of the ranks; of two ranks it would be the mean, so there it is the other one's."""
 
 RULES = {
-    "heartbeat_stall": Rule(
+    "heartbeat_stall": AlertRule(
         "heartbeat",
         f"{_AGE} > nsa_heartbeat_limit_seconds / {{speed}} unless nsa_process_up == 0 "
         "or nsa_missing_ranks > 0 and time() - nsa_start_timestamp_seconds > {startup_s}",
     ),
-    "process_gone": Rule("process", f"{_AGE} > {{gone_s}} and nsa_process_up == 0"),
-    "run_failed": Rule(
+    "process_gone": AlertRule("process", f"{_AGE} > {{gone_s}} and nsa_process_up == 0"),
+    "run_failed": AlertRule(
         "run",
         'nsa_run_state{{state="failed"}} == 1 '
         'unless on (instance, run) nsa_findings{{condition=~"out_of_memory|loader_timeout"}} > 0',
     ),
-    "loss_nonfinite": Rule("loss", _not_finite("loss_nonfinite", "nsa_loss_nats", "nsa_nonfinite_losses_total")),
-    "grad_nonfinite": Rule(
+    "loss_nonfinite": AlertRule("loss", _not_finite("loss_nonfinite", "nsa_loss_nats", "nsa_nonfinite_losses_total")),
+    "grad_nonfinite": AlertRule(
         "grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")
     ),
-    "loss_divergence": Rule("loss", _judged("loss_divergence")),
-    "throughput_zero": Rule("throughput", _judged("throughput_zero")),
-    "gate_entropy_critical": Rule(
+    "loss_divergence": AlertRule("loss", _judged("loss_divergence")),
+    "throughput_zero": AlertRule("throughput", _judged("throughput_zero")),
+    "gate_entropy_critical": AlertRule(
         "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", MOMENT_S
     ),
-    "gate_collapse_critical": Rule(
+    "gate_collapse_critical": AlertRule(
         "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", MOMENT_S
     ),
-    "loader_timeout": Rule("data", _judged("loader_timeout")),
-    "out_of_memory": Rule("memory", _judged("out_of_memory")),
-    "steps_skipped": Rule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
-    "loss_plateau": Rule("loss", _judged("loss_plateau")),
-    "loss_spike": Rule("loss", _judged("loss_spike")),
-    "throughput_drop": Rule(
+    "loader_timeout": AlertRule("data", _judged("loader_timeout")),
+    "out_of_memory": AlertRule("memory", _judged("out_of_memory")),
+    "steps_skipped": AlertRule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
+    "loss_plateau": AlertRule("loss", _judged("loss_plateau")),
+    "loss_spike": AlertRule("loss", _judged("loss_spike")),
+    "throughput_drop": AlertRule(
         "throughput",
         f"min {_BY_RUN} (nsa_tokens_per_second and nsa_heartbeat_limit_seconds) < (1 - {{throughput_drop}}) * "
         f"max {_BY_RUN} (max_over_time(nsa_tokens_per_second[{{baseline}}]))",
-        for_s=Limits.throughput_drop_s,
+        for_s=HealthLimits.throughput_drop_s,
     ),
-    "gate_entropy_low": Rule("gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", STEADY_S),
-    "gate_collapse_high": Rule(
+    "gate_entropy_low": AlertRule(
+        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", STEADY_S
+    ),
+    "gate_collapse_high": AlertRule(
         "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", STEADY_S
     ),
-    "gate_max_high": Rule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", STEADY_S),
-    "reads_differ": Rule("reads", "nsa_reads_counted != nsa_reads_predicted"),
-    "data_slow": Rule("data", _judged("data_slow")),
-    "memory_creep": Rule("memory", _judged("memory_creep")),
-    "grad_spikes": Rule("grad_norm", _judged("grad_spikes")),
-    "straggler": Rule(
+    "gate_max_high": AlertRule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", STEADY_S),
+    "reads_differ": AlertRule("reads", "nsa_reads_counted != nsa_reads_predicted"),
+    "data_slow": AlertRule("data", _judged("data_slow")),
+    "memory_creep": AlertRule("memory", _judged("memory_creep")),
+    "grad_spikes": AlertRule("grad_norm", _judged("grad_spikes")),
+    "straggler": AlertRule(
         "forward",
         f"nsa_forward_seconds / on (instance, run) group_left () {_USUAL_FORWARD} > {{straggler}} "
         f"and nsa_forward_seconds - on (instance, run) group_left () {_USUAL_FORWARD} > 0.1 * nsa_step_seconds",
         STEADY_S,
     ),
-    "checkpoint_overdue": Rule(
+    "checkpoint_overdue": AlertRule(
         "checkpoint",
         f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
         "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
     ),
-    "evaluation_failed": Rule("evaluation", _judged("evaluation_failed")),
-    "synthetic_data": Rule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
-    "clock_skew": Rule("clock", _judged("clock_skew")),
+    "evaluation_failed": AlertRule("evaluation", _judged("evaluation_failed")),
+    "synthetic_data": AlertRule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
+    "clock_skew": AlertRule("clock", _judged("clock_skew")),
 }
 """`nsa_heartbeat_limit_seconds` is there for as long as a rank has not said its last word."""
 
@@ -127,7 +129,7 @@ def alert_name(condition: str) -> str:
     return "NSA" + "".join(word.capitalize() for word in condition.split("_"))
 
 
-def faster(limits: Limits, speed: float) -> Limits:
+def faster(limits: HealthLimits, speed: float) -> HealthLimits:
     """The same limits where a second stands for `speed` seconds: drills need not take hours."""
     seconds = {field.name: getattr(limits, field.name) / speed for field in fields(limits) if field.name.endswith("_s")}
     kept = {"fetch_s": limits.fetch_s}  # compared with a figure, not with a clock
@@ -136,17 +138,17 @@ def faster(limits: Limits, speed: float) -> Limits:
 
 def rule_file(speed: float = 1.0) -> str:
     """The YAML text of all rules."""
-    limits = faster(Limits(), speed)
+    limits = faster(HealthLimits(), speed)
     groups = [
         {"name": f"nsa-{level.value}", "rules": list(_of_level(level, limits, speed))}
-        for level in (Level.CRITICAL, Level.WARNING)
+        for level in (AlertLevel.CRITICAL, AlertLevel.WARNING)
     ]
     groups[0]["rules"].append(_exporter_down(speed))  # type: ignore[attr-defined]
     note = f"# Written by `{REFRESH}`. Edit its source, nsa/observe/export/alert_rules.py, instead.\n"
     return note + yaml.safe_dump({"groups": groups}, sort_keys=False, width=120, allow_unicode=True)
 
 
-def _of_level(level: Level, limits: Limits, speed: float) -> Iterator[dict[str, object]]:
+def _of_level(level: AlertLevel, limits: HealthLimits, speed: float) -> Iterator[dict[str, object]]:
     numbers = {name: f"{value:g}" for name, value in asdict(limits).items()}
     spans = {"speed": f"{speed:g}", "recent": _span(RECENT_S / speed), "baseline": _span(BASELINE_S / speed)}
     for condition in CONDITIONS.values():
@@ -171,7 +173,7 @@ def _exporter_down(speed: float) -> dict[str, object]:
         EXPORTER_DOWN,
         'up{job="nsa"} == 0',
         _EXPORTER_DOWN_S / speed,
-        {"severity": Level.CRITICAL.value, "condition": EXPORTER_DOWN, "signal": "exporter"},
+        {"severity": AlertLevel.CRITICAL.value, "condition": EXPORTER_DOWN, "signal": "exporter"},
         summary="exporter {{ $labels.instance }} does not answer: its runs are not watched",
         advice="start nsa exporter again; nsa status DIR looks meanwhile",
     )

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from nsa.errors import ConfigError
 from nsa.observe import names
-from nsa.observe.export.run_metrics import CountedHistory, Sample, run_info, samples
+from nsa.observe.export.run_metrics import CountedHistory, MetricSample, run_info, samples
 from nsa.observe.watch.history import HistoryReader
 from nsa.terminal_text import printable
 
@@ -54,12 +54,12 @@ class RunsCollector(Collector):
                     self._readers[path] = HistoryReader(path)
                     self._readers[path].history = CountedHistory()
 
-    def _read(self, path: Path) -> list[Sample]:
+    def _read(self, path: Path) -> list[MetricSample]:
         reader = self._readers[path]
         with suppress(OSError):
             reader.update()
         assert isinstance(reader.history, CountedHistory)
-        info: list[Sample] = []
+        info: list[MetricSample] = []
         with suppress(OSError):
             info = list(run_info(path))
         return [*samples(reader.history, reader.now, {log.rank for log in reader.local()}), *info]
@@ -73,7 +73,7 @@ def run_names(paths: Iterable[Path]) -> dict[Path, str]:
     return {path: printable(name) for path, name in named.items()}
 
 
-class Exporter:
+class MetricsExporter:
     def __init__(self, folders: Sequence[Path], *, host: str, port: int, file_sd: Path | None = None) -> None:
         self._collector = RunsCollector(folders)
         registry = CollectorRegistry(auto_describe=False)
@@ -123,7 +123,7 @@ def _register(path: Path, address: str) -> None:
     os.replace(new, path)
 
 
-def _families(found: Iterable[tuple[str, Sample]]) -> Iterator[Family]:
+def _families(found: Iterable[tuple[str, MetricSample]]) -> Iterator[Family]:
     """Samples of the same metric together, as the format wants them."""
     families: dict[tuple[str, tuple[str, ...]], Family] = {}
     for run, (metric, labels, value) in found:

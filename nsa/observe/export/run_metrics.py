@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nsa.observe import names, records
-from nsa.observe.events import Event, Kind
-from nsa.observe.heartbeat import Beat
-from nsa.observe.watch.conditions import CONDITIONS, Limits
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 from nsa.observe.watch.health import examine, stall_limit_s
-from nsa.observe.watch.history import Facts, History, Moment, RankLog
+from nsa.observe.watch.history import RankLog, RunFacts, RunHistory, StepSample
 from nsa.terminal_text import printable
 
 _MIB = 2.0**20
@@ -24,7 +24,7 @@ _LONGEST_LABEL = 80
 _GATE_BRANCHES = ("compressed", "selected", "sliding")
 
 
-class Metric(NamedTuple):
+class MetricDefinition(NamedTuple):
     name: str
     help: str
     kind: Literal["gauge", "counter"] = "gauge"
@@ -34,31 +34,35 @@ class Metric(NamedTuple):
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
-class Sample(NamedTuple):
-    metric: Metric
+class MetricSample(NamedTuple):
+    metric: MetricDefinition
     labels: Mapping[str, str]
     value: float
 
 
-class Figure(NamedTuple):
+class FieldMetric(NamedTuple):
     """A heartbeat field that is a number, as a metric."""
 
-    metric: Metric
+    metric: MetricDefinition
     labels: Mapping[str, str] = {}
     scale: float = 1.0
 
 
-_MEMORY = Metric("nsa_memory_bytes", "Memory of a rank, by kind.")
-_FALLBACKS = Metric("nsa_fallbacks", "Times a branch ran on another backend than the one named.", "counter")
-_SKIPPED = Metric("nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter")
-_NONFINITE = Metric("nsa_nonfinite_steps", "Steps with a loss or gradient norm that is not finite.", "counter")
+_MEMORY = MetricDefinition("nsa_memory_bytes", "Memory of a rank, by kind.")
+_FALLBACKS = MetricDefinition("nsa_fallbacks", "Times a branch ran on another backend than the one named.", "counter")
+_SKIPPED = MetricDefinition(
+    "nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter"
+)
+_NONFINITE = MetricDefinition(
+    "nsa_nonfinite_steps", "Steps with a loss or gradient norm that is not finite.", "counter"
+)
 
 
-def _gauge(name: str, text: str) -> Figure:
-    return Figure(Metric(name, text))
+def _gauge(name: str, text: str) -> FieldMetric:
+    return FieldMetric(MetricDefinition(name, text))
 
 
-FIGURES: Mapping[str, Figure] = {
+FIGURES: Mapping[str, FieldMetric] = {
     "loss": _gauge("nsa_loss_nats", "Training loss per token of the last recorded step that was taken."),
     "toks_per_s": _gauge("nsa_tokens_per_second", "Tokens per second, all ranks together."),
     "step_s": _gauge("nsa_step_seconds", "Seconds per optimizer step since the record before."),
@@ -67,9 +71,9 @@ FIGURES: Mapping[str, Figure] = {
     "grad_norm": _gauge("nsa_grad_norm", "Gradient norm of the last recorded step that was taken, before clipping."),
     "lr": _gauge("nsa_learning_rate", "Learning rate."),
     "tokens_seen": _gauge("nsa_tokens_seen", "Tokens since step 0, all ranks together."),
-    "host_mem_rss": Figure(_MEMORY, {"kind": "host_rss"}, _MIB),
-    "gpu_mem_alloc": Figure(_MEMORY, {"kind": "gpu_allocated"}, _MIB),
-    "gpu_mem_reserved": Figure(_MEMORY, {"kind": "gpu_reserved"}, _MIB),
+    "host_mem_rss": FieldMetric(_MEMORY, {"kind": "host_rss"}, _MIB),
+    "gpu_mem_alloc": FieldMetric(_MEMORY, {"kind": "gpu_allocated"}, _MIB),
+    "gpu_mem_reserved": FieldMetric(_MEMORY, {"kind": "gpu_reserved"}, _MIB),
     "gate_entropy_mean": _gauge("nsa_gate_entropy_nats", "Mean entropy of the gates; ln 3 = 1.0986 is uniform."),
     "gate_max_mean": _gauge("nsa_gate_max_ratio", "Mean share of the largest gate."),
     "gate_collapse_frac": _gauge("nsa_gate_collapse_ratio", "Share of the gates that have collapsed."),
@@ -78,7 +82,10 @@ FIGURES: Mapping[str, Figure] = {
     "sel_pct_at_max": _gauge("nsa_selection_at_max_ratio", "Share of the queries that read the most keys allowed."),
     "reads_pred": _gauge("nsa_reads_predicted", "Keys that the sizes predict for a forward pass, all layers."),
     "reads_act_total": _gauge("nsa_reads_counted", "Keys that were counted in a forward pass, all layers."),
-    **{f"fallbacks_{b}": Figure(_FALLBACKS, {"branch": b}) for b in ("compressed", "select", "selected", "sliding")},
+    **{
+        f"fallbacks_{b}": FieldMetric(_FALLBACKS, {"branch": b})
+        for b in ("compressed", "select", "selected", "sliding")
+    },
 }
 """Fields of a progress record, served as they are (times `scale`)."""
 
@@ -109,60 +116,68 @@ _STATE_OF_ENDING = {
 _AT_REST = ("stopped", "done")
 """A run in these states left as it should: its last figures are no news and are not served."""
 
-_STATE = Metric("nsa_run_state", "1 for the state a rank is in.")
-_STEP = Metric("nsa_step", "Last step a rank told of.")
-_BEAT_TS = Metric("nsa_heartbeat_timestamp_seconds", "When a rank wrote its last record.")
-_STEP_TS = Metric("nsa_step_timestamp_seconds", "When a rank first told of its last step.")
-_UP = Metric("nsa_process_up", "1 if the process of a rank is on this host; not served for runs of other hosts.")
-_BAD_LOSS = Metric(
+_STATE = MetricDefinition("nsa_run_state", "1 for the state a rank is in.")
+_STEP = MetricDefinition("nsa_step", "Last step a rank told of.")
+_BEAT_TS = MetricDefinition("nsa_heartbeat_timestamp_seconds", "When a rank wrote its last record.")
+_STEP_TS = MetricDefinition("nsa_step_timestamp_seconds", "When a rank first told of its last step.")
+_UP = MetricDefinition(
+    "nsa_process_up", "1 if the process of a rank is on this host; not served for runs of other hosts."
+)
+_BAD_LOSS = MetricDefinition(
     "nsa_nonfinite_losses", "Records of steps that were taken with a loss that is not finite.", "counter"
 )
-_BAD_NORM = Metric("nsa_nonfinite_grad_norms", "The same for the gradient norm.", "counter")
-_SHARE = Metric("nsa_gate_share_ratio", "Mean share of a branch in the gates of a layer.")
-_SHARE_MEAN = Metric("nsa_gate_share_mean_ratio", "Mean share of a branch in the gates of all layers.")
-_KERNEL = Metric("nsa_kernel_info", "The backend that computes a branch.")
-_SUBSTITUTED = Metric("nsa_data_substituted", "1 while a rank trains on made-up data though a dataset was asked for.")
-_INFO = Metric("nsa_run_info", "What runs: versions, device, precision, kind of dataset, ranks.")
-_RESTARTS = Metric("nsa_restarts", "Starts that went on from a checkpoint or were made by the launcher.", "counter")
-_ROLLBACKS = Metric("nsa_rollbacks", "Times a run went back to a checkpoint by itself.", "counter")
-_LOST = Metric("nsa_lost_steps", "Steps that were made and are to be made again.", "counter")
-_SAVE_STEP = Metric("nsa_last_checkpoint_step", "Step of the last checkpoint, or the step the run began from.")
-_SAVE_TS = Metric("nsa_last_checkpoint_timestamp_seconds", "When the last checkpoint was complete.")
-_SAVE_EVERY = Metric("nsa_checkpoint_interval_steps", "train.save_every; not served where it is 0.")
-_EVAL = Metric("nsa_eval_loss_nats", "Held-out loss per token of the last evaluation.")
-_LIMIT = Metric(
+_BAD_NORM = MetricDefinition("nsa_nonfinite_grad_norms", "The same for the gradient norm.", "counter")
+_SHARE = MetricDefinition("nsa_gate_share_ratio", "Mean share of a branch in the gates of a layer.")
+_SHARE_MEAN = MetricDefinition("nsa_gate_share_mean_ratio", "Mean share of a branch in the gates of all layers.")
+_KERNEL = MetricDefinition("nsa_kernel_info", "The backend that computes a branch.")
+_SUBSTITUTED = MetricDefinition(
+    "nsa_data_substituted", "1 while a rank trains on made-up data though a dataset was asked for."
+)
+_INFO = MetricDefinition("nsa_run_info", "What runs: versions, device, precision, kind of dataset, ranks.")
+_RESTARTS = MetricDefinition(
+    "nsa_restarts", "Starts that went on from a checkpoint or were made by the launcher.", "counter"
+)
+_ROLLBACKS = MetricDefinition("nsa_rollbacks", "Times a run went back to a checkpoint by itself.", "counter")
+_LOST = MetricDefinition("nsa_lost_steps", "Steps that were made and are to be made again.", "counter")
+_SAVE_STEP = MetricDefinition(
+    "nsa_last_checkpoint_step", "Step of the last checkpoint, or the step the run began from."
+)
+_SAVE_TS = MetricDefinition("nsa_last_checkpoint_timestamp_seconds", "When the last checkpoint was complete.")
+_SAVE_EVERY = MetricDefinition("nsa_checkpoint_interval_steps", "train.save_every; not served where it is 0.")
+_EVAL = MetricDefinition("nsa_eval_loss_nats", "Held-out loss per token of the last evaluation.")
+_LIMIT = MetricDefinition(
     "nsa_heartbeat_limit_seconds", "How long a rank may be silent where it is now (start, save, evaluation)."
 )
-_MISSING = Metric("nsa_missing_ranks", "Ranks that have not spoken since the run was started.")
-_START_TS = Metric("nsa_start_timestamp_seconds", "When the run was started, or started again.")
-_FINDING = Metric("nsa_findings", "Ranks, or the run, that a condition of the health table holds for.")
-_TARGET = Metric("nsa_steps_target", "train.steps.")
-_UNREADABLE = Metric(
+_MISSING = MetricDefinition("nsa_missing_ranks", "Ranks that have not spoken since the run was started.")
+_START_TS = MetricDefinition("nsa_start_timestamp_seconds", "When the run was started, or started again.")
+_FINDING = MetricDefinition("nsa_findings", "Ranks, or the run, that a condition of the health table holds for.")
+_TARGET = MetricDefinition("nsa_steps_target", "train.steps.")
+_UNREADABLE = MetricDefinition(
     "nsa_unreadable_records", "Records of the run folder that could not be read, whole or in part, and were skipped."
 )
 
 
 def served_names() -> set[str]:
     """Every name that rules and dashboards may ask for."""
-    metrics = [value for value in globals().values() if isinstance(value, Metric)]
+    metrics = [value for value in globals().values() if isinstance(value, MetricDefinition)]
     metrics += [figure.metric for figure in FIGURES.values()]
     return {metric.served_name for metric in metrics}
 
 
 @dataclass
-class CountedHistory(History):
+class CountedHistory(RunHistory):
     """Also counts what happened since the run began, across its processes: a counter must not go back."""
 
     skipped: Counter[int] = field(default_factory=Counter)
     nonfinite: Counter[int] = field(default_factory=Counter)
     bad_losses: Counter[int] = field(default_factory=Counter)
     bad_norms: Counter[int] = field(default_factory=Counter)
-    happened: Counter[Kind] = field(default_factory=Counter)
+    happened: Counter[EventKind] = field(default_factory=Counter)
     lost_steps: int = 0
     saved_ts: float | None = None
     eval_loss: float | None = None
 
-    def add(self, beat: Beat, at: float, ahead_s: float = 0.0) -> None:
+    def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         super().add(beat, at, ahead_s)
         rank, loss_bad, norm_bad = beat.rank, _not_finite(beat.loss), _not_finite(beat.grad_norm)
         if beat.msg == names.SKIPPED:
@@ -172,31 +187,31 @@ class CountedHistory(History):
             self.bad_losses[rank] += loss_bad
             self.bad_norms[rank] += norm_bad
 
-    def add_event(self, event: Event, at: float) -> None:
+    def add_event(self, event: RunEvent, at: float) -> None:
         super().add_event(event, at)
         self.happened[event.kind] += 1
-        if event.kind == Kind.LOST_STEPS:
+        if event.kind == EventKind.LOST_STEPS:
             self.lost_steps += event.details.get("steps", 0)
-        elif event.kind == Kind.SAVE:
+        elif event.kind == EventKind.SAVE:
             self.saved_ts = event.ts
-        elif event.kind == Kind.EVALUATION:
+        elif event.kind == EventKind.EVALUATION:
             self.eval_loss = event.details.get("val_loss", self.eval_loss)
 
 
-def samples(history: CountedHistory, now: Moment, local: set[int]) -> Iterator[Sample]:
+def samples(history: CountedHistory, now: StepSample, local: set[int]) -> Iterator[MetricSample]:
     """Everything about one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
         for metric, labels, value in _of_rank(history, log, now, rank in local):
-            yield Sample(metric, {"rank": str(rank), **labels}, value)
+            yield MetricSample(metric, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
     at_rest = all(state_of(log) in _AT_REST for log in history.present.values())
-    found = [] if at_rest else examine(history, now=now.steady, limits=Limits())
+    found = [] if at_rest else examine(history, now=now.steady, limits=HealthLimits())
     held = Counter(finding.name for finding in found)
     for name, condition in CONDITIONS.items():
-        yield Sample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
+        yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
 
 
-def run_info(folder: Path) -> Iterator[Sample]:
+def run_info(folder: Path) -> Iterator[MetricSample]:
     """From env.json, only what cannot be a secret."""
     env, _ = records.read_section(folder / names.ENV)
     if env is None:
@@ -214,7 +229,7 @@ def run_info(folder: Path) -> Iterator[Sample]:
         "precision": part(config, "runtime").get("precision"),
         "dataset": part(config, "data").get("dataset"),
     }
-    yield Sample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
+    yield MetricSample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
 
 
 def _label(word: Any) -> str:
@@ -222,13 +237,13 @@ def _label(word: Any) -> str:
     return printable(word, _LONGEST_LABEL) if isinstance(word, (str, int)) else ""
 
 
-def _of_run(history: CountedHistory, now: Moment) -> Iterator[Sample]:
-    yield Sample(_RESTARTS, {}, history.happened[Kind.RESTART])
-    yield Sample(_ROLLBACKS, {}, history.happened[Kind.ROLLBACK])
-    yield Sample(_LOST, {}, history.lost_steps)
-    yield Sample(_SAVE_STEP, {}, history.saved_step)
-    yield Sample(_UNREADABLE, {}, history.unreadable.total())
-    yield Sample(_MISSING, {}, sum(rank not in history.present for rank in range(history.facts.world or 1)))
+def _of_run(history: CountedHistory, now: StepSample) -> Iterator[MetricSample]:
+    yield MetricSample(_RESTARTS, {}, history.happened[EventKind.RESTART])
+    yield MetricSample(_ROLLBACKS, {}, history.happened[EventKind.ROLLBACK])
+    yield MetricSample(_LOST, {}, history.lost_steps)
+    yield MetricSample(_SAVE_STEP, {}, history.saved_step)
+    yield MetricSample(_UNREADABLE, {}, history.unreadable.total())
+    yield MetricSample(_MISSING, {}, sum(rank not in history.present for rank in range(history.facts.world or 1)))
     known = {
         _START_TS: None if history.started_at is None else _on_the_wall(history.started_at, now),
         _SAVE_TS: history.saved_ts,
@@ -236,25 +251,25 @@ def _of_run(history: CountedHistory, now: Moment) -> Iterator[Sample]:
         _SAVE_EVERY: history.facts.save_every or None,
         _TARGET: history.facts.steps,
     }
-    yield from (Sample(metric, {}, value) for metric, value in known.items() if value is not None)
+    yield from (MetricSample(metric, {}, value) for metric, value in known.items() if value is not None)
 
 
-def _of_rank(history: CountedHistory, log: RankLog, now: Moment, local: bool) -> Iterator[Sample]:
+def _of_rank(history: CountedHistory, log: RankLog, now: StepSample, local: bool) -> Iterator[MetricSample]:
     rank, state = log.rank, state_of(log)
-    yield from (Sample(_STATE, {"state": each}, float(each == state)) for each in STATES)
-    yield Sample(_STEP, {}, log.last.step)
-    yield Sample(_BEAT_TS, {}, _on_the_wall(log.last_at, now))
-    yield Sample(_STEP_TS, {}, _on_the_wall(log.step_at, now))
-    yield Sample(_SKIPPED, {}, history.skipped[rank])
-    yield Sample(_NONFINITE, {}, history.nonfinite[rank])
-    yield Sample(_BAD_LOSS, {}, history.bad_losses[rank])
-    yield Sample(_BAD_NORM, {}, history.bad_norms[rank])
+    yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
+    yield MetricSample(_STEP, {}, log.last.step)
+    yield MetricSample(_BEAT_TS, {}, _on_the_wall(log.last_at, now))
+    yield MetricSample(_STEP_TS, {}, _on_the_wall(log.step_at, now))
+    yield MetricSample(_SKIPPED, {}, history.skipped[rank])
+    yield MetricSample(_NONFINITE, {}, history.nonfinite[rank])
+    yield MetricSample(_BAD_LOSS, {}, history.bad_losses[rank])
+    yield MetricSample(_BAD_NORM, {}, history.bad_norms[rank])
     if not log.ended:
-        yield Sample(_LIMIT, {}, stall_limit_s(log, history, Limits()))
+        yield MetricSample(_LIMIT, {}, stall_limit_s(log, history, HealthLimits()))
         if local:
-            yield Sample(_UP, {}, float(rank not in history.gone))
+            yield MetricSample(_UP, {}, float(rank not in history.gone))
     if state not in _AT_REST:
-        yield Sample(_SUBSTITUTED, {}, float(_substituted(log.last, history.facts)))
+        yield MetricSample(_SUBSTITUTED, {}, float(_substituted(log.last, history.facts)))
         yield from _figures(_latest(log))
 
 
@@ -264,18 +279,18 @@ def state_of(log: RankLog) -> str:
     return "running" if log.progress else "starting"
 
 
-def _figures(figures: Mapping[str, Any]) -> Iterator[Sample]:
+def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
     for name, (metric, labels, scale) in FIGURES.items():
         if name in figures:
-            yield Sample(metric, labels, figures[name] * scale)
+            yield MetricSample(metric, labels, figures[name] * scale)
     for branch, share in zip(_GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
-        yield Sample(_SHARE_MEAN, {"branch": branch}, share)
+        yield MetricSample(_SHARE_MEAN, {"branch": branch}, share)
     for layer, shares in enumerate(figures.get("gate_shares_by_layer", ())):
         for branch, share in zip(_GATE_BRANCHES, shares, strict=False):
-            yield Sample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
+            yield MetricSample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
     for name in figures:
         if name.startswith("kernel_"):
-            yield Sample(_KERNEL, {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0)
+            yield MetricSample(_KERNEL, {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0)
 
 
 def _latest(log: RankLog) -> dict[str, Any]:
@@ -291,16 +306,16 @@ def _latest(log: RankLog) -> dict[str, Any]:
     return figures
 
 
-def _was_taken(log: RankLog, beat: Beat) -> bool:
+def _was_taken(log: RankLog, beat: HeartbeatRecord) -> bool:
     """A skipped step is recorded like any other, but the weights never saw its loss."""
     return all(beat.step != skip.step for skip in log.skipped)
 
 
-def _substituted(beat: Beat, facts: Facts) -> bool:
+def _substituted(beat: HeartbeatRecord, facts: RunFacts) -> bool:
     return bool(beat.synthetic) and facts.dataset not in (None, "synthetic")
 
 
-def _on_the_wall(at: float, now: Moment) -> float:
+def _on_the_wall(at: float, now: StepSample) -> float:
     return round(now.wall - (now.steady - at), 3)
 
 

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 
 from nsa.config.dotted import flat
-from nsa.observe.view.figures import count, duration, number, plain, share
-from nsa.observe.view.series import Run
-from nsa.observe.view.summary import Summary
+from nsa.observe.view.formatting import count, duration, number, plain, share
+from nsa.observe.view.run_data import RunData
+from nsa.observe.view.summary import RunSummary
 
 LETTERS = ascii_uppercase
 _OF_THE_PLACE = ("train.out_dir",)
 """Differs always, and explains nothing."""
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RunData]) -> list[str]:
     """A letter and the folder's name for each; the folder above as well where names repeat."""
     names = [run.name for run in runs]
     resolved = [run.folder.resolve() for run in runs]
@@ -24,7 +24,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{letter} {plain(name, 60)}" for letter, name in zip(LETTERS, shown, strict=False)]
 
 
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[object]]]:
+def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]]:
     """Settings that are not the same in all runs; None stands for a setting that a run does not have."""
     all_settings = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in all_settings for key in settings)
@@ -36,7 +36,7 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[object]]]:
     return found
 
 
-def figures(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     """What to compare by → one figure per run."""
 
     def at(value: float, step: int) -> str:
@@ -59,5 +59,5 @@ def figures(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _last_loss(of: Summary) -> str:
+def _last_loss(of: RunSummary) -> str:
     return f"{number(of.loss)} ({of.loss_records} up to {of.loss_step:,})" if of.loss_records else number(None)

@@ -1,16 +1,16 @@
 """What an event says beyond its kind and step, in few words."""
 
-from nsa.observe.events import Event, Kind
-from nsa.observe.view.figures import as_float, number, plain
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.view.formatting import as_float, number, plain
 
 
-def told(event: Event) -> str:
+def told(event: RunEvent) -> str:
     details = event.details
-    if event.kind == Kind.EVALUATION:
+    if event.kind == EventKind.EVALUATION:
         return f"held-out loss {number(as_float(details.get('val_loss')))}"
-    if event.kind == Kind.LOST_STEPS:
+    if event.kind == EventKind.LOST_STEPS:
         return f"{details.get('steps', '?')} steps to do again"
-    if event.kind in (Kind.START, Kind.RESTART):
+    if event.kind in (EventKind.START, EventKind.RESTART):
         origin = str(details.get("origin") or "").rpartition("/")[2]
         return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")
     if condition := details.get("condition"):

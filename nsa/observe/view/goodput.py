@@ -13,12 +13,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from nsa.observe import names
-from nsa.observe.events import Event, Kind
-from nsa.observe.view.series import Evaluation, RankSeries
-from nsa.observe.watch.conditions import CONDITIONS, Limits
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.view.run_data import EvaluationRecord, RankSeries
+from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 
 
-class Cause(StrEnum):
+class TimeCause(StrEnum):
     PRODUCTIVE = "productive steps"
     LOST = "steps done again"
     SKIPPED = "skipped steps"
@@ -30,25 +30,25 @@ class Cause(StrEnum):
     DOWN = "down"
 
 
-KNOWN: Mapping[Cause, str] = {
-    Cause.PRODUCTIVE: "what is left of the time between records when all below is taken off",
-    Cause.LOST: "measured between records; steps after the last record of a killed process are in down",
-    Cause.SKIPPED: "their count × the step time around them",
-    Cause.DATA: "sampled: the wait for the last batch of each record × its steps",
-    Cause.EVALUATION: "measured, from val.csv",
-    Cause.CHECKPOINT: "estimated: time beyond the neighbouring step time where a save falls, and after the last step",
-    Cause.START_UP: "measured, from the start event to the first step; compiling is in it",
-    Cause.STALL: "time beyond the usual step time where it exceeds the stall limit, or what the watchdog saw",
-    Cause.DOWN: "from a process's last sign of life to the next start event; loading the program is in it",
+KNOWN: Mapping[TimeCause, str] = {
+    TimeCause.PRODUCTIVE: "what is left of the time between records when all below is taken off",
+    TimeCause.LOST: "measured between records; steps after the last record of a killed process are in down",
+    TimeCause.SKIPPED: "their count × the step time around them",
+    TimeCause.DATA: "sampled: the wait for the last batch of each record × its steps",
+    TimeCause.EVALUATION: "measured, from val.csv",
+    TimeCause.CHECKPOINT: "estimated: time beyond a neighbouring step where a save falls, and after the last step",
+    TimeCause.START_UP: "measured, from the start event to the first step; compiling is in it",
+    TimeCause.STALL: "time beyond the usual step time where it exceeds the stall limit, or what the watchdog saw",
+    TimeCause.DOWN: "from a process's last sign of life to the next start event; loading the program is in it",
 }
 
 _GONE = CONDITIONS["process_gone"].name
-Spent = dict[Cause, float]
-_STARTS = (Kind.START, Kind.RESTART)
-_ENDS = (Kind.SAVE, Kind.HALT, Kind.STOP, Kind.DONE, Kind.ERROR)
+Spent = dict[TimeCause, float]
+_STARTS = (EventKind.START, EventKind.RESTART)
+_ENDS = (EventKind.SAVE, EventKind.HALT, EventKind.STOP, EventKind.DONE, EventKind.ERROR)
 
 
-class Life(NamedTuple):
+class ProcessLifetime(NamedTuple):
     """One process on the wall clock."""
 
     begin: float
@@ -62,18 +62,18 @@ class Life(NamedTuple):
 class Goodput:
     begin: float
     end: float
-    seconds: dict[Cause, float]
-    lives: list[Life] = field(default_factory=list)
+    seconds: dict[TimeCause, float]
+    lives: list[ProcessLifetime] = field(default_factory=list)
 
     @property
     def total(self) -> float:
         return self.end - self.begin
 
-    def share(self, cause: Cause) -> float:
+    def share(self, cause: TimeCause) -> float:
         return self.seconds[cause] / self.total if self.total > 0 else 0.0
 
 
-class _Span(NamedTuple):
+class _ProcessSpan(NamedTuple):
     """A process: when the start event came, its rows, its last sign of life."""
 
     begin: float
@@ -84,22 +84,25 @@ class _Span(NamedTuple):
 
 
 def goodput(
-    lead: RankSeries, events: Sequence[Event], evaluations: Sequence[Evaluation] = (), limits: Limits | None = None
+    lead: RankSeries,
+    events: Sequence[RunEvent],
+    evaluations: Sequence[EvaluationRecord] = (),
+    limits: HealthLimits | None = None,
 ) -> Goodput | None:
     """None for a run that has told nothing yet. Time after the last sign of life belongs to no cause."""
     spans = _spans(lead, events)
     if not spans:
         return None
-    spent = dict.fromkeys(Cause, 0.0)
-    intervals = _Intervals(lead, events, evaluations, limits or Limits())
+    spent = dict.fromkeys(TimeCause, 0.0)
+    intervals = _RowIntervals(lead, events, evaluations, limits or HealthLimits())
     lives = []
     for span, after in zip(spans, [*spans[1:], None], strict=True):
         first = lead.ts[span.rows[0]] if span.rows else span.last
-        spent[Cause.START_UP] += first - span.begin
+        spent[TimeCause.START_UP] += first - span.begin
         intervals.share_out(span.rows, spent)
         if span.rows:
             intervals.share_out_end(span, spent)
-        lives.append(Life(span.begin, first, span.last, span.ending))
+        lives.append(ProcessLifetime(span.begin, first, span.last, span.ending))
         if after is not None:
             _share_out_gap(span.last, after.begin, events, spent)
     found = Goodput(spans[0].begin, spans[-1].last, spent, lives)
@@ -107,7 +110,7 @@ def goodput(
     return found
 
 
-def _spans(lead: RankSeries, events: Sequence[Event]) -> list[_Span]:
+def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
     """Beats and start events of the same process, put together; a process that died before its first beat counts."""
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
@@ -116,16 +119,18 @@ def _spans(lead: RankSeries, events: Sequence[Event]) -> list[_Span]:
     for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
         earlier = lives[number - 1].last if number else -math.inf
         mine = [ts for ts in begins if earlier < ts <= process.begin]
-        found += [_Span(ts, range(0), ts, 0, None) for ts in mine[:-1]]
+        found += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in mine[:-1]]
         begin = mine[-1] if mine else process.begin
-        found.append(_Span(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending))
+        found.append(
+            _ProcessSpan(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
+        )
     latest = lives[-1].last if lives else -math.inf
-    found += [_Span(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
-    followers: list[_Span | None] = [*found[1:], None]
+    found += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
+    followers: list[_ProcessSpan | None] = [*found[1:], None]
     return [_with_last_event(span, after, events) for span, after in zip(found, followers, strict=False)]
 
 
-def _with_last_event(span: _Span, after: _Span | None, events: Sequence[Event]) -> _Span:
+def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Sequence[RunEvent]) -> _ProcessSpan:
     """A save ends after the last beat of a process that leaves; its event is the later sign of life.
 
     What the launcher writes about a dead process is no sign of life of it.
@@ -139,16 +144,20 @@ def _with_last_event(span: _Span, after: _Span | None, events: Sequence[Event]) 
     return span._replace(last=max([span.last, *signs]))
 
 
-class _Intervals:
+class _RowIntervals:
     """The time between one row and the next, by cause."""
 
     def __init__(
-        self, lead: RankSeries, events: Sequence[Event], evaluations: Sequence[Evaluation], limits: Limits
+        self,
+        lead: RankSeries,
+        events: Sequence[RunEvent],
+        evaluations: Sequence[EvaluationRecord],
+        limits: HealthLimits,
     ) -> None:
         self._lead, self._stall_s = lead, limits.stall_s
         self._evaluated = _sums(lead, [(each.ts, each.seconds) for each in evaluations])
-        self._skipped = _sums(lead, [(event.ts, 1.0) for event in events if event.kind == Kind.SKIPPED_STEP])
-        self._saved = {_row_of_save(lead, event) for event in events if event.kind == Kind.SAVE}
+        self._skipped = _sums(lead, [(event.ts, 1.0) for event in events if event.kind == EventKind.SKIPPED_STEP])
+        self._saved = {_row_of_save(lead, event) for event in events if event.kind == EventKind.SAVE}
         self._pace = self._usual_pace()
 
     def _usual_pace(self) -> float:
@@ -175,40 +184,40 @@ class _Intervals:
             wait = min(duration, fetch * steps)
             waited += wait
             stepped += duration - wait
-        spent[Cause.DATA] += waited
-        spent[Cause.PRODUCTIVE] += stepped
+        spent[TimeCause.DATA] += waited
+        spent[TimeCause.PRODUCTIVE] += stepped
 
-    def share_out_end(self, span: _Span, spent: Spent) -> None:
+    def share_out_end(self, span: _ProcessSpan, spent: Spent) -> None:
         """From the last row to the last sign of life: steps that were not told, then saving and leaving."""
         lead, row = self._lead, span.rows[-1]
         duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
         evaluated = min(duration, self._evaluated.get(row, 0.0))
         stepping = min(duration - evaluated, steps * self._pace)
         left = duration - evaluated - stepping
-        spent[Cause.EVALUATION] += evaluated
-        spent[Cause.LOST if lead.superseded[row] else Cause.PRODUCTIVE] += stepping
+        spent[TimeCause.EVALUATION] += evaluated
+        spent[TimeCause.LOST if lead.superseded[row] else TimeCause.PRODUCTIVE] += stepping
         leaving = span.ending in (names.DONE, names.HALTED, names.STOPPED) or row in self._saved
-        spent[Cause.CHECKPOINT if leaving else Cause.STALL] += left
+        spent[TimeCause.CHECKPOINT if leaving else TimeCause.STALL] += left
 
     def _share_out(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: Spent) -> None:
         evaluated = min(duration, self._evaluated.get(row, 0.0))
-        spent[Cause.EVALUATION] += evaluated
+        spent[TimeCause.EVALUATION] += evaluated
         left = duration - evaluated
         if row in self._saved:
             saving = max(0.0, left - steps * self._pace_around(row))
-            spent[Cause.CHECKPOINT] += saving
+            spent[TimeCause.CHECKPOINT] += saving
             left -= saving
         elif left - steps * self._pace > self._stall_s:
-            spent[Cause.STALL] += left - steps * self._pace
+            spent[TimeCause.STALL] += left - steps * self._pace
             left = steps * self._pace
         if superseded:
-            spent[Cause.LOST] += left
+            spent[TimeCause.LOST] += left
             return
         waited = min(left, fetch * steps) if math.isfinite(fetch) else 0.0
         skipped = (left - waited) * min(1.0, self._skipped.get(row, 0.0) / steps)
-        spent[Cause.DATA] += waited
-        spent[Cause.SKIPPED] += skipped
-        spent[Cause.PRODUCTIVE] += left - waited - skipped
+        spent[TimeCause.DATA] += waited
+        spent[TimeCause.SKIPPED] += skipped
+        spent[TimeCause.PRODUCTIVE] += left - waited - skipped
 
     def _pace_around(self, row: int) -> float:
         """Seconds per step of the intervals next to this one: a machine's pace drifts."""
@@ -230,7 +239,7 @@ def _sums(lead: RankSeries, timed: Sequence[tuple[float, float]]) -> dict[int, f
     return dict(sums)
 
 
-def _row_of_save(lead: RankSeries, event: Event) -> int:
+def _row_of_save(lead: RankSeries, event: RunEvent) -> int:
     """The row that the run was at when it stopped to save; the event comes when the last byte is written."""
     row = bisect_right(lead.ts, event.ts) - 1
     while row > 0 and lead.step[row] > event.step:
@@ -238,11 +247,11 @@ def _row_of_save(lead: RankSeries, event: Event) -> int:
     return row
 
 
-def _share_out_gap(last: float, begin: float, events: Sequence[Event], spent: Spent) -> None:
+def _share_out_gap(last: float, begin: float, events: Sequence[RunEvent], spent: Spent) -> None:
     """Between two processes: down, or hanging where a watchdog saw that, until somebody ended it."""
     inside = [event for event in events if last < event.ts < begin]
-    ended = next((event.ts for event in inside if event.kind in (Kind.ERROR, Kind.STOP)), begin)
-    stalled = any(event.kind == Kind.STALL and event.details.get("condition") != _GONE for event in inside)
+    ended = next((event.ts for event in inside if event.kind in (EventKind.ERROR, EventKind.STOP)), begin)
+    stalled = any(event.kind == EventKind.STALL and event.details.get("condition") != _GONE for event in inside)
     hung = ended - last if stalled else 0.0
-    spent[Cause.STALL] += hung
-    spent[Cause.DOWN] += begin - last - hung
+    spent[TimeCause.STALL] += hung
+    spent[TimeCause.DOWN] += begin - last - hung

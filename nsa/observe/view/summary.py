@@ -4,14 +4,14 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from nsa.observe.events import Kind
-from nsa.observe.view.goodput import Cause, Goodput, goodput
-from nsa.observe.view.series import Run
+from nsa.observe.events import EventKind
+from nsa.observe.view.goodput import Goodput, TimeCause, goodput
+from nsa.observe.view.run_data import RunData
 from nsa.observe.watch.trends import smoothed_last
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """NaN is not known, infinite is not finite."""
 
     step: int
@@ -41,10 +41,10 @@ class Summary:
 
     @property
     def goodput(self) -> float:
-        return self.wall.share(Cause.PRODUCTIVE) if self.wall is not None and self.wall.total > 0 else math.nan
+        return self.wall.share(TimeCause.PRODUCTIVE) if self.wall is not None and self.wall.total > 0 else math.nan
 
 
-def summarize(run: Run) -> Summary:
+def summarize(run: RunData) -> RunSummary:
     lead = run.lead
     told = zip(lead.counted("loss"), lead.counted("step"), strict=True)
     losses = [pair for pair in told if not math.isnan(pair[0])]
@@ -56,8 +56,8 @@ def summarize(run: Run) -> Summary:
     best_held_out, best_held_out_step = min(scored, default=(math.nan, 0))
     speeds = [value for value in lead.counted("toks_per_s") if math.isfinite(value)]
     kinds = [event.kind for event in run.events]
-    lost = [event.details.get("steps") for event in run.events if event.kind == Kind.LOST_STEPS]
-    return Summary(
+    lost = [event.details.get("steps") for event in run.events if event.kind == EventKind.LOST_STEPS]
+    return RunSummary(
         step=int(lead.last.get("step", 0)),
         target=run.target_steps,
         loss=loss,
@@ -71,10 +71,10 @@ def summarize(run: Run) -> Summary:
         best_held_out_step=best_held_out_step,
         tokens=lead.column("tokens_seen")[-1] if len(lead) else math.nan,
         toks_per_s=statistics.median(speeds) if speeds else math.nan,
-        restarts=kinds.count(Kind.RESTART),
-        rollbacks=kinds.count(Kind.ROLLBACK),
+        restarts=kinds.count(EventKind.RESTART),
+        rollbacks=kinds.count(EventKind.ROLLBACK),
         lost_steps=sum(steps for steps in lost if steps is not None),
-        skipped=kinds.count(Kind.SKIPPED_STEP),
+        skipped=kinds.count(EventKind.SKIPPED_STEP),
         wall=goodput(lead, run.events, run.evaluations),
         unreadable=run.unreadable.total(),
     )

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Level(StrEnum):
+class AlertLevel(StrEnum):
     WARNING = "warning"
     CRITICAL = "critical"
     """The run is losing money: a watchdog that may, halts it."""
 
 
 @dataclass(frozen=True)
-class Condition:
+class HealthCondition:
     name: str
-    level: Level
+    level: AlertLevel
     rule: str
-    """When it holds, in words, with the limit's name in braces where `Limits` has one."""
+    """When it holds, in words, with the limit's name in braces where `HealthLimits` has one."""
     advice: str
     """The first thing to do."""
     over: bool = False
@@ -24,7 +24,7 @@ class Condition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class HealthLimits:
     """Spec section 6. Seconds, nats, shares and counts as the names say."""
 
     stall_s: float = 180.0
@@ -82,8 +82,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Finding:
-    condition: Condition
+class HealthFinding:
+    condition: HealthCondition
     rank: int | None
     """None where it concerns the run."""
     step: int
@@ -95,89 +95,105 @@ class Finding:
         return self.condition.name
 
     @property
-    def level(self) -> Level:
+    def level(self) -> AlertLevel:
         return self.condition.level
 
 
-def _table(*conditions: Condition) -> Mapping[str, Condition]:
+def _table(*conditions: HealthCondition) -> Mapping[str, HealthCondition]:
     return {condition.name: condition for condition in conditions}
 
 
-_C, _W = Level.CRITICAL, Level.WARNING
+_C, _W = AlertLevel.CRITICAL, AlertLevel.WARNING
 
 CONDITIONS = _table(
-    Condition("heartbeat_stall", _C, "no beat for {stall_s} s", "look at the stack dumps; then halt, resume"),
-    Condition("process_gone", _C, "process gone for {gone_s} s without a last word", "system log; then resume", True),
-    Condition(
+    HealthCondition("heartbeat_stall", _C, "no beat for {stall_s} s", "look at the stack dumps; then halt, resume"),
+    HealthCondition(
+        "process_gone", _C, "process gone for {gone_s} s without a last word", "system log; then resume", True
+    ),
+    HealthCondition(
         "run_failed",
         _C,
         "the last word of a process is an error",
         "read the error; its exit code says whom to ask",
         True,
     ),
-    Condition("loss_nonfinite", _C, "NaN or infinite loss in a step that was taken", "resume from before it, lower lr"),
-    Condition("grad_nonfinite", _C, "NaN or infinite gradient norm in a step that was taken", "resume, lower lr"),
-    Condition(
+    HealthCondition(
+        "loss_nonfinite", _C, "NaN or infinite loss in a step that was taken", "resume from before it, lower lr"
+    ),
+    HealthCondition("grad_nonfinite", _C, "NaN or infinite gradient norm in a step that was taken", "resume, lower lr"),
+    HealthCondition(
         "loss_divergence",
         _C,
         "loss risen by {divergence} of its lowest mean over {divergence_records} records, beyond noise",
         "resume from before the rise, lower lr",
     ),
-    Condition(
+    HealthCondition(
         "throughput_zero",
         _C,
         "beats without a new step for {stall_s} s, or {gate_records} records of 0 tokens/s",
         "look at the stack dumps",
     ),
-    Condition(
+    HealthCondition(
         "gate_entropy_critical",
         _C,
         "gate entropy below {entropy_critical} nats",
         "gate_collapse_details.json; lower lr",
     ),
-    Condition(
+    HealthCondition(
         "gate_collapse_critical",
         _C,
         "more than {collapse_critical} of the gates collapsed",
         "gate_collapse_details.json; lower lr",
     ),
-    Condition(
+    HealthCondition(
         "loader_timeout",
         _C,
         "no data in time: the source is slow, hangs or is gone",
         "nsa data smoke; the server",
         True,
     ),
-    Condition("out_of_memory", _C, "a process ran out of memory", "nsa estimate; smaller batch, checkpointing", True),
-    Condition("steps_skipped", _W, "steps skipped by the run itself, non-finite or spiking", "look at events.jsonl"),
-    Condition(
+    HealthCondition(
+        "out_of_memory", _C, "a process ran out of memory", "nsa estimate; smaller batch, checkpointing", True
+    ),
+    HealthCondition(
+        "steps_skipped", _W, "steps skipped by the run itself, non-finite or spiking", "look at events.jsonl"
+    ),
+    HealthCondition(
         "loss_plateau", _W, "loss not falling over {plateau_steps} steps", "lr schedule, data order, held-out loss"
     ),
-    Condition("loss_spike", _W, "loss {spike_sigma} sigma above its window, repeatedly", "lower lr, look at the data"),
-    Condition(
+    HealthCondition(
+        "loss_spike", _W, "loss {spike_sigma} sigma above its window, repeatedly", "lower lr, look at the data"
+    ),
+    HealthCondition(
         "throughput_drop", _W, "tokens/s down by more than {throughput_drop} for {throughput_drop_s} s", "nvidia-smi"
     ),
-    Condition("gate_entropy_low", _W, "gate entropy below {entropy_warning} nats", "watch it; gate_temperature"),
-    Condition("gate_collapse_high", _W, "more than {collapse_warning} of the gates collapsed", "watch it"),
-    Condition("gate_max_high", _W, "largest gate {gate_max} or more on average", "watch it; gate_temperature"),
-    Condition("reads_differ", _W, "keys read are not the keys predicted", "nsa doctor --prove"),
-    Condition(
+    HealthCondition("gate_entropy_low", _W, "gate entropy below {entropy_warning} nats", "watch it; gate_temperature"),
+    HealthCondition("gate_collapse_high", _W, "more than {collapse_warning} of the gates collapsed", "watch it"),
+    HealthCondition("gate_max_high", _W, "largest gate {gate_max} or more on average", "watch it; gate_temperature"),
+    HealthCondition("reads_differ", _W, "keys read are not the keys predicted", "nsa doctor --prove"),
+    HealthCondition(
         "data_slow",
         _W,
         "more than {fetch_s} s wait for data, {fetch_records} records in a row",
         "data.queue_depth, source",
     ),
-    Condition(
+    HealthCondition(
         "memory_creep", _W, "memory grew by more than {creep} over the window", "restart at a checkpoint; report"
     ),
-    Condition("grad_spikes", _W, "gradient norm {spike_sigma} sigma above its window, repeatedly", "grad_clip, lr"),
-    Condition("straggler", _W, "one rank's forward {straggler} times the others'", "that GPU's clocks and neighbours"),
-    Condition("checkpoint_overdue", _W, "no checkpoint for {checkpoint_overdue} save intervals", "disk, events.jsonl"),
-    Condition(
+    HealthCondition(
+        "grad_spikes", _W, "gradient norm {spike_sigma} sigma above its window, repeatedly", "grad_clip, lr"
+    ),
+    HealthCondition(
+        "straggler", _W, "one rank's forward {straggler} times the others'", "that GPU's clocks and neighbours"
+    ),
+    HealthCondition(
+        "checkpoint_overdue", _W, "no checkpoint for {checkpoint_overdue} save intervals", "disk, events.jsonl"
+    ),
+    HealthCondition(
         "evaluation_failed", _W, "the newest evaluation failed; training continues", "the held-out split, events.jsonl"
     ),
-    Condition("synthetic_data", _W, "made-up data where a dataset was asked for", "fix the data source, restart"),
-    Condition(
+    HealthCondition("synthetic_data", _W, "made-up data where a dataset was asked for", "fix the data source, restart"),
+    HealthCondition(
         "clock_skew",
         _W,
         "records more than {clock_skew_s} s ahead of this machine's clock",

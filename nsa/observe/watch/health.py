@@ -7,9 +7,9 @@ from enum import StrEnum
 from statistics import median
 
 from nsa.observe import names
-from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat
-from nsa.observe.watch.conditions import CONDITIONS, Finding, Level, Limits
-from nsa.observe.watch.history import History, RankLog
+from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord
+from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits
+from nsa.observe.watch.history import RankLog, RunHistory
 from nsa.observe.watch.trends import creep, gain, lasting_drop, rise, spikes
 
 # The last is a feeding process that the kernel killed.
@@ -19,7 +19,7 @@ _APART = 8
 _ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
 
-class Phase(StrEnum):
+class RunPhase(StrEnum):
     EMPTY = "no run"
     STARTING = "starting"
     RUNNING = "running"
@@ -32,40 +32,43 @@ class Phase(StrEnum):
 
 
 _ENDED = {
-    names.DONE: Phase.FINISHED, names.HALTED: Phase.HALTED, names.STOPPED: Phase.STOPPED, names.FAILED: Phase.FAILED,
+    names.DONE: RunPhase.FINISHED, names.HALTED: RunPhase.HALTED, names.STOPPED: RunPhase.STOPPED, names.FAILED:
+    RunPhase.FAILED,
 }  # fmt: skip
 
 
-def examine(history: History, *, now: float, limits: Limits) -> list[Finding]:
+def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[HealthFinding]:
     """Everything that is wrong, critical first. `now` is on the steady clock that the history's ages are on."""
     found = list(_of_ranks(history, now, limits))
     found += _failure(history) or _missing_ranks(history, now, limits)
     if history.first is not None:
         found += _of_run(history, history.first, limits)
-    return sorted(found, key=lambda finding: (finding.level != Level.CRITICAL, list(CONDITIONS).index(finding.name)))
+    return sorted(
+        found, key=lambda finding: (finding.level != AlertLevel.CRITICAL, list(CONDITIONS).index(finding.name))
+    )
 
 
-def phase(history: History, findings: Sequence[Finding]) -> Phase:
+def phase(history: RunHistory, findings: Sequence[HealthFinding]) -> RunPhase:
     """What the run is doing, as one word."""
     logs = list(history.present.values())
     if history.failure is not None:
-        return Phase.FAILED
+        return RunPhase.FAILED
     if not logs:
-        return Phase.STARTING if history.started_at is not None else Phase.EMPTY
+        return RunPhase.STARTING if history.started_at is not None else RunPhase.EMPTY
     words = {log.last.msg for log in logs}
     for word in (names.FAILED, names.HALTED, names.STOPPED):
         if word in words:
             return _ENDED[word]
     if all(log.ended for log in logs):
-        return Phase.FINISHED
+        return RunPhase.FINISHED
     if history.gone & history.present.keys():
-        return Phase.GONE
+        return RunPhase.GONE
     if any(finding.name in ("heartbeat_stall", "throughput_zero") for finding in findings):
-        return Phase.HUNG
-    return Phase.RUNNING if any(log.progress for log in logs) else Phase.STARTING
+        return RunPhase.HUNG
+    return RunPhase.RUNNING if any(log.progress for log in logs) else RunPhase.STARTING
 
 
-def stall_limit_s(log: RankLog, history: History, limits: Limits) -> float:
+def stall_limit_s(log: RankLog, history: RunHistory, limits: HealthLimits) -> float:
     """How long this process may be silent where it is now."""
     limit = max(limits.stall_s, limits.stall_steps * log.step_s)
     if not log.progress or log.last.msg in (names.SKIPPED, names.ROLLED_BACK) or _pause_ahead(log, history):
@@ -73,17 +76,17 @@ def stall_limit_s(log: RankLog, history: History, limits: Limits) -> float:
     return limit
 
 
-def _finding(name: str, log: RankLog | None, step: int, message: str) -> Finding:
-    return Finding(CONDITIONS[name], None if log is None else log.rank, step, message)
+def _finding(name: str, log: RankLog | None, step: int, message: str) -> HealthFinding:
+    return HealthFinding(CONDITIONS[name], None if log is None else log.rank, step, message)
 
 
-def _of_ranks(history: History, now: float, limits: Limits) -> Iterator[Finding]:
+def _of_ranks(history: RunHistory, now: float, limits: HealthLimits) -> Iterator[HealthFinding]:
     for log in history.present.values():
         for name, message in _of_rank(log, history, now, limits):
             yield _finding(name, log, log.last.step, message)
 
 
-def _of_rank(log: RankLog, history: History, now: float, limits: Limits) -> Iterator[tuple[str, str]]:
+def _of_rank(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     yield from _ending(log)
     if log.ahead_s > limits.clock_skew_s:
         yield (
@@ -109,7 +112,7 @@ def _ending(log: RankLog) -> Iterator[tuple[str, str]]:
         yield "run_failed", detail
 
 
-def _silence(log: RankLog, history: History, now: float, limits: Limits) -> Iterator[tuple[str, str]]:
+def _silence(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     age, limit = now - log.last_at, stall_limit_s(log, history, limits)
     if log.rank in history.gone:
         if age > limits.gone_s:
@@ -129,7 +132,7 @@ def _silence(log: RankLog, history: History, now: float, limits: Limits) -> Iter
         yield "throughput_zero", f"0 tokens/s in each of the last {empty} records"
 
 
-def _pause_ahead(log: RankLog, history: History) -> bool:
+def _pause_ahead(log: RankLog, history: RunHistory) -> bool:
     """Whether a save, an evaluation or the end may have begun since the last beat: all of them take their time."""
     facts, step = history.facts, log.last.step
     since = math.ceil(ALIVE_EVERY_S / log.step_s) + 1 if log.step_s else 1  # steps that may be done and not yet told
@@ -139,12 +142,12 @@ def _pause_ahead(log: RankLog, history: History) -> bool:
     return any(every and furthest // every * every >= step for every in (facts.save_every, facts.eval_every))
 
 
-def _evaluates(log: RankLog, history: History) -> bool:
+def _evaluates(log: RankLog, history: RunHistory) -> bool:
     facts, step = history.facts, log.last.step
     return bool(facts.eval_every) and (step % (facts.eval_every or 1) == 0 or step == facts.steps)
 
 
-def _numbers(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _numbers(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     for field, name, word in (("loss", "loss_nonfinite", "loss"), ("grad_norm", "grad_nonfinite", "gradient norm")):
         bad = [not _finite(getattr(beat, field)) for beat in log.progress]
         taken = [beat for beat, is_bad in zip(log.progress, bad, strict=True) if is_bad and not _was_skipped(beat, log)]
@@ -155,7 +158,7 @@ def _numbers(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
             yield name, f"{word} not finite in {len(lately)} records in a row, up to step {log.last.step}"
 
 
-def _was_skipped(beat: Beat, log: RankLog) -> bool:
+def _was_skipped(beat: HeartbeatRecord, log: RankLog) -> bool:
     """The run's own guard told so, at the step or in its count."""
     if any(skip.step == beat.step for skip in log.skipped):
         return True
@@ -164,7 +167,7 @@ def _was_skipped(beat: Beat, log: RankLog) -> bool:
     return (beat.nonfinite_steps or 0) > before
 
 
-def _memory(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _memory(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     for field in _ROOM_OF_MEMORY:
         values = [getattr(span, field) for span in log.spans]
         grown = creep(values, limits.creep_mib)
@@ -177,7 +180,7 @@ def _memory(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
             return
 
 
-def _data(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _data(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     slow = _streak(log.progress, lambda beat: (beat.dt_fetch_s or 0.0) > limits.fetch_s)
     if slow >= limits.fetch_records:
         yield (
@@ -190,13 +193,13 @@ def _data(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
         yield "reads_differ", f"{last.reads_act_total} keys read, {last.reads_pred} predicted, at step {last.step}"
 
 
-def _chosen(log: RankLog, history: History, limits: Limits) -> Iterator[tuple[str, str]]:
+def _chosen(log: RankLog, history: RunHistory, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     last = log.progress[-1]
     if last.synthetic and history.facts.dataset not in (None, "synthetic"):
         yield "synthetic_data", f"training on {last.data} where {history.facts.dataset} was asked for"
 
 
-def _gates(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _gates(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     def lately(field: str) -> list[float]:
         values = [getattr(beat, field) for beat in log.progress][-limits.gate_records :]
         return values if len(values) == limits.gate_records and None not in values else []
@@ -226,7 +229,7 @@ def _gates(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
         yield "gate_max_high", f"largest gate {largest[-1]:.3f} on average, limit {limits.gate_max:g}"
 
 
-def _failure(history: History) -> list[Finding]:
+def _failure(history: RunHistory) -> list[HealthFinding]:
     """An end that only the events tell of: before the first beat, or of all ranks at once."""
     failure = history.failure
     if failure is None or any(log.last.msg == names.FAILED for log in history.present.values()):
@@ -235,17 +238,17 @@ def _failure(history: History) -> list[Finding]:
     return [_finding("run_failed", None, failure.step, str(why))]
 
 
-def _missing_ranks(history: History, now: float, limits: Limits) -> list[Finding]:
+def _missing_ranks(history: RunHistory, now: float, limits: HealthLimits) -> list[HealthFinding]:
     """Ranks that never spoke since the run was started."""
     began = history.started_at
     if began is None or now - began <= limits.startup_s or history.failure is not None:
         return []
     message = f"no beat since the run was started {now - began:.0f} s ago, limit {limits.startup_s:g} s"
     missing = (rank for rank in range(history.facts.world or 1) if rank not in history.present)
-    return [Finding(CONDITIONS["heartbeat_stall"], rank, history.step, message) for rank in missing]
+    return [HealthFinding(CONDITIONS["heartbeat_stall"], rank, history.step, message) for rank in missing]
 
 
-def _of_run(history: History, log: RankLog, limits: Limits) -> Iterator[Finding]:
+def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator[HealthFinding]:
     """What is one number for all ranks, or a comparison between them."""
     found = [*_skips(log, limits), *_saves(history, log, limits)]
     if log.progress:
@@ -258,7 +261,7 @@ def _of_run(history: History, log: RankLog, limits: Limits) -> Iterator[Finding]
     yield from _stragglers(history, limits)
 
 
-def _skips(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _skips(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     since = log.progress[-limits.window].step if len(log.progress) >= limits.window else -1
     recent = [beat for beat in log.skipped if beat.step >= since]
     if recent:
@@ -269,7 +272,7 @@ def _skips(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
         )
 
 
-def _losses(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _losses(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     # Later in a run a thousand steps gain less; a share of the steps so far gains about the same.
     steps = max(limits.plateau_steps, int(limits.plateau_share * log.last.step))
     gained, risen = gain(log.losses, steps), _risen(log, limits)
@@ -288,7 +291,7 @@ def _losses(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
             yield name, f"{word} spiked {len(found)} times in {len(recent)} records, up to {worst:.4g}"
 
 
-def _risen(log: RankLog, limits: Limits) -> str | None:
+def _risen(log: RankLog, limits: HealthLimits) -> str | None:
     """In this process: a run that goes on with other data or settings has another loss without diverging."""
     found = rise([loss for step, loss in log.losses if step > log.began_step], limits.divergence_records)
     if found is None or found.sigma < limits.divergence_sigma:
@@ -301,7 +304,7 @@ def _risen(log: RankLog, limits: Limits) -> str | None:
     )
 
 
-def _pace(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _pace(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     pairs = [(span.seconds, span.toks_per_s) for span in log.spans]
     slow_s, usual = lasting_drop(pairs, [span.toks_per_s for span in log.first_spans], limits.throughput_drop)
     if slow_s > limits.throughput_drop_s:
@@ -309,13 +312,13 @@ def _pace(log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
         yield "throughput_drop", f"{now:,.0f} tokens/s where {usual:,.0f} are usual, for {slow_s / 60:.0f} min"
 
 
-def _saves(history: History, log: RankLog, limits: Limits) -> Iterator[tuple[str, str]]:
+def _saves(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     every, behind = history.facts.save_every or 0, log.last.step - history.saved_step
     if every > 0 and not log.ended and behind > limits.checkpoint_overdue * every:
         yield "checkpoint_overdue", f"{behind} steps since the last checkpoint, train.save_every is {every}"
 
 
-def _stragglers(history: History, limits: Limits) -> Iterator[Finding]:
+def _stragglers(history: RunHistory, limits: HealthLimits) -> Iterator[HealthFinding]:
     """Forward time of a rank against the others', at the same steps: nobody waits in it, so the slow one shows."""
     logs, records = history.present, limits.straggler_records
     if len(logs) < 2:
@@ -342,7 +345,7 @@ def _stragglers(history: History, limits: Limits) -> Iterator[Finding]:
             yield _finding("straggler", log, log.last.step, message)
 
 
-def _streak(beats: Sequence[Beat], holds: Callable[[Beat], bool]) -> int:
+def _streak(beats: Sequence[HeartbeatRecord], holds: Callable[[HeartbeatRecord], bool]) -> int:
     """How many of the last beats in a row it holds for."""
     count = 0
     for beat in reversed(beats):

@@ -13,31 +13,31 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from nsa.observe import names, records
-from nsa.observe.events import Event, Kind, parse_event
-from nsa.observe.heartbeat import Beat, beat_parser
-from nsa.observe.watch.conditions import Limits
+from nsa.observe.events import EventKind, RunEvent, parse_event
+from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa.observe.watch.conditions import HealthLimits
 from nsa.observe.watch.processes import writes_to
-from nsa.observe.watch.tail import Tail
+from nsa.observe.watch.tail import RecordTail
 
 SPAN_S = 30.0
 """Trends over hours are kept as means over at least this long."""
 _RECORDS, _SPANS, _FIRST_SPANS, _LOSSES, _EVENTS = 256, 240, 20, 20_000, 256
 _FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 16 << 20, 2 << 20
 """How much of a long heartbeat file a new watcher reads; the loss, which needs the longest past, is in rank 0's."""
-_NEW_PROCESS = (Kind.START, Kind.RESTART)
+_NEW_PROCESS = (EventKind.START, EventKind.RESTART)
 
 
-class Moment(NamedTuple):
+class StepSample(NamedTuple):
     wall: float
     steady: float
 
 
-def clock() -> Moment:
-    return Moment(time.time(), time.monotonic())
+def clock() -> StepSample:
+    return StepSample(time.time(), time.monotonic())
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """From env.json; None is not known."""
 
     host: str | None = None
@@ -79,7 +79,7 @@ _FACT_OF = {"world_size": "world", "local_world_size": "local_world"}
 
 
 @dataclass
-class Span:
+class ProgressSpan:
     """Progress records in a row, together at least SPAN_S of training."""
 
     seconds: float
@@ -88,7 +88,7 @@ class Span:
     gpu_mem_alloc: float
     gpu_mem_reserved: float
 
-    def add(self, other: "Span") -> None:
+    def add(self, other: "ProgressSpan") -> None:
         together = self.seconds + other.seconds
         self.toks_per_s = (self.toks_per_s * self.seconds + other.toks_per_s * other.seconds) / together
         self.seconds = together
@@ -101,21 +101,21 @@ class RankLog:
     """One rank's present process: a new one, or one that went back to a checkpoint, begins anew."""
 
     rank: int
-    last: Beat
+    last: HeartbeatRecord
     last_at: float
     """Steady time at which the newest beat was written, as well as it can be known; so are all `_at`."""
     step_at: float
     """Of the first beat that told the newest step."""
     ahead_s: float = 0.0
     """How far the newest beat's own time was ahead of the watcher's clock when it was read."""
-    progress: deque[Beat] = field(default_factory=lambda: deque(maxlen=_RECORDS))
-    skipped: deque[Beat] = field(default_factory=lambda: deque(maxlen=_RECORDS))
+    progress: deque[HeartbeatRecord] = field(default_factory=lambda: deque(maxlen=_RECORDS))
+    skipped: deque[HeartbeatRecord] = field(default_factory=lambda: deque(maxlen=_RECORDS))
     began_step: int = 0
     """Where the present process took the run up."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) on the way to the present step, of earlier processes too; thinned out when there are too many."""
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_SPANS))
-    first_spans: list[Span] = field(default_factory=list)
+    spans: deque[ProgressSpan] = field(default_factory=lambda: deque(maxlen=_SPANS))
+    first_spans: list[ProgressSpan] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -127,7 +127,7 @@ class RankLog:
         times = sorted(beat.step_s for beat in self.progress if beat.step_s is not None)
         return times[len(times) // 2] if times else 0.0
 
-    def add(self, beat: Beat, at: float, ahead_s: float = 0.0) -> None:
+    def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         if beat.pid != self.last.pid or beat.msg == names.START:
             for kept in (self.progress, self.skipped, self.spans, self.first_spans):
                 kept.clear()
@@ -144,16 +144,16 @@ class RankLog:
         elif beat.msg == names.PROGRESS:
             self._add_progress(beat)
 
-    def _go_back(self, beat: Beat, at: float) -> None:
+    def _go_back(self, beat: HeartbeatRecord, at: float) -> None:
         self.step_at = at
         self.losses = [(step, loss) for step, loss in self.losses if step <= beat.step]
 
-    def _add_progress(self, beat: Beat) -> None:
+    def _add_progress(self, beat: HeartbeatRecord) -> None:
         if self.progress and beat.step_s is not None and beat.toks_per_s is not None:
             # The first record of a process tells of compiling and filling buffers, not of the run.
             seconds = beat.step_s * max(1, beat.step - self.progress[-1].step)
             memory = (beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0, beat.gpu_mem_reserved or 0.0)
-            span = Span(seconds, beat.toks_per_s, *memory)
+            span = ProgressSpan(seconds, beat.toks_per_s, *memory)
             if self.spans and self.spans[-1].seconds < SPAN_S:
                 self.spans[-1].add(span)
             elif span.seconds > 0:
@@ -168,15 +168,15 @@ class RankLog:
 
 
 @dataclass
-class History:
-    facts: Facts = Facts()
+class RunHistory:
+    facts: RunFacts = RunFacts()
     ranks: dict[int, RankLog] = field(default_factory=dict)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_EVENTS))
+    events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS))
     started_at: float | None = None
     """Steady time of the newest start the events tell of."""
-    failure: Event | None = None
+    failure: RunEvent | None = None
     """The error that ended the run since its newest start, and that no launcher answers by starting it again."""
-    evaluation_failure: Event | None = None
+    evaluation_failure: RunEvent | None = None
     """The newest evaluation since the newest start, if it failed."""
     saved_step: int = 0
     """Of the newest checkpoint on the way to the present step; without one, where the run began."""
@@ -185,24 +185,24 @@ class History:
     unreadable: records.Unreadable = field(default_factory=records.Unreadable)
     """Records that could not be read, by file."""
 
-    def add(self, beat: Beat, at: float, ahead_s: float = 0.0) -> None:
+    def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         log = self.ranks.get(beat.rank)
         if log is None:
             log = self.ranks[beat.rank] = RankLog(beat.rank, last=beat, last_at=at, step_at=at)
         log.add(beat, at, ahead_s)
 
-    def add_event(self, event: Event, at: float) -> None:
+    def add_event(self, event: RunEvent, at: float) -> None:
         self.events.append(event)
         if event.kind in _NEW_PROCESS:
             self.started_at, self.saved_step, self.failure = at, event.step, None
             self.evaluation_failure = None
-        elif event.kind in (Kind.EVALUATION, Kind.EVALUATION_FAILED):
-            self.evaluation_failure = event if event.kind == Kind.EVALUATION_FAILED else None
-        elif event.kind == Kind.SAVE:
+        elif event.kind in (EventKind.EVALUATION, EventKind.EVALUATION_FAILED):
+            self.evaluation_failure = event if event.kind == EventKind.EVALUATION_FAILED else None
+        elif event.kind == EventKind.SAVE:
             self.saved_step = max(event.step, self.saved_step)
-        elif event.kind == Kind.ERROR:
+        elif event.kind == EventKind.ERROR:
             self.failure = event if event.details.get("launcher") != "restarted" else None
-        elif event.kind == Kind.LOST_STEPS:  # went back to an older one than the newest
+        elif event.kind == EventKind.LOST_STEPS:  # went back to an older one than the newest
             self.saved_step = min(event.step, self.saved_step)
 
     @property
@@ -224,26 +224,26 @@ class History:
 class HistoryReader:
     """Keeps the history of a run folder up to date; each call costs what was written since the last."""
 
-    def __init__(self, folder: Path, clock: Callable[[], Moment] = clock, host: str | None = None) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], StepSample] = clock, host: str | None = None) -> None:
         self.folder = folder
-        self.history = History()
+        self.history = RunHistory()
         self.now = clock()
         """The moment of the last look; judge by its steady time."""
         self._clock = clock
         self._host = host or socket.gethostname()
-        self._tails: dict[Path, Tail[Beat]] = {}
-        self._events = Tail(folder / names.EVENTS, parse_event)
+        self._tails: dict[Path, RecordTail[HeartbeatRecord]] = {}
+        self._events = RecordTail(folder / names.EVENTS, parse_event)
         self._looked: float | None = None
         self._ahead_before: dict[int, float] = {}
 
-    def update(self) -> History:
+    def update(self) -> RunHistory:
         history = self.history
         self.now = self._clock()
         env_damaged = self._read_facts()
         for rank, path in records.heartbeat_files(self.folder):
             if path not in self._tails:
                 most = _FIRST_READ_BYTES if rank == 0 else _OTHER_RANKS_BYTES
-                self._tails[path] = Tail(path, beat_parser(rank), most)
+                self._tails[path] = RecordTail(path, beat_parser(rank), most)
         for tail in self._tails.values():
             for beat in tail.read():
                 history.add(beat, self._written_at(beat.ts, tail.path), self._ahead_s(beat))
@@ -267,18 +267,18 @@ class HistoryReader:
         here = facts.local_world if facts.local_world is not None else facts.world or 1
         yield from (log for rank, log in sorted(self.history.ranks.items()) if rank < here)
 
-    def _all_tails(self) -> Iterator[Tail[Any]]:
+    def _all_tails(self) -> Iterator[RecordTail[Any]]:
         yield from self._tails.values()
         yield self._events
 
-    def _ahead_s(self, beat: Beat) -> float:
+    def _ahead_s(self, beat: HeartbeatRecord) -> float:
         """Where the watcher was there before, two beats in a row must be ahead: a clock may have been set between."""
         ahead, before = max(0.0, beat.ts - self.now.wall), self._ahead_before.get(beat.rank, 0.0)
         self._ahead_before[beat.rank] = ahead
         return ahead if self._looked is None else min(ahead, before)
 
     def _written_at(self, ts: float, path: Path) -> float:
-        if ts - self.now.wall > Limits.clock_skew_s:  # not believed: its file was written to at some time, too
+        if ts - self.now.wall > HealthLimits.clock_skew_s:  # not believed: its file was written to at some time, too
             ts = _modified(path, ts)
         age = max(0.0, self.now.wall - ts)
         if self._looked is not None:
@@ -306,7 +306,7 @@ class HistoryReader:
         """Whether env.json could not be read, whole or in part; what was known before is then kept."""
         env, damaged = records.read_section(self.folder / names.ENV)
         if env is not None:
-            self.history.facts, damaged = Facts.from_env(env)
+            self.history.facts, damaged = RunFacts.from_env(env)
         return damaged
 
 

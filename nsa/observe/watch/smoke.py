@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from nsa.observe import names, records
-from nsa.observe.heartbeat import Beat, beat_parser
+from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
 from nsa.observe.watch.trends import spread
 
 _LEAST_BEATS = 4
@@ -19,65 +19,65 @@ _FINISHED = (names.MODEL, names.MODEL_SAFETENSORS)
 
 
 @dataclass(frozen=True)
-class Answer:
+class SmokeAnswer:
     good: bool
     text: str
 
 
-def smoke(*, training_csv: Path, heartbeat: Path, min_steps: int, folder: Path | None = None) -> Iterator[Answer]:
+def smoke(*, training_csv: Path, heartbeat: Path, min_steps: int, folder: Path | None = None) -> Iterator[SmokeAnswer]:
     """Of the two files, and of the whole run folder where one is given."""
     read = list(records.read_records(heartbeat, beat_parser()))
     beats = [beat for beat, _ in read if beat is not None]
     progress = [beat for beat in beats if beat.msg == names.PROGRESS]
     rows, bad_rows = records.read_rows(training_csv)
-    yield Answer(bool(progress), f"{heartbeat.name} has {len(progress)} progress records")
-    yield Answer(bool(rows), f"{training_csv.name} has {len(rows)} rows")
+    yield SmokeAnswer(bool(progress), f"{heartbeat.name} has {len(progress)} progress records")
+    yield SmokeAnswer(bool(rows), f"{training_csv.name} has {len(rows)} rows")
     starts = sum(beat.msg == names.START for beat in beats)
     damaged = {heartbeat.name: sum(bad for _, bad in read), training_csv.name: bad_rows}
     # A process that is killed leaves at most one torn line in a file.
-    yield Answer(
+    yield SmokeAnswer(
         max(damaged.values()) <= max(1, starts), records.describe_unreadable(damaged) or "all records can be read"
     )
     if not progress or not rows:
         return
     last = max(beat.step for beat in progress)
-    yield Answer(last >= min_steps, f"{last} steps done, at least {min_steps} wanted")
+    yield SmokeAnswer(last >= min_steps, f"{last} steps done, at least {min_steps} wanted")
     yield _losses(progress)
     yield _falling(progress)
     yield _rows_agree(rows, progress)
     wrong = [beat for beat in progress if beat.reads_pred != beat.reads_act_total]
-    yield Answer(not wrong, f"keys read differ from those predicted in {len(wrong)} of {len(progress)} records")
+    yield SmokeAnswer(not wrong, f"keys read differ from those predicted in {len(wrong)} of {len(progress)} records")
     still = [beat for beat in progress if beat.toks_per_s is not None and not beat.toks_per_s > 0]
-    yield Answer(not still, f"{len(still)} records without any tokens per second")
+    yield SmokeAnswer(not still, f"{len(still)} records without any tokens per second")
     ended = beats[-1].msg
-    yield Answer(ended != names.FAILED, f"the last record is {ended!r}{_colon(beats[-1].detail)}")
+    yield SmokeAnswer(ended != names.FAILED, f"the last record is {ended!r}{_colon(beats[-1].detail)}")
     if folder is not None:
         yield from _files(folder, finished=ended == names.DONE)
 
 
-def _losses(progress: list[Beat]) -> Answer:
+def _losses(progress: list[HeartbeatRecord]) -> SmokeAnswer:
     bad = [beat.step for beat in progress if beat.loss is None or not math.isfinite(beat.loss)]
     skipped = progress[-1].skipped_steps or 0
-    return Answer(not bad, f"loss not finite in {len(bad)} of {len(progress)} records, {skipped} steps skipped")
+    return SmokeAnswer(not bad, f"loss not finite in {len(bad)} of {len(progress)} records, {skipped} steps skipped")
 
 
-def _falling(progress: list[Beat]) -> Answer:
+def _falling(progress: list[HeartbeatRecord]) -> SmokeAnswer:
     losses = [beat.loss for beat in progress if beat.loss is not None and math.isfinite(beat.loss)]
     if len(losses) < _LEAST_BEATS:
-        return Answer(
+        return SmokeAnswer(
             False, f"{len(losses)} losses are too few to see whether they fall, at least {_LEAST_BEATS} needed"
         )
     size = len(losses) // 4
     first, last = fmean(losses[:size]), fmean(losses[-size:])
     error = spread(losses) * math.sqrt(2 / size)
-    return Answer(
+    return SmokeAnswer(
         first - last > _LEAST_SIGMA * error,
         f"mean loss of the first quarter {first:.4f}, of the last {last:.4f}: a fall of {first - last:.4f}, more than "
         f"{_LEAST_SIGMA:g} times the standard error {error:.4f} wanted",
     )
 
 
-def _rows_agree(rows: list[dict[str, str]], progress: list[Beat]) -> Answer:
+def _rows_agree(rows: list[dict[str, str]], progress: list[HeartbeatRecord]) -> SmokeAnswer:
     """A resumed or rolled back run tells a step twice; a heartbeat that was rotated begins later than the CSV."""
     told: dict[int, list[float]] = {}
     for beat in progress:
@@ -85,18 +85,18 @@ def _rows_agree(rows: list[dict[str, str]], progress: list[Beat]) -> Answer:
     try:
         pairs = [(int(row["step"]), float(row["loss"])) for row in rows]
     except (KeyError, ValueError, TypeError) as problem:
-        return Answer(False, f"a row of the CSV cannot be read: {problem!r}")
+        return SmokeAnswer(False, f"a row of the CSV cannot be read: {problem!r}")
     first = min(told)
     other = [step for step, loss in pairs if step >= first and not any(_same(loss, by) for by in told.get(step, ()))]
-    return Answer(not other, f"{len(other)} of {len(rows)} rows tell another loss than the heartbeat")
+    return SmokeAnswer(not other, f"{len(other)} of {len(rows)} rows tell another loss than the heartbeat")
 
 
-def _files(folder: Path, *, finished: bool) -> Iterator[Answer]:
+def _files(folder: Path, *, finished: bool) -> Iterator[SmokeAnswer]:
     wanted = [*_FOLDER, *(_FINISHED if finished else ())]
     absent = [name for name in wanted if not _holds_something(folder / name)]
-    yield Answer(not absent, f"files missing or empty: {', '.join(absent) or 'none'}")
+    yield SmokeAnswer(not absent, f"files missing or empty: {', '.join(absent) or 'none'}")
     halted = (folder / names.HALT).exists()
-    yield Answer(not halted, f"{names.HALT} is {'there' if halted else 'not there'}")
+    yield SmokeAnswer(not halted, f"{names.HALT} is {'there' if halted else 'not there'}")
 
 
 def _holds_something(path: Path) -> bool:

@@ -6,19 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import halt, names
-from nsa.observe.watch.conditions import Finding, Level
-from nsa.observe.watch.health import Phase, phase
-from nsa.observe.watch.history import History
+from nsa.observe import halt_file, names
+from nsa.observe.watch.conditions import AlertLevel, HealthFinding
+from nsa.observe.watch.health import RunPhase, phase
+from nsa.observe.watch.history import RunHistory
 from nsa.observe.watch.trends import smoothed_last
 
-_BAD = (Phase.FAILED, Phase.HUNG, Phase.EMPTY)
-_DOUBTFUL = (Phase.GONE, Phase.HALTED, Phase.STOPPED)
+_BAD = (RunPhase.FAILED, RunPhase.HUNG, RunPhase.EMPTY)
+_DOUBTFUL = (RunPhase.GONE, RunPhase.HALTED, RunPhase.STOPPED)
 
 
 @dataclass(frozen=True)
-class Status:
-    phase: Phase
+class RunStatus:
+    phase: RunPhase
     step: int
     steps: int | None
     loss: float | None
@@ -34,17 +34,17 @@ class Status:
     checkpoint: str | None
     checkpoint_step: int | None
     halt: str | None
-    findings: tuple[Finding, ...]
+    findings: tuple[HealthFinding, ...]
     unreadable: dict[str, int]
     """Records that could not be read and were skipped, by file."""
 
     @property
     def exit_code(self) -> int:
         """0 well or finished, 1 somebody should look, 2 somebody must."""
-        critical = any(finding.level == Level.CRITICAL for finding in self.findings)
+        critical = any(finding.level == AlertLevel.CRITICAL for finding in self.findings)
         if critical or self.phase in _BAD:
             return 2
-        if self.phase == Phase.FINISHED:
+        if self.phase == RunPhase.FINISHED:
             return 0
         return 1 if self.findings or self.phase in _DOUBTFUL or self.halt is not None else 0
 
@@ -60,15 +60,17 @@ class Status:
         return values
 
 
-def status_of(folder: Path, history: History, findings: Sequence[Finding], *, now: float, wall: float) -> Status:
+def status_of(
+    folder: Path, history: RunHistory, findings: Sequence[HealthFinding], *, now: float, wall: float
+) -> RunStatus:
     """`now` is on the steady clock of the history, `wall` the time of day."""
     present, first = history.present, history.first
     last = first.progress[-1] if first is not None and first.progress else None
     loss, loss_records = smoothed_last([value for _, value in first.losses] if first is not None else [])
-    steps, asked = history.facts.steps, halt.read(folder)
+    steps, asked = history.facts.steps, halt_file.read(folder)
     doing, checkpoint = phase(history, findings), newest_checkpoint(folder)
-    step_s = first.step_s if first is not None and doing == Phase.RUNNING else 0.0
-    return Status(
+    step_s = first.step_s if first is not None and doing == RunPhase.RUNNING else 0.0
+    return RunStatus(
         phase=doing,
         step=history.step,
         steps=steps,

@@ -11,7 +11,7 @@ _PIECE = 1 << 20
 T = TypeVar("T")
 
 
-class Tail(Generic[T]):
+class RecordTail(Generic[T]):
     """Follows a path through restarts, truncation and rotation; `parse` makes a record of a line.
 
     A half-written last line is kept until its end arrives; a torn line is skipped and counted, whatever follows it is

@@ -69,7 +69,7 @@ def spread(values: Sequence[float]) -> float:
     return 1.4826 * median(bends) / math.sqrt(6) if bends else 0.0
 
 
-class Rise(NamedTuple):
+class SustainedRise(NamedTuple):
     lowest: float
     """The lowest mean of earlier values."""
     now: float
@@ -82,7 +82,7 @@ class Rise(NamedTuple):
         return (self.now - self.lowest) / abs(self.lowest) if self.lowest else math.inf
 
 
-def rise(values: Sequence[float], size: int) -> Rise | None:
+def rise(values: Sequence[float], size: int) -> SustainedRise | None:
     """How far the last `size` values lie above the lowest of the blocks of `size` values before them.
 
     None where there are fewer than two blocks, or where the mean of the last is not above. The noise is the larger of
@@ -99,7 +99,7 @@ def rise(values: Sequence[float], size: int) -> Rise | None:
         return None
     between = math.sqrt(2) * spread([fmean(block) for block in blocks[1:]])
     noise = max(math.sqrt((variance(last) + variance(lowest)) / size), between)
-    return Rise(fmean(lowest), fmean(last), difference / noise if noise else math.inf)
+    return SustainedRise(fmean(lowest), fmean(last), difference / noise if noise else math.inf)
 
 
 def creep(values: Sequence[float], least: float) -> float | None:

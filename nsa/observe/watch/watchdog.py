@@ -14,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nsa.observe import halt, names, records
-from nsa.observe.events import Kind, add_event
-from nsa.observe.watch.conditions import Finding, Level, Limits
-from nsa.observe.watch.health import Phase, examine, phase
+from nsa.observe import halt_file, names, records
+from nsa.observe.events import EventKind, add_event
+from nsa.observe.watch.conditions import AlertLevel, HealthFinding, HealthLimits
+from nsa.observe.watch.hang_diagnosis import HangDiagnosis
+from nsa.observe.watch.health import RunPhase, examine, phase
 from nsa.observe.watch.history import HistoryReader, RankLog
-from nsa.observe.watch.inquiry import Inquiry
 from nsa.terminal_text import printable
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
@@ -38,16 +38,16 @@ class Watchdog:
         folder: Path,
         *,
         halt: bool,
-        limits: Limits,
+        limits: HealthLimits,
         say: Callable[[str], None],
         reader: HistoryReader | None = None,
     ) -> None:
         self.folder, self.limits = folder, limits
-        self.phase = Phase.EMPTY
+        self.phase = RunPhase.EMPTY
         self._halts, self._say = halt, say
         self._reader = reader or HistoryReader(folder)
         self._began = self._reader.now.steady
-        self._holding: dict[_Key, Finding] = {}
+        self._holding: dict[_Key, HealthFinding] = {}
         self._acted: set[_Key] = set()
         self._named: str | None = None
         self._unreadable = 0
@@ -56,15 +56,15 @@ class Watchdog:
         """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
         self.log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
         now = time.time()
-        if (asked := halt.read(self.folder)) is not None:
+        if (asked := halt_file.read(self.folder)) is not None:
             self.log(f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start.")
         if (anomaly := read_anomaly(self.folder)) is not None:
             name, since = anomaly
             self.log(
-                f"{names.ANOMALY} is there already: {name}, {halt.age(now - since)} old. It is of an earlier watch."
+                f"{names.ANOMALY} is there already: {name}, {halt_file.age(now - since)} old, from an earlier watch."
             )
 
-    def look(self) -> list[Finding]:
+    def look(self) -> list[HealthFinding]:
         """Once; returns what is wrong now."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
@@ -82,7 +82,11 @@ class Watchdog:
         for same in by_condition([finding for key, finding in before.items() if key not in now]):
             self._tell_over(same)
         self._acted &= now.keys()
-        due = [f for key, f in now.items() if f.level == Level.CRITICAL and key not in self._acted and self._is_sure(f)]
+        due = [
+            f
+            for key, f in now.items()
+            if f.level == AlertLevel.CRITICAL and key not in self._acted and self._is_sure(f)
+        ]
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
@@ -96,7 +100,7 @@ class Watchdog:
     def close(self) -> None:
         self._reader.close()
 
-    def _is_sure(self, finding: Finding) -> bool:
+    def _is_sure(self, finding: HealthFinding) -> bool:
         """An age that the watcher has not lived through itself may be a clock that was set: wait for as long again."""
         if finding.name not in _BY_AGE or finding.condition.over:
             return True
@@ -104,9 +108,9 @@ class Watchdog:
         watched_s = self._reader.now.steady - self._began
         return (log is not None and log.last_at >= self._began) or watched_s > self.limits.stall_s
 
-    def _act(self, due: Sequence[Finding]) -> None:
+    def _act(self, due: Sequence[HealthFinding]) -> None:
         if any(finding.name in _BY_AGE and not finding.condition.over for finding in due):
-            for line in Inquiry(self.folder, list(self._reader.local())).ask():
+            for line in HangDiagnosis(self.folder, list(self._reader.local())).ask():
                 self.log(line)
         first = due[0]
         self._name_cause(first)
@@ -114,7 +118,7 @@ class Watchdog:
             self._write_gates(gates)
         self._halt([finding for finding in due if not finding.condition.over])
 
-    def _name_cause(self, first: Finding) -> None:
+    def _name_cause(self, first: HealthFinding) -> None:
         """What ends after this watch has found a cause ends because of it: the cause stays named."""
         if first.condition.over and self._named:
             self.log(f"{names.ANOMALY} stays {self._named}: {first.name} came of it")
@@ -124,34 +128,34 @@ class Watchdog:
         if earlier is not None and earlier[0] != first.name:
             self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
 
-    def _halt(self, findings: Sequence[Finding]) -> None:
+    def _halt(self, findings: Sequence[HealthFinding]) -> None:
         if not findings or not self._halts:
             return
         first = findings[0]
         reason, who = f"{first.name}: {first.message}", f"nsa watch, process {os.getpid()} on {socket.gethostname()}"
-        asked = self._try(lambda: halt.ask(self.folder, reason, who))
+        asked = self._try(lambda: halt_file.ask(self.folder, reason, who))
         if asked:
             self.log(f"{names.HALT} written: {reason}")
-            self._event(Kind.HALT_ASKED, [first], reason=reason)
+            self._event(EventKind.HALT_ASKED, [first], reason=reason)
         elif asked is not None:
             self.log(f"{names.HALT} is there already, not overwritten")
 
-    def _tell(self, same: Sequence[Finding]) -> None:
+    def _tell(self, same: Sequence[HealthFinding]) -> None:
         first = same[0]
         self.log(f"{first.level.upper()} {describe(same)}")
-        self._event(Kind.STALL if first.name in _BY_AGE else Kind.FINDING, same, message=first.message)
-        if first.name in _GATES and first.level == Level.WARNING:
+        self._event(EventKind.STALL if first.name in _BY_AGE else EventKind.FINDING, same, message=first.message)
+        if first.name in _GATES and first.level == AlertLevel.WARNING:
             self._write_gates(same)
 
-    def _tell_over(self, same: Sequence[Finding]) -> None:
+    def _tell_over(self, same: Sequence[HealthFinding]) -> None:
         self.log(f"over: {same[0].name}{_where(same)}")
-        self._event(Kind.FINDING, same, over=True)
+        self._event(EventKind.FINDING, same, over=True)
 
-    def _event(self, kind: Kind, same: Sequence[Finding], **details: Any) -> None:
+    def _event(self, kind: EventKind, same: Sequence[HealthFinding], **details: Any) -> None:
         which = {"condition": same[0].name, "level": same[0].level.value, "ranks": ranks_of(same)}
         self._try(lambda: add_event(self.folder, kind, ts=time.time(), step=same[0].step, **which, **details))
 
-    def _write_gates(self, findings: Sequence[Finding]) -> None:
+    def _write_gates(self, findings: Sequence[HealthFinding]) -> None:
         log = self._reader.history.first
         if log is None or not log.progress:
             return
@@ -203,19 +207,19 @@ def gate_details(log: RankLog) -> dict[str, Any]:
     }
 
 
-def by_condition(findings: Sequence[Finding]) -> list[list[Finding]]:
+def by_condition(findings: Sequence[HealthFinding]) -> list[list[HealthFinding]]:
     """Findings of the same condition on several ranks belong together."""
-    groups: dict[str, list[Finding]] = {}
+    groups: dict[str, list[HealthFinding]] = {}
     for finding in findings:
         groups.setdefault(finding.name, []).append(finding)
     return list(groups.values())
 
 
-def ranks_of(same: Sequence[Finding]) -> list[int]:
+def ranks_of(same: Sequence[HealthFinding]) -> list[int]:
     return [finding.rank for finding in same if finding.rank is not None]
 
 
-def describe(same: Sequence[Finding]) -> str:
+def describe(same: Sequence[HealthFinding]) -> str:
     """One line for findings of one condition."""
     return f"{same[0].name}{_where(same)}: {same[0].message}"
 
@@ -242,7 +246,7 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
-def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> Phase:
+def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> RunPhase:
     """Until the run is finished or halted; what failed, stopped or is gone may come back and is watched on."""
     watchdog.begin()
     while True:
@@ -250,12 +254,12 @@ def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], Non
             watchdog.look()
         except OSError as problem:  # a file server that is away for a moment
             watchdog.log(f"could not look: {problem}")
-        if watchdog.phase in (Phase.FINISHED, Phase.HALTED):
+        if watchdog.phase in (RunPhase.FINISHED, RunPhase.HALTED):
             return watchdog.phase
         pause(interval_s)
 
 
-def _where(same: Sequence[Finding]) -> str:
+def _where(same: Sequence[HealthFinding]) -> str:
     ranks = ranks_of(same)
     if not ranks:
         return f" (step {same[0].step})"

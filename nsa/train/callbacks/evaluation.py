@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 from olmo_core.train.callbacks import Callback
 
 from nsa.data.rows.batch import Batch, EndOfData
-from nsa.data.rows.opening import RowData
+from nsa.data.rows.specs import RowData
 from nsa.errors import DataError, NSAError
 from nsa.model.loss import IGNORE
-from nsa.train.loader import to_engine
-from nsa.train.ranks import Agreement, Ranks
+from nsa.train.distributed import HostCollectives, RankInfo
+from nsa.train.engine.data_loader import to_engine
 
 # What reading or a forward pass raises; torch reports memory, shapes and devices by RuntimeError.
 _FAILURES = (NSAError, OSError, RuntimeError, ValueError)
 
 
-class Verdict(NamedTuple):
+class EvaluationResult(NamedTuple):
     step: int
     val_loss: float
     tokens: int
@@ -30,15 +30,15 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class Evaluation(Callback):
+class EvaluationCallback(Callback):
     data: RowData
     rows: int
     """Of one forward pass, over all ranks."""
     batches: int
     every: int
-    ranks: Ranks
-    agreement: Agreement
-    say: Callable[[Verdict], None]
+    ranks: RankInfo
+    agreement: HostCollectives
+    say: Callable[[EvaluationResult], None]
     report_failure: Callable[[str | None], None]
     """Called on every rank when an evaluation failed on any; None on ranks that did not fail themselves."""
     stay_alive: Callable[[], None]
@@ -73,7 +73,7 @@ class Evaluation(Callback):
             self.report_failure(problem)
             return
         nats, tokens = self.agreement.sum([nats, tokens])
-        self.say(Verdict(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
+        self.say(EvaluationResult(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
 
     def _score(self, tensors: dict[str, Any]) -> tuple[float, float]:
         labels = tensors.pop("labels")

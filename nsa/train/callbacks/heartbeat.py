@@ -20,27 +20,27 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.kernels.registry import BRANCHES
 from nsa.observe import names
-from nsa.observe.heartbeat import ALIVE_EVERY_S, Beat, JsonLines, gib, mib, resident_mib
-from nsa.train.forward_clock import ForwardClock
-from nsa.train.ranks import Agreement, Ranks
+from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
+from nsa.train.distributed import HostCollectives, RankInfo
+from nsa.train.engine.forward_timer import ForwardTimer
 
 GRAD_NORM_METRIC = "optim/total grad norm"
 _WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
 
 
 @dataclass
-class Heartbeat(Callback):
+class HeartbeatCallback(Callback):
     """`say` takes every beat of this rank; the copies and the progress line listen there."""
 
     priority: ClassVar[int] = 10
 
     path: Path
-    ranks: Ranks
-    agreement: Agreement
+    ranks: RankInfo
+    agreement: HostCollectives
     log_every: int
     data: str
     synthetic: bool
-    say: Callable[[Beat], None]
+    say: Callable[[HeartbeatRecord], None]
     counts: Callable[[], dict[str, int]]
     """Skipped steps so far, by name."""
     allowed: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Heartbeat(Callback):
     _first: bool = True
     _lines: JsonLines = field(init=False)
     _last_beat: float = 0.0
-    _clock: ForwardClock = field(default_factory=ForwardClock)
+    _clock: ForwardTimer = field(default_factory=ForwardTimer)
 
     def __post_init__(self) -> None:
         self._lines = JsonLines(self.path)
@@ -63,7 +63,7 @@ class Heartbeat(Callback):
         always: dict[str, Any] = dict(
             rank=self.ranks.rank, data=self.data, synthetic=self.synthetic, allowed=self.allowed
         )
-        beat = Beat.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
+        beat = HeartbeatRecord.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
         self._lines.append(beat.to_line())
         self._last_beat = time.monotonic()
         self.say(beat)
@@ -180,7 +180,7 @@ class Heartbeat(Callback):
 def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:
     """Sums of reads, largest of maxima, means of the rest, over the layers that were asked."""
     combined = {}
-    known = Beat.__dataclass_fields__
+    known = HeartbeatRecord.__dataclass_fields__
     for name in [name for name in probes[0].figures if name in known] if probes else []:
         stacked = torch.stack([probe.figures[name].double() for probe in probes])
         if name.startswith("reads_"):

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from nsa.train.collectives import write_record
 from nsa.train.exits import leave_signals
+from nsa.train.flight_recorder import write_record
 
 SAVE = signal.SIGUSR2
 DUMP = signal.SIGUSR1
 
 
-class Signals:
+class SignalHandlers:
     """Installed once at the start, and again after the engine has put its own handlers in place."""
 
     def __init__(self, stackdump: Path, collectives: Path | None = None) -> None:

@@ -1,6 +1,7 @@
 """Which keys each query sees, and which queries may see each tile of keys.
 
-The bounds are those of `nsa.kernels.portable.shared`. What the queries of a chunk reach together is kept beside them:
+The bounds are those of `nsa.kernels.portable.range_attention`. What the queries of a chunk reach together is kept
+beside them:
 who may see a tile of keys is then found in the first and the last chunk that touch it, whatever the bounds' order.
 """
 

@@ -7,8 +7,8 @@ to slots, which `add_slots` adds, in order. No atomics: the same bits every time
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.pairs import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
-from nsa.kernels.triton.device.runs_backward import probabilities
+from nsa.kernels.triton.device.range_backward import probabilities
+from nsa.kernels.triton.device.selected_common import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
 from nsa.kernels.triton.device.tile import dot, load_rows, rounded, store_rows
 
 

@@ -7,7 +7,7 @@ them would cost the software pipeline. Log-sum-exps of slots are in base 2.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.pairs import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.selected_common import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
 from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, store_rows
 
 

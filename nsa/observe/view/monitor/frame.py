@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from nsa.observe.events import Event, Kind
+from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.event_words import told
-from nsa.observe.view.figures import as_float, clock, count, duration, memory, number, plain, share
-from nsa.observe.view.goodput import Cause
-from nsa.observe.view.look import Look
-from nsa.observe.view.monitor.lines import QUIET, beside, ends, fit, level, line, title
-from nsa.observe.view.monitor.plot import Curve, Plot
-from nsa.observe.view.series import BRANCHES, Run
-from nsa.observe.watch.conditions import Level
+from nsa.observe.view.formatting import as_float, clock, count, duration, memory, number, plain, share
+from nsa.observe.view.goodput import TimeCause
+from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
+from nsa.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
+from nsa.observe.view.run_data import BRANCHES, RunData
+from nsa.observe.view.snapshot import RunSnapshot
+from nsa.observe.watch.conditions import AlertLevel
 from nsa.observe.watch.trends import smoothed_last
 from nsa.observe.watch.watchdog import describe
 
@@ -28,12 +28,12 @@ MARKS = {
     "halted": ("■", "bold yellow"), "stopped": ("■", "bold yellow"), "failed": ("✗", "bold red"),
     "gone": ("✗", "bold red"), "hung": ("▲", "bold red"), "no run": ("○", "dim"),
 }  # fmt: skip
-LEVEL_MARKS = {Level.CRITICAL: ("✗ critical", "bold red"), Level.WARNING: ("▲ warning", "yellow")}
+LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
 _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
 
 
-def frame(look: Look, width: int, height: int) -> list[Text]:
+def frame(look: RunSnapshot, width: int, height: int) -> list[Text]:
     """`height` lines of `width` cells."""
     plan = _plan(look, height)
     left = (width - 2) // 2
@@ -48,7 +48,7 @@ def frame(look: Look, width: int, height: int) -> list[Text]:
     return [fit(each, width) for each in [*lines, _footer(look, width)]]
 
 
-class _Plan(NamedTuple):
+class _FrameLayout(NamedTuple):
     """Lines of each part; what is left goes to the events."""
 
     charts: int = 8
@@ -57,20 +57,22 @@ class _Plan(NamedTuple):
     findings: int = 2
 
 
-def _plan(look: Look, height: int) -> _Plan:
+def _plan(look: RunSnapshot, height: int) -> _FrameLayout:
     """At 24 lines everything is there; more lines make charts taller, then show gates by layer, then findings."""
     two_rows = height >= 36
-    spare = height - 24 - (_Plan().charts if two_rows else 0)
+    spare = height - 24 - (_FrameLayout().charts if two_rows else 0)
     if spare <= 0:
-        return _Plan(two_rows=two_rows)
+        return _FrameLayout(two_rows=two_rows)
     taller = min(spare // (4 if two_rows else 2), 6)
     spare -= taller * (2 if two_rows else 1)
-    layers = min(spare // 2, max(0, _n_layers(look.run) + 1 - _Plan().gates))
-    findings = min(max(0, len(look.grouped()) - _Plan().findings), (spare - layers) // 2)
-    return _Plan(_Plan().charts + taller, two_rows, _Plan().gates + layers, _Plan().findings + findings)
+    layers = min(spare // 2, max(0, _n_layers(look.run) + 1 - _FrameLayout().gates))
+    findings = min(max(0, len(look.grouped()) - _FrameLayout().findings), (spare - layers) // 2)
+    return _FrameLayout(
+        _FrameLayout().charts + taller, two_rows, _FrameLayout().gates + layers, _FrameLayout().findings + findings
+    )
 
 
-def _header(look: Look, width: int) -> Text:
+def _header(look: RunSnapshot, width: int) -> Text:
     mark, style = MARKS.get(look.state, ("?", "bold"))
     run, lead = look.run, look.run.lead
     left = line((f"{mark} {look.state}", style), "  ", (plain(run.name, 60), "bold"))
@@ -83,20 +85,20 @@ def _header(look: Look, width: int) -> Text:
     return ends(left, line((words, "bold")), width)
 
 
-def _pace(run: Run) -> float | None:
+def _pace(run: RunData) -> float | None:
     recent = [pace for pace in run.lead.column("step_s")[-_PACE_RECORDS:] if math.isfinite(pace)]
     return statistics.median(recent) if recent else None
 
 
-def _facts(look: Look, width: int) -> Text:
+def _facts(look: RunSnapshot, width: int) -> Text:
     """As many as fit, what an operator asks first first."""
     run, lead, wall = look.run, look.run.lead, look.wall
-    restarts = sum(event.kind == Kind.RESTART for event in run.events)
-    saves = [event for event in run.events if event.kind == Kind.SAVE]
+    restarts = sum(event.kind == EventKind.RESTART for event in run.events)
+    saves = [event for event in run.events if event.kind == EventKind.SAVE]
     facts = [f"{restarts} restart{'' if restarts == 1 else 's'}"]
     facts.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
     if wall is not None and wall.total > 0:
-        facts = [duration(wall.total), f"goodput {share(wall.share(Cause.PRODUCTIVE))}", *facts]
+        facts = [duration(wall.total), f"goodput {share(wall.share(TimeCause.PRODUCTIVE))}", *facts]
     if look.state not in _ENDED and lead.last:
         age = max(0.0, look.now - lead.last["ts"])
         facts.insert(0, f"beat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
@@ -112,7 +114,7 @@ def _facts(look: Look, width: int) -> Text:
     return line((words, QUIET))
 
 
-def _charts(look: Look, width: int, height: int, two_rows: bool) -> list[Text]:
+def _charts(look: RunSnapshot, width: int, height: int, two_rows: bool) -> list[Text]:
     left = (width - 2) // 2
     right = width - 2 - left
     lines = beside(_loss(look.run, left, height), _throughput(look.run, right, height), left)
@@ -121,20 +123,22 @@ def _charts(look: Look, width: int, height: int, two_rows: bool) -> list[Text]:
     return lines
 
 
-def _plot(run: Run, name: str, *, from_zero: bool, style: str, points: Sequence[tuple[float, float]] = ()) -> Plot:
+def _plot(
+    run: RunData, name: str, *, from_zero: bool, style: str, points: Sequence[tuple[float, float]] = ()
+) -> BraillePlot:
     lead = run.lead
-    curve = Curve(lead.counted("step"), lead.counted(name), style)
-    restarts = [event.step for event in run.events if event.kind in (Kind.RESTART, Kind.ROLLBACK)]
+    curve = PlotCurve(lead.counted("step"), lead.counted(name), style)
+    restarts = [event.step for event in run.events if event.kind in (EventKind.RESTART, EventKind.ROLLBACK)]
     last = max([*lead.step[-1:], 1])
-    return Plot([curve], list(points), restarts, from_zero, (0.0, float(last)))
+    return BraillePlot([curve], list(points), restarts, from_zero, (0.0, float(last)))
 
 
-def _latest(run: Run, name: str) -> float:
+def _latest(run: RunData, name: str) -> float:
     column = run.lead.column(name)
     return column[-1] if len(column) else math.nan
 
 
-def _loss(run: Run, width: int, height: int) -> list[Text]:
+def _loss(run: RunData, width: int, height: int) -> list[Text]:
     evaluations = run.counted_evaluations()
     loss, n = smoothed_last([value for value in run.lead.counted("loss") if not math.isnan(value)])
     about = line((number(loss), "bold cyan" if math.isfinite(loss) else "bold red"))
@@ -143,19 +147,19 @@ def _loss(run: Run, width: int, height: int) -> list[Text]:
         held_out = number(evaluations[-1].val_loss)
         about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (" held out", QUIET)))
     points = [(float(each.step), each.val_loss) for each in evaluations]
-    skips = [event for event in run.events if event.kind == Kind.SKIPPED_STEP]
+    skips = [event for event in run.events if event.kind == EventKind.SKIPPED_STEP]
     points += [(float(event.step), math.inf) for event in skips if event.step <= run.lead.last.get("step", 0)]
     plot = _plot(run, "loss", from_zero=False, style="cyan", points=points)
     return [title("loss", about, width), *plot.draw(width, height - 1)]
 
 
-def _throughput(run: Run, width: int, height: int) -> list[Text]:
+def _throughput(run: RunData, width: int, height: int) -> list[Text]:
     about = line((count(_latest(run, "toks_per_s")), "bold cyan"), (" tokens/s", QUIET))
     plot = _plot(run, "toks_per_s", from_zero=True, style="cyan")
     return [title("speed", about, width), *plot.draw(width, height - 1)]
 
 
-def _grad_norm(run: Run, width: int, height: int) -> list[Text]:
+def _grad_norm(run: RunData, width: int, height: int) -> list[Text]:
     about = line((number(_latest(run, "grad_norm")), "bold cyan"), (" before clipping", QUIET))
     return [
         title("gradient norm", about, width),
@@ -163,18 +167,18 @@ def _grad_norm(run: Run, width: int, height: int) -> list[Text]:
     ]
 
 
-def _memory(run: Run, width: int, height: int) -> list[Text]:
+def _memory(run: RunData, width: int, height: int) -> list[Text]:
     on_gpu = _latest(run, "gpu_mem_reserved") > 0
     name, words = ("gpu_mem_reserved", "reserved on the GPU") if on_gpu else ("host_mem_rss", "on the host")
     about = line((memory(_latest(run, name)), "bold cyan"), (f" {words}, MiB", QUIET))
     return [title("memory", about, width), *_plot(run, name, from_zero=True, style="cyan").draw(width, height - 1)]
 
 
-def _n_layers(run: Run) -> int:
+def _n_layers(run: RunData) -> int:
     return len(run.lead.last_progress.get("gate_shares_by_layer") or ())
 
 
-def _gates(run: Run, width: int, height: int) -> list[Text]:
+def _gates(run: RunData, width: int, height: int) -> list[Text]:
     """Layers side by side, one row per branch; where there is room, a line of figures per layer instead."""
     gates = run.lead.gates()
     if not gates:
@@ -221,7 +225,7 @@ def _squeezed(values: Sequence[float], room: int) -> list[float]:
     return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
 
 
-def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
+def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
     last = run.lead.last_progress
     if not last:
         return [title("figures", "", width), Text("no record yet", QUIET)]
@@ -250,7 +254,7 @@ def _figures(run: Run, width: int, two_rows: bool) -> list[Text]:
     return lines
 
 
-def _memory_words(run: Run) -> Text:
+def _memory_words(run: RunData) -> Text:
     """The most that any rank has."""
     of_ranks = [series.last_progress for series in run.ranks.values() if series.last_progress]
     on_gpu = max((as_float(each.get("gpu_mem_reserved")) for each in of_ranks), default=math.nan)
@@ -259,7 +263,7 @@ def _memory_words(run: Run) -> Text:
     return line((words, "bold"))
 
 
-def _ranks(run: Run) -> Text:
+def _ranks(run: RunData) -> Text:
     forward = {rank: as_float(each.last_progress.get("forward_s")) for rank, each in run.ranks.items()}
     known = {rank: seconds for rank, seconds in forward.items() if math.isfinite(seconds)}
     words = line((f"{len(run.ranks)} ranks", "bold"))
@@ -270,12 +274,12 @@ def _ranks(run: Run) -> Text:
     return words
 
 
-def _findings(look: Look, width: int, room: int) -> list[Text]:
+def _findings(look: RunSnapshot, width: int, room: int) -> list[Text]:
     groups = look.grouped()
     if not groups:
         return [title("findings", "", width), line(("✓ nothing is wrong", "green"))]
     levels = [group[0].level for group in groups]
-    counts = [f"{n} {each.value}" for each in (Level.CRITICAL, Level.WARNING) if (n := levels.count(each))]
+    counts = [f"{n} {each.value}" for each in (AlertLevel.CRITICAL, AlertLevel.WARNING) if (n := levels.count(each))]
     shown = groups if len(groups) <= room else groups[: room - 1]
     lines = [title("findings", ", ".join(counts), width)]
     for group in shown:
@@ -287,13 +291,15 @@ def _findings(look: Look, width: int, room: int) -> list[Text]:
 
 
 _EVENT_STYLES = {
-    Kind.ERROR: "bold red", Kind.HALT: "bold yellow", Kind.STALL: "bold red", Kind.SKIPPED_STEP: "yellow",
-    Kind.ROLLBACK: "yellow", Kind.RESTART: "yellow", Kind.CHECKPOINT_REJECTED: "bold red", Kind.DONE: "green",
-    Kind.FINDING: "yellow", Kind.HALT_ASKED: "bold yellow",
+    EventKind.ERROR: "bold red", EventKind.HALT: "bold yellow", EventKind.STALL: "bold red", EventKind.SKIPPED_STEP:
+    "yellow",
+    EventKind.ROLLBACK: "yellow", EventKind.RESTART: "yellow", EventKind.CHECKPOINT_REJECTED: "bold red",
+    EventKind.DONE: "green",
+    EventKind.FINDING: "yellow", EventKind.HALT_ASKED: "bold yellow",
 }  # fmt: skip
 
 
-def _events(events: Sequence[Event], width: int, room: int) -> list[Text]:
+def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
     if room < 2:
         return []
     lines = [title("events", f"{len(events):,}, newest first, UTC", width)]
@@ -308,6 +314,6 @@ def _events(events: Sequence[Event], width: int, room: int) -> list[Text]:
     return lines
 
 
-def _footer(look: Look, width: int) -> Text:
+def _footer(look: RunSnapshot, width: int) -> Text:
     keys = "q quit" if look.state not in _ENDED else "q quit · this run has ended; the figures are its last"
     return ends(line((keys, QUIET)), line((f"{clock(look.now)} UTC", QUIET)), width)

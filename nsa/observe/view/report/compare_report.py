@@ -4,21 +4,21 @@ from collections.abc import Callable, Sequence
 from html import escape
 from math import isfinite
 
-from nsa.observe.view.buckets import buckets
 from nsa.observe.view.comparison import differing_settings, figures, labels
-from nsa.observe.view.figures import count, memory, number, plain, share
-from nsa.observe.view.report.chart import Chart, Line
-from nsa.observe.view.report.charts import time_unit, worst
-from nsa.observe.view.report.page import chart_figure, page, section, table
+from nsa.observe.view.downsample import buckets
+from nsa.observe.view.formatting import count, memory, number, plain, share
+from nsa.observe.view.report.html_page import chart_figure, page, section, table
+from nsa.observe.view.report.run_charts import time_unit, worst
 from nsa.observe.view.report.run_report import spelled
-from nsa.observe.view.series import Run
+from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
+from nsa.observe.view.run_data import RunData
 from nsa.observe.view.summary import summarize
 
 _POINTS = 250
 STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RunData]) -> str:
     names = labels(runs)
     summaries = [summarize(run) for run in runs]
     side_by_side = table(("", *names), [(name, *values) for name, values in figures(summaries)])
@@ -41,7 +41,7 @@ def render(runs: Sequence[Run]) -> str:
     return page(f"{title} · nsa compare", body)
 
 
-def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
+def _charts(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
     return [
         _over_steps(runs, names, "loss", "loss", "nats per token", number, from_zero=False),
         _loss_over(runs, names, "tokens"),
@@ -60,22 +60,22 @@ def _style(place: int) -> str:
     return STYLES[place % len(STYLES)]
 
 
-def _last_step(runs: Sequence[Run]) -> float:
+def _last_step(runs: Sequence[RunData]) -> float:
     return float(max((max(run.lead.step) for run in runs if len(run.lead)), default=1))
 
 
 def _over_steps(
-    runs: Sequence[Run], names: Sequence[str], column: str, title: str, unit: str, say: Callable[[float], str],
+    runs: Sequence[RunData], names: Sequence[str], column: str, title: str, unit: str, say: Callable[[float], str],
     from_zero: bool = True,
-) -> Chart:  # fmt: skip
+) -> SvgChart:  # fmt: skip
     lines = [
-        Line(name, buckets(run.lead.counted("step"), run.lead.counted(column), _POINTS), _style(place))
+        ChartLine(name, buckets(run.lead.counted("step"), run.lead.counted(column), _POINTS), _style(place))
         for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return Chart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=say)
+    return SvgChart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=say)
 
 
-def _loss_over(runs: Sequence[Run], names: Sequence[str], what: str) -> Chart:
+def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgChart:
     """Runs with other batch sizes or speeds are compared by tokens, or by the clock."""
     seconds, unit = time_unit(max((run.lead.ts[-1] - run.lead.ts[0] for run in runs if len(run.lead)), default=0.0))
     lines, last = [], 0.0
@@ -89,25 +89,26 @@ def _loss_over(runs: Sequence[Run], names: Sequence[str], what: str) -> Chart:
             x = [(ts - lead.ts[0]) / seconds for ts in lead.counted("ts")]
             y = list(lead.counted("loss"))
         last = max([last, *x[-1:]])
-        lines.append(Line(name, buckets(x, y, _POINTS), _style(place)))
+        lines.append(ChartLine(name, buckets(x, y, _POINTS), _style(place)))
     about = "over tokens" if what == "tokens" else "over the clock, from the first record"
     x_unit = "tokens" if what == "tokens" else unit
-    return Chart(f"loss {about}", "nats per token", lines, (0.0, last or 1.0), x_unit=x_unit, from_zero=False)
+    return SvgChart(f"loss {about}", "nats per token", lines, (0.0, last or 1.0), x_unit=x_unit, from_zero=False)
 
 
-def _held_out(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+def _held_out(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:
     lines = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         found = run.counted_evaluations()
         steps, losses = [float(each.step) for each in found], [each.val_loss for each in found]
-        lines.append(Line(name, buckets(steps, losses, _POINTS), _style(place)))
-    return Chart("held-out loss", "nats per token", lines, (0.0, _last_step(runs)), from_zero=False)
+        lines.append(ChartLine(name, buckets(steps, losses, _POINTS), _style(place)))
+    return SvgChart("held-out loss", "nats per token", lines, (0.0, _last_step(runs)), from_zero=False)
 
 
-def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chart:
+def _memory(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:
     on_gpu = any(value > 0 for run in runs for value in run.lead.column("gpu_mem_reserved"))
     column, what = ("gpu_mem_reserved", "GPU, reserved") if on_gpu else ("host_mem_rss", "host")
     lines = [
-        Line(name, worst(run, column), _style(place)) for place, (run, name) in enumerate(zip(runs, names, strict=True))
+        ChartLine(name, worst(run, column), _style(place))
+        for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return Chart("memory", f"MiB, {what}, most of any rank", lines, (0.0, _last_step(runs)), format=memory)
+    return SvgChart("memory", f"MiB, {what}, most of any rank", lines, (0.0, _last_step(runs)), format=memory)

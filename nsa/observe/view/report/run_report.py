@@ -8,17 +8,17 @@ from typing import Any
 
 from nsa.config.dotted import flat
 from nsa.observe import names, records
-from nsa.observe.events import Event, Kind
+from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.event_words import told
-from nsa.observe.view.figures import UNKNOWN, count, duration, mean_of_last, moment, number, plain, share
-from nsa.observe.view.goodput import KNOWN, Cause, Goodput
-from nsa.observe.view.look import Look
-from nsa.observe.view.report.charts import charts, gate_pictures
-from nsa.observe.view.report.page import Html, chart_figure, filter_field, page, section, table, tiles
+from nsa.observe.view.formatting import UNKNOWN, count, duration, mean_of_last, moment, number, plain, share
+from nsa.observe.view.goodput import KNOWN, Goodput, TimeCause
+from nsa.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
+from nsa.observe.view.report.run_charts import charts, gate_pictures
 from nsa.observe.view.report.timeline import timeline
-from nsa.observe.view.series import Run
-from nsa.observe.view.summary import Summary, summarize
-from nsa.observe.watch.conditions import Finding, Level
+from nsa.observe.view.run_data import RunData
+from nsa.observe.view.snapshot import RunSnapshot
+from nsa.observe.view.summary import RunSummary, summarize
+from nsa.observe.watch.conditions import AlertLevel, HealthFinding
 from nsa.observe.watch.watchdog import ranks_of
 
 SIGNS = {
@@ -26,9 +26,10 @@ SIGNS = {
     "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
 }  # fmt: skip
 SWATCHES = {
-    Cause.PRODUCTIVE: "s-good", Cause.LOST: "s-waste1", Cause.SKIPPED: "s-waste2", Cause.DATA: "s-data",
-    Cause.EVALUATION: "s-eval", Cause.CHECKPOINT: "s-save", Cause.START_UP: "s-start", Cause.STALL: "s-stall",
-    Cause.DOWN: "s-down",
+    TimeCause.PRODUCTIVE: "s-good", TimeCause.LOST: "s-waste1", TimeCause.SKIPPED: "s-waste2", TimeCause.DATA: "s-data",
+    TimeCause.EVALUATION: "s-eval", TimeCause.CHECKPOINT: "s-save", TimeCause.START_UP: "s-start", TimeCause.STALL:
+    "s-stall",
+    TimeCause.DOWN: "s-down",
 }  # fmt: skip
 _MOST_EVENTS, _MOST_LOG_LINES = 300, 200
 _LEGEND = (
@@ -38,7 +39,7 @@ _LEGEND = (
 )
 
 
-def render(look: Look) -> str:
+def render(look: RunSnapshot) -> str:
     run, summary = look.run, summarize(look.run)
     body = [
         _head(look, summary),
@@ -55,7 +56,7 @@ def render(look: Look) -> str:
     return page(f"{plain(run.name)} · nsa report", body)
 
 
-def _head(look: Look, summary: Summary) -> str:
+def _head(look: RunSnapshot, summary: RunSummary) -> str:
     run = look.run
     sign, style = SIGNS.get(look.state, ("?", ""))
     parts = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")
@@ -70,12 +71,12 @@ def _head(look: Look, summary: Summary) -> str:
     )
 
 
-def _unreadable(run: Run) -> str:
+def _unreadable(run: RunData) -> str:
     words = records.describe_unreadable(run.unreadable)
     return f' · <span class="warn">{escape(words)}</span>' if words else ""
 
 
-def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
+def _tiles(look: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, str]]:
     levels = [group[0].level for group in look.grouped()]
     target = f"of {summary.target:,}" if summary.target else "target not known"
     wall = summary.wall
@@ -93,11 +94,12 @@ def _tiles(look: Look, summary: Summary) -> list[tuple[str, str, str]]:
         ("goodput", share(summary.goodput), f"of {duration(wall.total)}" if wall else "no time recorded"),
         ("restarts", str(summary.restarts),
          f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps done again · {summary.skipped} skipped"),
-        ("findings", str(len(levels)), f"{levels.count(Level.CRITICAL)} critical" if levels else "nothing is wrong"),
+        ("findings", str(len(levels)),
+         f"{levels.count(AlertLevel.CRITICAL)} critical" if levels else "nothing is wrong"),
     ]  # fmt: skip
 
 
-def _gates(run: Run) -> str:
+def _gates(run: RunData) -> str:
     made = gate_pictures(run)
     if made is None:
         return '<p class="quiet">No record has gates by layer.</p>'
@@ -120,7 +122,7 @@ def _gates(run: Run) -> str:
     )
 
 
-def _timeline(run: Run, wall: Goodput | None) -> str:
+def _timeline(run: RunData, wall: Goodput | None) -> str:
     if wall is None:
         return '<p class="quiet">No process has told anything yet.</p>'
     words = f"From {moment(wall.begin)} to {moment(wall.end)}; time since the start below. Outlined: start-up."
@@ -132,21 +134,21 @@ def _goodput(wall: Goodput | None) -> str:
         return '<p class="quiet">No time recorded yet.</p>'
     bar: list[str] = []
     rows: list[tuple[str, ...]] = []
-    for cause in Cause:
+    for cause in TimeCause:
         part = wall.share(cause)
         if part > 0:
             words = f"{cause.value} {share(part)}" if part > 0.14 else share(part) if part > 0.05 else ""
             bar.append(
                 f'<i class="{SWATCHES[cause]}" style="flex:{part:.5f}" title="{cause.value}: {share(part)}">{words}</i>'
             )
-        name = Html(f'<span class="swatch {SWATCHES[cause]}"></span>{cause.value}')
+        name = SafeHtml(f'<span class="swatch {SWATCHES[cause]}"></span>{cause.value}')
         rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), KNOWN[cause]))
     rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last sign of life"))
     made = table(("where the time went", "time", "share", "how it is known"), rows, numbers=(1, 2))
     return f'<div class="bar">{"".join(bar)}</div>{made}'
 
 
-def _findings(look: Look) -> str:
+def _findings(look: RunSnapshot) -> str:
     told_now = (
         "Judged on the records of the newest process as they were when this report was made; below, what a watchdog "
         "found while it ran, if one did."
@@ -161,22 +163,24 @@ def _findings(look: Look) -> str:
     return f'<p class="quiet">{told_now}</p>{made}{_found_before(look.run.events)}{_health_log(look.run.folder)}'
 
 
-def _finding_row(group: Sequence[Finding]) -> Sequence[str]:
+def _finding_row(group: Sequence[HealthFinding]) -> Sequence[str]:
     finding = group[0]
-    critical = finding.level == Level.CRITICAL
-    level = Html(f'<span class="{"crit" if critical else "warn"}">{"✗ critical" if critical else "▲ warning"}</span>')
+    critical = finding.level == AlertLevel.CRITICAL
+    level = SafeHtml(
+        f'<span class="{"crit" if critical else "warn"}">{"✗ critical" if critical else "▲ warning"}</span>'
+    )
     ranks = ", ".join(map(str, ranks_of(group)[:8])) + (f" of {len(group)}" if len(group) > 8 else "")
     condition = finding.condition
     return (level, condition.name, ranks or "all", f"{finding.step:,}", plain(finding.message), condition.advice)
 
 
-def _found_before(events: Sequence[Event]) -> str:
+def _found_before(events: Sequence[RunEvent]) -> str:
     """What the watchdog told, from when to when; the newest first."""
     rows: list[tuple[str, ...]] = []
     open_ones: dict[str, int] = {}
     for event in events:
         name = str(event.details.get("condition") or "")
-        if event.kind not in (Kind.FINDING, Kind.STALL) or not name:
+        if event.kind not in (EventKind.FINDING, EventKind.STALL) or not name:
             continue
         if not event.details.get("over"):
             open_ones[name] = len(rows)
@@ -201,7 +205,7 @@ def _health_log(folder: Path) -> str:
     return f"<details><summary>{words}</summary><pre>{escape(shown)}</pre></details>"
 
 
-def _events(events: Sequence[Event]) -> str:
+def _events(events: Sequence[RunEvent]) -> str:
     if not events:
         return '<p class="quiet">None yet.</p>'
     rows = [
@@ -214,7 +218,7 @@ def _events(events: Sequence[Event]) -> str:
     return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{made}</details>"
 
 
-def _config(run: Run) -> str:
+def _config(run: RunData) -> str:
     settings = flat(run.config)
     if not settings:
         return f'<p class="quiet">{names.ENV} is not there.</p>'
@@ -228,7 +232,7 @@ def _config(run: Run) -> str:
     return f'<p class="quiet">{words}</p>{filter_field("settings")}{made}'
 
 
-def _environment(run: Run) -> str:
+def _environment(run: RunData) -> str:
     left_out = ("config", "origins", "packages")
     facts = {name: value for name, value in run.env.items() if name not in left_out}
     facts |= records.section(run.env.get("packages")) or {}

@@ -4,46 +4,46 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from nsa.observe.events import Event, Kind
-from nsa.observe.view.buckets import nice_step
+from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.view.downsample import nice_step
 from nsa.observe.view.event_words import told
-from nsa.observe.view.figures import clock, duration
+from nsa.observe.view.formatting import clock, duration
 from nsa.observe.view.goodput import Goodput
-from nsa.observe.view.report.charts import time_unit
-from nsa.observe.watch.conditions import Level
+from nsa.observe.view.report.run_charts import time_unit
+from nsa.observe.watch.conditions import AlertLevel
 
 WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
 _TOGETHER = 7.0
 """Pixels; signs that are closer become one that tells of all."""
 
 
-class _Sign(NamedTuple):
+class _TimelineMark(NamedTuple):
     lane: str
     sign: str
     style: str
 
 
 _SIGNS = {
-    Kind.START: _Sign("starts and ends", "▶", "good"),
-    Kind.RESTART: _Sign("starts and ends", "↻", "warn"),
-    Kind.DONE: _Sign("starts and ends", "✓", "good"),
-    Kind.STOP: _Sign("starts and ends", "■", "warn"),
-    Kind.HALT: _Sign("starts and ends", "■", "warn"),
-    Kind.ERROR: _Sign("starts and ends", "✗", "crit"),
-    Kind.SAVE: _Sign("checkpoints", "◆", "calm"),
-    Kind.CHECKPOINT_REJECTED: _Sign("checkpoints", "✗", "crit"),
-    Kind.EVALUATION: _Sign("evaluations", "○", "calm"),
-    Kind.EVALUATION_FAILED: _Sign("evaluations", "✗", "warn"),
-    Kind.SKIPPED_STEP: _Sign("trouble", "×", "warn"),
-    Kind.ROLLBACK: _Sign("trouble", "↶", "warn"),
-    Kind.STALL: _Sign("trouble", "▲", "crit"),
-    Kind.FINDING: _Sign("findings", "▲", "warn"),
-    Kind.HALT_ASKED: _Sign("findings", "■", "warn"),
+    EventKind.START: _TimelineMark("starts and ends", "▶", "good"),
+    EventKind.RESTART: _TimelineMark("starts and ends", "↻", "warn"),
+    EventKind.DONE: _TimelineMark("starts and ends", "✓", "good"),
+    EventKind.STOP: _TimelineMark("starts and ends", "■", "warn"),
+    EventKind.HALT: _TimelineMark("starts and ends", "■", "warn"),
+    EventKind.ERROR: _TimelineMark("starts and ends", "✗", "crit"),
+    EventKind.SAVE: _TimelineMark("checkpoints", "◆", "calm"),
+    EventKind.CHECKPOINT_REJECTED: _TimelineMark("checkpoints", "✗", "crit"),
+    EventKind.EVALUATION: _TimelineMark("evaluations", "○", "calm"),
+    EventKind.EVALUATION_FAILED: _TimelineMark("evaluations", "✗", "warn"),
+    EventKind.SKIPPED_STEP: _TimelineMark("trouble", "×", "warn"),
+    EventKind.ROLLBACK: _TimelineMark("trouble", "↶", "warn"),
+    EventKind.STALL: _TimelineMark("trouble", "▲", "crit"),
+    EventKind.FINDING: _TimelineMark("findings", "▲", "warn"),
+    EventKind.HALT_ASKED: _TimelineMark("findings", "■", "warn"),
 }
 LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "trouble", "findings")
 
 
-def timeline(events: Sequence[Event], wall: Goodput) -> str:
+def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
     height = TOP + LANE * len(LANES) + 26
     bottom = TOP + LANE * len(LANES)
     end = max([wall.end, *(event.ts for event in events)])
@@ -83,18 +83,18 @@ def timeline(events: Sequence[Event], wall: Goodput) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _sign(group: Sequence[Event]) -> _Sign:
+def _sign(group: Sequence[RunEvent]) -> _TimelineMark:
     sign = _SIGNS[group[0].kind]
-    if group[0].kind != Kind.FINDING:
+    if group[0].kind != EventKind.FINDING:
         return sign
-    if any(event.details.get("level") == Level.CRITICAL for event in group):
+    if any(event.details.get("level") == AlertLevel.CRITICAL for event in group):
         return sign._replace(style="crit")
     return sign._replace(sign="△", style="calm") if all(event.details.get("over") for event in group) else sign
 
 
-def _grouped(events: Sequence[Event], x: Callable[[float], float]) -> list[list[Event]]:
-    groups: list[list[Event]] = []
-    newest: dict[Kind, list[Event]] = {}
+def _grouped(events: Sequence[RunEvent], x: Callable[[float], float]) -> list[list[RunEvent]]:
+    groups: list[list[RunEvent]] = []
+    newest: dict[EventKind, list[RunEvent]] = {}
     for event in events:
         if event.kind not in _SIGNS:
             continue

@@ -1,0 +1,229 @@
+"""The gate: no speed is divided by another unless both gave the right answer, in this run, on this machine.
+
+The truth is the reference in fp64 on the very tensors that were timed. Up to a few blocks more than selection needs to
+matter, all queries are judged, with all gradients. Beyond, the reference would not fit: a short case of the same shape
+and dtype is judged whole, and of the long one some query rows, which the reference computes exactly, alone. Among them
+are the last ones: keys that only they see have gradients that only they make, so those are judged at full length too.
+
+B batch · S queries · C compressed blocks · J selection blocks · G kv groups · N chosen blocks
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from nsa.bench.case import BenchCase, BenchTask
+from nsa.bench.implementations import BenchImplementation
+from nsa.bench.nsa_backends import compressed_by_phi
+from nsa.bench.runner import BenchRunner, Results
+from nsa.core.gates import BRANCH_ORDER
+from nsa.geometry import Geometry
+from nsa.kernels import reference
+
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+TAIL_ROWS, SCATTERED_ROWS = 24, 8
+DECODE_STEPS = 20  # more than a compression stride, so that a block is completed on the way
+_FLOOR = 0.1  # a row's error is relative to its own length, but at least to this share of a typical row's
+
+
+@dataclass(frozen=True)
+class CorrectnessCheck:
+    agrees: bool
+    errors: dict[str, float] = field(default_factory=dict)
+    """The worst row's relative error: of the output, of each gradient, of the chosen blocks' scores."""
+    limit: float = 0.0
+    judged: str = ""
+    reason: str = ""
+    """Why not, if it does not agree."""
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+
+def judge(contender: BenchImplementation, task: BenchTask, case: BenchCase, runner: BenchRunner) -> CorrectnessCheck:
+    """Run the contender once, which also warms it up, and compare."""
+    if contender.kind == "other":
+        runner.results(task.backward)
+        return CorrectnessCheck(False, reason=contender.differs)
+    if task.op == "decode":
+        steps = min(DECODE_STEPS, case.length - task.length)
+        outputs = [runner.results(False)["out"] for _ in range(steps)]
+        rows = torch.arange(task.length, task.length + steps)
+        errors = _errors(contender, task, case, runner, {"out": torch.cat(outputs, 1)}, rows, rows_only=True)
+        return _verdict(errors, case, f"{steps} steps after {task.length} tokens, exactly")
+    short = short_length(case)
+    if case.length <= short:
+        errors = _errors(contender, task, case, runner, runner.results(task.backward), torch.arange(case.length))
+        return _verdict(errors, case, f"all {case.length} queries")
+    short_case = BenchCase(case.shape, short, case.dtype, case.data, device=case.device)
+    short_task = replace(task, length=short)
+    short_runner = contender.make[task.op](short_case, short_task)
+    errors = _errors(
+        contender, short_task, short_case, short_runner, short_runner.results(task.backward), torch.arange(short)
+    )
+    rows = sampled_rows(case.length)
+    at_length = _errors(contender, task, case, runner, runner.results(task.backward), rows)
+    errors = {name: max(errors[name], at_length[name]) for name in errors}
+    return _verdict(errors, case, f"all {short} queries of a short case and {len(rows)} of {case.length}")
+
+
+def short_length(case: BenchCase) -> int:
+    """Some queries choose among blocks, the window has moved on, and the last block is partial."""
+    g = case.shape.geometry
+    return g.n_sel * g.l_sel + g.w + g.l_sel + 1
+
+
+def sampled_rows(length: int) -> Tensor:
+    begin = length - TAIL_ROWS
+    scattered = torch.randperm(begin, generator=torch.Generator().manual_seed(length))[:SCATTERED_ROWS]
+    return torch.cat((scattered.sort().values, torch.arange(begin, length)))
+
+
+def _verdict(errors: dict[str, float], case: BenchCase, judged: str) -> CorrectnessCheck:
+    limit = LIMITS[case.dtype]
+    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
+    reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
+    return CorrectnessCheck(not wrong, errors, limit, judged, reason)
+
+
+def _errors(
+    contender: BenchImplementation,
+    task: BenchTask,
+    case: BenchCase,
+    runner: BenchRunner,
+    got: Results,
+    rows: Tensor,
+    *,
+    rows_only: bool = False,
+) -> dict[str, float]:
+    """`rows_only`: the output holds these rows alone."""
+    errors = {}
+    compressed = compressed_by_phi(case) if task.op in ("prefill", "decode") else (case.k_BCGK, case.v_BCGV)
+    idx_BSGN = runner.chosen(rows) if runner.chosen else None
+    if task.part == "select" and contender.kind == "nsa":
+        return {"blocks": choice_error(case, compressed[0], rows, got["out"][:, rows])}
+    if idx_BSGN is not None:
+        errors["blocks"] = choice_error(case, compressed[0], rows, idx_BSGN)
+    want = exact(case, contender.kind, task.part, rows, idx_BSGN, compressed)
+    # The first key that only the judged rows can see: all of them where every query is judged.
+    seen_from = 0 if len(rows) == case.length else case.length - TAIL_ROWS
+    first_block = max(0, -(-(seen_from - case.shape.geometry.l + 1) // case.shape.geometry.d))
+    for name, x in got.items():
+        if name in ("out", "q", "gates"):
+            errors[name] = row_error(x if rows_only else x[:, rows], want[name])
+        else:
+            begin = first_block if name.endswith("cmp") else seen_from
+            errors[name] = row_error(x[:, begin:], want[name][:, begin:])
+    return errors
+
+
+def row_error(got: Tensor, want: Tensor) -> float:
+    """The worst row's distance from the truth, relative to its length. Rows are along dimension 1."""
+    if want.numel() == 0:
+        return 0.0
+    got, want = got.cpu().double().flatten(2), want.cpu().double().flatten(2)
+    length = want.norm(dim=-1)
+    error = (got - want).norm(dim=-1) / length.clamp(min=max(_FLOOR * length.mean().item(), 1e-30))
+    return error.nan_to_num(nan=torch.inf).max().item()
+
+
+def exact(
+    case: BenchCase, kind: str, part: str, rows: Tensor, idx_BSGN: Tensor | None, compressed: tuple[Tensor, Tensor]
+) -> Results:
+    """Output and all gradients of these query rows by the reference, in fp64 on the CPU, one group after the other."""
+    inputs = case.inputs() | {"k_cmp": compressed[0], "v_cmp": compressed[1]}
+    by_group = []
+    for group in range(case.shape.n_kv_groups):
+        here = slice(group, group + 1)
+        leaves = {
+            name: (x[:, rows] if name in ("q", "gates") else x)[:, :, here].cpu().double().requires_grad_()
+            for name, x in inputs.items()
+        }
+        chosen = idx_BSGN[:, :, here].cpu() if idx_BSGN is not None else None
+        out = _reference(case, kind, part, leaves, rows, chosen)
+        gradients = torch.autograd.grad(
+            out, tuple(leaves.values()), case.dout_BSGRV[:, rows][:, :, here].cpu().double(), materialize_grads=True
+        )
+        by_group.append({"out": out.detach(), **dict(zip(leaves, gradients, strict=True))})
+    return {name: torch.cat([results[name] for results in by_group], 2) for name in by_group[0]}
+
+
+def _reference(
+    case: BenchCase, kind: str, part: str, x: dict[str, Tensor], rows: Tensor, idx_BSGN: Tensor | None
+) -> Tensor:
+    g, scale, pos_BS, zero_BS = case.shape.geometry, case.scale, rows[None], torch.zeros_like(rows)[None]
+
+    def sliding(k: Tensor, v: Tensor, w: int) -> Tensor:
+        return reference.sliding_attention(x["q"], k, v, pos_BS, zero_BS, w=w, scale=scale)  # type: ignore[return-value]
+
+    if kind == "dense":
+        return sliding(x["k_sel"], x["v_sel"], case.length)
+    branches = {
+        "compressed": lambda: reference.compressed_attention(
+            x["q"], x["k_cmp"], x["v_cmp"], pos_BS, zero_BS, l=g.l, d=g.d, scale=scale
+        ),
+        "selected": lambda: reference.selected_attention(
+            x["q"], x["k_sel"], x["v_sel"], idx_BSGN, pos_BS, zero_BS, l_sel=g.l_sel, scale=scale  # type: ignore[arg-type]
+        ),
+        "sliding": lambda: sliding(x["k_win"], x["v_win"], g.w),
+    }  # fmt: skip
+    if part != "all":
+        return branches[part]()  # type: ignore[return-value]
+    gates = x["gates"].unbind(-1)
+    return sum(gate[..., None] * branches[name]() for gate, name in zip(gates, BRANCH_ORDER, strict=True))  # type: ignore
+
+
+def choice_error(case: BenchCase, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor) -> float:
+    """How much worse the worst query's blocks score than the reference's choice, relative; 0 if all are the same."""
+    pos_BS = rows[None]
+    g, zero_BS = case.shape.geometry, torch.zeros_like(pos_BS)
+    return blocks_error(case.q_BSGRK[:, rows], k_BCGK, pos_BS, zero_BS, idx_BSGN, g, case.scale).max().item()
+
+
+def blocks_error(
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, idx_BSGN: Tensor, g: Geometry, scale: float
+) -> Tensor:
+    """How much worse each query's chosen blocks score than the reference's choice, relative: [B, S, G] in fp64.
+
+    Blocks that score the same but for rounding may be exchanged; nothing else may.
+    """
+    q, k, pos_BS, first_BS, idx_BSGN = (x.cpu() for x in (q_BSGRK, k_BCGK, pos_BS, first_BS, idx_BSGN))
+    q, k = q.detach().double(), k.detach().double()
+    want_BSGN = reference.select_blocks(q, k, pos_BS, first_BS, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+    got_BSGN = idx_BSGN.to(want_BSGN.dtype)
+    same_BSG = (got_BSGN == want_BSGN).all(-1)
+    if same_BSG.all():
+        return same_BSG.logical_not().double()
+    # A block twice, out of order, or in the future.
+    impossible_BSG = ((got_BSGN[..., 1:] <= got_BSGN[..., :-1]) & (got_BSGN[..., 1:] >= 0)).any(-1)
+    impossible_BSG |= (got_BSGN > pos_BS[..., None, None] // g.l_sel).any(-1)
+    # The probability of each compressed block, read off the branch's output when its values are unit vectors.
+    n = k.shape[1]
+    unit_BCGC = torch.eye(n, dtype=torch.float64)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
+    mass_BSGC = reference.compressed_attention(q, k, unit_BCGC, pos_BS, first_BS, l=g.l, d=g.d, scale=scale).sum(3)  # type: ignore[union-attr]
+    mass_BSGC = _from_own_first_block(mass_BSGC, first_BS)
+    n_blocks = int(pos_BS.max()) // g.l_sel + 1
+    score_BSGJ = mass_BSGC @ reference.overlap(n, n_blocks, g.l, g.d, g.l_sel).double()
+    own_BS11, j_J = (pos_BS // g.l_sel)[..., None, None], torch.arange(n_blocks)
+    forced = (j_J == 0) | (j_J == own_BS11) | (j_J == own_BS11 - 1)
+    score_BSGJ = score_BSGJ.masked_fill(forced, 1e3)
+
+    def ranked(idx_BSGN: Tensor) -> Tensor:
+        score = score_BSGJ.gather(-1, idx_BSGN.long().clamp(0, n_blocks - 1)).masked_fill(idx_BSGN < 0, -1e3)
+        return score.sort(-1).values
+
+    want, got = ranked(want_BSGN), ranked(got_BSGN)
+    error_BSG = ((got - want).abs() / want.abs().clamp(min=1e-9)).amax(-1)
+    return error_BSG.masked_fill(same_BSG, 0.0).masked_fill(impossible_BSG, torch.inf)
+
+
+def _from_own_first_block(mass_BSGC: Tensor, first_BS: Tensor) -> Tensor:
+    """Each query's row from its own document's first compressed block on."""
+    n = mass_BSGC.shape[-1]
+    if n == 0:
+        return mass_BSGC
+    source_BSC = torch.arange(n) + first_BS[..., None]
+    here_BSC = (source_BSC >= 0) & (source_BSC < n)
+    return mass_BSGC.gather(-1, source_BSC.clamp(0, n - 1)[:, :, None].expand_as(mass_BSGC)) * here_BSC[:, :, None]

@@ -1,0 +1,262 @@
+"""COMMIT.json: the size of every file of a checkpoint and the SHA-256 of its blocks, written last, optionally signed.
+
+A file is hashed in blocks of 8 MiB, so that a rank can verify the bytes it loads, as it loads them, without reading the
+rest of the file. A file of one block has the hash that `sha256sum` prints. Hashes tell damage from health. They do not
+tell who wrote a folder: whoever can write the tensors can write the hashes. A key (HMAC-SHA256 over this text) does.
+"""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from nsa.checkpoint.names import COMMIT
+from nsa.checkpoint.store import IRREGULAR, CheckpointStore
+from nsa.errors import CheckpointError
+
+FORMAT = 2
+_WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
+BLOCK_BYTES = 8 << 20
+LARGEST_COMMIT_BYTES = 64 << 20  # enough for the blocks of 8 TB
+_THREADS = 4
+_SHORTEST_KEY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ManifestEntry:
+    bytes: int
+    blocks: tuple[str, ...]
+    """SHA-256 of every block; the last one may be short, an empty file has none."""
+    sha256: str | None = None
+    """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
+
+
+REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
+"""Why a checkpoint was saved: train.save_every came round, somebody asked (USR2), the run ended or was stopped."""
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    step: int
+    saved_at: str
+    """UTC, ISO 8601."""
+    files: Mapping[str, ManifestEntry]
+    reason: str = INTERVAL
+    """Why it was saved."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class CheckpointVerdict:
+    """What an examination found. Nothing of a checkpoint with problems may be read by anything that unpickles."""
+
+    where: str
+    manifest: CheckpointManifest | None
+    problems: tuple[str, ...]
+    signed: bool = False
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+    def demand_good(self) -> CheckpointManifest:
+        if self.problems or self.manifest is None:
+            raise CheckpointError(
+                f"{self.where} cannot be trusted ({'; '.join(self.problems)}): its weights may be wrong and its "
+                f"pickles may run code. Use another checkpoint; `nsa checkpoint ls` shows which are good."
+            )
+        return self.manifest
+
+
+def read_key(file: Path) -> bytes:
+    """The signing key in a file: its content without the line end. Never printed, never logged."""
+    try:
+        key = file.read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint key file {file} cannot be read: {error.strerror}.") from error
+    if len(key) < _SHORTEST_KEY_BYTES:
+        raise CheckpointError(
+            f"the checkpoint key in {file} has {len(key)} bytes, at least {_SHORTEST_KEY_BYTES} are needed: a short "
+            f"key can be guessed. Make one with: head -c 32 /dev/urandom | base64 > {file}"
+        )
+    return key
+
+
+def take_stock(store: CheckpointStore, step: int, saved_at: str, reason: str = INTERVAL) -> CheckpointManifest:
+    """Hash every file that is there now."""
+    sizes = store.files()
+    sizes.pop(COMMIT, None)
+    if irregular := sorted(name for name, size in sizes.items() if size == IRREGULAR):
+        raise CheckpointError(f"{store} holds {irregular[0]}, which is no plain file: a checkpoint cannot keep it.")
+    return CheckpointManifest(step, saved_at, _hash_all(store, sorted(sizes)), reason)
+
+
+def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
+    body = {"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    assert all(entry.sha256 is None for entry in manifest.files.values()), "the first format is not written"
+    body["files"] = {name: {"bytes": e.bytes, "sha256": list(e.blocks)} for name, e in manifest.files.items()}
+    text = _canonical(body)
+    document: dict[str, Any] = {"commit": body, "sha256": hashlib.sha256(text).hexdigest()}
+    if key is not None:
+        document["hmac_sha256"] = hmac.new(key, text, hashlib.sha256).hexdigest()
+    return _canonical(document)
+
+
+def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
+    """Raises CheckpointError unless every bit is as it was written and, with a key, signed with that key."""
+    try:
+        document = json.loads(raw)
+        body = document["commit"]
+        text = _canonical(body)
+        # The same value can be spelled in two ways in JSON; only the bytes we wrote count.
+        intact = raw == _canonical(document) and document["sha256"] == hashlib.sha256(text).hexdigest()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{COMMIT} is damaged or half-written")
+    if key is not None:
+        if "hmac_sha256" not in document:
+            raise CheckpointError(f"{COMMIT} is not signed, but a key is set")
+        expected = hmac.new(key, text, hashlib.sha256).hexdigest()
+        if not hmac.compare_digest(expected, str(document["hmac_sha256"])):
+            raise CheckpointError(f"{COMMIT} is signed with another key, or forged")
+    if body.get("format") not in (_WHOLE_FILE_FORMAT, FORMAT):
+        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {FORMAT}")
+    try:
+        files = {str(name): _entry(entry) for name, entry in body["files"].items()}
+        manifest = CheckpointManifest(
+            int(body["step"]), str(body["saved_at"]), files, str(body.get("reason", INTERVAL))
+        )
+        if manifest.reason not in REASONS or not manifest.saved_at.isprintable():
+            raise ValueError("it has no reason or no time")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{COMMIT} is not one of ours ({error!r})") from error
+    _require_names_inside(manifest.files)
+    return manifest
+
+
+def _entry(entry: Mapping[str, Any]) -> ManifestEntry:
+    size, digest = int(entry["bytes"]), entry["sha256"]
+    blocks = -(-size // BLOCK_BYTES)
+    if isinstance(digest, str):
+        if size < 0 or len(digest) != 64:
+            raise ValueError("a file has no SHA-256")
+        return ManifestEntry(size, (digest,)) if blocks == 1 else ManifestEntry(size, (), digest if blocks else None)
+    if size < 0 or len(digest) != blocks or not all(isinstance(block, str) and len(block) == 64 for block in digest):
+        raise ValueError("a file has another number of blocks than its size")
+    return ManifestEntry(size, tuple(digest))
+
+
+def _require_names_inside(names: Mapping[str, ManifestEntry]) -> None:
+    for name in names:
+        parts = name.split("/")
+        outside = name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in parts
+        if outside or not name.isprintable():
+            raise CheckpointError(f"{COMMIT} names {name!r}, which lies outside the checkpoint")
+        if any("/".join(parts[:depth]) in names for depth in range(1, len(parts))) or name == COMMIT:
+            raise CheckpointError(f"{COMMIT} names {name!r}, which cannot be beside the other files it names")
+
+
+def examine(
+    store: CheckpointStore, *, key: bytes | None = None, step: int | None = None, deep: bool = True
+) -> CheckpointVerdict:
+    """Compare a checkpoint with its COMMIT.json, reading bytes only. `deep=False` looks at names and sizes."""
+    try:
+        sizes = store.files()
+        if sizes.get(COMMIT, IRREGULAR) == IRREGULAR:
+            why = f"{COMMIT} is missing: the save never finished, or another program wrote this folder"
+            return CheckpointVerdict(str(store), None, (why,))
+        manifest = read_commit(store, sizes[COMMIT], key)
+        problems = list(_compare(store, manifest, sizes, deep=deep))
+    except CheckpointError as error:
+        return CheckpointVerdict(str(store), None, (str(error),))
+    except OSError as error:
+        return CheckpointVerdict(str(store), None, (f"it cannot be read: {error}",))
+    if step is not None and manifest.step != step:
+        problems.insert(0, f"{COMMIT} speaks of step {manifest.step}")
+    return CheckpointVerdict(str(store), manifest, tuple(problems), signed=key is not None)
+
+
+def read_commit(store: CheckpointStore, size: int, key: bytes | None) -> CheckpointManifest:
+    if size > LARGEST_COMMIT_BYTES:
+        raise CheckpointError(f"{COMMIT} has {size} bytes, more than the {LARGEST_COMMIT_BYTES} allowed")
+    raw = bytearray()
+    for chunk in store.chunks(COMMIT):
+        raw += chunk
+        if len(raw) > LARGEST_COMMIT_BYTES:
+            raise CheckpointError(f"{COMMIT} is longer than it was said to be")
+    return decode(bytes(raw), key)
+
+
+def _compare(
+    store: CheckpointStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool
+) -> Iterator[str]:
+    whole = []
+    for name, entry in manifest.files.items():
+        found = sizes.get(name)
+        if found is None:
+            yield f"{name} is missing"
+        elif found == IRREGULAR:
+            yield f"{name} is no plain file"
+        elif found != entry.bytes:
+            yield f"{name} has {found} bytes, not {entry.bytes}"
+        else:
+            whole.append(name)
+    for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}):
+        yield f"{name if name.isprintable() else repr(name)} is not listed in {COMMIT}"
+    if deep:
+        yield from wrong_hashes(store, manifest, whole)
+
+
+def wrong_hashes(store: CheckpointStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
+    """What the hashes of these files say against them."""
+    by_file = {name for name in names if manifest.files[name].sha256 is not None}
+    for name, found in _hash_all(store, names, by_file).items():
+        if not same_content(manifest.files[name], found):
+            yield f"{name} does not match its SHA-256"
+
+
+def same_content(listed: ManifestEntry, found: ManifestEntry) -> bool:
+    """Whether a file that was just hashed is the one in a manifest."""
+    if listed.sha256 is not None:
+        return (listed.bytes, listed.sha256) == (found.bytes, found.sha256)
+    return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
+
+
+def _hash_all(store: CheckpointStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
+    """hashlib lets go of the interpreter lock, so threads overlap both reading and hashing."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-hash") as pool:
+        hashed = pool.map(lambda name: hash_blocks(store.chunks(name), whole=name in by_file), names)
+        return dict(zip(names, hashed, strict=True))
+
+
+def hash_blocks(chunks: Iterable[bytes], *, whole: bool = False) -> ManifestEntry:
+    """Size and block hashes of a file given in pieces; with `whole` its own hash too."""
+    blocks, size, left = [], 0, BLOCK_BYTES
+    block, entire = hashlib.sha256(), hashlib.sha256()
+    for chunk in chunks:
+        size += len(chunk)
+        if whole:
+            entire.update(chunk)
+        rest = memoryview(chunk)
+        while len(rest):
+            part, rest = rest[:left], rest[left:]
+            block.update(part)
+            left -= len(part)
+            if not left:
+                blocks.append(block.hexdigest())
+                block, left = hashlib.sha256(), BLOCK_BYTES
+    if left < BLOCK_BYTES:
+        blocks.append(block.hexdigest())
+    return ManifestEntry(size, tuple(blocks), entire.hexdigest() if whole else None)
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"

@@ -1,0 +1,371 @@
+"""Static reader of pickles: it builds plain values itself and never imports, calls or patches what a pickle names.
+
+A name in a pickle (GLOBAL) stays text. Calling it (REDUCE), making an object of it (NEWOBJ) and setting its state
+(BUILD) are looked up in a `PickleGrammar`, a short table of our own functions; whatever is not in the table is
+refused. The
+containers are exact built-in ones, so nothing in the result has a method that the pickle brought along.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_DEEPEST = 64
+_BUILTINS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
+_KEY_TYPES = frozenset({type(None), bool, str, bytes})
+_LARGEST_KEY = 1 << 60  # beyond it different whole numbers can be made to share a hash, and a dict to take for ever
+_FEWEST_BYTES_PER_OBJECT = 4  # a pickle of brackets would otherwise take fifty times its size in memory
+
+
+class PickleRefused(ValueError):
+    """The pickle holds, or does, something that its grammar has no place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickledName:
+    """What a pickle names: text, never the thing itself."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class PendingObject:
+    """An object between its creation and its BUILD; `finish` turns the state into a value."""
+
+    __slots__ = ("finish", "memo_keys")
+
+    def __init__(self, finish: Callable[[Any], Any]) -> None:
+        self.finish = finish
+        self.memo_keys: list[int] = []
+
+
+@dataclass(frozen=True)
+class PickleGrammar:
+    """Everything but plain values that a kind of pickle may hold."""
+
+    constants: Mapping[PickledName, Any] = field(default_factory=dict)
+    """Names that stand for a value."""
+    calls: Mapping[PickledName, Callable[..., Any]] = field(default_factory=dict)
+    """Names that may be called, with our function for it; it may return a `PendingObject`."""
+    objects: Mapping[PickledName, Callable[[Any], Any]] = field(default_factory=dict)
+    """Names of which objects may be made, with our function from the state to the value."""
+    stateless: Mapping[PickledName, Callable[[], Any]] = field(default_factory=dict)
+    """Names of which objects without a state may be made."""
+    arguments: frozenset[PickledName] = frozenset()
+    """Names that may only be given to a call."""
+    persistent: Callable[[Any], Any] | None = None
+    """What to do about a persistent id."""
+    leaves: frozenset[type] = frozenset()
+    """Types, besides the built-in ones, that may be in the result."""
+    keys: frozenset[type] = frozenset()
+    """Types, besides text and numbers, that may be keys."""
+
+
+def read_pickle(raw: bytes | bytearray | memoryview, grammar: PickleGrammar) -> Any:
+    """The value of a pickle; raises PickleRefused for everything that is not in the grammar, and for damage."""
+    try:
+        value = _PickleMachine(bytes(raw), grammar).run()
+    except PickleRefused:
+        raise
+    # What damage looks like: positions and marks that are not there, states of the wrong shape, bytes that are no text.
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
+        raise PickleRefused(f"it is damaged ({type(error).__name__})") from error
+    _require_plain(value, grammar.leaves)
+    return value
+
+
+def _require_plain(value: Any, leaves: frozenset[type]) -> None:
+    """Exact types all the way down, no cycles, not too deep; shared parts are looked at once per depth."""
+    seen: dict[int, int] = {}
+    level: list[Any] = [value]
+    for depth in range(_DEEPEST):
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if kind not in _BUILTINS:
+                if kind not in leaves:
+                    raise PickleRefused(f"it holds {_describe(item)}")
+                continue
+            if kind in (list, tuple, dict) and item:
+                if seen.get(id(item)) == depth:
+                    continue
+                seen[id(item)] = depth
+                below.extend(item)
+                if kind is dict:
+                    below.extend(item.values())
+        if not below:
+            return
+        level = below
+    raise PickleRefused(f"its values are more than {_DEEPEST} levels deep")
+
+
+def _describe(item: Any) -> str:
+    if isinstance(item, PickledName):
+        return str(item)
+    return "an object without its state" if isinstance(item, PendingObject) else type(item).__name__
+
+
+class _StackMark:
+    pass
+
+
+_MARK = _StackMark()
+
+
+class _PickleMachine:
+    def __init__(self, raw: bytes, grammar: PickleGrammar) -> None:
+        self.raw, self.at, self.grammar = raw, 0, grammar
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.names: dict[PickledName, Any] = {}
+        self.objects_left = 10_000 + len(raw) // _FEWEST_BYTES_PER_OBJECT
+
+    def run(self) -> Any:
+        raw, operations = self.raw, _OPERATIONS
+        while True:
+            operation = raw[self.at]
+            self.at += 1
+            if operation == 0x2E:  # STOP
+                break
+            act = operations[operation]
+            if act is None:
+                raise PickleRefused(f"it uses the pickle operation 0x{operation:02x}, which no checkpoint needs")
+            act(self)
+        (value,) = self.stack
+        return value
+
+    def take(self, count: int) -> bytes:
+        start = self.at
+        self.at = end = start + count
+        if end > len(self.raw):
+            raise PickleRefused("it is cut off")
+        return self.raw[start:end]
+
+    def line(self) -> str:
+        end = self.raw.index(b"\n", self.at)
+        text = self.raw[self.at : end].decode()
+        self.at = end + 1
+        return text
+
+    def number(self, form: struct.Struct) -> Any:
+        return form.unpack(self.take(form.size))[0]
+
+    def count_object(self) -> None:
+        self.objects_left -= 1
+        if self.objects_left < 0:
+            raise PickleRefused("it has more objects than its size allows")
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise PickleRefused("it is damaged (a mark where a value belongs)")
+        return value
+
+    def pop_to_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        items = self.stack[start + 1 :]
+        del self.stack[start:]
+        return items
+
+    def put(self, key: int) -> None:
+        value = self.stack[-1]
+        if type(value) is PendingObject:
+            value.memo_keys.append(key)
+        self.memo[key] = value
+
+    def mark(self) -> None:
+        self.marks.append(len(self.stack))
+        self.stack.append(_MARK)
+
+    def list_(self) -> None:
+        self.count_object()
+        self.stack.append([])
+
+    def dict_(self) -> None:
+        self.count_object()
+        self.stack.append({})
+
+    def tuple_(self) -> None:
+        self.count_object()
+        self.stack.append(tuple(self.pop_to_mark()))
+
+    def small_tuple(self, count: int) -> None:
+        self.count_object()
+        items = tuple(self.pop() for _ in range(count))
+        self.stack.append(items[::-1])
+
+    def append(self) -> None:
+        value = self.pop()
+        self.container(list).append(value)
+
+    def appends(self) -> None:
+        items = self.pop_to_mark()
+        self.container(list).extend(items)
+
+    def set_item(self) -> None:
+        value, key = self.pop(), self.pop()
+        self.require_key(key)
+        self.container(dict)[key] = value
+
+    def set_items(self) -> None:
+        items = self.pop_to_mark()
+        target = self.container(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.require_key(key)
+            target[key] = value
+
+    def container(self, kind: type) -> Any:
+        target = self.stack[-1]
+        if type(target) is not kind:
+            raise PickleRefused(f"it adds items to {_describe(target)}")
+        return target
+
+    def require_key(self, key: Any) -> None:
+        kind = type(key)
+        if kind in _KEY_TYPES or kind in self.grammar.keys or (kind is int and -_LARGEST_KEY < key < _LARGEST_KEY):
+            return
+        if kind is tuple and all(type(part) in (str, int) for part in key):  # a deep one overflows the stack of hash()
+            return
+        raise PickleRefused(f"it has a key of type {_describe(key)}")
+
+    def global_(self) -> None:
+        self.find(self.line(), self.line())
+
+    def stack_global(self) -> None:
+        name, module = self.pop(), self.pop()
+        self.find(module, name)
+
+    def find(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise PickleRefused("it names something by no text")
+        found, grammar = PickledName(module, name), self.grammar
+        if found in grammar.constants:
+            self.stack.append(grammar.constants[found])
+        elif any(found in some for some in (grammar.calls, grammar.objects, grammar.stateless, grammar.arguments)):
+            self.stack.append(self.names.setdefault(found, found))
+        else:
+            raise PickleRefused(f"it asks for {found}")
+
+    def reduce(self) -> None:
+        self.count_object()
+        arguments, name = self.pop(), self.pop()
+        if type(name) is not PickledName or name not in self.grammar.calls or type(arguments) is not tuple:
+            raise PickleRefused(f"it calls {_describe(name)}")
+        self.stack.append(self.grammar.calls[name](*arguments))
+
+    def new_object(self) -> None:
+        self.count_object()
+        arguments, name = self.pop(), self.pop()
+        if type(name) is PickledName and type(arguments) is tuple and not arguments:
+            if name in self.grammar.objects:
+                return self.stack.append(PendingObject(self.grammar.objects[name]))
+            if name in self.grammar.stateless:
+                return self.stack.append(self.grammar.stateless[name]())
+        raise PickleRefused(f"it makes an object of {_describe(name)}")
+
+    def build(self) -> None:
+        state, pending = self.pop(), self.stack[-1]
+        if type(pending) is not PendingObject:
+            raise PickleRefused(f"it sets the state of {_describe(pending)}")
+        self.stack[-1] = value = pending.finish(state)
+        for key in pending.memo_keys:
+            if self.memo[key] is pending:
+                self.memo[key] = value
+
+    def persistent(self) -> None:
+        if self.grammar.persistent is None:
+            raise PickleRefused("it asks for a persistent object")
+        self.count_object()
+        self.stack.append(self.grammar.persistent(self.pop()))
+
+    # The operations that make up most of an index, without the detour over `take`.
+    def small_number(self) -> None:
+        self.stack.append(self.raw[self.at])
+        self.at += 1
+
+    def get(self) -> None:
+        self.stack.append(self.memo[self.raw[self.at]])
+        self.at += 1
+
+    def long_get(self) -> None:
+        self.stack.append(self.memo[int.from_bytes(self.take(4), "little")])
+
+    def memoize(self) -> None:
+        memo, value = self.memo, self.stack[-1]
+        if type(value) is PendingObject:
+            value.memo_keys.append(len(memo))
+        memo[len(memo)] = value
+
+    def integer(self) -> None:
+        self.stack.append(int.from_bytes(self.take(self.take(1)[0]), "little", signed=True))
+
+
+_U1, _U2, _I4, _U4, _U8 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I", "<Q"))
+_F8 = struct.Struct(">d")
+_Act = Callable[[_PickleMachine], object]
+
+
+def _text(length: struct.Struct) -> _Act:
+    return lambda m: m.push(m.take(m.number(length)).decode("utf-8", "surrogatepass"))
+
+
+def _bytes(length: struct.Struct) -> _Act:
+    return lambda m: m.push(m.take(m.number(length)))
+
+
+def _table(acts: Mapping[int, _Act]) -> list[_Act | None]:
+    return [acts.get(operation) for operation in range(256)]
+
+
+_OPERATIONS = _table(
+    {
+        0x80: lambda m: m.take(1),  # PROTO
+        0x95: lambda m: m.take(8),  # FRAME: how much to read ahead; all of it is here already
+        0x28: _PickleMachine.mark,
+        0x30: lambda m: m.pop(),  # POP
+        0x4E: lambda m: m.push(None),
+        0x88: lambda m: m.push(True),
+        0x89: lambda m: m.push(False),
+        0x4B: _PickleMachine.small_number,  # BININT1, BININT2, BININT, LONG1
+        0x4D: lambda m: m.push(m.number(_U2)),
+        0x4A: lambda m: m.push(m.number(_I4)),
+        0x8A: _PickleMachine.integer,
+        0x47: lambda m: m.push(m.number(_F8)),  # BINFLOAT
+        0x8C: _text(_U1),  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+        0x58: _text(_U4),
+        0x8D: _text(_U8),
+        0x43: _bytes(_U1),  # SHORT_BINBYTES, BINBYTES, BINBYTES8
+        0x42: _bytes(_U4),
+        0x8E: _bytes(_U8),
+        0x5D: _PickleMachine.list_,
+        0x61: _PickleMachine.append,
+        0x65: _PickleMachine.appends,
+        0x29: lambda m: m.push(()),
+        0x74: _PickleMachine.tuple_,
+        0x85: lambda m: m.small_tuple(1),
+        0x86: lambda m: m.small_tuple(2),
+        0x87: lambda m: m.small_tuple(3),
+        0x7D: _PickleMachine.dict_,
+        0x73: _PickleMachine.set_item,
+        0x75: _PickleMachine.set_items,
+        0x63: _PickleMachine.global_,
+        0x93: _PickleMachine.stack_global,
+        0x52: _PickleMachine.reduce,
+        0x81: _PickleMachine.new_object,
+        0x62: _PickleMachine.build,
+        0x51: _PickleMachine.persistent,
+        0x71: lambda m: m.put(m.number(_U1)),  # BINPUT, LONG_BINPUT, MEMOIZE
+        0x72: lambda m: m.put(m.number(_U4)),
+        0x94: _PickleMachine.memoize,
+        0x68: _PickleMachine.get,  # BINGET, LONG_BINGET
+        0x6A: _PickleMachine.long_get,
+    }
+)

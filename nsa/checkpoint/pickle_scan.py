@@ -1,0 +1,92 @@
+"""Decides whether a checkpoint holds nothing but what a checkpoint may hold, by reading it as it will be loaded.
+
+DCP's index (`.metadata`), the tensors inside `.distcp` files and the engine's `train/rank{N}.pt` are all pickles. None
+of them is ever given to `pickle` or `torch.load`: `tensor_index` and `torch_file` read them without executing anything.
+"""
+
+from nsa.checkpoint import names
+from nsa.checkpoint.pickle_reader import PickleRefused
+from nsa.checkpoint.run_state import LARGEST_JSON_BYTES
+from nsa.checkpoint.tensor_index import Metadata, PieceLocation, largest_index, parse_index
+from nsa.checkpoint.torch_file import check_torch_file, read_torch_file
+from nsa.checkpoint.verified_files import LARGEST_RANK_FILE_BYTES, VerifiedFiles
+from nsa.errors import CheckpointError
+
+_PIECES = ".distcp"
+
+
+def read_index(files: VerifiedFiles) -> Metadata:
+    """The index of a checkpoint's tensors; raises CheckpointError if it cannot be trusted."""
+    folder = files.tensor_folder
+    sizes = {
+        name.removeprefix(folder): size
+        for name, size in files.sizes.items()
+        if name.startswith(folder) and name.endswith(_PIECES)
+    }
+    name = f"{folder}{names.TENSOR_INDEX}"
+    if name not in files.sizes:
+        raise CheckpointError(f"{files.path} holds no tensors: {names.TENSORS}/{names.TENSOR_INDEX} is missing.")
+    raw = files.read(name, limit=largest_index(sum(sizes.values())))
+    return parse_index(raw, sizes, files.path / name)
+
+
+def read_piece(files: VerifiedFiles, where: PieceLocation) -> object:
+    """A tensor, or a plain value, from its place in a file of tensors."""
+    name = f"{files.tensor_folder}{where.relative_path}"
+    return _plain(files, name, files.read_range(name, where.offset, where.length))
+
+
+def read_trainer_state(files: VerifiedFiles, rank: int) -> object:
+    """What the engine keeps per rank; that of rank 0 for a rank that there was not. None if there is neither."""
+    for name in (names.trainer_state(rank), names.trainer_state(0)):
+        if name in files.sizes:
+            return _plain(files, name, files.read(name, limit=LARGEST_RANK_FILE_BYTES))
+    return None
+
+
+def demand_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
+    """Raise CheckpointError, naming the file, for anything that a checkpoint has no use for or that cannot be loaded.
+
+    It returns the index of the tensors, which it has read. `pieces=False` leaves out the heads of the tensors' pieces,
+    of which a large run has millions: they are looked at when they are loaded.
+    """
+    for name, size in files.sizes.items():
+        if not names.is_known_file(name):
+            raise CheckpointError(f"{files.path} holds {name!r}, which is no file that a checkpoint has.")
+        if name.endswith(".json") and name != names.COMMIT and size > LARGEST_JSON_BYTES:
+            raise CheckpointError(f"{files.path / name} has {size} bytes: a record has at most {LARGEST_JSON_BYTES}.")
+        if name.endswith(".pt"):
+            raw = files.read(name, limit=LARGEST_RANK_FILE_BYTES)
+            _check(files, name, raw, 0, size)
+    index = read_index(files)
+    folder, used = files.tensor_folder, set()
+    for where in index.storage_data.values():
+        used.add(where.relative_path)
+        if pieces:
+            _check(files, f"{folder}{where.relative_path}", None, where.offset, where.length)
+    for name, size in files.sizes.items():  # a replica that had nothing to add leaves empty files
+        if name.endswith(_PIECES) and size and (not name.startswith(folder) or name.removeprefix(folder) not in used):
+            raise CheckpointError(f"{files.path / name} is in no index of tensors: nobody would know what is in it.")
+    return index
+
+
+def _check(files: VerifiedFiles, name: str, raw: bytearray | None, start: int, size: int) -> None:
+    def read(offset: int, count: int) -> bytes | bytearray:
+        count = max(0, min(count, size - offset))
+        return files.peek(name, start + offset, count) if raw is None else raw[offset : offset + count]
+
+    try:
+        check_torch_file(read, size)
+    except PickleRefused as error:
+        raise _refusal(files, name, error) from error
+
+
+def _plain(files: VerifiedFiles, name: str, content: bytearray) -> object:
+    try:
+        return read_torch_file(content)
+    except PickleRefused as error:
+        raise _refusal(files, name, error) from error
+
+
+def _refusal(files: VerifiedFiles, name: str, error: PickleRefused) -> CheckpointError:
+    return CheckpointError(f"{files.path / name} cannot be loaded safely: {error}.")

@@ -1,0 +1,94 @@
+"""state.json: what a run must know again besides its tensors, in text that anyone can read and nothing can execute.
+
+Everything in it is the same on every rank and free of the world size. Random states are per rank: the engine keeps them
+in `train/rank{N}.pt`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from nsa.checkpoint.names import STATE
+from nsa.checkpoint.store import write_durably
+from nsa.errors import CheckpointError
+
+FORMAT = 1
+LARGEST_JSON_BYTES = 16 << 20
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """The same for equal settings, whatever their order."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    step: int
+    world_size: int
+    config: Mapping[str, Any]
+    """`RunConfig.model_dump(mode="json")`."""
+    data_cursor: Mapping[str, Any]
+    skipped_batches: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of batches never to train on, first and one past last."""
+    spike_window: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the trainer wants back, as JSON values."""
+
+    def write(self, checkpoint: Path) -> None:
+        """Into a staging folder, on rank 0."""
+        values = {"format": FORMAT, "config_fingerprint": fingerprint(self.config), **asdict(self)}
+        _write_json(checkpoint / STATE, values)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """From a verified checkpoint, on any rank."""
+        path = checkpoint / STATE
+        return cls.parse(_read_bytes(path), path)
+
+    @classmethod
+    def parse(cls, raw: bytes | bytearray, path: Path) -> Self:
+        """From the bytes of a file that is called `path` in messages."""
+        values = _parse_json(raw, path)
+        try:
+            version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")
+            values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
+            record = cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is not a record of this version: {error!r}.") from error
+        if version != FORMAT:
+            raise CheckpointError(f"{path} has format {version!r}, this version reads {FORMAT}.")
+        if fingerprint(record.config) != config_fingerprint:
+            raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
+        return record
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    try:
+        content = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path.name} can hold finite JSON values only: {error}.") from error
+    write_durably(path, content.encode() + b"\n")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_JSON_BYTES + 1)
+        if len(raw) > LARGEST_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than the {LARGEST_JSON_BYTES} bytes that a record may have.")
+        return raw
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _parse_json(raw: bytes | bytearray, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a record.")
+    return values

@@ -1,0 +1,215 @@
+"""Reader for DCP's `.metadata`, the index of a checkpoint's tensors: a pickle, read without executing anything.
+
+The result is built here, from checked values: every piece lies in a file of its own folder, no two pieces are read from
+the same bytes, and every tensor is as large as the pieces that are there for it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nsa.checkpoint.pickle_reader import PickledName, PickleGrammar, PickleRefused, read_pickle
+from nsa.checkpoint.torch_file import DTYPES, size_of, whole_numbers
+from nsa.errors import CheckpointError
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_FORMAT = PickledName(_DCP, "_MEM_FORMAT_ENCODING")
+_SMALLEST_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PieceLocation:
+    """Where the bytes of one piece lie; the engine's `_StorageInfo`."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+def largest_index(tensor_bytes: int) -> int:
+    """How large an index may be, beside so many bytes of tensors; a real one has less than a thousandth of them."""
+    return _SMALLEST_LIMIT_BYTES + tensor_bytes // 1000
+
+
+def parse_index(raw: bytes | bytearray, sizes: Mapping[str, int], where: object) -> Metadata:
+    """The index in these bytes; raises CheckpointError. `sizes`: the files beside it, by name, in bytes."""
+    try:
+        index = read_pickle(raw, _GRAMMAR)
+        if type(index) is not Metadata:
+            raise PickleRefused(f"it holds {type(index).__name__}")
+        _require_sound(index, sizes)
+    except PickleRefused as error:
+        raise CheckpointError(f"{where} is not an index of tensors that can be trusted: {error}.") from error
+    return index
+
+
+def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
+    taken: dict[str, int] = {}
+    pieces: dict[MetadataIndex, PieceLocation] = index.storage_data
+    for place in pieces.values():
+        if place.relative_path not in sizes:
+            raise PickleRefused(f"it points at {place.relative_path!r}, which is not beside it")
+        if place.offset + place.length > sizes[place.relative_path]:
+            raise PickleRefused(f"it points beyond the end of {place.relative_path}")
+        taken[place.relative_path] = taken.get(place.relative_path, 0) + place.length
+        if taken[place.relative_path] > sizes[place.relative_path]:
+            raise PickleRefused(f"it reads the same bytes of {place.relative_path} more than once")
+    for key, described in index.state_dict_metadata.items():
+        if type(described) is BytesStorageMetadata:
+            if MetadataIndex(key) not in pieces:
+                raise PickleRefused(f"it has no place for {key!r}")
+            continue
+        assert isinstance(described, TensorStorageMetadata)
+        covered = 0
+        for chunk in described.chunks:
+            place_of_chunk = pieces.get(MetadataIndex(key, chunk.offsets))
+            numel = math.prod(chunk.sizes)
+            if place_of_chunk is None or numel * described.properties.dtype.itemsize > place_of_chunk.length:
+                raise PickleRefused(f"a piece of {key!r} is larger than its place, or has none")
+            if not len(chunk.offsets) == len(chunk.sizes) == len(described.size) or any(
+                start + length > whole
+                for start, length, whole in zip(chunk.offsets, chunk.sizes, described.size, strict=True)
+            ):
+                raise PickleRefused(f"a piece of {key!r} lies outside of its tensor")
+            covered += numel
+        if covered != math.prod(described.size):
+            raise PickleRefused(f"the pieces of {key!r} have {covered} of its {math.prod(described.size)} values")
+
+
+def _fields(state: Any, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[Any]:
+    """The values of known fields, in order; None for optional ones that are not there."""
+    if type(state) is not dict or not set(required) <= state.keys() <= {*required, *optional}:
+        raise PickleRefused("it has an object with other fields than expected")
+    return [state.get(name) for name in (*required, *optional)]
+
+
+def _require(*rules: bool) -> None:
+    if not all(rules):
+        raise PickleRefused("it has an object with a field of another type than expected")
+
+
+def _text_or_none(value: Any) -> bool:
+    return value is None or type(value) is str
+
+
+def _metadata(state: Any) -> Metadata:
+    required = ("state_dict_metadata", "planner_data", "storage_data")
+    described, paths, pieces, meta, version = _fields(state, required, ("storage_meta", "version"))
+    paths = {} if paths is None else paths
+    _require(type(described) is dict, type(paths) is dict, type(pieces) is dict, _text_or_none(version))
+    _require(meta is None or type(meta) is StorageMeta)
+    _require(all(type(key) is str for key in described))
+    _require(all(type(value) in (TensorStorageMetadata, BytesStorageMetadata) for value in described.values()))
+    _require(all(type(key) is MetadataIndex and type(place) is PieceLocation for key, place in pieces.items()))
+    _require(all(type(path) is tuple and len(path) < 64 for path in paths.values()))
+    _require(all(type(part) in (str, int) for path in paths.values() for part in path))
+    return Metadata(described, paths, pieces, meta, version)
+
+
+def _metadata_index(state: Any) -> MetadataIndex:
+    fqn, offset, index = _fields(state, ("fqn",), ("offset", "index"))
+    _require(type(fqn) is str, offset is None or type(offset) is torch.Size, index is None or type(index) is int)
+    return MetadataIndex(fqn, offset, index)
+
+
+def _piece(state: Any) -> PieceLocation:
+    path, offset, length, transforms = _fields(state, ("relative_path", "offset", "length"), ("transform_descriptors",))
+    _require(type(path) is str, not transforms)
+    whole_numbers((offset, length))
+    return PieceLocation(path, offset, length)
+
+
+def _tensor(state: Any) -> TensorStorageMetadata:
+    properties, size, chunks = _fields(state, ("properties", "size", "chunks"))
+    _require(type(properties) is TensorProperties, type(size) is torch.Size, type(chunks) is list)
+    _require(all(type(chunk) is ChunkStorageMetadata for chunk in chunks))
+    return TensorStorageMetadata(properties, size, chunks)
+
+
+def _chunk(state: Any) -> ChunkStorageMetadata:
+    offsets, sizes = _fields(state, ("offsets", "sizes"))
+    _require(type(offsets) is torch.Size, type(sizes) is torch.Size)
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(state: Any) -> TensorProperties:
+    _require(type(state) is tuple, len(state) == 5)
+    dtype, layout, requires_grad, memory_format, pin_memory = state
+    _require(type(dtype) is torch.dtype, layout is torch.strided, type(requires_grad) is bool)
+    _require(type(memory_format) is torch.memory_format, type(pin_memory) is bool)
+    return TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
+
+
+def _storage_meta(state: Any) -> StorageMeta:
+    names = ("checkpoint_id", "save_id", "load_id", "modules")
+    checkpoint_id, save_id, load_id, modules = _fields(state, (), names)
+    _require(_text_or_none(checkpoint_id), _text_or_none(save_id), _text_or_none(load_id))
+    _require(modules is None or (type(modules) is list and all(type(name) is str for name in modules)))
+    return StorageMeta(checkpoint_id, save_id, load_id, modules or [])
+
+
+def _layout(name: Any) -> torch.layout:
+    _require(name == "torch.strided")
+    return torch.strided
+
+
+def _memory_format(number: Any) -> torch.memory_format:
+    _require(type(number) is int, number in (0, 1, 2))
+    return _FORMATS[number]
+
+
+def _member(of: Any, name: Any) -> torch.memory_format:
+    """`getattr`, by which Python up to 3.11.3 pickles the member of an enum: that, and nothing else."""
+    _require(of == _FORMAT, name in _FORMAT_NAMES)
+    return _FORMATS[_FORMAT_NAMES.index(name)]
+
+
+def _path(*parts: Any) -> str:
+    _require(all(type(part) is str for part in parts))
+    return str(PurePosixPath(*parts))
+
+
+_OBJECTS: dict[PickledName, Callable[[Any], Any]] = {
+    PickledName(_DCP, "Metadata"): _metadata,
+    PickledName(_DCP, "MetadataIndex"): _metadata_index,
+    PickledName(_DCP, "TensorStorageMetadata"): _tensor,
+    PickledName(_DCP, "ChunkStorageMetadata"): _chunk,
+    PickledName(_DCP, "TensorProperties"): _properties,
+    PickledName(_DCP, "StorageMeta"): _storage_meta,
+    PickledName("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _piece,
+    PickledName("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"): _piece,
+}
+_CALLS: dict[PickledName, Callable[..., Any]] = {
+    PickledName("torch", "Size"): size_of,
+    PickledName("torch.serialization", "_get_layout"): _layout,
+    _FORMAT: _memory_format,
+    PickledName("builtins", "getattr"): _member,
+    **{
+        PickledName(module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    },
+}
+_GRAMMAR = PickleGrammar(
+    constants=DTYPES,
+    calls=_CALLS,
+    objects=_OBJECTS,
+    stateless={PickledName(_DCP, "BytesStorageMetadata"): BytesStorageMetadata},
+    leaves=frozenset({Metadata}),
+    keys=frozenset({MetadataIndex}),
+)

@@ -1,0 +1,168 @@
+"""Batches made ahead of time in a process of their own, so that reading and tokenising never wait for the model.
+
+The position that is saved is that of the batches the trainer has taken, not of those already waiting: every batch
+travels with the cursor that follows it.
+"""
+
+import atexit
+import multiprocessing as mp
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nsa.data.prefetch.worker import WorkerFailure, produce
+from nsa.data.rows.batch import Batch
+from nsa.data.rows.row_stream import State
+from nsa.data.rows.specs import RowData, check_batch
+from nsa.errors import ConfigError, DataError, DataTimeout, NSAError
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchSettings:
+    """`warmup_batches` are collected before the first step, as far as `warmup_timeout_s` allows; at least one must
+    arrive within `timeout_s`, and so must every later one."""
+
+    queue_depth: int = 8
+    warmup_batches: int = 0
+    warmup_timeout_s: float = 60.0
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.queue_depth < 1 or self.warmup_batches < 0 or self.timeout_s <= 0 or self.warmup_timeout_s < 0:
+            raise ConfigError(
+                f"queue_depth={self.queue_depth}, warmup_batches={self.warmup_batches}, timeout_s={self.timeout_s:g}, "
+                f"warmup_timeout_s={self.warmup_timeout_s:g}: queue and timeout must be positive, the others not "
+                "negative. Correct them."
+            )
+
+
+@dataclass(slots=True)
+class PrefetchCounters:
+    """Of this process, since it started; `documents` and `tokens` are those of this rank."""
+
+    batches: int = 0
+    documents: int = 0
+    tokens: int = 0
+    waited_s: float = 0.0
+    last_wait_s: float = 0.0
+
+
+class BatchPrefetcher:
+    """An iterator of this rank's batches. Use it as a context manager; the worker also ends with its parent."""
+
+    def __init__(
+        self,
+        data: RowData,
+        *,
+        global_rows: int,
+        rank: int = 0,
+        world: int = 1,
+        settings: PrefetchSettings | None = None,
+        state: State | None = None,
+    ) -> None:
+        check_batch(data, global_rows, world)
+        self._data = data
+        self._settings = settings or PrefetchSettings()
+        self._state = state
+        self._ready: deque[tuple[Batch, State]] = deque()
+        self._failed: NSAError | None = None
+        self.counters = PrefetchCounters()
+        context = mp.get_context("spawn")  # a fork would copy held locks and the CUDA context
+        self._queue: Any = context.Queue(self._settings.queue_depth)
+        self._worker = context.Process(
+            target=produce,
+            args=(self._queue, os.getpid(), data, global_rows, rank, world, state),
+            name="nsa-feeder",
+            daemon=True,
+        )
+        self._worker.start()
+        atexit.register(self._worker.kill)  # it ignores the SIGTERM that multiprocessing sends and waits on at exit
+        self._started = time.monotonic()
+
+    @property
+    def worker_pid(self) -> int:
+        assert self._worker.pid is not None
+        return self._worker.pid
+
+    def warm_up(self) -> int:
+        """Collect the warm-up batches; returns how many are waiting. Raises if not even one came in time."""
+        settings = self._settings
+        self._ready.append(self._receive(settings.timeout_s, "the first batch"))
+        until = self._started + settings.warmup_timeout_s
+        try:
+            while len(self._ready) < settings.warmup_batches and (left := until - time.monotonic()) > 0:
+                self._ready.append(self._receive(left, "a warm-up batch"))
+        except _TooLate:
+            pass
+        except NSAError as error:
+            self._failed = error  # due when the batches before it are used up
+        return len(self._ready)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.monotonic()
+        if not self._ready:
+            if self._failed is not None:
+                raise self._failed
+            what = "the first batch" if self.counters.batches == 0 else f"batch {self.counters.batches}"
+            self._ready.append(self._receive(self._settings.timeout_s, what))
+        batch, self._state = self._ready.popleft()
+        counters = self.counters
+        counters.last_wait_s = time.monotonic() - start
+        counters.waited_s += counters.last_wait_s
+        counters.batches += 1
+        counters.documents += batch.documents
+        counters.tokens += batch.valid_tokens
+        return batch
+
+    def state_dict(self) -> State | None:
+        """The cursor after the last batch taken; what was loaded (or None) before the first."""
+        return self._state
+
+    def close(self) -> None:
+        self._worker.kill()
+        self._worker.join()
+        atexit.unregister(self._worker.kill)
+        self._queue.close()
+
+    def __enter__(self) -> "BatchPrefetcher":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _receive(self, timeout_s: float, what: str) -> tuple[Batch, State]:
+        start = time.monotonic()
+        while True:
+            alive = self._worker.is_alive()  # asked first: what a dying worker still sent must not be missed
+            left = timeout_s - (time.monotonic() - start)
+            try:
+                item = self._queue.get(timeout=max(0.0, min(_POLL_S, left)))
+                break
+            except queue.Empty:
+                if not alive:
+                    raise DataError(
+                        f"the feeding process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
+                        "A negative code is a signal, -9 often the out-of-memory killer. Look at the system log."
+                    ) from None
+                if left <= 0:
+                    raise _TooLate(
+                        f"{what} from {self._data} did not come within {timeout_s:g} s (the process is alive and waits "
+                        "for its source). Check the source and the network, or raise the loader timeout."
+                    ) from None
+        if isinstance(item, WorkerFailure):
+            raise item.as_error()
+        received: tuple[Batch, State] = item
+        return received
+
+
+class _TooLate(DataTimeout):
+    """The queue stayed empty."""

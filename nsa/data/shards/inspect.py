@@ -1,0 +1,108 @@
+"""Looking at a prepared set: whole-file verification, and how long its documents are."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from nsa.data.shards.manifest import ShardManifest
+from nsa.data.shards.writer import decode_ids, read_index
+from nsa.errors import DataError
+from nsa.storage import StorageFolder
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedFile:
+    name: str
+    problem: str
+
+
+def verify_set(
+    folder: StorageFolder, manifest: ShardManifest, on_bytes: Callable[[int], None] = lambda count: None
+) -> Iterator[DamagedFile]:
+    """Every file of the set against size and SHA-256; yields those that fail and goes on."""
+    for shards in manifest.splits.values():
+        for shard in shards:
+            for name, size, sha256 in shard.files():
+                try:
+                    read, digest = _hash_file(folder, name, on_bytes)
+                except (DataError, OSError) as error:
+                    yield DamagedFile(name, str(error))
+                    continue
+                if read != size:
+                    yield DamagedFile(name, f"{read} bytes instead of {size}")
+                elif digest != sha256:
+                    yield DamagedFile(name, f"SHA-256 {digest[:16]}… instead of {sha256[:16]}…")
+
+
+def _hash_file(folder: StorageFolder, name: str, on_bytes: Callable[[int], None]) -> tuple[int, str]:
+    digest, read = hashlib.sha256(), 0
+    with folder.open_input(name) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            read += len(chunk)
+            on_bytes(len(chunk))
+    return read, digest.hexdigest()
+
+
+def _verified(folder: StorageFolder, name: str, sha256: str) -> bytes:
+    raw = folder.read_bytes(name)
+    if hashlib.sha256(raw).hexdigest() != sha256:
+        raise DataError(f"{name} does not match its SHA-256. Run `nsa data verify {folder.url}`.")
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class LengthStats:
+    """Document lengths in tokens, the end-of-document token included."""
+
+    documents: int
+    tokens: int
+    mean: float
+    percentiles: dict[int, int]
+    longest: int
+
+
+def length_stats(folder: StorageFolder, manifest: ShardManifest, split: str) -> LengthStats:
+    """From the indexes alone; a histogram of lengths keeps memory bounded for any number of documents."""
+    counts: dict[int, int] = {}
+    for shard in manifest.shards(split):
+        index = read_index(_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+        lengths = np.diff(index.ends.astype(np.int64), prepend=0)
+        for length, count in zip(*(part.tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
+            counts[length] = counts.get(length, 0) + count
+    if not counts:
+        return LengthStats(0, 0, 0.0, {}, 0)
+    lengths = np.asarray(sorted(counts), dtype=np.int64)
+    cumulative = np.cumsum([counts[length] for length in lengths.tolist()])
+    documents, tokens = int(cumulative[-1]), sum(length * count for length, count in counts.items())
+    at = {p: int(lengths[np.searchsorted(cumulative, p / 100 * documents)]) for p in (5, 25, 50, 75, 95, 99)}
+    return LengthStats(documents, tokens, tokens / documents, at, int(lengths[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDocument:
+    doc_id: str
+    shard: str
+    start: int  # in the split's joined tokens
+    tokens: int
+
+
+def find_document(folder: StorageFolder, manifest: ShardManifest, split: str, number: int) -> FoundDocument:
+    """The document with this number in the set's own order."""
+    left, start = number, 0
+    for shard in manifest.shards(split) if number >= 0 else []:
+        if left < shard.documents:
+            index = read_index(_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+            ends = index.ends.astype(np.int64)
+            ids = decode_ids(_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
+            first = int(ends[left - 1]) if left else 0
+            return FoundDocument(ids[left], shard.name, start + first, int(ends[left]) - first)
+        left -= shard.documents
+        start += shard.tokens
+    raise DataError(
+        f"split {split!r} has {manifest.totals(split)['documents']} documents, not {number + 1}. Ask for less."
+    )

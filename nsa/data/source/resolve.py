@@ -1,0 +1,100 @@
+"""From what a user writes (a folder, a pattern, addresses, a hub id) to a source."""
+
+import glob
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nsa.data.source.file import HttpFile, LocalFile
+from nsa.data.source.http import HttpClient
+from nsa.data.source.hub import HUB_ID, list_hub
+from nsa.data.source.jsonl import SUFFIXES as JSONL_SUFFIXES
+from nsa.data.source.jsonl import JsonlSource
+from nsa.data.source.parquet import ParquetSource
+from nsa.data.source.retry_policy import RetryPolicy
+from nsa.data.source.row_group import DocumentColumns
+from nsa.data.source.unit import DocumentSource
+from nsa.errors import ConfigError
+
+_HTTP = ("http://", "https://")
+_SUFFIXES = (".parquet", *JSONL_SUFFIXES)
+
+
+def open_source(
+    spec: str | Sequence[str],
+    *,
+    patience: RetryPolicy | None = None,
+    columns: DocumentColumns | None = None,
+    hub_endpoint: str | None = None,
+    headers: dict[str, str] | None = None,
+    proxy_url: str | None = None,
+    cache_dir: Path | None = None,
+) -> DocumentSource:
+    """List the files of `spec` and open them, in the order that fixes the units.
+
+    A folder is searched for parquet and JSONL(.gz/.zst), a pattern may use `**`, addresses are parquet files, and
+    `owner/name[:config][@revision]` is a dataset on the hub, unless a folder of that name exists here. `cache_dir`
+    keeps the listing of a hub dataset between starts.
+    """
+    specs = [spec] if isinstance(spec, str) else list(spec)
+    if not specs:
+        raise ConfigError("no data source is given. Name a folder, a pattern, addresses or a dataset id.")
+    patience = patience or RetryPolicy()
+    remote = [one for one in specs if one.startswith(_HTTP)]
+    is_hub_id = len(specs) == 1 and not remote and HUB_ID.fullmatch(specs[0]) and not Path(specs[0]).exists()
+    if remote or is_hub_id:
+        client = HttpClient(patience, headers=headers, proxy_url=proxy_url)
+        if is_hub_id:
+            listed = list_hub(specs[0], client, patience, endpoint=hub_endpoint)
+            files = [HttpFile(file.name, file.url, client, immutable=True) for file in listed]
+        elif len(remote) == len(specs):
+            # Named by the path alone: another port or mirror of the same files has the same fingerprint.
+            files = [HttpFile(urlsplit(url).path, url, client) for url in sorted(specs)]
+        else:
+            raise ConfigError(f"addresses and local paths are mixed in {specs}: choose one kind.")
+        _refuse_twice([file.name for file in files])
+        kept = cache_dir if is_hub_id else None
+        return ParquetSource(files, patience, client=client, columns=columns, cache_dir=kept)
+    local = sorted((file for one in specs for file in _local(one)), key=lambda file: file.name)
+    _refuse_twice([file.name for file in local])
+    kinds = {file.name.endswith(".parquet") for file in local}
+    if kinds == {True, False}:
+        raise ConfigError(
+            f"{specs} holds both parquet and JSONL files: the same documents may be in both. Use a pattern."
+        )
+    if kinds == {True}:
+        return ParquetSource(local, patience, columns=columns)
+    return JsonlSource(local, columns=columns)
+
+
+def _local(spec: str) -> list[LocalFile]:
+    path = Path(spec)
+    if path.is_dir():
+        root, found = path, [p for p in sorted(path.rglob("*")) if p.is_file() and p.name.endswith(_SUFFIXES)]
+    elif path.is_file():
+        root, found = path.parent, [path]
+    else:
+        root, found = _fixed_part(path), sorted(Path(p) for p in glob.glob(spec, recursive=True))
+    unreadable = [str(p) for p in found if not p.name.endswith(_SUFFIXES)]
+    if not found or unreadable:
+        what = f"matches {unreadable[:3]}" if unreadable else "matches no file"
+        raise ConfigError(
+            f"data source {spec!r} {what}: files must end in {', '.join(_SUFFIXES)}. Check the path, or write a "
+            "dataset id as owner/name."
+        )
+    return [LocalFile(p.relative_to(root).as_posix(), p) for p in found]
+
+
+def _fixed_part(pattern: Path) -> Path:
+    parts: list[str] = []
+    for part in pattern.parts:
+        if glob.has_magic(part):
+            break
+        parts.append(part)
+    return Path(*parts)
+
+
+def _refuse_twice(names: list[str]) -> None:
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ConfigError(f"{twice[0]!r} is named twice by the data source: its documents would be trained on twice.")

@@ -1,0 +1,55 @@
+"""Ranks with a fault in them: `python -m nsa.drill.faulty_rank train|launch FAULT NPROC CONFIG KEY=VALUE …`.
+
+What `nsa train` and `nsa launch` do, with a fault planted first. It is the only way to plant one.
+"""
+
+import sys
+from pathlib import Path
+
+from nsa.config import load
+from nsa.config.schema import RunConfig
+from nsa.drill.fault import PlantedFault
+from nsa.errors import NSAError
+
+_MODULE = "nsa.drill.faulty_rank"
+
+
+def _config(words: list[str]) -> RunConfig:
+    return load(Path(words[0]), overrides=words[1:])
+
+
+def _train(fault: str, words: list[str], *, resume: bool) -> int:
+    from nsa.drill.inject import plant
+    from nsa.train.run import train
+
+    plant(PlantedFault.from_json(fault))
+    return train(_config(words), resume=resume)
+
+
+def _launch(fault: str, nproc: int, words: list[str]) -> int:
+    from nsa.train.launch.launcher import LaunchSettings, launch
+
+    def program(again: bool) -> list[str]:
+        return [sys.executable, "-m", _MODULE, "resume" if again else "train", fault, "1", *words]
+
+    plan = LaunchSettings(program=program, run_folder=Path(_config(words).train.out_dir), nproc=nproc)
+    return launch(plan, lambda text: _say(f"launch: {text}"))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def main(arguments: list[str]) -> int:
+    act, fault, nproc, *words = arguments
+    try:
+        if act == "launch":
+            return _launch(fault, int(nproc), words)
+        return _train(fault, words, resume=act == "resume")
+    except NSAError as error:
+        _say(f"{type(error).__name__}: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""The sizes that define NSA's blocks, the rules they keep, where RoPE is applied, and how many keys a token reads.
+
+Needs no torch, so that configuration and planning can use it too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from nsa.errors import ConfigError
+
+FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
+ROPE_COMPRESSED = ("auto", "before", "after")
+CHANNEL_MIXING_PHIS = ("linear", "mlp")
+
+
+def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every rule these sizes break: the settings it is about, and a message."""
+    for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
+        if value < 1:
+            yield (
+                (f"nsa.{name}",),
+                f"nsa.{name} ({value}) must be at least 1: it counts tokens. Set e.g. nsa.{name}=32.",
+            )
+    if d >= 1 and l >= 1 and l % d:
+        yield (
+            ("nsa.d", "nsa.l"),
+            f"nsa.d ({d}) must divide nsa.l ({l}): block scores map to selection blocks in whole strides. "
+            f"Set e.g. nsa.d={gcd(d, l)}.",
+        )
+    if d >= 1 and l_sel >= 1 and l_sel % d:
+        yield (
+            ("nsa.d", "nsa.l_sel"),
+            f"nsa.d ({d}) must divide nsa.l_sel ({l_sel}): selection blocks begin where compression blocks do. "
+            f"Set e.g. nsa.l_sel={-(-l_sel // d) * d}.",
+        )
+    if n_sel < FORCED_BLOCKS:
+        yield (
+            ("nsa.n_sel",),
+            f"nsa.n_sel ({n_sel}) must be at least {FORCED_BLOCKS}: the first block and two local blocks are always "
+            f"among the selected ones. Set e.g. nsa.n_sel=16.",
+        )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Compressed blocks of `l` tokens every `d`; `n_sel` selected blocks of `l_sel` tokens; a window of `w` tokens."""
+
+    l: int
+    d: int
+    l_sel: int
+    n_sel: int
+    w: int
+
+    def __post_init__(self) -> None:
+        if broken := [message for _, message in broken_rules(**vars(self))]:
+            raise ConfigError("\n".join(broken))
+
+    def n_compressed(self, n_tokens: int) -> int:
+        """Complete compressed blocks in the first n_tokens tokens."""
+        return max(0, (n_tokens - self.l) // self.d + 1)
+
+    def n_blocks(self, n_tokens: int) -> int:
+        """Selection blocks that the first n_tokens tokens touch; the last may be partial."""
+        return -(-n_tokens // self.l_sel)
+
+    def n_selected_tokens(self, n_tokens: int) -> int:
+        """Tokens in the chosen blocks of the query that is token number n_tokens."""
+        whole_blocks = min(self.n_sel, self.n_blocks(n_tokens)) - 1
+        return whole_blocks * self.l_sel + (n_tokens - 1) % self.l_sel + 1
+
+    def reads(self, n_tokens: int) -> int:
+        """Keys that token number n_tokens (position n_tokens − 1) reads in all three branches of one kv group."""
+        return min(self.w, n_tokens) + self.n_compressed(n_tokens) + self.n_selected_tokens(n_tokens)
+
+    def total_reads(self, n_tokens: int) -> dict[str, int]:
+        """Sum over the first n_tokens queries of the keys each reads in one kv group, per branch, in closed form."""
+        full_windows = max(0, n_tokens - self.w)
+        strides, rest = divmod(max(0, n_tokens - self.l + 1), self.d)
+        everything = min(n_tokens, self.n_sel * self.l_sel)  # queries so early that all blocks are chosen
+        blocks, partial = divmod(n_tokens - everything, self.l_sel)
+        return {
+            "sliding": _triangle(n_tokens - full_windows) + full_windows * self.w,
+            "compressed": self.d * _triangle(strides) + rest * (strides + 1),
+            "selected": _triangle(everything)
+            + (n_tokens - everything) * (self.n_sel - 1) * self.l_sel
+            + blocks * _triangle(self.l_sel)
+            + _triangle(partial),
+        }
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def resolve_rope_compressed(phi: str, rope_compressed: str) -> str:
+    """`auto` as `before` or `after`; anything else unchanged."""
+    if rope_compressed != "auto":
+        return rope_compressed
+    return "after" if phi in CHANNEL_MIXING_PHIS else "before"
+
+
+def broken_rope_rule(phi: str, rope_compressed: str) -> str | None:
+    """Why this φ cannot compress keys that are rotated already; None if it can.
+
+    A sum over tokens commutes with the rotation, also with a learned weight per place. A map across channels does not:
+    what it makes of rotated keys depends on where in the document they stand.
+    """
+    if rope_compressed == "before" and phi in CHANNEL_MIXING_PHIS:
+        return (
+            f"nsa.rope_compressed (before) does not fit nsa.phi ({phi}): {phi} mixes channels, which does not commute "
+            f"with the rotation, so scores would depend on absolute positions. Set nsa.rope_compressed=after or auto."
+        )
+    return None

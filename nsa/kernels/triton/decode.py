@@ -1,0 +1,129 @@
+"""Launches the step for one new token per row: four kernels, whatever the lengths.
+
+The host looks at shapes only, so the step may be captured in a CUDA graph and replayed as the cache fills up. Shapes as
+in `nsa.kernels.reference`; a row's keys must hold its position 0 (start ≥ 0), as a cache's do.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.decoder import CacheView, Keys
+from nsa.kernels.triton.device.decode import (
+    decode_compressed_kernel,
+    decode_merge_kernel,
+    decode_raw_kernel,
+    decode_score_kernel,
+)
+from nsa.kernels.triton.head_dims import is_wide, split_width, widths
+from nsa.kernels.triton.mix import mix_forward
+from nsa.kernels.triton.range_attention import rows_contiguous
+from nsa.kernels.triton.tuning import TileSizes, choose
+
+PROGRAMS = 128
+"""That a single row is to keep busy: GPUs have 108 to 148 units. Not more, each leaves a part to be merged."""
+WINDOW_PART = 64  # keys
+STRETCHES = 16  # of blocks, each ranked by one program; a power of two
+BLOCKS_AT_ONCE = 64
+HEADS_AT_ONCE = 16
+MERGED_AT_ONCE = 16  # parts
+
+
+class DecodeConstants(NamedTuple):
+    """What each kernel is compiled for."""
+
+    compressed: dict[str, Any]
+    score: dict[str, Any]
+    raw: dict[str, Any]
+    merge: dict[str, Any]
+
+
+class TritonDecoder:
+    """`nsa.kernels.decoder.TokenDecoder`; the cache takes in its tokens itself."""
+
+    take_in = None
+
+    def __init__(self, cache: CacheView, *, heads_per_group: int, means: bool, **sizes: Any) -> None:
+        self._keys, self._sizes = (cache.compressed, cache.selected, cache.window), sizes
+
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+        branches, idx_B1GN = decode(q_B1GRK, *self._keys, **self._sizes)
+        return mix_forward(gates_B1GR3, *branches), idx_B1GN
+
+
+def decode(
+    q_B1GRK: Tensor, compressed: Keys, selected: Keys, window: Keys, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
+    scale: float,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    """The compressed, selected and sliding branch's outputs, and the chosen blocks; the cache is read in place."""
+    B, _, G, R, K = q_B1GRK.shape
+    V = compressed[1].shape[-1]
+    (q,) = rows_contiguous(q_B1GRK)
+    k_cmp, v_cmp, pos_cmp, first_cmp = _laid_out(compressed)
+    k_sel, v_sel, pos_sel, start_sel = _laid_out(selected)
+    k_win, v_win, pos_win, start_win = _laid_out(window)
+    C, T = k_cmp.shape[1], k_sel.shape[1]
+
+    tiles = choose("decode", max(K, V), element_size=q.dtype.itemsize)
+    fixed = constants(G, R, K, V, l, d, l_sel, n_sel, w, tiles, wide=is_wide(q.dtype))
+    keep, block_m = fixed.score["KEEP"], fixed.compressed["BLOCK_M"]
+    n_cmp = min(fixed.compressed["PARTS"], max(1, triton.cdiv(C, tiles.n)))  # any further would always be empty
+    n_raw = n_sel + fixed.raw["WINDOW_PARTS"]
+    n_parts = n_cmp + n_raw
+    row_tiles = triton.cdiv(R, block_m)
+
+    part = q.new_empty((B, G, n_parts, R, V), dtype=torch.float32)
+    part_lse = q.new_empty((B, G, n_parts, R), dtype=torch.float32)
+    scores = q.new_empty((B, G, R, C), dtype=torch.float32)
+    best = q.new_empty((B, G, STRETCHES, keep), dtype=torch.int64)
+    idx = q.new_empty((B, 1, G, n_sel), dtype=torch.int32)
+    out = q.new_empty((3, B, 1, G, R, V))
+    q_strides = (q.stride(0), q.stride(2), q.stride(3))
+
+    decode_compressed_kernel[(n_cmp, B * G, row_tiles)](
+        q, k_cmp, v_cmp, pos_cmp, first_cmp, scores, part, part_lse, scale, C, n_parts,
+        *q_strides, *k_cmp.stride()[:3], *v_cmp.stride()[:3], **fixed.compressed, **tiles.options,
+    )  # fmt: skip
+    decode_score_kernel[(STRETCHES, B * G)](
+        scores, part_lse, pos_cmp, first_cmp, best, C, n_cmp, n_parts, **fixed.score
+    )
+    decode_raw_kernel[(n_raw, B * G, row_tiles)](
+        q, k_sel, v_sel, pos_sel, start_sel, k_win, v_win, pos_win, start_win, best, idx, part, part_lse,
+        scale, T, k_win.shape[1], n_cmp, n_parts,
+        *q_strides, *k_sel.stride()[:3], *v_sel.stride()[:3], *k_win.stride()[:3], *v_win.stride()[:3],
+        **fixed.raw, **tiles.options,
+    )  # fmt: skip
+    decode_merge_kernel[(3 * R, B * G)](part, part_lse, out, n_cmp, n_parts, B * G * R, **fixed.merge)
+    return (out[0], out[1], out[2]), idx
+
+
+def constants(
+    G: int, R: int, K: int, V: int, l: int, d: int, l_sel: int, n_sel: int, w: int, tiles: TileSizes, *, wide: bool
+) -> DecodeConstants:
+    """Of the model alone, so that a row has the same bits in any batch and any cache."""
+    parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
+    window_parts = min(parts, triton.cdiv(w, WINDOW_PART))
+    block_m = min(tiles.m, max(16, triton.next_power_of_2(R)))
+    keep = triton.next_power_of_2(n_sel)
+    heads = dict(G=G, R=R)
+    attend = dict(**heads, **widths(K, V), BLOCK_M=block_m, BLOCK_N=tiles.n, WIDE=wide)
+    blocks = dict(L_SEL=l_sel, KEEP=keep, STRETCHES=STRETCHES)
+    v_width = split_width(V)
+    return DecodeConstants(
+        compressed=dict(**attend, L=l, D=d, PARTS=parts),
+        score=dict(**heads, **blocks, L=l, D=d, PARTS=parts, BLOCK_R=HEADS_AT_ONCE, BLOCK_J=max(BLOCKS_AT_ONCE, keep)),
+        raw=dict(
+            **attend, **blocks, N_SEL=n_sel, W=w, WINDOW_PARTS=window_parts
+        ),
+        merge=dict(
+            R=R, V=V, V1=v_width.main, V2=v_width.rest, N_SEL=n_sel,
+            PARTS=triton.next_power_of_2(max(parts, n_sel)), AT_ONCE=MERGED_AT_ONCE,
+        ),
+    )  # fmt: skip
+
+
+def _laid_out(keys: Keys) -> tuple[Tensor, ...]:
+    k, v, pos_B1, start_B1 = keys
+    return (*rows_contiguous(k, v), pos_B1.contiguous(), start_B1.contiguous())

@@ -1,0 +1,68 @@
+"""What the kernels of selected attention share: a program takes a piece of one window's readers, keys stay in place.
+
+Every row of a tile chose the window, so nothing is multiplied in vain. What a query gets from a window is a partial
+result with a slot of its own; a block of a packed document may lie across two windows, so a query has 2·N slots, and
+windows wider than a tile of keys are cut, which makes CUTS of each. A last kernel puts a query's slots together.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.triton.device.block_index import reached
+
+
+@triton.jit
+def piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE: tl.constexpr):
+    """This program's batch · groups + group, window, and entries [first, end); none for a piece that is not needed."""
+    piece = tl.program_id(0)
+    place = tl.load(piece_window + piece)
+    needed = place < n_groups_all * n_windows
+    place = tl.where(needed, place, 0)
+    first = tl.load(offsets + place) + (piece - tl.load(piece_first + place)) * PIECE
+    end = tl.minimum(first + PIECE, tl.load(offsets + place + 1))
+    return place // n_windows, place % n_windows, first, tl.where(needed, end, first), needed
+
+
+@triton.jit
+def keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's cut of the window: places in it, keys on the axis, which of them there are, and their rows."""
+    step = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = window * L + step
+    inside = (step < L) & (at < T)
+    k_at = b * k_b + g * k_g + at.to(tl.int64) * k_t
+    v_at = b * v_b + g * v_g + at.to(tl.int64) * v_t
+    return step, at, inside, k_at, v_at
+
+
+@triton.jit
+def heads_of(S, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's batch, group, and query heads: query, head, and which of them there are."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    return b, g, (row // R).to(tl.int64), row % R, row < S * R
+
+
+@triton.jit
+def reader_of(pairs, begins, entry, ok, window, N: tl.constexpr, L: tl.constexpr):
+    """Of entries: the query, the slot of what it gets here, and the first key of its block."""
+    pair = tl.load(pairs + entry, mask=ok, other=0)
+    begin = tl.load(begins + entry, mask=ok, other=0)
+    return (pair // N).to(tl.int64), pair % N * 2 + (begin < window * L).to(tl.int32), begin
+
+
+@triton.jit
+def ends_of(begin, last, window, L: tl.constexpr):
+    """The last key of the window that each row sees: of its block, of its past, and of the window itself."""
+    return tl.minimum(tl.minimum(begin + (L - 1), last), window * L + (L - 1))
+
+
+@triton.jit
+def slots_of(idx, last, origin, b, g, query, ok, n, S, n_windows, origin_b, origin_s,
+             G: tl.constexpr, N: tl.constexpr, L: tl.constexpr):  # fmt: skip
+    """Of each query's n-th block: where its two slots are, and which of them were written."""
+    at = ((b * S + query) * G + g) * N + n
+    block = tl.load(idx + at, mask=ok, other=-1)
+    start = tl.load(origin + b * origin_b + query * origin_s, mask=ok, other=0).to(tl.int32)
+    end = tl.load(last + b * S + query, mask=ok, other=-1)
+    window, real, across = reached(block, start, end, n_windows, L)
+    return at * 2, real & (window > 0), across

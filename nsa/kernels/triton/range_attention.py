@@ -1,0 +1,121 @@
+"""Launches sliding and compressed attention.
+
+Shapes as in `nsa.kernels.reference`. Each query sees the keys lo ≤ t < hi of the key axis, whatever the branch.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.bounds import KeyBounds, compressed_bounds, seen_by, window_bounds
+from nsa.kernels.triton.device.range_backward import runs_dkv_kernel, runs_dq_kernel
+from nsa.kernels.triton.device.range_forward import runs_forward_kernel
+from nsa.kernels.triton.head_dims import is_wide, widths
+from nsa.kernels.triton.tuning import TileSizes
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def sliding_forward(
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(q_BSGRK, k_BTGK, v_BTGV, window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1]), scale)
+
+
+def sliding_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
+    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
+
+
+def compressed_forward(
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(q_BSGRK, k_BCGK, v_BCGV, compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1]), scale)
+
+
+def compressed_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+) -> Gradients:  # fmt: skip
+    bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
+    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
+
+
+def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: KeyBounds, scale: float) -> tuple[Tensor, Tensor]:
+    B, S, G, R, K = q_BSGRK.shape
+    V = v_BTGV.shape[-1]
+    q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
+    out = q.new_empty((B, S, G, R, V))
+    lse = q.new_empty((B, S, G, R), dtype=torch.float32)
+    lo, hi, *_ = bounds
+
+    def start(tiles: TileSizes, launch: Launch) -> None:
+        launch(
+            runs_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
+            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+
+    tuned("runs_forward", q, V, start)
+    return out, lse
+
+
+def _backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
+    dlse_BSGR: Tensor | None, bounds: KeyBounds, scale: float,
+) -> Gradients:  # fmt: skip
+    B, S, G, R, K = q_BSGRK.shape
+    T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
+    dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
+    out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
+    dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
+    lo, hi, *_ = bounds
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
+    common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
+
+    def start_dq(tiles: TileSizes, launch: Launch) -> None:
+        launch(
+            runs_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T, *strides,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+        )  # fmt: skip
+
+    def start_dkv(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor]:
+        n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
+        seen = seen_by(bounds, n_tiles, tiles.n)
+        wide = torch.float32 if parts > 1 else k.dtype
+        dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
+        dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
+        launch(
+            runs_dkv_kernel, (n_tiles, B * G, parts),
+            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, scale, S, T, n_tiles, dk.stride(0), dv.stride(0),
+            *strides, PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+        )  # fmt: skip
+        return dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
+
+    tuned("runs_dq", q, V, start_dq)
+    dk, dv = tuned("runs_dkv", q, V, start_dkv)
+    return dq, dk, dv
+
+
+def _parts(q_BSGRK: Tensor, n_keys: int, tiles: TileSizes) -> int:
+    """Keys that many queries share are worked on by several programs: enough for every unit of a large GPU."""
+    B, S, G, R, _ = q_BSGRK.shape
+    programs = triton.cdiv(n_keys, tiles.n) * B * G
+    return max(1, min(_PROGRAMS_WANTED // max(1, programs), triton.cdiv(S * R, 8 * tiles.m)))
+
+
+_PROGRAMS_WANTED = 1024
+
+
+def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of fused projections pass as they are; only rows with gaps are copied."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

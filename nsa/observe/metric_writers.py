@@ -1,0 +1,91 @@
+"""Copies of the heartbeat for people's tools: CSV for `tail`, metrics.json for scripts, TensorBoard for eyes."""
+
+import csv
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.observe import names
+from nsa.observe.heartbeat import HeartbeatRecord, to_line
+
+# Users cut by column: step and loss stay the first two.
+TRAINING_COLUMNS = (
+    "step", "loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "gpu_mem_alloc", "gpu_mem_reserved",
+    "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
+    "reads_pred", "reads_act_total", "tokens_seen", "ts",
+)  # fmt: skip
+VAL_LOSS = "val/loss"
+VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts")
+
+
+def scalars(beat: HeartbeatRecord) -> dict[str, float]:
+    """What a record measures, by the names that curves have everywhere."""
+    record = beat.as_dict()
+    numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    numbers |= {f"gate_share_{i}": share for i, share in enumerate(record.get("gate_branch_shares", ()))}
+    return {f"train/{name}": numbers[name] for name in numbers.keys() - {"ts", "pid", "rank", "step", "synthetic"}}
+
+
+class CsvFile:
+    """A header once, then rows; a resumed run goes on below its earlier rows."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._columns = columns
+        new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file, lineterminator="\n")
+        if new:
+            self.add(dict(zip(columns, columns, strict=True)))
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._writer.writerow(["" if row.get(name) is None else row[name] for name in self._columns])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricWriters:
+    """Takes progress beats of rank 0."""
+
+    def __init__(self, run_folder: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._folder = run_folder
+        self._training = CsvFile(run_folder / names.TRAINING_CSV, TRAINING_COLUMNS)
+        self._val: CsvFile | None = None
+        self._tensorboard = Writer(str(run_folder / names.TENSORBOARD))
+        self._metrics: dict[str, Any] = {}
+
+    def take(self, beat: HeartbeatRecord) -> None:
+        record = beat.as_dict()
+        self._training.add(record)
+        for name, value in scalars(beat).items():
+            self._tensorboard.add_scalar(name, value, beat.step)
+        self._tensorboard.flush()
+        losses = (self._metrics.get("best_loss"), beat.loss)
+        best = min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
+        self._write_metrics({**record, "best_loss": best})
+
+    def take_evaluation(self, *, step: int, val_loss: float, tokens: int, seconds: float, ts: float) -> None:
+        self._val = self._val or CsvFile(self._folder / names.VAL_CSV, VAL_COLUMNS)
+        self._val.add({"step": step, "val_loss": val_loss, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
+        self._tensorboard.add_scalar(VAL_LOSS, val_loss, step)
+        self._tensorboard.flush()
+        self._write_metrics({"val_loss": val_loss, "val_step": step})
+
+    def close(self) -> None:
+        self._training.close()
+        if self._val is not None:
+            self._val.close()
+        self._tensorboard.close()
+
+    def _write_metrics(self, news: dict[str, Any]) -> None:
+        self._metrics |= news
+        text = json.dumps(json.loads(to_line(self._metrics)), indent=2) + "\n"
+        new = self._folder / f"{names.METRICS}.new"
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, self._folder / names.METRICS)

@@ -1,0 +1,300 @@
+"""A run folder as columns: every rank's records, what a restart superseded, evaluations, processes.
+
+Fed record by record, so that a report that reads everything and a monitor that follows use the same code. Numbers are
+kept in arrays: half a million records are some tens of megabytes.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import compress
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa.errors import ConfigError
+from nsa.observe import names, records
+from nsa.observe.events import RunEvent, read_events_and_damage
+from nsa.observe.heartbeat import HeartbeatRecord, beat_fields
+from nsa.observe.run_folder import RunFolder
+from nsa.observe.watch.tail import RecordTail
+
+OF_EVERY_RANK = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
+"""What differs between ranks; the rest is the same on all, or is the lead's to tell."""
+OF_THE_LEAD = (
+    *OF_EVERY_RANK, "loss", "lr", "toks_per_s", "step_s", "grad_norm", "tokens_seen", "gpu_mem_alloc",
+    "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
+)  # fmt: skip
+BRANCHES = ("compressed", "selected", "sliding")
+SHARES = tuple(f"share_{branch}" for branch in BRANCHES)
+"""Columns made of `gate_branch_shares`."""
+
+ABSENT = math.nan
+"""In a column: the record does not have this figure."""
+NOT_FINITE = math.inf
+"""In a column: the record has this figure, and it is NaN or infinite."""
+
+_TURNED = bytes([1, 0]) + bytes(254)
+_BACK = (names.START, names.ROLLED_BACK)
+
+
+class EvaluationRecord(NamedTuple):
+    step: int
+    val_loss: float
+    seconds: float
+    ts: float
+
+
+class GateShares(NamedTuple):
+    """Shares by layer, at one step."""
+
+    step: int
+    shares: list[list[float]]
+
+
+@dataclass
+class ProcessRecord:
+    """One life of a rank, as its beats tell it."""
+
+    pid: int
+    begin: float
+    step: int
+    """Where it took the run up."""
+    first_row: int
+    last: float = 0.0
+    last_step: int = 0
+    ending: str | None = None
+    """Its last word, if it had time for one."""
+    detail: str = ""
+
+
+class ThinnedSeries:
+    """At most `most` items, evenly spaced over all that were added, the newest apart."""
+
+    def __init__(self, most: int = 512) -> None:
+        self.most = most
+        self._kept: list[Any] = []
+        self._stride, self._seen = 1, 0
+        self._newest: Any = None
+
+    def add(self, item: Any) -> None:
+        """Costs next to nothing for an item that is not kept."""
+        self._newest = item
+        if self._seen % self._stride == 0:
+            self._kept.append(item)
+            if len(self._kept) > self.most:
+                self._kept = self._kept[::2]
+                self._stride *= 2
+        self._seen += 1
+
+    def items(self) -> list[Any]:
+        if not self._kept or self._kept[-1] is self._newest:
+            return list(self._kept)
+        return [*self._kept, self._newest]
+
+
+class RankSeries:
+    """Progress records of one rank, oldest first, in rows; a row whose step was done again is superseded."""
+
+    def __init__(self, rank: int, columns: Sequence[str]) -> None:
+        self.rank = rank
+        self.step, self.ts = array("q"), array("d")
+        self.steps = array("q")
+        """Steps since the row before, or since the checkpoint that the run went on from."""
+        self.superseded = bytearray()
+        self.columns = {name: array("d") for name in columns}
+        self._gates = ThinnedSeries()
+        self.processes: list[ProcessRecord] = []
+        self.last: Mapping[str, Any] = {}
+        self.last_progress: Mapping[str, Any] = {}
+        self._counted_to = 0
+        self._scalars = tuple((name, self.columns[name]) for name in columns if name not in SHARES)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        ts, step, msg = record["ts"], record["step"], record["msg"]
+        if not self.processes or msg == names.START or record["pid"] != self.processes[-1].pid:
+            self.processes.append(ProcessRecord(record["pid"], ts, step, len(self)))
+            self._counted_to = step if msg == names.START else max(0, step - 1)
+        if msg in _BACK:
+            self._supersede(step)
+        if msg == names.PROGRESS:
+            self._add_row(record)
+        process = self.processes[-1]
+        process.last, process.last_step = ts, step
+        if msg in names.ENDINGS:
+            process.ending, process.detail = msg, str(record.get("detail") or "")
+        self.last = record
+
+    def column(self, name: str) -> "array[float]":
+        """Of all rows."""
+        return self.columns[name]
+
+    def counted(self, name: str) -> "array[float]":
+        """The column, or `step` or `ts`, of the rows that were not superseded."""
+        values = getattr(self, name) if name in ("step", "ts") else self.columns[name]
+        if not any(self.superseded):
+            return values
+        return array(values.typecode, compress(values, self.superseded.translate(_TURNED)))
+
+    def gates(self) -> list[GateShares]:
+        """By layer, evenly spaced records of the whole run, those of steps that were done again left out."""
+        way: list[GateShares] = []
+        for step, by_layer in self._gates.items():
+            while way and way[-1].step >= step:
+                way.pop()
+            way.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
+        return way
+
+    def _add_row(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        self.step.append(step)
+        self.ts.append(record["ts"])
+        self.steps.append(max(1, step - self._counted_to))
+        self.superseded.append(0)
+        self._counted_to = step
+        for name, column in self._scalars:
+            value = record.get(name)
+            column.append(value if type(value) is float and isfinite(value) else _number(value))
+        if SHARES[0] in self.columns:
+            shares = record.get("gate_branch_shares") or ()
+            for name, share in zip(SHARES, [*shares, *[None] * 3], strict=False):
+                self.columns[name].append(_number(share))
+            if by_layer := record.get("gate_shares_by_layer"):
+                self._gates.add((step, by_layer))
+        self.last_progress = record
+
+    def _supersede(self, step: int) -> None:
+        """The run goes on from `step`: what came after it is done again."""
+        for row in range(len(self) - 1, -1, -1):
+            if self.step[row] > step:
+                self.superseded[row] = 1
+            elif not self.superseded[row]:
+                break
+        self._counted_to = step
+
+
+@dataclass
+class RunData:
+    folder: Path
+    ranks: dict[int, RankSeries] = field(default_factory=dict)
+    events: list[RunEvent] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    env: dict[str, Any] = field(default_factory=dict)
+    halt: str | None = None
+    """What `.HALT` says."""
+    unreadable: records.Unreadable = field(default_factory=records.Unreadable)
+    """Records that could not be read, by file."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def lead(self) -> RankSeries:
+        """The lowest rank that is known: what all ranks share is read from it."""
+        return self.ranks[min(self.ranks)] if self.ranks else RankSeries(0, (*OF_THE_LEAD, *SHARES))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return records.section(self.env.get("config")) or {}
+
+    @property
+    def target_steps(self) -> int | None:
+        return records.whole((records.section(self.config.get("train")) or {}).get("steps"))
+
+    def take(self, rank: int, beats: Iterable[Mapping[str, Any]]) -> None:
+        """Records of one heartbeat file, as `beat_fields` gives them."""
+        if rank not in self.ranks:
+            lead = not self.ranks or rank < min(self.ranks)
+            self.ranks[rank] = RankSeries(rank, (*OF_THE_LEAD, *SHARES) if lead else OF_EVERY_RANK)
+        series = self.ranks[rank]
+        for record in beats:
+            series.take(record)
+
+    def counted_evaluations(self) -> list[EvaluationRecord]:
+        """The last one at each step, in the order of the steps."""
+        newest = {evaluation.step: evaluation for evaluation in self.evaluations}
+        return [newest[step] for step in sorted(newest)]
+
+    def read_the_rest(self) -> None:
+        """Everything but the heartbeats; small files, read anew."""
+        self.events, self.unreadable[names.EVENTS] = read_events_and_damage(self.folder)
+        self.evaluations, self.unreadable[names.VAL_CSV] = _read_evaluations(self.folder / names.VAL_CSV)
+        env, env_damaged = records.read_section(self.folder / names.ENV)
+        self.env, self.unreadable[names.ENV] = env or {}, int(env_damaged)
+        self.halt = RunFolder(self.folder).halt_reason()
+
+
+class RunFollower:
+    """Keeps a run up to date; each look costs what was written since the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunData(folder)
+        self._tails: dict[int, RecordTail[dict[str, Any]]] = {}
+
+    def update(self) -> RunData:
+        for rank, path in heartbeats(self.run.folder):
+            tail = self._tails.setdefault(rank, RecordTail(path, beat_fields(rank)))
+            self.run.take(rank, tail.stream())
+            self.run.unreadable[path.name] = tail.unreadable
+        self.run.read_the_rest()
+        return self.run
+
+    def close(self) -> None:
+        for tail in self._tails.values():
+            tail.close()
+
+
+def load(folder: Path) -> RunData:
+    """Everything a run folder tells."""
+    follower = RunFollower(folder)
+    try:
+        return follower.update()
+    finally:
+        follower.close()
+
+
+def heartbeats(folder: Path) -> list[tuple[int, Path]]:
+    """Heartbeat files, lowest rank first. A folder that is no run folder is refused."""
+    found = records.heartbeat_files(folder)
+    if not found and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
+        what = "holds no run" if folder.is_dir() else "does not exist"
+        raise ConfigError(
+            f"{folder} {what}: there is no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV} in it. Name a run "
+            f"folder (train.out_dir)."
+        )
+    return found
+
+
+def _number(value: Any) -> float:
+    if value is None or isinstance(value, (bool, list, dict)):
+        return ABSENT
+    try:
+        number = float(value)
+    except ValueError:
+        return ABSENT
+    return number if math.isfinite(number) else NOT_FINITE
+
+
+def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
+    rows, bad = records.read_rows(path)
+    found = []
+    for row in rows:
+        try:
+            step, loss, seconds, ts = int(row["step"]), float(row["val_loss"]), float(row["seconds"]), float(row["ts"])
+        except (KeyError, ValueError):
+            bad += 1
+            continue
+        checked = (records.whole(step), records.number(loss), records.amount(seconds), records.time_stamp(ts))
+        if None in checked:
+            bad += 1
+        else:
+            found.append(EvaluationRecord(step, loss, seconds, ts))
+    return found, bad
+
+
+assert {*OF_THE_LEAD, "gate_branch_shares", "gate_shares_by_layer"} <= {field.name for field in fields(HeartbeatRecord)}

@@ -1,0 +1,214 @@
+"""What one forward and backward pass keeps in memory, reckoned tensor by tensor.
+
+Here, and nowhere else, stands which tensors a pass keeps for its backward. The attention operators save the same ones
+whichever backend runs (`nsa.kernels.ops`); backends differ in what they use meanwhile, which is `workspace_bytes`.
+Figures are bytes of one rank's forward pass of B rows of S tokens. tests/planning/test_activations.py holds them
+against
+what an allocator counted.
+
+D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H heads · G kv groups · K key dim
+"""
+
+from dataclasses import dataclass
+
+from nsa.config.schema import RunConfig
+from nsa.geometry import Geometry
+from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
+from nsa.kernels.portable.selected import UNION_FACTOR
+from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
+from nsa.model.build import wanted_kernels
+
+FP32 = 4
+INT32, INT64 = 4, 8
+_BRANCHES = 3
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One forward pass of one rank, and how it computes."""
+
+    rows: int
+    seq_len: int
+    vocab_size: int
+    autocast: bool
+    """Weights in fp32, cast to bf16 at each use; else they are used in the dtype they are gathered in."""
+    width: int
+    """Bytes of one number of the model's arithmetic: 2 for bf16, 4 for fp32."""
+    on_gpu: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len
+
+    @property
+    def stream_width(self) -> int:
+        """Bytes of one number of the residual stream: under autocast it begins, and so stays, in fp32."""
+        return FP32 if self.autocast else self.width
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Peaks above weights, gradients and optimizer states."""
+
+    kept: int
+    """Every block's tensors kept for the backward pass."""
+    recomputed: int
+    """With gradient checkpointing: the inputs of the blocks, and one block at a time again."""
+    workspace: int
+    """Of both: what the attention kernels use meanwhile and nothing keeps."""
+
+    def peak(self, gradient_checkpointing: bool) -> int:
+        return self.recomputed if gradient_checkpointing else self.kept
+
+
+def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_weights: int) -> ActivationMemory:
+    """Peaks of a pass. `linear_weights`: weights of one block's matrix products; `head_weights`: of the last one.
+
+    A pass has three moments at which the most can be alive: the loss, the backward pass of the last block's
+    feed-forward, and that of its attention. Which one it is depends on the vocabulary and on the widths.
+    """
+    layers, block = config.model.n_layers, _BlockTensors(config, one)
+    casts = one.width * linear_weights if one.autocast else 0
+    head_casts = one.width * head_weights if one.autocast else 0
+    saved = block.saved() + casts
+    workspace = workspace_bytes(config, one)
+    head, logits = _head(config, one) + head_casts, one.tokens * one.vocab_size
+    # Forward: logits, the same in fp32, log-probabilities. Backward: log-probabilities and two gradients of them.
+    loss_forward, loss_backward = logits * (one.width + 2 * FP32), logits * 3 * FP32
+    during_block = max(block.feed_forward_backward(), block.attention_backward(workspace))
+
+    kept = layers * saved
+    inputs = layers * one.tokens * config.model.dim * one.stream_width
+    all_casts = layers * casts  # autocast holds them until it ends, after the loss and before the backward pass
+    return ActivationMemory(
+        kept=kept + max(head + loss_forward, head + loss_backward, during_block),
+        recomputed=inputs + max(all_casts + head + loss_forward, head + loss_backward, saved + during_block),
+        workspace=workspace,
+    )
+
+
+class _BlockTensors:
+    """The tensors of one block, in bytes."""
+
+    def __init__(self, config: RunConfig, one: ForwardPass) -> None:
+        model, nsa = config.model, config.nsa
+        self.one, self.phi, self.after = one, nsa.phi, nsa.rope_compressed == "after"
+        self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size, nsa.n_sel, nsa.l
+        self.keys, self.values = model.n_heads * model.d_k, model.n_heads * model.d_v
+        self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
+        self.blocks = Geometry(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w).n_compressed(one.seq_len)
+        self.gates = self.heads if nsa.gate_per == "head" else self.groups
+
+    def saved(self) -> int:
+        """What its forward pass keeps for its backward pass."""
+        per_token = self._norm(readers=4) + self._attention() + self._norm(readers=2) + self._feed_forward()
+        return self.one.tokens * per_token + self.one.rows * self._compressed()
+
+    def feed_forward_backward(self) -> int:
+        """More than `saved` while the feed-forward is differentiated; its last product is free by then."""
+        width = self.one.width
+        cast = width * self.dim if self.one.autocast else 0
+        gradients = self.one.stream_width * self.dim + cast + 3 * width * self.ffn
+        return self.one.tokens * (gradients - width * self.ffn)
+
+    def attention_backward(self, workspace: int) -> int:
+        """More than `saved` while the attention is: the feed-forward's tensors are free by then."""
+        width = self.one.width
+        gradients = (
+            self.one.stream_width * self.dim
+            + FP32 * self.values  # of the mixed branches
+            + width * self.values  # of one branch at a time
+            + 2 * width * self.keys  # of the queries: from this branch, and from those before it
+            + (FP32 + width) * self.groups * (self.d_k + self.d_v)  # of keys and values, in fp32 while they are summed
+        )
+        freed = self._norm(readers=2) + self._feed_forward() + width * self.values
+        return max(0, self.one.tokens * (gradients - freed) + workspace)
+
+    def _norm(self, readers: int) -> int:
+        """Its input and the normalised input in fp32, and its output: once, or cast for each product that reads it."""
+        width = self.one.width
+        outputs = readers * width if self.one.autocast else width
+        return 2 * FP32 * self.dim + FP32 + outputs * self.dim
+
+    def _attention(self) -> int:
+        width, rotated = self.one.width, (3 if self.after else 4)
+        return (
+            width * self.keys  # q
+            + 2 * width * self.groups * self.d_k  # k of the selected and the sliding branch
+            + _BRANCHES * width * self.groups * self.d_v  # v of all branches lies in one tensor
+            + rotated * FP32 * self.d_k  # a cosine and a sine per pair and rotation
+            + INT32 * self.groups * self.n_sel  # the chosen blocks
+            + 2 * INT64  # positions and starts
+            + _BRANCHES * (width * self.values + FP32 * self.heads)  # each branch's output and log-sum-exp
+            + _BRANCHES * FP32 * self.gates
+            + width * self.values  # the mixed output
+        )
+
+    def _compressed(self) -> int:
+        """Per row: which tokens each block reads, the compressed keys and values, and what φ keeps."""
+        width = self.one.width
+        per_block = 2 * INT64 * self.l + width * self.groups * (self.d_k + self.d_v)
+        if self.after:
+            per_block += FP32 * self.d_k
+        if self.phi != "avg":
+            per_block += width * self.l * self.groups * (self.d_k + self.d_v)  # the gathered tokens
+        if self.phi == "mlp":
+            per_block += 2 * width * self.groups * 2 * (self.d_k + self.d_v)  # before and after the GELU
+        return self.blocks * per_block
+
+    def _feed_forward(self) -> int:
+        return 4 * self.one.width * self.ffn
+
+
+def _head(config: RunConfig, one: ForwardPass) -> int:
+    """What the last norm and product keep, and the ids and labels."""
+    return one.tokens * (2 * FP32 * config.model.dim + FP32 + one.width * config.model.dim + 2 * INT64)
+
+
+def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
+    """The largest temporaries of the kernels that will run: those of the selected branch's backward pass."""
+    if not one.on_gpu and wanted_kernels(config).selected in ("auto", "cpu"):
+        return _packed_keys(config, one)
+    if one.on_gpu and wanted_kernels(config).selected == "triton":
+        return _slots(config, one)
+    return _portable_workspace(config, one)
+
+
+def _packed_keys(config: RunConfig, one: ForwardPass) -> int:
+    """The compiled CPU kernels pack one branch's keys and values twice, in fp32, and add up their gradients in it."""
+    model = config.model
+    return 3 * FP32 * one.tokens * model.n_kv_groups * (model.d_k + model.d_v)
+
+
+def _slots(config: RunConfig, one: ForwardPass) -> int:
+    """The Triton kernels keep what every query gets from each of its blocks, which may lie across two windows of keys,
+    and gradients of windows in fp32: a sum per window, and one more for every PIECE of its readers."""
+    model, nsa = config.model, config.nsa
+    queries = one.tokens * model.n_heads * model.d_k * one.width
+    slots = one.tokens * model.n_heads * 2 * nsa.n_sel * max(model.d_k, model.d_v) * one.width
+    share = min(1.0, max(SLOT_BYTES, QUERIES_OF_SLOTS * queries) / slots)  # of the queries, which are taken at a time
+    windows = one.rows * model.n_kv_groups * -(-one.seq_len // nsa.l_sel)
+    sums = windows + int(share * one.tokens * model.n_kv_groups * nsa.n_sel * 2) // PIECE
+    return int(share * slots) + sums * nsa.l_sel * (model.d_k + model.d_v) * FP32
+
+
+def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
+    """The portable kernels' temporaries.
+
+    Either the union of the blocks that a chunk of queries chose, with scores and their gradients, or for each query a
+    copy of its own keys and values, with their gradients. Which one depends on the data, so it is the larger.
+    """
+    model, nsa = config.model, config.nsa
+    budget = OTHER_ELEMENTS if one.on_gpu else CPU_ELEMENTS
+    chosen = nsa.n_sel * nsa.l_sel
+    queries = min(one.seq_len, max(1, budget // (one.rows * model.n_heads * chosen)))
+    n_blocks = -(-one.seq_len // nsa.l_sel)
+    union = min(n_blocks, UNION_FACTOR * nsa.n_sel) * nsa.l_sel
+    shared = one.rows * queries * union * (2 * FP32 * model.n_heads + 3 * model.n_kv_groups)
+    if n_blocks <= UNION_FACTOR * nsa.n_sel:
+        return shared
+    copied = min(queries, max(1, 4 * budget // (one.rows * model.n_kv_groups * chosen * model.d_k)))
+    keys = one.rows * copied * model.n_kv_groups * chosen
+    # Copies and their gradients; where chunks follow each other, the next one's copies exist before these are dropped.
+    generations = 2 if copied == one.seq_len else 3
+    return max(shared, keys * (generations * FP32 * (model.d_k + model.d_v) + INT64))

@@ -1,0 +1,287 @@
+"""What a run needs and costs, reckoned from its description alone: parameters, FLOPs, memory, time, price.
+
+Weights, gradients and optimizer bytes are exact. Activations are reckoned tensor by tensor and held against
+measurements (tests/planning/test_activations.py). Time and price rest on an assumed efficiency, which is named with
+them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from nsa.config.schema import RunConfig, TrainConfig, settings
+from nsa.errors import ConfigError
+from nsa.model.build import build_model
+from nsa.model.llama_block_nsa import LlamaBlockNSA
+from nsa.model.transformer import NSATransformer
+from nsa.planning.activations import FP32, ActivationMemory, ForwardPass, activations
+from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget
+
+_ADAM_MOMENTS = 2
+_ADAM_BYTES_MOVED = 28  # per parameter and step: weight, gradient and two moments read, all but the gradient written
+_CONTEXT_BYTES = {True: int(0.8 * GIB), False: int(0.4 * GIB)}  # CUDA's own, or an interpreter with torch
+_FRAGMENTATION = 0.05
+_POSSIBLE_SIZE = 2**24
+_FILED_TENSOR_BYTES = 8 * 1024  # what a checkpoint adds to each tensor, in round figures: headers, index, alignment
+
+GPU_EFFICIENCY, CPU_EFFICIENCY = 0.02, 0.1
+_GPU_ORIGIN = "assumed: what an earlier NSA trainer reached on an A100; this one was not yet measured on a GPU"
+_CPU_ORIGIN = "assumed, in round figures"
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    embeddings: int
+    attention: int
+    feed_forward: int
+    norms: int
+    head: int
+    """0 where the head uses the embedding."""
+    tensors: int
+
+    @property
+    def total(self) -> int:
+        return self.embeddings + self.attention + self.feed_forward + self.norms + self.head
+
+    @property
+    def in_blocks(self) -> int:
+        return self.attention + self.feed_forward + self.norms
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one device at the worst moment of a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: ActivationMemory
+    gradient_checkpointing: bool
+    optimizer_step: int
+    """Temporaries of the optimizer's step; by then activations are gone."""
+    communication: int
+    reserve: int
+    """Assumed: the driver's context and what fragmentation wastes."""
+    available: int
+
+    @property
+    def total(self) -> int:
+        passing = max(self.activations.peak(self.gradient_checkpointing), self.optimizer_step)
+        return self.weights + self.gradients + self.optimizer + self.communication + passing + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.available
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    target: HardwareTarget
+    vocab_size: int
+    parameters: ParameterCounts
+    flops_per_token: Mapping[str, float]
+    """To train on one token, by part, all layers."""
+    recomputed_flops_per_token: float
+    """On top, with gradient checkpointing: the blocks' forward pass once more."""
+    memory: MemoryEstimate
+    checkpoint_bytes: int
+    kept_checkpoints: int
+    """How many are there at the end: the newest, and those at multiples of train.keep_every."""
+    export_bytes: int
+    """The final model.pt and its safetensors twin."""
+    cache_bytes: int
+    """Keys and values of one row of train.seq_len tokens when the model is used, in the run's precision."""
+    tokens_per_step: int
+    steps: int
+    step_s: float
+    measured: bool
+    """Whether `step_s` was measured on the target; else it rests on an assumed efficiency."""
+    timing: str
+    """Where `step_s` comes from, in words."""
+    usd_per_hour: float
+    """Of all devices together; assumed unless given."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def wall_s(self) -> float:
+        return self.steps * self.step_s
+
+    @property
+    def usd(self) -> float:
+        return self.wall_s / 3600 * self.usd_per_hour
+
+
+def estimate(
+    config: RunConfig,
+    target: HardwareTarget,
+    vocab_size: int,
+    *,
+    efficiency: float | None = None,
+    price: float | None = None,
+    measured_step_s: float | None = None,
+) -> RunEstimate:
+    """`efficiency`: share of the peak that the model's own FLOPs reach; `price`: USD per device-hour."""
+    train, vocab_size = config.train, config.model.vocab_size or vocab_size
+    try:
+        model = _one_layer(config, vocab_size)
+        cache_bytes = _cache_bytes(config, model)
+    except (RuntimeError, OverflowError, TypeError) as error:  # torch's, for a size that does not fit into 64 bits
+        raise _explain_impossible_size(config, error) from error
+    parameters = _parameters(config, model)
+    flops, recomputed = _flops(config, model)
+    tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
+    if measured_step_s is not None:
+        step_s, timing = measured_step_s, "measured: one step of the dry run"
+    else:
+        share = efficiency if efficiency is not None else GPU_EFFICIENCY if target.device.is_gpu else CPU_EFFICIENCY
+        origin = "given" if efficiency is not None else _GPU_ORIGIN if target.device.is_gpu else _CPU_ORIGIN
+        peak = target.count * target.flops(config.runtime.precision)
+        moved = _ADAM_BYTES_MOVED * parameters.total / _shards(config, target)
+        step_s = tokens * sum(flops.values()) / (peak * share) + moved / (1e9 * target.device.bandwidth_gb_s)
+        timing = f"{share:.0%} of peak ({origin})"
+    return RunEstimate(
+        target=target,
+        vocab_size=vocab_size,
+        parameters=parameters,
+        flops_per_token=flops,
+        recomputed_flops_per_token=recomputed if config.runtime.gradient_checkpointing else 0.0,
+        memory=_memory(config, target, vocab_size, parameters),
+        checkpoint_bytes=_checkpoint_bytes(parameters),
+        kept_checkpoints=_kept_checkpoints(config.train),
+        export_bytes=2 * FP32 * parameters.total,
+        cache_bytes=cache_bytes,
+        tokens_per_step=tokens,
+        steps=train.steps,
+        step_s=step_s,
+        measured=measured_step_s is not None,
+        timing=timing,
+        usd_per_hour=target.count * (target.device.usd_per_hour if price is None else price),
+    )
+
+
+def _one_layer(config: RunConfig, vocab_size: int) -> NSATransformer:
+    """The model with one block, without values: whatever is asked of it is the real model's answer."""
+    short = config.model_copy(update={"model": config.model.model_copy(update={"n_layers": 1})})
+    with torch.device("meta"):
+        return build_model(short, vocab_size)
+
+
+def _explain_impossible_size(config: RunConfig, error: Exception) -> Exception:
+    """The largest size is the one to blame; with none that is large, the error is not about sizes."""
+    keys = [key for key in settings() if key.startswith(("model.", "nsa.")) or key == "train.seq_len"]
+    sizes = {key: value for key in keys if isinstance(value := config.value(key), int)}
+    key = max(sizes, key=lambda name: sizes[name])
+    if sizes[key] < _POSSIBLE_SIZE:
+        return error
+    return ConfigError(f"{key} is {sizes[key]}: no tensor can be that large. Set a smaller one.")
+
+
+def _parameters(config: RunConfig, model: NSATransformer) -> ParameterCounts:
+    layers = config.model.n_layers
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    in_block = {name: size for name, size in sizes.items() if name.startswith("blocks.")}
+
+    def of_blocks(part: str) -> int:
+        return layers * sum(size for name, size in in_block.items() if part in name)
+
+    return ParameterCounts(
+        embeddings=sizes["embeddings.weight"],
+        attention=of_blocks(".attention."),
+        feed_forward=of_blocks(".feed_forward."),
+        norms=of_blocks("_norm.") + sizes["lm_head.norm.weight"],
+        head=sizes.get("lm_head.w_out.weight", 0),
+        tensors=layers * len(in_block) + len(sizes) - len(in_block),
+    )
+
+
+def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], float]:
+    """By part, forward and backward, in all layers; and the blocks' forward pass alone."""
+    layers, block = config.model.n_layers, model.blocks[0]
+    assert isinstance(block, LlamaBlockNSA)
+    attention = block.attention.flops(config.train.seq_len)
+    feed_forward = 2.0 * sum(p.numel() for p in block.feed_forward.parameters())
+    forward = {"feed_forward": feed_forward, **attention}
+    # Backward costs twice forward; choosing blocks has none.
+    flops = {part: layers * count * (1 if part == "select" else 3) for part, count in forward.items()}
+    return {**flops, "head": 6.0 * model.lm_head.w_out.weight.numel()}, layers * sum(forward.values())
+
+
+def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, parameters: ParameterCounts) -> MemoryEstimate:
+    bf16, on_gpu = config.runtime.precision == "bf16", target.device.is_gpu
+    shards, width = _shards(config, target), 2 if bf16 else FP32
+    sharded = target.count > 1 and config.parallel.data != "ddp"
+    one = ForwardPass(
+        rows=-(-config.train.batch_size // target.count),
+        seq_len=config.train.seq_len,
+        vocab_size=vocab_size,
+        autocast=bf16 and not sharded,
+        width=width,
+        on_gpu=on_gpu,
+    )
+    in_products = (parameters.attention + parameters.feed_forward) // config.model.n_layers
+    activation = activations(config, one, in_products, vocab_size * config.model.dim)
+    weights, states = FP32 * parameters.total // shards, _state_bytes(parameters) // shards
+    known = weights * 2 + states + activation.peak(config.runtime.gradient_checkpointing)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=weights,
+        optimizer=states,
+        activations=activation,
+        gradient_checkpointing=config.runtime.gradient_checkpointing,
+        optimizer_step=weights if on_gpu else 0,
+        communication=_communication(config, target, parameters, width, in_products),
+        reserve=_CONTEXT_BYTES[on_gpu] + int(_FRAGMENTATION * known),
+        available=target.memory_bytes,
+    )
+
+
+def _state_bytes(parameters: ParameterCounts) -> int:
+    """AdamW's: two moments in fp32, and a step count for every tensor."""
+    return FP32 * (_ADAM_MOMENTS * parameters.total + parameters.tensors)
+
+
+def _checkpoint_bytes(parameters: ParameterCounts) -> int:
+    """Of every parameter the weight, two moments and a step count, with what files add to them."""
+    tensors = (2 + _ADAM_MOMENTS) * parameters.tensors
+    return FP32 * parameters.total + _state_bytes(parameters) + tensors * _FILED_TENSOR_BYTES
+
+
+def _kept_checkpoints(train: TrainConfig) -> int:
+    """Counted, not listed: a run may have a billion steps."""
+    steps, every, for_good = train.steps, train.save_every, train.keep_every
+    by_interval, at_the_end = (steps // every, int(steps % every > 0)) if every else (0, 1)
+    newest = min(train.keep_checkpoints, by_interval + at_the_end)
+    if not every or not for_good:
+        return newest
+    oldest_of_newest = (by_interval - (newest - at_the_end) + 1) * every
+    return newest + (oldest_of_newest - 1) // for_good
+
+
+def _shards(config: RunConfig, target: HardwareTarget) -> int:
+    """Devices that hold one copy of the weights together."""
+    if config.parallel.data == "ddp":
+        return 1
+    if config.parallel.data == "fsdp":
+        return target.count
+    return min(target.count, config.parallel.shard_ranks or RANKS_PER_NODE)
+
+
+def _communication(
+    config: RunConfig, target: HardwareTarget, parameters: ParameterCounts, width: int, in_block: int
+) -> int:
+    """ddp: a second copy of the gradients, in buckets. Sharded: one block gathered and one on its way, embedding and
+    head gathered, and one block's whole gradient in fp32. Not measured."""
+    if target.count == 1:
+        return 0
+    if config.parallel.data == "ddp":
+        return FP32 * parameters.total
+    return width * (2 * in_block + parameters.embeddings + parameters.head) + FP32 * in_block
+
+
+def _cache_bytes(config: RunConfig, model: NSATransformer) -> int:
+    width = FP32 if config.runtime.precision == "fp32" else 2
+    return model.new_cache(1, config.train.seq_len).n_bytes() * config.model.n_layers * width // FP32

@@ -1,0 +1,37 @@
+"""Rank 0 writes down what happens to the run: first step and saves."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from olmo_core.aliases import PathOrStr
+from olmo_core.train.callbacks import Callback
+
+from nsa.checkpoint import names
+from nsa.observe.events import EventKind, add_event
+
+
+@dataclass
+class EventLogCallback(Callback):
+    run_folder: Path
+    _begun: bool = False
+
+    def add(self, kind: EventKind, **details: object) -> None:
+        self.add_at(self.step, kind, **details)
+
+    def add_at(self, step: int, kind: EventKind, **details: object) -> None:
+        add_event(self.run_folder, kind, ts=time.time(), step=step, **details)
+
+    def post_train_batch(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.add(EventKind.FIRST_STEP)
+
+    def post_checkpoint_saved(self, path: PathOrStr) -> None:
+        """In the thread that finished the save, when the run is steps further already."""
+        step = names.step_of(Path(path).name)
+        assert step is not None
+        self.add_at(step, EventKind.SAVE, path=str(path))
+
+    def on_error(self, exc: BaseException) -> None:
+        self.add(EventKind.ERROR, error=f"{type(exc).__name__}: {exc}")

@@ -1,0 +1,98 @@
+"""From the settings of a run to the rows it trains and is judged on."""
+
+import glob
+from pathlib import Path
+
+from nsa.config.schema import RunConfig
+from nsa.data.bootstrap import FINEWEB_EDU
+from nsa.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
+from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
+from nsa.data.tokenizer import load_tokenizer
+from nsa.errors import ConfigError, DataError
+from nsa.observe import names
+from nsa.storage import StorageFolder
+
+_PACKING = {"stream": "concat", "best_fit": "best_fit"}
+_AT_END = {"epoch": "repeat", "error": "error"}
+_HELD_OUT_SEED = 1 << 32  # synthetic rows of a seed that no run can be given
+
+
+def vocabulary(config: RunConfig) -> int:
+    """Ids the model must know."""
+    if config.data.dataset == "prepared":
+        return read_manifest(StorageFolder(_path(config))).vocab_size
+    return load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def training_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
+    """`run_folder` keeps the checksums of the units that are read, unless data.cache_dir does."""
+    return _rows(config, vocab_size, run_folder, held_out=False)
+
+
+def held_out_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
+    """One pass over what training never sees."""
+    return _rows(config, vocab_size, run_folder, held_out=True)
+
+
+def global_rows(config: RunConfig) -> int:
+    """Rows of one optimizer step, over all ranks and forward passes."""
+    return config.train.batch_size * config.train.accumulate_grad_batches
+
+
+def remote_address(config: RunConfig) -> str | None:
+    """Where the data is, if that is not a folder or a file here."""
+    if config.data.dataset == "synthetic":
+        return None
+    path = config.data.path
+    if path is None:
+        return config.data.dataset
+    return path if "://" in path or (config.data.dataset == "fineweb_edu" and not Path(path).exists()) else None
+
+
+def find_data(config: RunConfig) -> None:
+    """Raise if data that should be on this machine, or its tokenizer, is missing. Reads no document."""
+    vocabulary(config)
+    if config.data.dataset in ("synthetic", "prepared") or remote_address(config) is not None:
+        return
+    path = _path(config)
+    if not Path(path).exists() and not glob.glob(path, recursive=True):
+        raise DataError(f"data.path is {path} and there is no such file or folder. Set data.path to your data.")
+
+
+def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_out: bool) -> RowData:
+    data, seq_len, seed = config.data, config.train.seq_len, config.train.seed
+    if data.dataset == "synthetic":
+        return SyntheticData(data.synthetic_task, vocab_size, seq_len, seed + _HELD_OUT_SEED if held_out else seed)
+    if data.dataset == "prepared":
+        return PreparedData(
+            _path(config),
+            seq_len,
+            split=VALIDATION if held_out else TRAIN,
+            seed=seed,
+            shuffle=not held_out,
+            max_epochs=1 if held_out or data.on_end == "error" else None,
+            cache_path=data.cache_dir,
+            cache_limit_bytes=int(data.cache_gib * GIB),
+        )
+    return DirectData(
+        _path(config),
+        data.tokenizer,
+        seq_len,
+        seed=seed,
+        split="validation" if held_out else "train",
+        held_out_fraction=data.held_out,
+        at_end="stop" if held_out else _AT_END[data.on_end],  # type: ignore[arg-type]
+        packing=_PACKING[data.packing],  # type: ignore[arg-type]
+        max_bad_units=data.max_bad_units,
+        loader_timeout_s=data.loader_timeout_s,
+        cache_path=data.cache_dir,
+        checksum_path=data.cache_dir or (str(run_folder / names.DATA_CHECKSUMS) if run_folder else None),
+    )
+
+
+def _path(config: RunConfig) -> str:
+    if config.data.path is not None:
+        return config.data.path
+    if config.data.dataset == "fineweb_edu":
+        return FINEWEB_EDU
+    raise ConfigError(f"data.dataset={config.data.dataset} needs data.path: there is no default place for your data.")

@@ -1,0 +1,1 @@
+"""Subclasses and overrides of the training engine (OLMo-core)."""

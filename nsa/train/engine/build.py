@@ -1,0 +1,109 @@
+"""From the description of a run to the engine's parts: model, parallelism, optimizer, schedule."""
+
+import fnmatch
+
+import torch
+from olmo_core.config import DType
+from olmo_core.distributed.parallel import DataParallelType
+from olmo_core.nn.transformer import Transformer
+from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
+from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train.train_module.transformer.config import (
+    TransformerActivationCheckpointingConfig,
+    TransformerDataParallelConfig,
+)
+
+from nsa.config.schema import RunConfig
+from nsa.errors import ConfigError
+from nsa.planning.preflight_rules import NOT_FP16, why_no_fp16
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
+from nsa.train.engine.mixer import transformer_config
+from nsa.train.rank_rules import check
+
+BETAS = (0.9, 0.95)
+NOT_DECAYED = ["*norm.weight", "*.bias", "*.b_in", "*.pos_emb", "embeddings.weight"]
+
+FROM_THE_CONFIG = ("initial_lr", "weight_decay")
+"""Of the optimizer, not restored from a checkpoint: a run may be resumed with others."""
+
+
+def choose_device(config: RunConfig, ranks: RankInfo) -> torch.device:
+    """Where this rank computes."""
+    wanted = config.runtime.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"runtime.device is {wanted} and torch sees no GPU here. Set runtime.device=cpu or auto.")
+    if ranks.distributed:
+        return torch.device("cuda", ranks.local_rank)
+    return torch.device("cuda" if wanted == "auto" else wanted)
+
+
+def build_train_module(
+    config: RunConfig, vocab_size: int, ranks: RankInfo, device: torch.device
+) -> StepSkippingTrainModule:
+    """The engine's train module around an NSA model; weights are the same for every number of ranks."""
+    check(config, ranks)
+    check_precision(config)
+    train, bf16 = config.train, config.runtime.precision == "bf16"
+    sharded = ranks.distributed and config.parallel.data != "ddp"
+    model = transformer_config(config, vocab_size).build(init_device="meta")
+    module = StepSkippingTrainModule(
+        model=model,
+        optim=AdamWConfig(
+            lr=train.lr,
+            betas=BETAS,
+            weight_decay=train.weight_decay,
+            fixed_fields=FROM_THE_CONFIG,
+            group_overrides=[OptimGroupOverride(params=_not_decayed(model), opts={"weight_decay": 0.0})],
+        ),
+        rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,
+        max_sequence_length=train.seq_len,
+        dp_config=_data_parallel(config, bf16) if ranks.distributed else None,
+        ac_config=TransformerActivationCheckpointingConfig() if config.runtime.gradient_checkpointing else None,
+        # Sharded weights are cast as they are gathered; whole ones, kept in fp32, at each use.
+        autocast_precision=torch.bfloat16 if bf16 and not sharded else None,
+        max_grad_norm=train.grad_clip or float("inf"),  # the norm is wanted even where nothing is clipped
+        scheduler=_schedule(config),
+        device=device,
+    )
+    _scale_feed_forward(module.model)
+    return module
+
+
+def check_precision(config: RunConfig) -> None:
+    if problem := why_no_fp16(config.runtime.precision):
+        raise ConfigError(f"precision_fp16: {problem}. {NOT_FP16}")
+
+
+def _not_decayed(model: Transformer) -> list[str]:
+    """The patterns that a parameter of this model has: the engine refuses one that nothing matches."""
+    names = [name for name, _ in model.named_parameters()]
+    return [pattern for pattern in NOT_DECAYED if fnmatch.filter(names, pattern)]
+
+
+def _data_parallel(config: RunConfig, bf16: bool) -> TransformerDataParallelConfig:
+    name = DataParallelType(config.parallel.data)
+    if name == DataParallelType.ddp:
+        return TransformerDataParallelConfig(name=name)
+    return TransformerDataParallelConfig(
+        name=name,
+        param_dtype=DType.bfloat16 if bf16 else None,
+        shard_degree=config.parallel.shard_ranks if name == DataParallelType.hsdp else None,
+    )
+
+
+def _schedule(config: RunConfig) -> Scheduler:
+    train = config.train
+    if train.lr_schedule == "constant":
+        return ConstantWithWarmup(warmup=train.warmup_steps)
+    shape = CosWithWarmup if train.lr_schedule == "cosine" else LinearWithWarmup
+    return shape(warmup=train.warmup_steps, alpha_f=train.final_lr_ratio)
+
+
+@torch.no_grad()
+def _scale_feed_forward(model: Transformer) -> None:
+    """As `nsa.core.init`: what writes to the residual stream begins smaller in a deeper model."""
+    for block in model.blocks.values():
+        block.feed_forward.w2.weight.mul_((2 * model.n_layers) ** -0.5)

@@ -1,0 +1,179 @@
+"""The engine's data loader over our row streams: every rank its share of one global sequence.
+
+The saved state is the stream's cursor after the last batch taken; it names neither rank nor world size. Ranks that
+stream documents directly divide the reading: each reads and tokenises its share of the units and passes the tokens on
+through a folder of the run.
+"""
+
+import logging
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from olmo_core.data.collator import DataCollator
+from olmo_core.data.data_loader import TextDataLoaderBase
+from olmo_core.distributed.utils import all_gather_object, broadcast_object
+from torch import Tensor
+
+from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.rows.batch import Batch
+from nsa.data.rows.row_stream import State
+from nsa.data.rows.specs import DirectData, RowData, check_batch
+from nsa.data.unit_exchange import ExchangeSettings
+from nsa.errors import CheckpointError
+from nsa.model.loss import IGNORE
+from nsa.observe import names
+from nsa.train.distributed import RankInfo
+
+log = logging.getLogger(__name__)
+
+Tensors = dict[str, Any]
+
+
+class RowLoader(TextDataLoaderBase):
+    """`prefetch` makes batches ahead in a process of their own; without it they are made in between steps."""
+
+    def __init__(
+        self,
+        data: RowData,
+        *,
+        global_rows: int,
+        ranks: RankInfo,
+        work_dir: Path,
+        prefetch: PrefetchSettings | None = None,
+        on_documents: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        check_batch(data, global_rows, ranks.world)
+        super().__init__(
+            collator=DataCollator(pad_token_id=0),
+            work_dir=work_dir,
+            global_batch_size=global_rows * data.seq_len,
+            dp_world_size=ranks.world,
+            dp_rank=ranks.rank,
+            fs_local_rank=ranks.rank,
+        )
+        self.data, self.global_rows, self.ranks = data, global_rows, ranks
+        self._prefetch = prefetch
+        self._feeder: BatchPrefetcher | None = None
+        self._state: State | None = None
+        self._documents = 0
+        self._on_documents = on_documents
+
+    @property
+    def total_batches(self) -> int | None:
+        """Unknown: a run is as long as its steps, and the streams count their epochs themselves."""
+        return None
+
+    def reshuffle(self, epoch: int | None = None, **_: Any) -> None:
+        """The order is the stream's own."""
+        self._epoch = epoch or 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self._state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.close()
+        self._state = state_dict["cursor"]
+
+    def get_mock_batch(self) -> Tensors:
+        """As large as a real one, for the engine's trial step."""
+        rows, seq_len = self.global_rows // self.ranks.world, self.data.seq_len
+        tokens = torch.zeros(rows, seq_len, dtype=torch.long)
+        return {"input_ids": tokens, "labels": _shift(tokens)}
+
+    def close(self) -> None:
+        if self._feeder is not None:
+            self._feeder.close()
+            self._feeder = None
+        if self.ranks.first:
+            shutil.rmtree(self.work_dir / names.DATA_EXCHANGE, ignore_errors=True)
+
+    def _iter_batches(self) -> Iterator[Tensors]:
+        for batch, state in self._feed() if self._prefetch else self._read():
+            self._state = state
+            self._documents += batch.documents
+            self._on_documents(self._documents)
+            yield to_engine(batch)
+
+    def _feed(self) -> Iterator[tuple[Batch, State | None]]:
+        self._feeder = feeder = BatchPrefetcher(
+            divide_reading(self.data, self.ranks, self.work_dir),
+            global_rows=self.global_rows,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            settings=self._prefetch,
+            state=self._state,
+        )
+        feeder.warm_up()
+        for batch in feeder:
+            yield batch, feeder.state_dict()
+
+    def _read(self) -> Iterator[tuple[Batch, State | None]]:
+        data = divide_reading(self.data, self.ranks, self.work_dir)
+        if isinstance(data, DirectData) and data.exchange is not None:
+            data = replace(data, exchange=replace(data.exchange, timeout_s=data.loader_timeout_s))
+        stream = data.open()
+        if self._state is not None:
+            stream.load_state_dict(self._state)
+        try:
+            while True:
+                yield stream.next_batch(self.global_rows, self.ranks.rank, self.ranks.world), stream.state_dict()
+        finally:
+            stream.close()
+
+
+def divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
+    """The same rows, with the reading of documents divided among the ranks. All ranks must call it at the same time.
+
+    Ranks whose run folder is on a disk of their own cannot exchange tokens: then each reads everything.
+    """
+    if not isinstance(data, DirectData) or ranks.world == 1 or not dist.is_initialized():
+        return data
+    folder, problem = broadcast_object(_new_exchange(work_dir) if ranks.first else ("", ""))
+    if problem:
+        raise CheckpointError(f"{folder} cannot be made ({problem}): ranks share tokens there. Check the run folder.")
+    if not all(all_gather_object(Path(folder).is_dir())):
+        if ranks.first:
+            log.warning("%s is not seen by every rank: each rank reads and tokenises all of the data. Put the run "
+                        "folder on a shared file system, or prepare the data.", work_dir)  # fmt: skip
+        return data
+    return replace(data, exchange=ExchangeSettings(folder, ranks.rank, ranks.world))
+
+
+def _new_exchange(work_dir: Path) -> tuple[str, str]:
+    """A folder of its own for every start, so that no rank reads what an earlier one left; and what went wrong."""
+    parent = work_dir / names.DATA_EXCHANGE
+    folder = parent / uuid.uuid4().hex
+    try:
+        shutil.rmtree(parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(folder), str(error.strerror)
+    return str(folder), ""
+
+
+def to_engine(batch: Batch) -> Tensors:
+    """The tensors the engine's train module reads; its micro-batches are cuts along the rows."""
+    tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+    mask = torch.from_numpy(batch.loss_mask) if batch.loss_mask is not None else None
+    tensors: Tensors = {"input_ids": tokens, "labels": _shift(tokens, mask)}
+    lengths = [np.diff(cu) for cu in batch.cu_doc_lens]
+    if any(len(row) > 1 for row in lengths):
+        doc_lens = torch.zeros(len(lengths), max(len(row) for row in lengths), dtype=torch.int32)
+        for r, row in enumerate(lengths):
+            doc_lens[r, : len(row)] = torch.from_numpy(row)
+        tensors |= {"doc_lens": doc_lens, "max_doc_lens": [int(row.max()) for row in lengths]}
+    return tensors
+
+
+def _shift(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The label of a token is the next one, if that may be predicted."""
+    labels = torch.full_like(tokens, IGNORE)
+    labels[:, :-1] = tokens[:, 1:] if mask is None else tokens[:, 1:].masked_fill(~mask[:, 1:], IGNORE)
+    return labels

@@ -1,0 +1,165 @@
+"""NSA as a sequence mixer of the engine, named "nsa": it then works in every architecture the engine can build."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from olmo_core.nn.attention import SequenceMixer, SequenceMixerConfig
+from olmo_core.nn.feed_forward import FeedForwardConfig
+from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
+from olmo_core.nn.lm_head import LMHeadConfig
+from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nsa.config.schema import RunConfig
+from nsa.core.init import init_weights
+from nsa.core.nsa_attention import NSAAttention
+from nsa.errors import ConfigError
+from nsa.kernels.registry import BackendRequest
+from nsa.model.build import attention_arguments, wanted_kernels
+
+_SEEDS = 2**62
+
+
+@SequenceMixerConfig.register("nsa")
+@dataclass
+class NSAMixerConfig(SequenceMixerConfig):
+    """The arguments of `NSAAttention`, without the model's width."""
+
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    l: int = 32
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
+    phi: str = "avg"
+    phi_pos_emb: bool = False
+    gate: str = "softmax"
+    gate_per: str = "head"
+    gate_temperature: float = 1.0
+    rope_base: float = 500_000.0
+    rope_scale: float = 1.0
+    rope_compressed: str = "auto"
+    kernel_compressed: str = "auto"
+    kernel_select: str = "auto"
+    kernel_selected: str = "auto"
+    kernel_sliding: str = "auto"
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> "NSAMixerConfig":
+        kernels = {f"kernel_{branch}": name for branch, name in wanted_kernels(config)._asdict().items()}
+        return cls(**attention_arguments(config), **kernels)
+
+    def arguments(self) -> dict[str, Any]:
+        """For `NSAAttention`."""
+        given = asdict(self)
+        kernels = BackendRequest(**{branch: given.pop(f"kernel_{branch}") for branch in BackendRequest._fields})
+        return {**given, "kernels": kernels}
+
+    def num_params(self, d_model: int) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in NSAAttention(d_model, **self.arguments()).parameters())
+
+    def build(
+        self, d_model: int, *, layer_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None
+    ) -> "NSAMixer":
+        with torch.device(init_device):
+            return NSAMixer(d_model, self)
+
+
+class NSAMixer(NSAAttention, SequenceMixer):
+    """Parameters keep the names they have in `NSAAttention`, so that one state dict fits both."""
+
+    def __init__(self, dim: int, config: NSAMixerConfig) -> None:
+        super().__init__(dim, **config.arguments())
+        self.config = config
+        # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` follows.
+        self.phi_k.reset_parameters = self.phi_v.reset_parameters = _leave  # type: ignore[method-assign]
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
+        max_doc_len: int | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """`cu_doc_lens`: where documents packed into the batch begin, rows end to end; they do not see each other."""
+        if unknown:
+            raise ConfigError(
+                f"the nsa mixer was given {', '.join(sorted(unknown))}: it trains on whole rows, plain or packed. "
+                f"Decode with nsa.model instead."
+            )
+        return super().forward(x_BSD, cu_doc_lens=cu_doc_lens)
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward; choosing blocks has no backward."""
+        parts = self.flops(seq_len)
+        return int(3 * sum(parts.values()) - 2 * parts["select"])
+
+    def init_weights(self, *, num_blocks: int, generator: torch.Generator | None = None, **_: Any) -> None:
+        """As `nsa.core.init` does it for a whole model, whatever the engine's own method; equal for every sharding.
+
+        The engine hands out one generator for all layers. A seed drawn from it makes a whole layer, of which each rank
+        keeps its part.
+        """
+        device = generator.device if generator is not None else torch.device("cpu")
+        seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            whole = nn.ModuleDict({"attention": NSAAttention(self.dim, **self.config.arguments())})
+            init_weights(whole, num_blocks)
+        values = dict(whole["attention"].named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                _fill(parameter, values[name].detach())
+
+    def apply_tp(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            "tensor parallelism is not available for NSA: its gates and compression weights have no sharding plan. "
+            "Use parallel.data=fsdp or hsdp."
+        )
+
+    def apply_cp(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            "context parallelism is not available for NSA: selection needs every compressed key, and the engine's "
+            "ring and Ulysses styles do not carry them. Use parallel.data=fsdp with gradient checkpointing."
+        )
+
+
+def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
+    """The run's model as the engine builds it: the same parameters, names and logits as `nsa.model.build_model`."""
+    model = config.model
+    norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
+    return TransformerConfig(
+        d_model=model.dim,
+        vocab_size=model.vocab_size or vocab_size,
+        n_layers=model.n_layers,
+        block=TransformerBlockConfig(
+            sequence_mixer=NSAMixerConfig.of_run(config),
+            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=False),
+            layer_norm=norm,
+        ),
+        lm_head=LMHeadConfig(layer_norm=replace(norm), bias=False),
+        tie_word_embeddings=model.tie_embeddings,
+        init_seed=config.train.seed,
+    )
+
+
+def _leave() -> None:
+    pass
+
+
+def _fill(parameter: Tensor, whole: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        # Every rank made the same values, so none needs to send them.
+        mesh, placements = parameter.device_mesh, parameter.placements
+        whole = whole.to(parameter.device)
+        parameter.to_local().copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local())
+    else:
+        parameter.copy_(whole)

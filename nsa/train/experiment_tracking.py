@@ -1,0 +1,85 @@
+"""Which trackers of experiments a run tells: Weights & Biases by the engine's own callback, MLflow by its client.
+
+The engine would call its callback in the loop and feed it from its metrics pipeline, which is off (see `trainer`). Here
+a courier calls it, with the heartbeat's figures: same client, same run, but nothing in the loop waits for it.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from secrets import token_hex
+from types import SimpleNamespace
+
+from olmo_core.exceptions import OLMoEnvironmentError
+from olmo_core.train.callbacks import WandBCallback
+
+from nsa.config.schema import RunConfig
+from nsa.errors import ConfigError
+from nsa.observe.export.background_logger import BackgroundLogger, TrackingService
+from nsa.observe.export.mlflow_logger import MLflowLogger
+from nsa.observe.export.tracker_ids import TrackerIds
+
+_SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
+"""Not data and train: addresses in them may hold passwords."""
+
+
+class WeightsAndBiases:
+    name = "Weights & Biases (track.wandb_project)"
+
+    def __init__(self, callback: WandBCallback, run_folder: Path, ids: TrackerIds) -> None:
+        self.errors: tuple[type[Exception], ...] = (OLMoEnvironmentError, OSError)
+        self._callback, self._ids = callback, ids
+        callback.trainer = SimpleNamespace(work_dir=run_folder)  # all that it asks of a trainer before it logs
+
+    def open(self) -> None:
+        import wandb
+        from wandb.errors import Error
+
+        self.errors = (Error, OLMoEnvironmentError, OSError)
+        if (run_id := self._ids.get("wandb")) is None:
+            run_id = token_hex(8)
+            self._ids.put("wandb", run_id)
+        # By itself the client also sends the command line and all that is printed: addresses with passwords, perhaps.
+        wandb.setup(wandb.Settings(console="off", x_disable_meta=True, run_id=run_id, resume="allow"))
+        self._callback.pre_train()
+
+    def send(self, step: int, numbers: dict[str, float]) -> None:
+        self._callback.log_metrics(step, numbers)
+
+    def close(self) -> None:
+        # Not the callback's own way: it passes an argument that the client has dropped.
+        self._callback.run.finish()
+
+
+def start_tracking(
+    config: RunConfig, run_folder: Path, first: bool, warn: Callable[[str], None], *, resuming: bool = False
+) -> list[BackgroundLogger]:
+    """Only the first rank tells; all of them refuse a tracker that is not installed.
+
+    `resuming` continues the runs that the trackers have for this folder.
+    """
+    track, name = config.track, config.track.name or run_folder.resolve().name
+    ids = TrackerIds(run_folder, resuming=resuming or not first)
+    services: list[TrackingService] = []
+    if track.wandb_project is not None:
+        _demand("wandb", "track.wandb_project")
+        callback = WandBCallback(
+            name=name,
+            project=track.wandb_project,
+            entity=track.wandb_entity,
+            group=name,
+            config=config.model_dump(mode="json", include=_SENT_SECTIONS),
+        )
+        services.append(WeightsAndBiases(callback, run_folder, ids))
+    if track.mlflow_uri is not None:
+        _demand("mlflow", "track.mlflow_uri")
+        services.append(MLflowLogger(track.mlflow_uri, track.mlflow_experiment, name, ids))
+    return [BackgroundLogger(service, warn) for service in services] if first else []
+
+
+def _demand(package: str, key: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{key} is set and the package {package} is not installed: nothing would be told. Run: pip install "
+            f"'nsa-train[track]', or leave {key} out."
+        )

@@ -1,0 +1,1 @@
+"""Launcher: starts ranks, restarts them after failures, and the network between nodes."""

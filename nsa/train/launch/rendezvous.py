@@ -1,0 +1,186 @@
+"""Rendezvous handlers for the elastic agent that listen at one address and unpickle nothing from strangers.
+
+torch's own bind a store to every interface, and c10d unpickles whatever is stored under the id of the rendezvous, which
+any client can list. Here one node meets itself over loopback without any shared state; several nodes sign the state
+with the secret of the run. In both cases the store of the ranks is served by the agent, anew for each life, so that
+ranks neither listen themselves nor meet keys of ranks before them.
+"""
+
+import hmac
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+
+from nsa.train.launch.node_address import LOOPBACK, is_host, split_endpoint
+
+ONE_NODE, SEVERAL_NODES = "nsa-loopback", "nsa-signed"
+_TIMEOUT = timedelta(seconds=60)
+_DIGEST = "sha256"
+_DIGEST_BYTES = 32
+
+
+def meeting_id(secret: bytes, name: str) -> str:
+    """An id that does not give the secret away."""
+    return hmac.digest(secret, b"id " + name.encode(), _DIGEST).hex()[:32]
+
+
+def register(own: str, secret: bytes | None) -> None:
+    """Make the handlers known to the elastic agent of this process."""
+
+    def several(params: RendezvousParameters) -> RendezvousHandler:
+        assert secret is not None
+        return SeveralNodes(params, own, secret)
+
+    rendezvous_handler_registry.register(ONE_NODE, lambda params: OneNode(params.run_id))
+    rendezvous_handler_registry.register(SEVERAL_NODES, several)
+
+
+def serve_store(address: str, port: int = 0) -> TCPStore:
+    """A store that listens at this address alone."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=2048)
+    bound = listener.getsockname()[1]
+    return TCPStore(
+        address, bound, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, master_listen_fd=listener.detach()
+    )
+
+
+class OneNode(RendezvousHandler):
+    """A static rendezvous: this agent is the only one."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return ONE_NODE
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = serve_store(LOOPBACK)
+        where = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(PrefixStore(f"agent/{self._run_id}", self._store), 0, 1, where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+class SeveralNodes(RendezvousHandler):
+    """torch's dynamic rendezvous, with a signed state, and stores that listen at this node's address.
+
+    It wants TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: the agents then agree on an address and a free port of the first
+    node for the ranks' store, and leave it to somebody else to serve it.
+    """
+
+    def __init__(self, params: RendezvousParameters, own: str, secret: bytes) -> None:
+        store = _meeting_store(params.endpoint, own)
+        backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret)
+        self._inner, self._own = create_handler(store, backend, params), own
+        self._ranks_store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return SEVERAL_NODES
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = self._inner.next_rendezvous()
+        self._ranks_store = None
+        assert info.bootstrap_store_info is not None
+        if info.rank == 0:
+            self._ranks_store = serve_store(self._own, info.bootstrap_store_info.master_port)
+        return info
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """None, if the store is gone or somebody has forged its state: the ranks that run now need neither.
+
+        An agent that failed here instead would hide how its ranks ended, e.g. halted like those of the other node.
+        """
+        try:
+            return self._inner.num_nodes_waiting()
+        except (RendezvousConnectionError, RendezvousStateError):
+            return 0
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        self._ranks_store = None
+        return self._inner.shutdown()
+
+
+class SignedBackend(RendezvousBackend):
+    """State of the rendezvous that only nodes with the secret of the run can write; others cannot have it unpickled."""
+
+    def __init__(self, inner: RendezvousBackend, secret: bytes) -> None:
+        self._inner, self._secret = inner, secret
+
+    @property
+    def name(self) -> str:
+        return SEVERAL_NODES
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._inner.get_state()
+        return None if found is None else (self._open(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        found = self._inner.set_state(self._digest(state) + state, token)
+        return None if found is None else (self._open(found[0]), found[1], found[2])
+
+    def _open(self, signed: bytes) -> bytes:
+        digest, state = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, self._digest(state)):
+            raise RendezvousStateError(
+                "the state of the rendezvous is not signed with the secret of this run: somebody else wrote it, or a "
+                "node has another run folder. It was not read."
+            )
+        return state
+
+    def _digest(self, state: bytes) -> bytes:
+        return hmac.digest(self._secret, b"state " + state, _DIGEST)
+
+
+def _meeting_store(endpoint: str, own: str) -> TCPStore:
+    """Served by the node whose address it is; where agents share one, by the first of them."""
+    host, port = split_endpoint(endpoint)
+    if is_host(endpoint, own):
+        try:
+            return serve_store(own, port)
+        except OSError:  # in use: by another agent, or the connection below fails
+            host = own
+    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)

@@ -1,0 +1,58 @@
+"""One line of the table: a claim, what was measured, and what it may be at most."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class CheckStatus(StrEnum):
+    HOLDS = "holds"
+    FAILS = "FAILS"
+    NEEDS_GPU = "needs a GPU"
+    FACT = "fact"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    claim: str
+    verdict: CheckStatus
+    measured: float | str | None = None
+    limit: float | None = None
+    note: str = ""
+    subject: str = ""
+    """Filled in, like the seconds, by whoever runs the check."""
+    seconds: float = 0.0
+
+
+def bounded(claim: str, measured: float, limit: float, note: str = "") -> CheckResult:
+    """Holds while measured ≤ limit; what is not a number does not."""
+    return CheckResult(claim, CheckStatus.HOLDS if measured <= limit else CheckStatus.FAILS, measured, limit, note)
+
+
+def fact(claim: str, text: str) -> CheckResult:
+    return CheckResult(claim, CheckStatus.FACT, text)
+
+
+def needs_gpu(claim: str) -> CheckResult:
+    return CheckResult(claim, CheckStatus.NEEDS_GPU)
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """What belongs in the report beside the rows: its record, and a table's rows and notes as text."""
+
+    record: dict[str, Any]
+    rows: list[tuple[str, ...]]
+    notes: list[str]
+    kind: str = "figures"
+    """Where it belongs: gpu, peaks, figures or memory."""
+
+
+@dataclass(frozen=True)
+class GpuCheck:
+    """A piece of work that yields one or more rows. If it dies, the next one still runs."""
+
+    subject: str
+    name: str
+    run: Callable[[], Iterator[CheckResult | MeasuredTable]]

@@ -1,0 +1,67 @@
+"""The module under torch.compile, in one graph, against itself; and no step of it may make the host wait."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nsa.bench.case import TORCH_DTYPES
+from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
+from nsa.verify.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, limit, same_choice
+from nsa.verify.gpu_check.parity import relative_rms
+from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
+
+
+def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+    for dtype in scope.module_dtypes:
+        yield GpuCheck("compile", f"one graph, {dtype}", partial(_compiled, scope, dtype))
+    dtype = scope.module_dtypes[-1]
+    for packed in (False, True):
+        name = f"host waits{', packed documents' * packed}, {dtype}"
+        yield GpuCheck("compile", name, partial(_host_waits, scope, dtype, packed))
+
+
+def _compiled(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
+    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    x = tokens(scope, TORCH_DTYPES[dtype]).requires_grad_()
+    compiled: Callable[[Tensor], Tensor] = torch.compile(module, fullgraph=True, backend=scope.compiler)
+    got_out = compiled(x)
+    got = RecordedForward(got_out, module.idx_BSGN)
+    want_out = module(x)
+    want = RecordedForward(want_out, module.idx_BSGN)
+    claim = f"compiled ({scope.compiler}) = eager, {dtype}"
+    yield from compared(claim, module, got, want)
+    # Queries whose choice was exchanged are left out of the loss, and so out of every gradient.
+    dout = torch.ones_like(want_out) * same_choice(got, want)[..., None]
+    leaves = (x, *module.parameters())
+    mine, its = (torch.autograd.grad(out, leaves, dout) for out in (got_out, want_out))
+    figures = {name: relative_rms(a, b) for name, a, b in zip(_names(module), mine, its, strict=True)}
+    worst = max(figures, key=lambda name: figures[name])
+    yield bounded(f"{claim}, gradients, relative RMS", figures[worst], limit(TORCH_DTYPES[dtype]), worst)
+
+
+def _names(module: torch.nn.Module) -> list[str]:
+    return ["x", *(name for name, _ in module.named_parameters())]
+
+
+def _host_waits(scope: CheckSizes, dtype: str, packed: bool) -> Iterator[CheckResult | MeasuredTable]:
+    """With PyTorch's own watch for synchronising calls, which raises at the first one and so ends this check."""
+    claim = f"calls that make the host wait, forward and backward{', packed documents' * packed}, {dtype}"
+    if not scope.is_gpu:
+        yield needs_gpu(claim)
+        return
+    module = attention(scope, TORCH_DTYPES[dtype])
+    x, n = tokens(scope, TORCH_DTYPES[dtype]).requires_grad_(), scope.module.length
+    ends = torch.tensor([0, 1, n // 3, n // 3, n], dtype=torch.int32, device=scope.device) if packed else None
+    _step(module, x, ends)  # compiling a kernel may wait
+    torch.cuda.synchronize(scope.device)
+    torch.cuda.set_sync_debug_mode("error")
+    _step(module, x, ends)
+    torch.cuda.set_sync_debug_mode("default")
+    yield bounded(claim, 0, 0)
+
+
+def _step(module: torch.nn.Module, x: Tensor, cu_doc_lens: Tensor | None) -> None:
+    out = module(x, cu_doc_lens=cu_doc_lens)
+    torch.autograd.grad(out, (x, *module.parameters()), torch.ones_like(out))

@@ -1,0 +1,84 @@
+"""The same bits every time: outputs, choice of blocks, gradients of every weight and of the input."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nsa.bench.case import TORCH_DTYPES
+from nsa.bench.device import wait_for
+from nsa.core.compression import BlockCompressor
+from nsa.core.document_layout import plain_layout
+from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded, needs_gpu
+from nsa.verify.gpu_check.near_ties import RecordingAttention
+from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
+
+Bits = dict[str, Tensor]
+
+_REPEATS = 20  # an order that is left to chance is the same one often enough
+
+
+def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+    for dtype in scope.module_dtypes:
+        yield GpuCheck("determinism", f"runs again, {dtype}", partial(_runs, scope, dtype))
+    dtype = scope.module_dtypes[0]
+    yield GpuCheck("determinism", f"compression of overlapping blocks, {dtype}", partial(_overlapping, scope, dtype))
+
+
+def _runs(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
+    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    run = partial(_run, module, tokens(scope, TORCH_DTYPES[dtype]).requires_grad_())
+    first = run()
+    yield _compared(f"values that differ between two runs, {dtype}", first, run())
+    _make_noise(scope.device)
+    yield _compared(f"values that differ in memory that held NaN, {dtype}", first, run())
+    stream = f"values that differ on a second stream, {dtype}"
+    yield _compared(stream, first, _on_second_stream(scope, run)) if scope.is_gpu else needs_gpu(stream)
+
+
+def _overlapping(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
+    """A token in three blocks or more gets a sum of as many gradients, which depends on their order."""
+    g, m = scope.overlapping, scope.module
+    raw = tokens(scope, TORCH_DTYPES[dtype]).unflatten(-1, (m.n_heads, m.d_k)).requires_grad_()
+    phi = BlockCompressor("avg", g.l, g.d, m.n_heads, m.d_k, pos_emb=False)
+    begin_BC = plain_layout(1, m.length, g, scope.device).begin_BC
+
+    def run() -> Bits:
+        out = phi(raw, begin_BC)
+        return {"out": out.detach(), "gradient": torch.autograd.grad(out.float().square().sum(), raw)[0]}
+
+    first = run()
+    for _ in range(_REPEATS):
+        again = _compared(f"compression: values that differ, a token in {g.l // g.d} blocks, {dtype}", first, run())
+        if again.verdict is CheckStatus.FAILS:
+            break
+    yield again
+
+
+def _run(module: RecordingAttention, x: Tensor) -> Bits:
+    out = module(x)
+    names, weights = zip(*module.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(out.float().square().sum(), (x, *weights))
+    return {"out": out.detach(), "choice": module.idx_BSGN, **dict(zip(("x", *names), gradients, strict=True))}
+
+
+def _compared(claim: str, want: Bits, got: Bits) -> CheckResult:
+    differing = {name: int((got[name] != want[name]).sum()) for name in want}
+    return bounded(claim, sum(differing.values()), 0, ", ".join(f"{name}: {n}" for name, n in differing.items() if n))
+
+
+def _make_noise(device: torch.device) -> None:
+    """Leave freed memory full of NaN behind, in pieces of many sizes: the next allocations get it."""
+    pieces = [torch.full((1 << power,), torch.nan, device=device) for power in range(4, 22) for _ in range(4)]
+    wait_for(device)
+    pieces.clear()
+
+
+def _on_second_stream(scope: CheckSizes, run: Callable[[], Bits]) -> Bits:
+    stream = torch.cuda.Stream(scope.device)
+    stream.wait_stream(torch.cuda.current_stream(scope.device))
+    with torch.cuda.stream(stream):
+        bits = run()
+    wait_for(scope.device)
+    return bits

@@ -1,0 +1,88 @@
+"""Comparing two ways through the module, where rounding may exchange blocks that score the same.
+
+An exchanged block changes its query's output visibly though nothing is wrong. So outputs are compared for the queries
+whose choice is the same, and an exchange must itself be one that rounding explains.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.bench.correctness import LIMITS, blocks_error
+from nsa.core.kv_cache import BranchKeys
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import Probe
+from nsa.geometry import Geometry
+from nsa.verify.gpu_check.check_result import CheckResult, bounded
+from nsa.verify.gpu_check.parity import FP32_LIMIT, relative_rms
+
+HALF_LIMIT = 2e-2  # relative RMS of two ways of rounding
+MOST_EXCHANGED = 0.1  # of the queries: a comparison of the others must still mean something
+
+
+class _BlockRecorder(Probe):
+    """Hears what every forward chose, whichever way it went."""
+
+    idx_BSGN: Tensor
+
+    def record(self, gates: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, reads_BSG: Tensor, geometry: Geometry) -> None:
+        self.idx_BSGN = idx_BSGN
+
+
+class RecordingAttention(NSAAttention):
+    """`NSAAttention` that leaves behind what its last forward chose, and, without a cache, by what."""
+
+    q_BSGRK: Tensor
+    k_BCGK: Tensor
+
+    def __init__(self, *sizes: Any, **settings: Any) -> None:
+        super().__init__(*sizes, **settings)
+        self.probe: _BlockRecorder = _BlockRecorder()
+
+    @property
+    def idx_BSGN(self) -> Tensor:
+        return self.probe.idx_BSGN
+
+    def _attend(self, q_BSGRK: Tensor, *rest: Any) -> Any:
+        compressed = next(x for x in rest if isinstance(x, BranchKeys))
+        self.q_BSGRK, self.k_BCGK = q_BSGRK.detach(), compressed.k.detach()
+        return super()._attend(q_BSGRK, *rest)
+
+
+@dataclass(frozen=True)
+class RecordedForward:
+    """One way through the module: [B, S, D], [B, S, G, N]."""
+
+    out_BSD: Tensor
+    idx_BSGN: Tensor
+
+
+def same_choice(got: RecordedForward, want: RecordedForward) -> Tensor:
+    """Queries that chose the same blocks: bool [B, S]."""
+    return (got.idx_BSGN == want.idx_BSGN).flatten(2).all(-1)
+
+
+def compared(
+    claim: str, module: RecordingAttention, got: RecordedForward, want: RecordedForward
+) -> Iterator[CheckResult]:
+    """Rows for output and choice; `module` has just computed `want`, every row a document of its own."""
+    same_BS = same_choice(got, want)
+    exchanged = int((~same_BS).sum())
+    dtype = want.out_BSD.dtype
+    note = f"{exchanged} of {same_BS.numel()} queries chose another block of the same score" if exchanged else ""
+    yield bounded(f"{claim}, output, relative RMS", relative_rms(got.out_BSD[same_BS], want.out_BSD[same_BS]),
+                  limit(dtype), note)  # fmt: skip
+    pos_BS = torch.arange(same_BS.shape[1], device=same_BS.device).expand_as(same_BS)
+    error_BSG = blocks_error(
+        module.q_BSGRK, module.k_BCGK, pos_BS, torch.zeros_like(pos_BS), got.idx_BSGN, module.geometry, module.scale
+    )
+    too_many = exchanged > MOST_EXCHANGED * same_BS.numel()
+    yield bounded(f"{claim}, scores of exchanged blocks, relative", torch.inf if too_many else error_BSG.max().item(),
+                  LIMITS[dtype], note)  # fmt: skip
+
+
+def limit(dtype: torch.dtype) -> float:
+    return FP32_LIMIT if dtype == torch.float32 else HALF_LIMIT

@@ -1,0 +1,154 @@
+"""What is checked: sizes that users have on a GPU, and sizes that an interpreter finishes in seconds."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nsa.bench.shapes import SHAPES, BenchShape
+from nsa.core.nsa_attention import NSAAttention
+from nsa.geometry import Geometry
+from nsa.kernels.registry import BackendRequest
+
+BACKEND = "triton"
+
+_SEED = SHAPES["seed"].geometry
+_SHORT = Geometry(l=32, d=16, l_sel=64, n_sel=4, w=128)
+_ODD = Geometry(l=48, d=16, l_sel=96, n_sel=5, w=100)  # no powers of two, and blocks that overlap three times
+_MINI = Geometry(l=4, d=2, l_sel=4, n_sel=4, w=6)
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    """One call of every kernel."""
+
+    heads_per_group: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    length: int
+    geometry: Geometry
+    documents: tuple[int, ...] = ()
+    """Cumulative lengths of packed documents; none: one document."""
+
+    def __str__(self) -> str:
+        packed = ", packed" if self.documents else ""
+        return f"{self.heads_per_group} heads/group, {self.d_k}/{self.d_v}, {self.length} tokens{packed}"
+
+
+@dataclass(frozen=True)
+class ModuleSizes:
+    """The whole attention module on a row of tokens."""
+
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    length: int
+    geometry: Geometry
+    cuts: tuple[int, ...]
+    """Tokens from which on the future is changed."""
+    prompt: int
+    """Tokens that a cache takes in at once before they come one by one."""
+    ragged: tuple[int, ...]
+    """Lengths of the rows of a batch that ends token by token."""
+
+    @property
+    def dim(self) -> int:
+        return self.n_heads * self.d_k
+
+
+@dataclass(frozen=True)
+class SpeedSizes:
+    """What the benchmark times."""
+
+    shape_name: str
+    shape: BenchShape
+    lengths: tuple[int, ...]
+    decode_lengths: tuple[int, ...]
+    memory_lengths: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    backward: tuple[bool, ...]
+    """Forward alone, with backward, or both as figures of their own."""
+    budget_s: float
+
+
+@dataclass(frozen=True)
+class CheckSizes:
+    device: torch.device
+    full: bool
+    kernels: tuple[tuple[KernelSizes, tuple[str, ...]], ...]
+    """Sizes, and the dtypes that each is checked in."""
+    module: ModuleSizes
+    overlapping: Geometry
+    """Blocks that overlap more than twice: their gradients are sums of more than two terms."""
+    module_dtypes: tuple[str, ...]
+    compiler: str
+    speed: SpeedSizes
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
+    every = ("fp32", "fp16", "bf16")
+    sizes = (
+        KernelSizes(1, 2, 64, 64, 601, _SHORT),
+        KernelSizes(3, 2, 64, 64, 457, _SHORT, (0, 1, 60, 60, 297, 457)),
+        KernelSizes(5, 1, 128, 128, 601, _ODD),
+        KernelSizes(6, 2, 64, 64, 1601, _SEED),
+        KernelSizes(6, 2, 128, 128, 1093, _ODD, (0, 700, 701, 1093)),
+        KernelSizes(16, 1, 192, 128, 1217, _SEED),
+        KernelSizes(16, 1, 192, 128, 803, _SHORT, (0, 333, 803)),
+    )
+    lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536)
+    return CheckSizes(
+        device,
+        full,
+        tuple((size, every) for size in sizes),
+        ModuleSizes(12, 2, 64, 64, 601, _SHORT, (1, 64, 333, 600), prompt=200, ragged=(601, 7, 250, 1, 64)),
+        _ODD,
+        every,
+        "inductor",
+        SpeedSizes("seed", SHAPES["seed"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
+    )
+
+
+def rehearsal(*, full: bool) -> CheckSizes:
+    """Every path of the real check, on the CPU under Triton's interpreter."""
+    sizes = (
+        (KernelSizes(3, 1, 16, 16, 31, _MINI), ("fp32", "fp16", "bf16")),
+        (KernelSizes(1, 1, 24, 16, 31, _MINI, (0, 1, 8, 31)), ("fp32",)),
+    )
+    shape = BenchShape(3, 1, 16, 16, _MINI)
+    return CheckSizes(
+        torch.device("cpu"),
+        full,
+        sizes,
+        ModuleSizes(3, 1, 16, 16, 31, _MINI, (17,), prompt=29, ragged=(31, 20)),
+        Geometry(l=6, d=2, l_sel=4, n_sel=4, w=6),
+        ("fp32",),
+        "aot_eager",
+        SpeedSizes("rehearsal", shape, (27,), (), (), ("fp32",), (True,), 0.0),
+    )
+
+
+def attention(scope: CheckSizes, dtype: torch.dtype, kind: type[NSAAttention] = NSAAttention, **changes: Any) -> Any:
+    """The module on the device with our kernels in every branch; the same weights whichever device it is."""
+    m = scope.module
+    torch.manual_seed(0)
+    sizes = vars(m.geometry) | changes
+    module = kind(m.dim, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, **sizes, kernels=BackendRequest(*[BACKEND] * 4))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.startswith(("w_q", "w_k", "w_v")):  # scores that differ, so that the choice is one
+                parameter.mul_(1.5 / (0.02 * m.dim**0.5))
+    return module.to(scope.device, dtype)
+
+
+def tokens(scope: CheckSizes, dtype: torch.dtype, batch: int = 1, *, seed: int = 1) -> torch.Tensor:
+    """[B, S, D], drawn on the CPU."""
+    m = scope.module
+    drawn = torch.randn(batch, m.length, m.dim, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(scope.device, dtype)

@@ -1,0 +1,120 @@
+"""The benchmark of the attention on the GPU: judged, timed beside dense, with what the roofline model foretold."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+
+from nsa.bench import report
+from nsa.bench.case import BenchTask
+from nsa.bench.device import describe_device
+from nsa.bench.implementations import contenders
+from nsa.bench.machine import available_cores, pinned
+from nsa.bench.measurement import BenchMeasurement, chosen_contenders, measure
+from nsa.bench.memory import measure_memory
+from nsa.bench.roofline import MachinePeaks, measure_peaks
+from nsa.bench.shapes import spell
+from nsa.errors import ConfigError
+from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, fact
+from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes
+
+_MEMORY_TIMEOUT_S = 600.0
+
+
+def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+    if not scope.full:
+        return
+    s, device = scope.speed, scope.device.type
+    yield GpuCheck("speed", "peaks", partial(_peaks, scope))
+    for dtype in s.dtypes:
+        for length in s.lengths:
+            for backward in s.backward:
+                task = BenchTask("attention", s.shape, length, dtype, backward, device=device)
+                yield GpuCheck("speed", _spelled(task), partial(_figure, scope, task))
+    for dtype in s.dtypes:
+        for length in s.decode_lengths:
+            task = BenchTask("decode", s.shape, length, dtype, device=device)
+            yield GpuCheck("speed", _spelled(task), partial(_figure, scope, task))
+    for length in s.memory_lengths:
+        task = BenchTask("attention", s.shape, length, s.dtypes[0], True, device=device)
+        yield GpuCheck("speed", f"memory, {_spelled(task)}", partial(_memory, scope, task))
+
+
+def _spelled(task: BenchTask) -> str:
+    return f"{task.op}{' fwd+bwd' * task.backward}, {task.dtype}, {spell(task.length)}"
+
+
+@cache
+def _measured_peaks(scope: CheckSizes) -> MachinePeaks:
+    return measure_peaks(len(available_cores()), scope.device)
+
+
+def _peaks(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
+    peaks = _measured_peaks(scope)
+    line = report.peaks_line(peaks)
+    yield fact("peaks", line.partition(": ")[2])
+    yield MeasuredTable(asdict(peaks), [], [line], "peaks")
+
+
+def _figure(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
+    threads = len(available_cores())
+    peaks = _measured_peaks(scope) if scope.is_gpu else None
+    with pinned(threads):
+        figure = measure(
+            task, chosen_contenders([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
+            budget_s=scope.speed.budget_s, peaks=peaks, say=lambda text: None,
+        )  # fmt: skip
+    model = modelled(task, describe_device(scope.device)["name"]) if scope.is_gpu else None
+    record = figure.to_json() | {"modelled": model}
+    rows = [(*row, _beside(model) if row[3] == BACKEND else "") for row in report.rows(figure)]
+    yield MeasuredTable(record, rows, report.notes(figure))
+    yield _judged(figure, model, scope)
+
+
+def _judged(figure: BenchMeasurement, model: dict[str, float] | None, scope: CheckSizes) -> CheckResult:
+    """A speed is no claim: what must hold is that it is the speed of a right answer."""
+    ours = next(entry for entry in figure.entries if entry.name == BACKEND)
+    claim = f"{_spelled(figure.task)}, × dense"
+    if ours.absent or not ours.agreement.agrees:
+        return CheckResult(claim, CheckStatus.FAILS, None, None, ours.absent or ours.agreement.reason)
+    if not scope.is_gpu:
+        return CheckResult(
+            claim, CheckStatus.HOLDS, None, None, "the answer is right; interpreted kernels have no speed"
+        )
+    took = report.seconds(ours.time_s.median) if ours.time_s else "–"
+    foretold = f"modelled {_beside(model)}" if model else "not modelled"
+    ratio = ours.ratio.median if ours.ratio else None
+    return CheckResult(claim, CheckStatus.HOLDS, ratio, None, "; ".join(filter(None, (took, foretold, ours.refused))))
+
+
+def _beside(model: dict[str, float] | None) -> str:
+    return f"{report.seconds(model['seconds'])}, {model['ratio']:.2f}×" if model else "–"
+
+
+def _memory(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
+    measured = measure_memory(
+        contenders()[BACKEND], task, scope.speed.shape_name, threads=len(available_cores()),
+        timeout_s=_MEMORY_TIMEOUT_S,
+    )  # fmt: skip
+    yield MeasuredTable(measured, [report.memory_row(measured)], [], "memory")
+    claim = f"memory above the inputs, {_spelled(task)}, MiB"
+    verdict = CheckStatus.FAILS if measured["absent"] else CheckStatus.HOLDS
+    yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
+
+
+def modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
+    """The roofline model's seconds, dense seconds and ratio; None if it does not know this GPU or this operation."""
+    if task.op != "attention":
+        return None
+    if find_spec("nsa.bench.model") is None:
+        return None
+    predict = import_module("nsa.bench.model").predict
+    for word in re.findall(r"[a-z0-9]+", gpu_name.lower()):
+        try:
+            found = predict(gpu=word, shape=task.shape, length=task.length, dtype=task.dtype, backward=task.backward)
+        except (ConfigError, KeyError):
+            continue
+        return dict(seconds=found.seconds, dense_seconds=found.dense_seconds, ratio=found.ratio)
+    return None

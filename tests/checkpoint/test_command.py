@@ -1,0 +1,170 @@
+"""`nsa checkpoint`, as a user types it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy
+from nsa.checkpoint.lock import RunLock
+from nsa.checkpoint.manifest import encode, take_stock
+from nsa.checkpoint.run_state import RunRecord
+from nsa.checkpoint.store import FolderStore
+from nsa.cli.checkpoint import app
+from nsa.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+
+WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    folder = CheckpointFolder(run / "checkpoints")
+    for step in (10, 20):
+        staging = folder.begin(step)
+        dcp.save({"model": {name: tensor + step for name, tensor in WEIGHTS.items()}}, checkpoint_id=staging)
+        folder.commit(step)
+    return run
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+
+
+def nsa(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if isinstance(result.exception, CheckpointError):  # nsa.cli.main turns it into a message and a code
+        return result.exception.exit_code, f"{result.stdout}{result.exception}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def damage(run: Path) -> None:
+    os.truncate(run / "checkpoints/step20/__0_0.distcp", 100)
+
+
+def test_ls_shows_good_and_bad(run):
+    code, text = nsa("ls", run)
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == ["step10", "step20"]
+    assert text.endswith("← latest\n")
+    damage(run)
+    assert "step20        BAD: __0_0.distcp has 100 bytes" in nsa("ls", run / "checkpoints")[1]
+    with RunLock(run):
+        assert f"in use by process {os.getpid()}" in nsa("ls", run)[1]
+
+
+def test_ls_says_why_each_is_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints", retention=RetentionPolicy(1, 20))
+    settings = {"train": {"keep_checkpoints": 1, "keep_every": 20}}
+    for step, reason in ((10, "requested"), (20, "interval"), (30, "interval"), (35, "last")):
+        RunRecord(step, 1, settings, {}).write(made_folder(folder.begin(step)))
+        folder.commit(step, reason)
+    lines = nsa("ls", tmp_path)[1].splitlines()
+    assert [line.split()[0] for line in lines] == ["step10", "step20", "step35"]
+    assert [line.partition("kept: ")[2] for line in lines] == ["requested", "every 20", "newest 1 ← latest"]
+    assert [line.partition("saved: ")[2].split()[0] for line in lines] == ["requested", "interval", "last"]
+
+
+def made_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+WITHOUT_TRAIN = """
+import sys
+
+ABSENT = {"olmo_core", "numpy", "safetensors", "tensorboard", "boto3", "botocore", "pyarrow", "tokenizers"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from nsa.cli.main import main
+sys.argv = ["nsa", "checkpoint", *sys.argv[1:]]
+main()
+"""
+
+
+def test_verify_and_ls_need_no_train_extra(tmp_path):
+    """A run's own checkpoints, with the engine's classes in their index and numpy's in their rank files."""
+    import numpy
+
+    from tests.checkpoint.test_checkpointer import save
+
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1)
+    torch.save({"rng": numpy.random.get_state()}, run / "checkpoints/step1/train/rank0.pt")
+    folder = run / "checkpoints/step1"
+    (folder / "COMMIT.json").write_bytes(encode(take_stock(FolderStore(folder), 1, "now")))
+
+    def use(*words: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", WITHOUT_TRAIN, *map(str, words)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    good = use("verify", run)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert good.stdout.startswith("good  ")
+    assert use("ls", run).returncode == 0
+    os.truncate(folder / "model_and_optim/__0_0.distcp", 100)
+    bad = use("verify", run)
+    assert (bad.returncode, bad.stdout[:3]) == (22, "BAD")
+
+
+def test_ls_of_nothing(tmp_path):
+    assert nsa("ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint\n")
+    assert nsa("ls", tmp_path / "x")[0] == 22
+
+
+def test_verify_ends_with_22_if_one_is_bad(run):
+    assert nsa("verify", run)[0] == 0
+    assert nsa("verify", run / "checkpoints/latest")[1].startswith("good  ")
+    damage(run)
+    code, text = nsa("verify", run)
+    assert code == 22
+    assert [line[:4] for line in text.splitlines()] == ["good", "BAD "]
+    assert nsa("verify", run / "checkpoints/step10")[0] == 0
+
+
+def test_verify_with_a_key_refuses_unsigned(run, tmp_path):
+    (tmp_path / "key").write_text("k" * 40)
+    code, text = nsa("verify", run, "--key-file", tmp_path / "key")
+    assert code == 22
+    assert "is not signed" in text
+    assert "kkkk" not in text
+
+
+def test_export_takes_the_newest_good_one_and_says_so(run, tmp_path):
+    damage(run)
+    code, text = nsa("export", run, "--out", tmp_path / "out")
+    assert code == 0, text
+    assert "WARNING: passed over step20" in text
+    assert "from step10" in text
+    state = torch.load(tmp_path / "out/model.pt", weights_only=True)
+    assert {name: tensor.dtype for name, tensor in state.items()} == {"a.weight": torch.float32, "b": torch.bfloat16}
+    assert torch.equal(state["a.weight"], WEIGHTS["a.weight"] + 10)
+    assert nsa("export", run / "checkpoints/step20", "--out", tmp_path / "out")[0] == 22
+
+
+def test_export_of_a_plain_dcp_folder_needs_an_override(tmp_path):
+    dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path / "foreign")
+    assert nsa("export", tmp_path / "foreign", "--out", tmp_path / "out")[0] == 22
+    assert not (tmp_path / "out").exists()
+    assert nsa("export", tmp_path / "foreign", "--out", tmp_path / "out", "--allow-foreign")[0] == 0
+
+
+def test_help_teaches_by_example():
+    for command in ("ls", "verify", "export"):
+        assert f"nsa checkpoint {command}" in " ".join(nsa(command, "--help")[1].split())

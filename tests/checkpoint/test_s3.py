@@ -1,0 +1,366 @@
+"""An object store has no rename: a checkpoint exists when its COMMIT.json does, and not before."""
+
+import logging
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+boto3 = pytest.importorskip("boto3")
+server_module = pytest.importorskip("moto.server")
+
+from botocore.config import Config  # noqa: E402
+
+from nsa.checkpoint import s3  # noqa: E402
+from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
+from nsa.checkpoint.manifest import CheckpointManifest, ManifestEntry, encode, take_stock  # noqa: E402
+from nsa.checkpoint.run_state import RunRecord  # noqa: E402
+from nsa.checkpoint.s3 import S3Checkpoint, connect, pull, push  # noqa: E402
+from nsa.checkpoint.store import FolderStore  # noqa: E402
+from nsa.errors import CheckpointError  # noqa: E402
+
+KEY = b"k" * 32
+NAMES = ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "state.json"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def client(server, monkeypatch):
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": "something",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    made = connect()
+    made.create_bucket(Bucket="models")
+    yield made
+    everything = boto3.resource("s3").Bucket("models")
+    everything.objects.delete()
+    everything.delete()
+
+
+URL = "s3://models/team/run"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = CheckpointFolder(tmp_path / "run/checkpoints")
+    for step in (1, 2):
+        save(made, step)
+    return made
+
+
+def save(folder: CheckpointFolder, step: int, value: float = 0.0) -> None:
+    staging = folder.begin(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({"model": {"w": torch.full((9,), step + value)}}, checkpoint_id=staging / "model_and_optim")
+    RunRecord(step, 1, {}, {}).write(staging)
+    folder.commit(step)
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A run folder on another machine."""
+    return CheckpointFolder(tmp_path / "other/checkpoints")
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_there_and_back(client, folder, other):
+    for step in (1, 2):
+        assert str(push(folder.step_path(step), URL)) == f"{URL}/step{step}"
+    found = pull(URL, other)
+    assert (found.step, found.passed_over) == (2, ())
+    assert content(found.path) == content(folder.step_path(2))
+    assert (other.latest(), other.find_resumable().step) == (2, 2)
+
+
+def test_twice_does_no_harm(client, folder, other):
+    push(folder.step_path(1), URL)
+    push(folder.step_path(1), URL)
+    pull(URL, other)
+    before = (other.step_path(1) / "COMMIT.json").stat().st_ino
+    pull(URL, other)
+    assert (other.step_path(1) / "COMMIT.json").stat().st_ino == before
+
+
+class Dying:
+    """A client whose process dies after so many writes."""
+
+    def __init__(self, client, writes: int) -> None:
+        self._client, self._left = client, writes
+
+    def __getattr__(self, name):
+        found = getattr(self._client, name)
+        return self._counted(found) if name in ("upload_file", "put_object") else found
+
+    def _counted(self, call):
+        def write(*args, **kwargs):
+            if not self._left:
+                raise KeyboardInterrupt
+            self._left -= 1
+            return call(*args, **kwargs)
+
+        return write
+
+
+@pytest.mark.parametrize("writes", range(len(NAMES) + 1))
+def test_killed_at_any_write_it_is_no_checkpoint(client, folder, other, writes):
+    push(folder.step_path(1), URL)
+    with pytest.raises(KeyboardInterrupt):
+        push(folder.step_path(2), URL, client=Dying(client, writes))
+    found = pull(URL, other)
+    assert found.step == 1
+    if writes:
+        assert "COMMIT.json is missing" in str(found.passed_over[0])
+    client.put_object(Bucket="models", Key="team/run/step2/stray", Body=b"left by a killed copy")
+    push(folder.step_path(2), URL)
+    assert pull(URL, other).step == 2
+
+
+def damage(client, name: str, body: bytes | None) -> None:
+    key = f"team/run/step2/{name}"
+    if body is None:
+        client.delete_object(Bucket="models", Key=key)
+    else:
+        client.put_object(Bucket="models", Key=key, Body=body)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (NAMES[1], lambda old: old[:-1], " bytes, not "),
+        (NAMES[1], lambda old: b"X" + old[1:], "does not match its SHA-256"),
+        (NAMES[2], lambda old: None, "state.json is missing"),
+        ("stray.pt", lambda old: b"x", "stray.pt is not listed"),
+        ("COMMIT.json", lambda old: old[:50], "COMMIT.json is damaged"),
+        ("COMMIT.json", lambda old: None, "COMMIT.json is missing"),
+    ],
+)
+def test_a_bad_one_is_named_and_the_previous_taken(client, folder, other, name, change, said):
+    for step in (1, 2):
+        push(folder.step_path(step), URL)
+    file = folder.step_path(2) / name
+    damage(client, name, change(file.read_bytes() if file.exists() else b""))
+    found = pull(URL, other)
+    assert found.step == 1
+    assert f"{URL}/step2" in str(found.passed_over[0])
+    assert said in str(found.passed_over[0])
+    assert other.steps() == [1]
+    assert [path.name for path in other.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_committed_one_is_never_overwritten(client, folder):
+    push(folder.step_path(2), URL)
+    save(folder, 2, 0.5)
+    with pytest.raises(CheckpointError, match="already holds another checkpoint"):
+        push(folder.step_path(2), URL)
+
+
+def test_of_two_writers_the_second_is_told(client):
+    place = S3Checkpoint(f"{URL}/step9", client)
+    place.put_if_absent("COMMIT.json", b"first")
+    with pytest.raises(CheckpointError, match="committed by another writer"):
+        place.put_if_absent("COMMIT.json", b"second")
+    assert place.read("COMMIT.json") == b"first"
+
+
+def test_a_key_refuses_what_it_did_not_sign(client, tmp_path, other):
+    signed = CheckpointFolder(tmp_path / "signed", key=KEY)
+    save(signed, 1)
+    save(CheckpointFolder(tmp_path / "plain"), 2)
+    push(tmp_path / "signed/step1", URL, key=KEY)
+    push(tmp_path / "plain/step2", URL)
+    found = pull(URL, other, key=KEY)
+    assert found.step == 1
+    assert "not signed" in str(found.passed_over[0])
+
+
+def test_a_bad_local_one_is_not_copied(client, folder):
+    (folder.step_path(2) / NAMES[1]).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="cannot be trusted"):
+        push(folder.step_path(2), URL)
+    assert S3Checkpoint(URL, client).folders() == []
+
+
+def test_names_that_leave_the_folder_are_refused(client, folder, other):
+    from nsa.checkpoint.manifest import decode
+
+    for name in ("../x", "/etc/x", "a/../../x", "a//b", "./a", "a/", ""):
+        with pytest.raises(CheckpointError, match="outside the checkpoint"):
+            decode(encode(CheckpointManifest(1, "now", {name: ManifestEntry(0, ())})))
+    for names in (("a", "a/b"), ("COMMIT.json",)):
+        with pytest.raises(CheckpointError, match="cannot be beside"):
+            decode(encode(CheckpointManifest(1, "now", {name: ManifestEntry(0, ()) for name in names})))
+
+
+def test_a_place_that_is_none_and_a_bucket_that_is_missing(client, folder, other):
+    for url in ("models/run", "s3://", "s3://models"):
+        with pytest.raises(CheckpointError, match="is not a place"):
+            S3Checkpoint(url)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        push(folder.step_path(1), "s3://nobody/run")
+    assert pull(URL, other).step is None
+
+
+def test_a_store_that_does_not_answer_is_told(client, folder):
+    impatient = Config(retries={"max_attempts": 0}, connect_timeout=1)
+    gone = boto3.client("s3", endpoint_url="http://127.0.0.1:9", config=impatient)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        push(folder.step_path(1), URL, client=gone)
+
+
+def test_the_commands(client, folder, tmp_path):
+    from typer.testing import CliRunner
+
+    from nsa.cli.checkpoint import app
+
+    run = CliRunner()
+    assert run.invoke(app, ["push", str(folder.path / "latest"), URL]).stdout == f"wrote {URL}/step2\n"
+    there = tmp_path / "there"
+    assert run.invoke(app, ["pull", URL, str(there)]).stdout == f"wrote {there}/checkpoints/step2\n"
+    assert isinstance(run.invoke(app, ["pull", "s3://models/nothing", str(there)]).exception, CheckpointError)
+
+
+def hostile(folder: CheckpointFolder, step: int, change) -> None:
+    """A checkpoint whose manifest fits, changed by whoever can write it."""
+    path = folder.step_path(step)
+    change(path)
+    (path / "COMMIT.json").unlink()
+    (path / "COMMIT.json").write_bytes(encode(take_stock(FolderStore(path), step, "now")))
+
+
+def plant_code(path: Path) -> None:
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (f"touch {path.parent}/canary",)
+
+    (path / NAMES[0]).write_bytes(pickle.dumps(Bomb()))
+
+
+def plant_a_file(path: Path) -> None:
+    (path / "sitecustomize.py").write_text("")
+
+
+def plant_in_a_rank_file(path: Path) -> None:
+    (path / "train").mkdir()
+    (path / "train/rank0.pt").write_bytes(b"no archive")
+
+
+@pytest.mark.parametrize("change", [plant_code, plant_a_file, plant_in_a_rank_file])
+def test_what_would_not_load_never_reaches_the_run_folder(client, folder, other, change):
+    """With a manifest that fits it was taken in as the newest, and every later resume found it and failed."""
+    push(folder.step_path(1), URL)
+    hostile(folder, 2, change)
+    push(folder.step_path(2), URL)
+    found = pull(URL, other)
+    assert (found.step, other.steps(), len(found.passed_over)) == (1, [1], 1)
+    assert not (folder.path / "canary").exists()
+    assert [path.name for path in other.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_pull_removes_and_replaces_nothing(client, folder, tmp_path):
+    """Checkpoints saved here stay, whatever a store offers."""
+    here = CheckpointFolder(tmp_path / "here", retention=RetentionPolicy(keep_last=1))
+    save(here, 2, 0.5)
+    kept = content(here.step_path(2))
+    push(folder.step_path(2), URL)
+    found = pull(URL, here)
+    assert found.step is None
+    assert "is not replaced" in str(found.passed_over[0])
+    save(folder, 9)
+    push(folder.step_path(9), URL)
+    assert pull(URL, here).step == 9
+    assert here.steps() == [2, 9]
+    assert content(here.step_path(2)) == kept
+
+
+class Stretching:
+    """A store that sends more than it listed, or lists without end."""
+
+    def __init__(self, client, *, more: int = 0, pages: bool = False) -> None:
+        self._client, self._more, self._pages = client, more, pages
+        self.sent = 0
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def get_object(self, Bucket, Key):
+        answer = self._client.get_object(Bucket=Bucket, Key=Key)
+        if self._more and Key.endswith(".distcp"):
+            answer["Body"] = self
+        return answer
+
+    def iter_chunks(self, size):
+        for _ in range(self._more):
+            self.sent += size
+            yield bytes(size)
+
+    def get_paginator(self, name):
+        return self if self._pages else self._client.get_paginator(name)
+
+    def paginate(self, **_):
+        while True:
+            self.sent += 1
+            yield {"Contents": [], "CommonPrefixes": []}
+
+
+def test_more_than_was_listed_is_not_downloaded(client, folder, other):
+    push(folder.step_path(2), URL)
+    store = Stretching(client, more=100)
+    found = pull(URL, other, client=store)
+    assert found.step is None
+    assert "longer than it was said to be" in str(found.passed_over[0])
+    assert store.sent <= 2 * s3.CHUNK_BYTES
+    assert other.steps() == []
+
+
+def test_an_endless_listing_ends(client, other):
+    with pytest.raises(CheckpointError, match="lists more than"):
+        pull(URL, other, client=Stretching(client, pages=True))
+
+
+def test_what_is_too_large_is_refused_before_it_is_downloaded(client, folder, other):
+    push(folder.step_path(2), URL)
+    found = pull(URL, other, max_bytes=100)
+    assert found.step is None
+    assert "more than the" in str(found.passed_over[0])
+    huge = {NAMES[1]: ManifestEntry(1 << 60, ("0" * 64,) * 3)}
+    with pytest.raises(CheckpointError):  # a size that does not go with its hashes
+        encode_and_decode(CheckpointManifest(2, "now", huge))
+    with pytest.raises(CheckpointError, match="free"):
+        s3._require_room(CheckpointManifest(2, "now", huge), other.path, None)
+
+
+def encode_and_decode(manifest: CheckpointManifest) -> CheckpointManifest:
+    from nsa.checkpoint.manifest import decode
+
+    return decode(encode(manifest))
+
+
+def test_a_manifest_that_is_too_large_is_not_read(client, folder, other, monkeypatch):
+    from nsa.checkpoint import manifest
+
+    push(folder.step_path(2), URL)
+    monkeypatch.setattr(manifest, "LARGEST_COMMIT_BYTES", 100)
+    found = pull(URL, other)
+    assert found.step is None
+    assert "more than the 100 allowed" in str(found.passed_over[0])

@@ -1,0 +1,204 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.prefetch.tensors import to_tensors
+from nsa.data.rows.batch import Batch, EndOfData
+from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
+from nsa.errors import ConfigError, DataError, DataTimeout
+from nsa.observe import names
+from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.observe.watch.conditions import HealthLimits
+from nsa.observe.watch.health import examine
+from nsa.observe.watch.history import RunHistory
+from tests.data.shard_sets import documents, write_set
+
+SYNTHETIC = SyntheticData("uniform", vocab_size=100, seq_len=16, seed=1)
+
+
+def test_batches_come_in_order_and_the_cursor_is_the_consumed_one(tmp_path: Path) -> None:
+    write_set(tmp_path, documents(100))
+    data = PreparedData(str(tmp_path), seq_len=32, seed=2)
+    direct = data.open()
+    with BatchPrefetcher(data, global_rows=4, settings=PrefetchSettings(queue_depth=8, warmup_batches=6)) as feeder:
+        assert feeder.warm_up() == 6
+        assert feeder.state_dict() is None
+        for taken in range(1, 10):
+            assert np.array_equal(next(feeder).tokens, direct.next_batch(4).tokens)
+            state = feeder.state_dict()
+            assert state is not None
+            assert state["next_row"] == 4 * taken  # though many more are waiting
+        assert state == direct.state_dict()
+        assert feeder.counters.batches == 9
+        assert feeder.counters.tokens == 9 * 4 * 32
+    with BatchPrefetcher(data, global_rows=4, state=json.loads(json.dumps(state))) as feeder:
+        assert np.array_equal(next(feeder).tokens, direct.next_batch(4).tokens)
+
+
+def test_documents_are_counted(tmp_path: Path) -> None:
+    docs = documents(40)
+    write_set(tmp_path, docs)
+    data = PreparedData(str(tmp_path), seq_len=64, max_epochs=1)
+    with BatchPrefetcher(data, global_rows=1) as feeder:
+        with pytest.raises(EndOfData):
+            list(feeder)
+        assert feeder.counters.documents == len(docs)
+        assert feeder.counters.tokens == sum(len(tokens) + 1 for _, tokens in docs)
+
+
+def test_what_was_warmed_up_is_used_before_the_end_is_reported(tmp_path: Path) -> None:
+    write_set(tmp_path, documents(40))
+    data = PreparedData(str(tmp_path), seq_len=64, max_epochs=1)
+    with BatchPrefetcher(data, global_rows=4, settings=PrefetchSettings(warmup_batches=10_000)) as feeder:
+        waiting = feeder.warm_up()
+        for _ in range(waiting):
+            next(feeder)
+        with pytest.raises(EndOfData, match="epoch"):
+            next(feeder)
+
+
+def test_an_error_of_the_source_arrives_with_its_own_message(tmp_path: Path) -> None:
+    with (
+        BatchPrefetcher(PreparedData(str(tmp_path), seq_len=8), global_rows=1) as feeder,
+        pytest.raises(DataError, match="manifest"),
+    ):
+        next(feeder)
+    bad = DirectData(str(tmp_path / "nothing"), "byte", seq_len=8)
+    with BatchPrefetcher(bad, global_rows=1) as feeder, pytest.raises(ConfigError, match="matches no file"):
+        next(feeder)
+
+
+def test_a_cursor_of_other_data_is_refused_in_the_trainer() -> None:
+    state = SYNTHETIC.open().state_dict()
+    other = SyntheticData("uniform", vocab_size=100, seq_len=16, seed=2)
+    with (
+        BatchPrefetcher(other, global_rows=1, state=state) as feeder,
+        pytest.raises(ConfigError, match="seed: saved 1, now 2"),
+    ):
+        next(feeder)
+
+
+def test_a_silent_source_ends_with_what_was_waited_for() -> None:
+    release = Event()
+
+    class Silent(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            release.wait(30)
+
+        do_HEAD = do_GET
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}/a.parquet"
+    try:
+        data = DirectData(address, "byte", seq_len=8, loader_timeout_s=600)
+        start = time.monotonic()
+        settings = PrefetchSettings(timeout_s=2.0)
+        with BatchPrefetcher(data, global_rows=1, settings=settings) as feeder, pytest.raises(DataError) as caught:
+            feeder.warm_up()
+        assert time.monotonic() - start < 6
+        assert "the first batch" in str(caught.value)
+        assert address in str(caught.value)
+    finally:
+        release.set()
+        server.shutdown()
+
+
+def test_a_killed_worker_is_reported() -> None:
+    with BatchPrefetcher(SYNTHETIC, global_rows=2, settings=PrefetchSettings(queue_depth=1)) as feeder:
+        next(feeder)
+        os.kill(feeder.worker_pid, signal.SIGKILL)
+        with pytest.raises(DataError, match=r"died \(exit code -9\)"):
+            list(feeder)
+
+
+def test_a_term_signal_does_not_take_the_worker_from_the_trainer() -> None:
+    with BatchPrefetcher(SYNTHETIC, global_rows=2, settings=PrefetchSettings(queue_depth=1)) as feeder:
+        next(feeder)
+        os.kill(feeder.worker_pid, signal.SIGTERM)
+        for _ in range(10):
+            next(feeder)
+
+
+@pytest.mark.parametrize("end", ["killed", "returns without closing"])
+def test_the_worker_ends_with_its_parent(end: str) -> None:
+    program = textwrap.dedent(
+        """
+        import sys, time
+        from nsa.data.prefetch.prefetcher import BatchPrefetcher
+        from nsa.data.rows.specs import SyntheticData
+
+        if __name__ == "__main__":
+            feeder = BatchPrefetcher(SyntheticData("uniform", vocab_size=100, seq_len=16), global_rows=1)
+            next(feeder)
+            print(feeder.worker_pid, flush=True)
+            if sys.argv[1] == "killed":
+                time.sleep(60)
+        """
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, end], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    worker = int(child.stdout.readline())
+    if end == "killed":
+        child.kill()
+    child.wait(timeout=20)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.05)
+
+
+def test_an_impossible_share_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match="cannot be shared by 2 ranks"):
+        BatchPrefetcher(SYNTHETIC, global_rows=3, world=2)
+
+
+def test_tensors_are_what_a_model_reads() -> None:
+    batch = Batch(
+        tokens=np.asarray([[1, 2, 65535], [4, 5, 6]], dtype=np.uint16),
+        cu_doc_lens=(np.asarray([0, 1, 3], np.int32), np.asarray([0, 3], np.int32)),
+        loss_mask=np.asarray([[1, 1, 0], [1, 1, 1]], dtype=bool),
+        row_ids=np.arange(2),
+        epoch=0,
+        documents=1,
+    )
+    tensors = to_tensors(batch, torch.device("cpu"))
+    assert tensors["input_ids"].tolist() == [[1, 2, 65535], [4, 5, 6]]
+    assert tensors["input_ids"].dtype == torch.int64
+    assert tensors["cu_doc_lens"].tolist() == [0, 1, 3, 6]
+    assert tensors["cu_doc_lens"].dtype == torch.int32
+    assert tensors["label_mask"].sum() == 5
+    assert not tensors["input_ids"].is_pinned()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_a_source_that_is_gone_is_data_that_did_not_come_in_time(name: str) -> None:
+    """By class, through the feeding process: health names it `loader_timeout` and not just a failed run."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/{name}"
+    data = DirectData(url, "byte", seq_len=8, loader_timeout_s=4.0)
+    with (
+        BatchPrefetcher(data, global_rows=1, settings=PrefetchSettings(timeout_s=60.0)) as feeder,
+        pytest.raises(DataTimeout) as seen,
+    ):
+        next(feeder)
+    beat = HeartbeatRecord.now(
+        ts=1.7e9, rank=0, step=1, msg=names.FAILED, detail=f"{type(seen.value).__name__}: {seen.value}"
+    )
+    history = RunHistory()
+    history.add(beat, 0.0)
+    assert [finding.name for finding in examine(history, now=1.0, limits=HealthLimits())] == ["loader_timeout"]

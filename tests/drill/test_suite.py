@@ -1,0 +1,231 @@
+"""A drill that could not fail would prove nothing: every kind of trouble must end in a row that says so."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from nsa.cli.main import app
+from nsa.config.env import without_settings
+from nsa.drill import artifacts, suite
+from nsa.drill.data_server import DataServer
+from nsa.drill.fault import FaultKind, PlantedFault
+from nsa.drill.harness import DrillHarness, DrillProcess
+from nsa.drill.result import DrillResult, NotObserved
+from nsa.drill.suite import DrillScenario, DrillSuite, choose
+from nsa.errors import ConfigError
+from nsa.observe import names
+from nsa.observe.heartbeat import HeartbeatRecord
+
+
+def good(stage, row):
+    row.detected("a test", 1.0, within_s=2.0)
+
+
+def too_late(stage, row):
+    row.detected("a test", 3.0, within_s=2.0)
+
+
+def unmet(stage, row):
+    row.demand_equal("exit code", 1, 22)
+
+
+def never(stage, row):
+    stage.wait_for("the end of the world", lambda: False, stage.start("nsa.cli", "--version"))
+
+
+def vanished(stage, row):
+    raise ProcessLookupError("no such process")
+
+
+@pytest.fixture
+def scenarios(monkeypatch):
+    known = {play.__name__: DrillScenario(play.__name__, play) for play in (good, too_late, unmet, never, vanished)}
+    monkeypatch.setattr(suite, "SCENARIOS", known)
+
+
+def test_every_kind_of_trouble_is_a_row_that_does_not_hold(scenarios, tmp_path):
+    with DrillSuite(tmp_path, jobs=2) as drill:
+        rows = dict(drill.play(choose([])))
+    assert {name for name, row in rows.items() if row.holds} == {"good"}
+    assert rows["too_late"].unmet == ["found after 3.0 s, not within 2.0 s"]
+    assert rows["unmet"].unmet == ["exit code is 1, not 22"]
+    assert rows["never"].unmet[0].startswith("0---version ended with 0 before the end of the world: nsa ")
+
+
+@pytest.mark.parametrize(("only", "code"), [("good", 0), ("unmet", 1)])
+def test_the_exit_code_and_what_is_kept(scenarios, monkeypatch, tmp_path, only, code):
+    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(tmp_path / "made") + prefix)
+    result = CliRunner().invoke(app, ["drill", "--only", only])
+    assert result.exit_code == code, result.output
+    assert ("exit code is 1, not 22" in result.output) == bool(code)
+    assert [path.name for path in tmp_path.iterdir()] == (["madensa-drill-"] if code else [])
+
+
+def test_an_unknown_scenario_is_refused():
+    with pytest.raises(ConfigError, match="--only earthquake: there is no such scenario"):
+        choose(["sigterm", "earthquake"])
+
+
+def test_scenarios_keep_the_order_of_the_programme():
+    assert choose(["sigterm", "nan_gradient"]) == ["nan_gradient", "sigterm"]
+
+
+def test_leaving_the_stage_ends_its_processes(tmp_path):
+    with DrillHarness(tmp_path, threading.Event()) as stage:
+        process = stage.start("http.server", "--bind", "127.0.0.1", "0")
+        assert process.running
+    assert not process.running
+
+
+def test_a_fallen_curtain_ends_every_wait(tmp_path):
+    curtain = threading.Event()
+    threading.Timer(0.2, curtain.set).start()
+    process = DrillProcess(["http.server", "--bind", "127.0.0.1", "0"], tmp_path / "log", curtain)
+    began = time.monotonic()
+    with pytest.raises(NotObserved, match="broken off"):
+        process.end()
+    assert time.monotonic() - began < 5
+    process.kill()
+
+
+def test_a_term_ends_the_drill_and_its_runs(tmp_path):
+    keep = tmp_path / "kept"
+    command = [sys.executable, "-m", "nsa.cli", "drill", "--only", "sigterm", "--keep", str(keep)]
+    drill = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while not list(keep.glob("sigterm/0-train.log")):
+        assert time.monotonic() < until, drill.communicate()
+        time.sleep(0.05)
+    drill.send_signal(signal.SIGTERM)
+    drill.communicate(timeout=30)
+    assert drill.returncode not in (0, 1)
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(keep).encode() in command]
+
+
+def processes_with(text: str) -> list[bytes]:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            commands.append(path.read_bytes())
+    return [command for command in commands if text.encode() in command]
+
+
+def wait_until(holds, what: str, timeout_s: float = 90) -> None:
+    until = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+def test_a_killed_drill_takes_its_runs_along(tmp_path):
+    keep = tmp_path / "kept"
+    command = [sys.executable, "-m", "nsa.cli", "drill", "--only", "killed_rank", "--keep", str(keep)]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    drill = subprocess.Popen(command, cwd=Path(__file__).parents[2], **quiet)
+    try:
+        wait_until(lambda: list(keep.glob("killed_rank/run/logs/*/rank1.log")), "no rank was started")
+    finally:
+        drill.kill()
+        drill.wait()
+    wait_until(lambda: not processes_with(str(keep)), f"still there: {processes_with(str(keep))}", 20)
+
+
+def test_leaving_the_stage_ends_what_a_killed_process_has_started(tmp_path):
+    child = f"import subprocess, sys; subprocess.Popen(['sleep', '600.{os.getpid()}'])"
+    with DrillHarness(tmp_path, threading.Event()) as stage:
+        process = stage.start("timeit", "-n1", "-s", child, "import time; time.sleep(600)")
+        wait_until(lambda: processes_with(f"sleep\x00600.{os.getpid()}"), "no child")
+        process.send(signal.SIGKILL)
+        assert process.end() == -signal.SIGKILL
+    wait_until(lambda: not processes_with(f"sleep\x00600.{os.getpid()}"), "the child lives on", 10)
+
+
+def test_a_watchdog_watches_before_anything_is_broken(tmp_path):
+    with DrillHarness(tmp_path, threading.Event()) as stage:
+        stage.watch()
+        assert "watching" in (stage.run / names.HEALTH_LOG).read_text()
+
+
+def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
+    """A slow machine is no fault: what is waited for is over when nothing has moved for a while."""
+    monkeypatch.setattr("nsa.drill.harness.PATIENCE_S", 0.6)
+    with DrillHarness(tmp_path, threading.Event()) as stage:
+        stage.run.mkdir()
+        beats, looks = stage.run / names.heartbeat(0), []
+
+        def slow() -> bool:
+            looks.append(1)
+            time.sleep(0.2)
+            with beats.open("a") as out:
+                out.write("{}\n")
+            return len(looks) > 8
+
+        assert stage.wait_for("the ninth look", slow)
+        with pytest.raises(NotObserved, match="did not come"):
+            stage.wait_for("anything", lambda: False)
+
+
+def test_a_fault_travels_whole():
+    fault = PlantedFault(kind=FaultKind.SLOW_RANK, marker="m", first_batch=3, also=(1,), rank=1, seconds=0.5)
+    assert PlantedFault.from_json(fault.to_json()) == fault
+    assert [fault.hits(batch) for batch in range(5)] == [False, True, False, True, True]
+
+
+def test_a_child_gets_no_setting_from_the_environment(monkeypatch):
+    for name in ("NSA_KERNEL", "CONFIG"):
+        monkeypatch.setenv(name, "x")
+    assert {"NSA_KERNEL", "CONFIG"}.isdisjoint(without_settings())
+    assert "PATH" in without_settings()
+
+
+def ended(folder: Path, weights: np.ndarray, loss: float) -> Path:
+    folder.mkdir()
+    save_file({"w": weights}, folder / names.MODEL_SAFETENSORS)
+    beat = HeartbeatRecord.now(ts=0.0, rank=0, step=1, msg=names.PROGRESS, loss=loss, grad_norm=1.0)
+    (folder / names.heartbeat(0)).write_text(beat.to_line() + "\n")
+    return folder
+
+
+def test_one_bit_of_one_weight_is_another_end(tmp_path):
+    weights, flipped = np.ones(8, np.float32), np.ones(8, np.float32)
+    flipped.view(np.int32)[3] ^= 1
+    calm = ended(tmp_path / "calm", weights, 2.0)
+    assert artifacts.same_end(ended(tmp_path / "same", weights, 2.0), calm)
+    assert not artifacts.same_end(ended(tmp_path / "bit", flipped, 2.0), calm)
+    assert not artifacts.same_end(ended(tmp_path / "loss", weights, 2.0000001), calm)
+    assert not artifacts.same_end(ended(tmp_path / "shape", weights.reshape(2, 4), 2.0), calm)
+
+
+def test_the_data_server_hangs_and_recovers(tmp_path):
+    import urllib3
+
+    server = DataServer(tmp_path)
+    try:
+        tail = urllib3.request("GET", server.url, headers={"Range": "bytes=-4"}, timeout=5)
+        assert (tail.status, tail.data) == (206, b"PAR1")
+        server.hang()
+        with pytest.raises(urllib3.exceptions.MaxRetryError):
+            urllib3.request("GET", server.url, timeout=0.3, retries=0)
+        server.recover()
+        assert urllib3.request("GET", server.url, headers={"Range": "bytes=0-3"}, timeout=5).data == b"PAR1"
+    finally:
+        server.close()
+
+
+def test_a_row_holds_until_a_demand_does_not():
+    row = DrillResult("x")
+    row.demand(True, "never told")
+    assert row.holds
+    row.demand([], "nothing there")
+    assert row.unmet == ["nothing there"]

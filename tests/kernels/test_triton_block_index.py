@@ -1,0 +1,101 @@
+"""The Triton backend's indices and bounds against plain loops. Runs under TRITON_INTERPRET=1."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from nsa.core.document_layout import packed_layout
+from nsa.geometry import Geometry
+from nsa.kernels.portable import range_attention
+from tests.backends import RUN_HERE
+
+pytestmark = pytest.mark.skipif("triton" not in RUN_HERE, reason="needs TRITON_INTERPRET=1")
+
+L, GROUPS = 8, 2
+
+
+def layout(name: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Positions, where each document begins, and the number of keys."""
+    if name == "packed":
+        cu, n = torch.tensor([0, 1, 30, 30, 43, 90]), 90
+        pos, start, *_ = packed_layout(cu, n, Geometry(l=8, d=4, l_sel=L, n_sel=4, w=16))
+        return pos, start, n
+    if name == "dropped":  # a cache without its oldest keys: documents begin before the axis, blocks across its edge
+        pos = torch.stack((torch.arange(60, 100), torch.arange(40)))
+        return pos, torch.tensor([[-29], [3]]).expand(-1, 40), 71
+    return torch.arange(75).expand(2, -1), torch.zeros(1, 1, dtype=torch.int64).expand(2, 75), 75
+
+
+def choices(pos: torch.Tensor, n_sel: int, seed: int = 0) -> torch.Tensor:
+    """Ascending, distinct, not after the query; −1 where there are too few."""
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.full((*pos.shape, GROUPS, n_sel), -1, dtype=torch.int32)
+    for b, s, g in torch.cartesian_prod(*(torch.arange(n) for n in idx.shape[:3])).tolist():
+        own = int(pos[b, s]) // L
+        blocks = torch.randperm(own + 1, generator=generator)[:n_sel].sort().values
+        idx[b, s, g, : len(blocks)] = blocks
+    return idx
+
+
+def readers(idx: torch.Tensor, pos: torch.Tensor, start: torch.Tensor, n_keys: int) -> list[list[tuple[int, int]]]:
+    """For each (batch, group, window): (pair, first key of its block), across entries first, then by query."""
+    B, S, G, N = idx.shape
+    n_windows = -(-n_keys // L)
+    found: list[list[tuple[bool, int, int]]] = [[] for _ in range(B * G * n_windows)]
+    for b, s, g in torch.cartesian_prod(torch.arange(B), torch.arange(S), torch.arange(G)).tolist():
+        for n, block in enumerate(idx[b, s, g].tolist()):
+            begin, last = int(start[b, s]) + block * L, int(start[b, s] + pos[b, s])
+            windows = {key // L for key in range(begin, begin + L) if 0 <= key <= last} if block >= 0 else ()
+            for window in windows:
+                if window < n_windows:
+                    found[(b * G + g) * n_windows + window].append((begin // L == window, s * N + n, begin))
+    return [[(pair, begin) for _, pair, begin in sorted(entries)] for entries in found]
+
+
+@pytest.mark.parametrize(("name", "n_sel"), [("plain", 4), ("packed", 3), ("packed", 4), ("dropped", 4)])
+def test_every_window_has_its_readers_in_order(name, n_sel, monkeypatch):
+    from nsa.kernels.triton import block_index
+
+    monkeypatch.setattr(block_index, "PIECE", 16)
+    monkeypatch.setattr(block_index, "CHUNKS", 2)
+    monkeypatch.setattr(block_index, "PLACES", 8)
+    pos, start, n_keys = layout(name)
+    idx = choices(pos, n_sel)
+    got = block_index.chosen(idx, pos, start, L, n_keys)
+    assert torch.equal(got.last_BS, (pos + start).int())
+    want = readers(idx, pos, start, n_keys)
+    offset = got.offset.tolist()
+    entries = list(zip(got.pair.tolist(), got.begin.tolist(), strict=True))
+    assert [entries[a:b] for a, b in pairwise(offset)] == want
+    pieces = [-(-len(w) // 16) for w in want]
+    first = got.piece_first.tolist()
+    assert first == [sum(pieces[:i]) for i in range(len(pieces) + 1)]
+    of_each = [place for place, n in enumerate(pieces) for _ in range(n)]
+    assert got.piece_window.tolist() == of_each + [len(want)] * (got.piece_window.numel() - len(of_each))
+
+
+@pytest.mark.parametrize("name", ["plain", "packed", "dropped", "shuffled"])
+@pytest.mark.parametrize(("branch", "sizes"), [("window", [16]), ("compressed", [8, 4]), ("compressed", [6, 3])])
+def test_bounds_are_the_portable_ones_and_every_tile_of_keys_has_its_queries(name, branch, sizes, monkeypatch):
+    from nsa.kernels.triton import bounds
+
+    monkeypatch.setattr(bounds, "CHUNK", 16)
+    monkeypatch.setattr(bounds, "CHUNKS", 2)
+    pos, start, n_keys = layout(name)
+    if name == "shuffled":  # exact bounds, whatever the order of the queries
+        order = torch.randperm(pos.shape[1], generator=torch.Generator().manual_seed(1))
+        pos, start = pos[:, order], start[:, order]
+    n_keys = n_keys if branch == "window" else n_keys // sizes[1]
+    found = getattr(bounds, f"{branch}_bounds")(pos, start, sizes, n_keys)
+    lo, hi = getattr(range_attention, f"{branch}_bounds")(pos, start, sizes, n_keys)
+    assert torch.equal(found.lo_BS, lo.int())
+    assert torch.equal(found.hi_BS, hi.int())
+    n, n_tiles = 8, -(-n_keys // 8)
+    first, end = bounds.seen_by(found, n_tiles, n)
+    for b in range(pos.shape[0]):
+        for tile in range(n_tiles):
+            past = [s for s, x in enumerate(hi[b].tolist()) if x > tile * n]
+            before = [s for s, x in enumerate(lo[b].tolist()) if x < (tile + 1) * n]
+            assert int(first[b, tile]) == min(past, default=pos.shape[1])
+            assert int(end[b, tile]) == max(before, default=-1) + 1

@@ -1,0 +1,148 @@
+"""What is called exact is exact, against the model and the optimizer that a run really builds."""
+
+import pytest
+import torch
+
+from nsa.config.schema import RunConfig
+from nsa.errors import ConfigError
+from nsa.model.build import build_model
+from nsa.planning.estimate import RunEstimate, estimate
+from nsa.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
+
+VOCAB = 257
+SMALL = {
+    "model": dict(dim=32, n_layers=3, n_heads=4, n_kv_groups=2, d_k=8, d_v=4),
+    "nsa": dict(l=8, d=4, l_sel=8, n_sel=4, w=16),
+    "runtime": dict(device="cpu", precision="fp32"),
+    "train": dict(steps=10, seq_len=64, batch_size=4),
+    "data": dict(dataset="synthetic"),
+}
+
+
+def changed(**sections) -> RunConfig:
+    return RunConfig.model_validate({**SMALL, **{name: SMALL.get(name, {}) | more for name, more in sections.items()}})
+
+
+def reckon(config: RunConfig, target: str = CPU, **more) -> RunEstimate:
+    return estimate(config, parse_target(target), VOCAB, **more)
+
+
+VARIANTS = {
+    "plain": {},
+    "tied": dict(model=dict(tie_embeddings=True)),
+    "mlp": dict(nsa=dict(phi="mlp", gate_per="group")),
+    "linear": dict(nsa=dict(phi="linear", phi_pos_emb=True)),
+    "vocabulary": dict(model=dict(vocab_size=300, ffn_dim=48)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_and_optimizer_bytes_are_those_of_the_run(variant):
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    from nsa.train.distributed import RankInfo
+    from nsa.train.engine.build import build_train_module
+
+    config = changed(**VARIANTS[variant])
+    found = reckon(config)
+    module = build_train_module(config, VOCAB, RankInfo(), torch.device("cpu"))
+    weights = list(module.model.parameters())
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    module.optim.step()
+    states = [value for state in module.optim.state.values() for value in state.values()]
+    assert found.parameters.total == sum(weight.numel() for weight in weights)
+    assert found.memory.weights == found.memory.gradients == sum(weight.nbytes for weight in weights)
+    assert found.memory.optimizer == sum(value.nbytes for value in states)
+    assert found.parameters.tensors == len(weights)
+
+
+def test_flops_are_the_models_own():
+    config = changed()
+    with torch.device("meta"):
+        model = build_model(config, VOCAB)
+    found = reckon(config)
+    assert sum(found.flops_per_token.values()) == pytest.approx(model.flops_per_token(config.train.seq_len))
+    assert {"select", "compressed", "selected", "sliding", "feed_forward", "head"} <= found.flops_per_token.keys()
+
+
+def test_recomputing_costs_one_more_forward_pass_of_the_blocks():
+    plain, again = reckon(changed()), reckon(changed(runtime=dict(gradient_checkpointing=True)))
+    assert plain.recomputed_flops_per_token == 0
+    blocks = {part: count for part, count in again.flops_per_token.items() if part != "head"}
+    forward = sum(count / (1 if part == "select" else 3) for part, count in blocks.items())
+    assert again.recomputed_flops_per_token == pytest.approx(forward)
+    assert again.step_s == plain.step_s  # efficiency counts the model's own FLOPs
+
+
+def test_the_cache_is_as_large_as_the_one_that_is_made():
+    config = changed()
+    cache = build_model(config, VOCAB).new_cache(1, config.train.seq_len)
+    assert reckon(config).cache_bytes == cache.n_bytes()
+    assert reckon(changed(runtime=dict(precision="bf16"))).cache_bytes == cache.n_bytes() // 2
+
+
+def test_what_is_sharded_is_divided_and_nothing_else_is():
+    whole = reckon(changed(), "a100-80gb:4")
+    fsdp = reckon(changed(parallel=dict(data="fsdp")), "a100-80gb:4")
+    hsdp = reckon(changed(parallel=dict(data="hsdp", shard_ranks=2)), "a100-80gb:4")
+    alone = reckon(changed(parallel=dict(data="fsdp")), "a100-80gb")
+    for part in ("weights", "gradients", "optimizer"):
+        full = getattr(whole.memory, part)
+        assert getattr(fsdp.memory, part) == full // 4
+        assert getattr(hsdp.memory, part) == full // 2
+        assert getattr(alone.memory, part) == full
+    assert whole.memory.communication == whole.memory.gradients  # ddp keeps a second copy in its buckets
+    assert alone.memory.communication == 0
+
+
+def test_ranks_share_the_rows_of_a_pass():
+    one, four = reckon(changed(), "a100-80gb"), reckon(changed(), "a100-80gb:4")
+    assert four.memory.activations.kept < one.memory.activations.kept / 2
+    assert four.tokens_per_step == one.tokens_per_step == 4 * 64
+
+
+def test_time_and_price_follow_from_what_was_stated():
+    config = changed()
+    found = reckon(config, "a100-80gb:2", efficiency=0.5, price=2.0)
+    flops = sum(found.flops_per_token.values())
+    arithmetic_s = found.tokens_per_step * flops / (2 * 19.5e12 * 0.5)
+    assert found.step_s == pytest.approx(arithmetic_s + 28 * found.parameters.total / 2039e9)
+    assert found.wall_s == pytest.approx(10 * found.step_s)
+    assert found.usd == pytest.approx(found.wall_s / 3600 * 4.0)
+    assert "50%" in found.timing
+    assert "given" in found.timing
+
+
+def test_an_assumption_is_called_one_and_a_measurement_one():
+    assert "assumed" in reckon(changed(), "a100-80gb").timing
+    measured = reckon(changed(), measured_step_s=2.0)
+    assert (measured.step_s, measured.timing.split(":")[0]) == (2.0, "measured")
+
+
+def test_a_checkpoint_holds_weights_and_optimizer():
+    found = reckon(changed())
+    tensors = found.memory.weights + found.memory.optimizer
+    assert tensors < found.checkpoint_bytes < tensors + found.parameters.tensors * 2**16
+    assert found.export_bytes == 2 * found.memory.weights
+
+
+def test_memory_is_what_fits_or_not():
+    config = changed(train=dict(batch_size=4096))
+    tiny = HardwareTarget(DEVICES[CPU], 1)
+    roomy = estimate(config, tiny, VOCAB).memory
+    assert roomy.available == 16 * GIB
+    parts = roomy.weights + roomy.gradients + roomy.optimizer + roomy.reserve + roomy.activations.kept
+    assert roomy.total == parts
+    assert roomy.fits == (parts <= 16 * GIB)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(model=dict(dim=10**12)), dict(model=dict(vocab_size=10**21)), dict(model=dict(d_v=10**17)),
+     dict(train=dict(seq_len=10**20)), dict(nsa=dict(l_sel=8 * 10**24))],
+)  # fmt: skip
+def test_a_size_that_no_tensor_can_have_is_a_wrong_config(sizes):
+    (section,) = sizes
+    with pytest.raises(ConfigError, match=f"{section}.{next(iter(sizes[section]))} is "):
+        reckon(changed(**sizes))
+    assert not reckon(changed(model=dict(n_layers=10**21), train=dict(batch_size=10**21))).memory.fits

@@ -1,0 +1,208 @@
+"""Rules judge records: every case here is a record, no run and no file."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from nsa.config.schema import RunConfig
+from nsa.errors import ConfigError, PreflightError
+from nsa.planning.estimate import estimate
+from nsa.planning.hardware import GIB, parse_target
+from nsa.planning.preflight import RuleStatus, check_names, demand, judge
+from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts
+from nsa.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
+
+SOUND = {
+    "model": dict(dim=512, n_layers=8, n_heads=8),
+    "runtime": dict(precision="bf16", gradient_checkpointing=True, use_flash=True),
+    "train": dict(steps=50_000, seq_len=2048, batch_size=4, save_every=5000, warmup_steps=0),
+}
+WENT_WELL = DryRun(*[DryRunAttempt(seen="fine")] * 4)
+FOLDER = FolderFacts("artifacts/x", disk_free=100 * GIB)
+
+
+def facts(
+    target="a100-80gb", *, folder=FOLDER, dry_run=WENT_WELL, here=True, profile=None, step_s=None, **sections
+) -> PreflightFacts:
+    merged = {**SOUND, **{name: SOUND.get(name, {}) | more for name, more in sections.items()}}
+    config = RunConfig.model_validate({"profile": profile, **merged})
+    hardware = replace(parse_target(target), here=here)
+    reckoned = estimate(config, hardware, 257, measured_step_s=step_s)
+    return PreflightFacts(config, hardware, reckoned, folder, dry_run, held_out=DryRunAttempt(seen="fine"))
+
+
+def statuses(of: PreflightFacts, allowed=()) -> dict[str, RuleStatus]:
+    return {verdict.rule: verdict.status for verdict in judge(of, allowed)}
+
+
+def failed(of: PreflightFacts) -> set[str]:
+    return {rule for rule, status in statuses(of).items() if status == RuleStatus.FAIL}
+
+
+def test_a_sound_long_run_passes_every_rule():
+    assert set(statuses(facts()).values()) == {RuleStatus.PASS}
+    assert statuses(facts()).keys() == set(NAMES)
+
+
+BROKEN = {
+    "precision": facts(runtime=dict(precision="fp32")),
+    "precision_fp16": facts(runtime=dict(precision="fp16")),
+    "gradient_checkpointing": facts(runtime=dict(gradient_checkpointing=False)),
+    "flash": facts(runtime=dict(use_flash=False)),
+    "save_every": facts(train=dict(save_every=0)),
+    "recovery_points": facts(train=dict(save_every=20_000)),
+    "toy_profile": facts(profile="toy"),
+    "toy_model": facts(model=dict(dim=128, n_layers=2)),
+    "toy_sequence": facts(train=dict(seq_len=128)),
+    "synthetic_on_fail": facts(data=dict(synthetic_on_fail=True)),
+    "synthetic_data": facts(data=dict(dataset="synthetic")),
+    "record_gap": facts(step_s=40.0),
+    "out_dir": facts(folder=FolderFacts("artifacts/x", problem="artifacts is not a folder", disk_free=100 * GIB)),
+    "other_run": facts(folder=replace(FOLDER, checkpoints=(100, 200))),
+    "halt_file": facts(folder=replace(FOLDER, halt="gates collapsed")),
+    "ranks": replace(facts(), ranks_problem="train.batch_size (3) must be a multiple of the number of ranks (2)."),
+    "memory": facts("rtx3090", train=dict(batch_size=1024, log_every=1)),
+    "disk": facts(folder=replace(FOLDER, disk_free=GIB)),
+    "data": facts(dry_run=replace(WENT_WELL, data=DryRunAttempt(problem="no batch within 120 s"))),
+    "held_out": replace(facts(), held_out=DryRunAttempt(problem="0 rows of 2048")),
+    "model": facts(dry_run=replace(WENT_WELL, model=DryRunAttempt(problem="no kernel"))),
+    "step": facts(dry_run=replace(WENT_WELL, step=DryRunAttempt(problem="out of memory"))),
+    "checkpoint": facts(dry_run=replace(WENT_WELL, checkpoint=DryRunAttempt(problem="read-only file system"))),
+}
+
+
+def test_every_rule_has_a_case():
+    assert BROKEN.keys() == set(NAMES)
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_found_alone_and_says_what_to_do(rule):
+    assert failed(BROKEN[rule]) == {rule}
+    verdict = next(verdict for verdict in judge(BROKEN[rule]) if verdict.rule == rule)
+    assert verdict.fix or "must" in verdict.message
+    with pytest.raises(PreflightError, match=f"1 rule:\n  - {rule}: {re.escape(verdict.message[:40])}"):
+        demand(judge(BROKEN[rule]))
+
+
+@pytest.mark.parametrize("rule", sorted(BROKEN.keys() - NEVER_ALLOWED))
+def test_an_allowed_rule_is_marked_and_lets_the_run_go(rule):
+    verdicts = judge(BROKEN[rule], [rule])
+    assert {verdict.rule for verdict in verdicts if verdict.status == RuleStatus.ALLOWED} == {rule}
+    demand(verdicts)
+
+
+@pytest.mark.parametrize("rule", sorted(NEVER_ALLOWED))
+def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
+    with pytest.raises(ConfigError, match=rule):
+        judge(BROKEN[rule], [rule])
+    with pytest.raises(PreflightError) as refusal:
+        demand(judge(BROKEN[rule]))
+    assert f"--allow={rule}" not in str(refusal.value)
+
+
+def test_allowing_one_rule_allows_no_other():
+    both = facts(runtime=dict(precision="fp32", use_flash=False))
+    assert statuses(both, ["flash"])["precision"] == RuleStatus.FAIL
+
+
+def test_all_reasons_are_told_at_once():
+    of = facts(
+        runtime=dict(precision="fp32", gradient_checkpointing=False, use_flash=False),
+        train=dict(save_every=0, seq_len=128),
+        model=dict(dim=128, n_layers=2),
+        profile="toy",
+    )
+    wanted = {"precision", "gradient_checkpointing", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence"}
+    assert failed(of) == wanted
+    with pytest.raises(PreflightError) as refusal:
+        demand(judge(of))
+    assert all(f"- {rule}: " in str(refusal.value) and f"--allow={rule}" in str(refusal.value) for rule in wanted)
+    assert refusal.value.exit_code == 2
+
+
+def test_a_short_run_is_left_alone():
+    of = facts("cpu", train=dict(steps=200, save_every=0, seq_len=128), runtime=dict(precision="fp32"), profile="toy")
+    assert failed(of) == set()
+    assert statuses(of).keys() == {rule.name for rule in RULES if not rule.long_runs_only}
+
+
+def test_long_is_many_steps_anywhere_or_hours_on_a_gpu():
+    short, many = dict(steps=4999, seq_len=512, batch_size=1), dict(steps=5000, seq_len=512, batch_size=1)
+    assert not is_long(facts(train=short))
+    assert is_long(facts(train=many))
+    assert is_long(facts("cpu", train=many))
+    slow = dict(steps=4999, batch_size=64)
+    assert is_long(facts(train=slow))
+    assert not is_long(facts("cpu", train=slow))
+
+
+def test_resuming_goes_on_in_the_folder_of_the_run():
+    folder = replace(FOLDER, checkpoints=(100,), other_settings=("train.lr 0.1 → 0.2",))
+    assert failed(replace(facts(folder=folder), resuming=True)) == set()
+
+
+def test_a_folder_with_another_config_is_refused_to_a_long_run_only():
+    folder = replace(FOLDER, other_settings=("model.dim 128 → 512",), last_step=35_360)
+    assert failed(facts(folder=folder)) == {"other_run"}
+    assert failed(facts(folder=folder, train=dict(steps=100))) == set()
+
+
+def test_disk_is_needed_for_the_kept_checkpoints_and_the_one_being_written():
+    reckoned = facts().estimate
+    need = 4 * reckoned.checkpoint_bytes + reckoned.export_bytes
+    assert failed(facts(folder=replace(FOLDER, disk_free=need))) == set()
+    assert failed(facts(folder=replace(FOLDER, disk_free=need - 1))) == {"disk"}
+    there = replace(FOLDER, disk_free=need - 2 * reckoned.checkpoint_bytes, checkpoints=(1, 2))
+    assert failed(replace(facts(folder=there), resuming=True)) == set()
+
+
+@pytest.mark.parametrize("steps", [1, 999, 5000, 50_000, 50_001])
+@pytest.mark.parametrize(("save_every", "keep_every"), [(0, 0), (1000, 0), (1000, 1000), (1000, 5000), (500, 1500)])
+@pytest.mark.parametrize("keep", [1, 3, 200])
+def test_disk_is_needed_for_milestones_too(steps, save_every, keep_every, keep):
+    train = dict(steps=steps, save_every=save_every, keep_every=keep_every, keep_checkpoints=keep, warmup_steps=0)
+    saved = sorted({*(range(save_every, steps + 1, save_every) if save_every else ()), steps})
+    kept = {step for step in saved if step in saved[-keep:] or (keep_every and step % keep_every == 0)}
+    reckoned = facts(train=train).estimate
+    assert reckoned.kept_checkpoints == len(kept)
+    need = (len(kept) + 1) * reckoned.checkpoint_bytes + reckoned.export_bytes
+    assert "disk" not in failed(facts(train=train, folder=replace(FOLDER, disk_free=need)))
+    assert "disk" in failed(facts(train=train, folder=replace(FOLDER, disk_free=need - 1)))
+
+
+def test_a_fix_for_memory_is_one_that_helps():
+    def fix(**sections) -> str:
+        return next(v.fix for v in judge(facts("rtx3090", **sections)) if v.rule == "memory")
+
+    assert "gradient_checkpointing=true" in fix(train=dict(batch_size=1024), runtime=dict(gradient_checkpointing=False))
+    assert fix(train=dict(batch_size=1024)) == "Set train.batch_size=512 train.accumulate_grad_batches=2."
+    assert "fsdp" in fix(train=dict(batch_size=1, seq_len=2**21))
+
+
+def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
+    of = facts(here=False, dry_run=DryRun.not_tried("there is no such GPU here"))
+    found = statuses(of)
+    for rule in ("disk", "data", "model", "step", "checkpoint"):
+        assert found[rule] == RuleStatus.NOT_CHECKED
+    demand(judge(of))
+    unknown = statuses(replace(facts(), estimate=None))
+    assert {rule for rule, status in unknown.items() if status == RuleStatus.NOT_CHECKED} == {
+        "toy_model", "record_gap", "memory", "disk",
+    }  # fmt: skip
+
+
+def test_an_assumed_speed_refuses_no_run():
+    of = facts(train=dict(log_every=10_000))
+    assert statuses(of)["record_gap"] == RuleStatus.NOT_CHECKED
+    fix = next(v.fix for v in judge(facts(step_s=40.0)) if v.rule == "record_gap")
+    assert fix == "Set train.log_every=15."
+    assert failed(facts(step_s=40.0, train=dict(log_every=15))) == set()
+    assert "shorter" in next(v.fix for v in judge(facts(step_s=700.0)) if v.rule == "record_gap")
+
+
+def test_an_override_must_name_a_rule():
+    with pytest.raises(ConfigError, match=r"Did you mean precision\?"):
+        check_names(["precison"])
+    with pytest.raises(ConfigError, match="no such rule"):
+        judge(facts(), ["everything"])

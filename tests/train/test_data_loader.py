@@ -1,0 +1,141 @@
+"""The loader hands every rank its share, and its state knows no ranks."""
+
+import ctypes
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa.data.prefetch.prefetcher import PrefetchSettings
+from nsa.data.rows.batch import Batch
+from nsa.data.rows.specs import DirectData, SyntheticData
+from nsa.errors import ConfigError
+from nsa.model.loss import IGNORE
+from nsa.observe import names
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.data_loader import RowLoader, divide_reading, to_engine
+
+DATA = SyntheticData("uniform", vocab_size=50, seq_len=16, seed=3)
+
+
+def loader(tmp_path, rank=0, world=1, prefetch=None) -> RowLoader:
+    ranks = RankInfo(rank=rank, world=world, distributed=world > 1)
+    return RowLoader(DATA, global_rows=4, ranks=ranks, work_dir=tmp_path, prefetch=prefetch)
+
+
+def take(of: RowLoader, count: int, after_each: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
+    of.reshuffle(1)
+    batches, taken = iter(of), []
+    for _ in range(count):
+        taken.append(next(batches)["input_ids"])
+        after_each()
+    of.close()
+    return taken
+
+
+def test_ranks_share_one_sequence(tmp_path):
+    whole = take(loader(tmp_path), 3)
+    shares = [take(loader(tmp_path, rank, 2), 3) for rank in (0, 1)]
+    assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+def test_a_cursor_of_one_world_goes_on_in_another(tmp_path, before, after):
+    whole = take(loader(tmp_path), 5)
+    first = loader(tmp_path, 0, before)
+    take(first, 2)
+    state = first.state_dict()
+    assert not {"rank", "world", "world_size"} & set(str(state).replace("'", " ").split())
+    parts = []
+    for rank in range(after):
+        second = loader(tmp_path, rank, after)
+        second.load_state_dict(state)
+        parts.append(take(second, 3))
+    assert all(torch.equal(torch.cat(rows), batch) for *rows, batch in zip(*parts, whole[2:], strict=True))
+
+
+def test_batches_made_ahead_do_not_move_the_cursor(tmp_path):
+    ahead, direct = loader(tmp_path, prefetch=PrefetchSettings(queue_depth=4)), loader(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(take(ahead, 3), take(direct, 3), strict=True))
+    assert ahead.state_dict() == direct.state_dict()
+
+
+def test_documents_padding_and_labels_reach_the_engine():
+    batch = Batch(
+        tokens=np.arange(12, dtype=np.uint16).reshape(2, 6),
+        cu_doc_lens=(np.array([0, 2, 6], np.int32), np.array([0, 6], np.int32)),
+        loss_mask=np.array([[True] * 6, [True] * 4 + [False] * 2]),
+        row_ids=np.arange(2),
+        epoch=0,
+        documents=2,
+    )
+    tensors = to_engine(batch)
+    assert tensors["doc_lens"].tolist() == [[2, 4], [6, 0]]
+    assert tensors["max_doc_lens"] == [4, 6]
+    assert tensors["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORE], [7, 8, 9, IGNORE, IGNORE, IGNORE]]
+
+
+def test_rows_that_are_whole_documents_need_no_boundaries():
+    assert set(to_engine(DATA.open().next_batch(2))) == {"input_ids", "labels"}
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        loader(tmp_path, 0, 3)
+
+
+def read_share(rank, world, folder, source, steps):
+    """One rank of a process group, in step with the others as training is; tells what it read through a file."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    data = DirectData(source, "byte", 32, seed=1, checksum_path=f"{folder}/sums")
+    ranks = RankInfo(rank=rank, world=world, distributed=True)
+    for name, prefetch in (("in between", None), ("ahead", PrefetchSettings(queue_depth=2))):
+        made = RowLoader(data, global_rows=4, ranks=ranks, work_dir=Path(folder) / "run", prefetch=prefetch)
+        first = take(made, steps, dist.barrier)
+        made.load_state_dict(state := made.state_dict())  # as at a rollback
+        again = take(made, 2, dist.barrier)
+        made.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(again, take(made, 2, dist.barrier), strict=True))
+        torch.save(first + again, f"{folder}/{name}{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_run_divide_the_reading_and_share_one_sequence(tmp_path):
+    lines = [json.dumps({"id": str(i), "text": f"document {i} " * (i % 17)}) for i in range(300)]
+    for part in range(6):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines[part::6]))
+    source = str(tmp_path / "*.jsonl")
+    alone = RowLoader(DirectData(source, "byte", 32, seed=1), global_rows=4, ranks=RankInfo(), work_dir=tmp_path)
+    whole = take(alone, 42)
+    torch.multiprocessing.spawn(read_share, (2, str(tmp_path), source, 40), nprocs=2)
+    for name in ("in between", "ahead"):
+        shares = [torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
+        assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
+    assert not (tmp_path / "run" / names.DATA_EXCHANGE).exists(), "removed at the end"
+
+
+def read_without_shared_folder(rank, world, folder, source):
+    """Rank 1 sees an empty run folder, as on another node whose disk is its own."""
+    if rank == 1:
+        new_mount_namespace = 0x00020000
+        assert ctypes.CDLL(None, use_errno=True).unshare(new_mount_namespace) == 0, "needs root"
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", f"{folder}/run"], check=True)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    ranks = RankInfo(rank=rank, world=world, distributed=True)
+    divided = divide_reading(DirectData(source, "byte", 32, seed=1), ranks, Path(folder) / "run")
+    assert divided.exchange is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_without_a_shared_run_folder_read_everything_themselves(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": "0", "text": "document"}))
+    (tmp_path / "run").mkdir()
+    torch.multiprocessing.spawn(read_without_shared_folder, (2, str(tmp_path), str(tmp_path / "a.jsonl")), nprocs=2)
