@@ -1,0 +1,61 @@
+"""A run folder written by an older version of this package still resumes, and gives the losses it gave then.
+
+tests/checkpoint/fixtures/run_e78e5fe.tar.xz was written at commit e78e5fe, before files and classes were renamed: eight
+steps of run.yaml with a checkpoint at step 4, as a crash before the save at step 8 leaves it. It was made with
+
+    nsa train run.yaml train.out_dir=run
+    cd run && rm -r checkpoints/step8 model.* tb && ln -sfn step4 checkpoints/latest
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ARCHIVE = Path(__file__).parent / "fixtures" / "run_e78e5fe.tar.xz"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def older_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("older")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def nsa(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("NSA_")}
+    return subprocess.run(
+        [sys.executable, "-m", "nsa.cli", *words],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = (folder / "run" / "heartbeat_rank0.jsonl").read_text().splitlines()
+    return [(record["step"], record["loss"]) for record in map(json.loads, lines) if record["msg"] == "progress"]
+
+
+def test_its_checkpoint_is_verified_and_its_records_are_read(older_run):
+    verified = nsa(older_run, "checkpoint", "verify", "run")
+    assert verified.returncode == 0, verified.stderr
+    assert "step4" in verified.stdout
+    status = nsa(older_run, "status", "run", "--json")
+    assert json.loads(status.stdout)["step"] == 8, status.stderr
+
+
+def test_it_resumes_and_repeats_the_losses_of_its_first_life(older_run):
+    before = dict(losses(older_run))
+    resumed = nsa(older_run, "train", "run.yaml", "train.out_dir=run", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    again = dict(losses(older_run)[len(before) :])
+    assert list(again) == [5, 6, 7, 8]
+    assert again == pytest.approx({step: before[step] for step in again}, rel=1e-5)
