@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from nsa.data.document import Document, StreamPosition, TokenDoc, is_held_out
-from nsa.data.order import permutation
+from nsa.data.permutation import seeded_permutation
 from nsa.data.source.unit import CorruptUnit, DocumentSource
 from nsa.data.tokenizer import Tokenizer
 from nsa.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
@@ -183,7 +183,7 @@ class DocumentStream:
         return replace(position, epoch=position.epoch + 1, unit=0, row=0)
 
     def _compute_unit_order(self, epoch: int) -> np.ndarray:
-        return permutation(len(self._source), self._seed, _UNIT_ORDER, epoch)
+        return seeded_permutation(len(self._source), self._seed, _UNIT_ORDER, epoch)
 
     def _unit_documents(self, index: int, position: StreamPosition) -> Iterator[TokenDoc]:
         """The documents of one unit from `position.row` on, in the unit's own order."""
@@ -191,7 +191,7 @@ class DocumentStream:
             yield from self._exchanged_documents(index, position, self._exchange)
             return
         documents = self._unless_corrupt(index, lambda: self._source.read(index)) or []
-        order = permutation(len(documents), self._seed, _ROW_ORDER, position.epoch, index)
+        order = seeded_permutation(len(documents), self._seed, _ROW_ORDER, position.epoch, index)
         rows = [int(row) for row in range(position.row, len(documents)) if self._wanted(documents[order[row]])]
         for first in range(0, len(rows), self._tokenize_batch):
             batch = rows[first : first + self._tokenize_batch]
@@ -207,7 +207,7 @@ class DocumentStream:
         if unit is None:
             return
         self.empty_documents += unit.empty_documents
-        order = permutation(len(unit.ids), self._seed, _ROW_ORDER, position.epoch, index)
+        order = seeded_permutation(len(unit.ids), self._seed, _ROW_ORDER, position.epoch, index)
         for row in range(position.row, len(order)):
             if (tokens := unit.tokens[order[row]]) is not None:
                 doc = TokenDoc(unit.ids[order[row]], tokens, replace(position, row=row))
@@ -277,7 +277,7 @@ def _read_only(ids: np.ndarray) -> np.ndarray:
 def sample_texts(source: DocumentSource, *, seed: int, max_bytes: int) -> Iterator[str]:
     """Text of whole units, in the order of the first epoch, up to `max_bytes`; what a tokenizer is trained on."""
     used = 0
-    for index in permutation(len(source), seed, _UNIT_ORDER, 0):
+    for index in seeded_permutation(len(source), seed, _UNIT_ORDER, 0):
         for document in source.read(int(index)):
             if used >= max_bytes:
                 return

@@ -1,9 +1,15 @@
-"""A shuffled order that is computed, not stored: a keyed bijection of [0, n).
+"""Stateless shuffling: seeded permutations of [0, n) computed from (n, seed, epoch), none of them stored.
 
-An alternating Feistel network permutes the next power of two, and values that land at or above n are sent through it
-again until they fall inside (cycle walking; fewer than two passes on average). The state is (n, seed, epoch), any
-position can be asked for directly, and the answer knows nothing of ranks. `order.py` lists a whole permutation, which
-suits the few thousand units of a stream; trillions of tokens need this one.
+Both orders below are part of the on-disk format. A data cursor saved before an upgrade must mean the same documents
+after it, so neither uses a random generator of a library (NumPy does not promise the same shuffle in its next release)
+and neither depends on the machine or the number of ranks. Both are built on SplitMix64 (Steele, Lea, Flood 2014).
+
+- `seeded_permutation` lists the whole order by sorting n random keys: used by the direct document stream and the demo
+  corpus, which shuffle a few thousand units or rows at a time.
+- `FeistelPermutation` computes any position on demand (a Feistel network) in constant memory: used for the rows of
+  prepared sets, where n can reach 2**62. `WindowedPermutation` restricts it to a moving window of blocks.
+
+They cannot be merged into one: existing cursors point into both.
 """
 
 import numpy as np
@@ -12,15 +18,17 @@ from nsa.errors import ConfigError
 
 MAX_ROWS = 2**62
 _ROUNDS = 6
-_SMALLEST_BITS = 6  # below 64 values the halves are too narrow to mix; walk inside 64 instead
+_SMALLEST_BITS = 6  # below 64 values the halves are too narrow to mix; cycle-walk inside 64 instead
 _MASK64 = 2**64 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix64(value: int) -> int:
-    """The splitmix64 finaliser: every input bit reaches every output bit."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    """One SplitMix64 step: every input bit reaches every output bit."""
+    value = (value + _GOLDEN_GAMMA) & _MASK64
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK64
     return value ^ (value >> 31)
 
 
@@ -32,15 +40,28 @@ def derive_key(*parts: int) -> int:
     return key
 
 
-def _mix_array(values: np.ndarray, key: int) -> np.ndarray:
-    x = values ^ np.uint64(key)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+def _finalize(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function on an array of uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))
 
 
-class Permutation:
-    """A bijection of [0, n) chosen by `key`; exact for n up to 2**62."""
+def seeded_permutation(n: int, *key: int) -> np.ndarray:
+    """The permutation of `range(n)` selected by `key`, as int64. The same integers in another order are another key."""
+    state = 0  # not derive_key, which mixes each part once more: existing cursors fix this formula
+    for part in key:
+        state = mix64(state ^ (part & _MASK64))
+    random_keys = _finalize(np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN_GAMMA) + np.uint64(state))
+    return np.argsort(random_keys, kind="stable")
+
+
+class FeistelPermutation:
+    """A bijection of [0, n) selected by `key`; exact for n up to 2**62.
+
+    An alternating Feistel network permutes the next power of two; values at or above n go through it again until they
+    fall inside (cycle walking, fewer than two passes on average).
+    """
 
     def __init__(self, n: int, key: int) -> None:
         if not 0 < n <= MAX_ROWS:
@@ -57,7 +78,7 @@ class Permutation:
         return self._walk(positions, forward=True)
 
     def inverse(self, rows: np.ndarray) -> np.ndarray:
-        """The position at which each row comes."""
+        """The position of each row in the shuffled order."""
         return self._walk(rows, forward=False)
 
     def _walk(self, values: np.ndarray, *, forward: bool) -> np.ndarray:
@@ -77,13 +98,13 @@ class Permutation:
         high = values >> self._low_bits
         for i in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
             if i % 2 == 0:
-                high = high ^ (_mix_array(low, self._keys[i]) & self._high_mask)
+                high = high ^ (_finalize(low ^ np.uint64(self._keys[i])) & self._high_mask)
             else:
-                low = low ^ (_mix_array(high, self._keys[i]) & self._low_mask)
+                low = low ^ (_finalize(high ^ np.uint64(self._keys[i])) & self._low_mask)
         return (high << self._low_bits) | low
 
 
-class WindowedOrder:
+class WindowedPermutation:
     """Shuffles blocks of neighbouring rows, then rows inside a window of several blocks.
 
     A plain permutation touches every shard within a few batches; from a remote store behind a cache that is smaller
@@ -102,7 +123,7 @@ class WindowedOrder:
         self._window_blocks = window_blocks
         self._window_rows = block_rows * window_blocks
         self._full_blocks = n // block_rows
-        self._blocks = Permutation(self._full_blocks, derive_key(key, 1)) if self._full_blocks else None
+        self._blocks = FeistelPermutation(self._full_blocks, derive_key(key, 1)) if self._full_blocks else None
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         places = np.asarray(positions, dtype=np.int64)
@@ -111,7 +132,7 @@ class WindowedOrder:
         for window in np.unique(windows).tolist():
             chosen = windows == window
             start = window * self._window_rows
-            inside = Permutation(min(self._window_rows, self.n - start), derive_key(self._key, 2, window))
+            inside = FeistelPermutation(min(self._window_rows, self.n - start), derive_key(self._key, 2, window))
             shuffled = inside(places[chosen] - start)
             blocks = window * self._window_blocks + shuffled // self._block_rows
             if self._blocks is not None:

@@ -9,12 +9,10 @@ import time
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nsa.data.document import is_held_out
 from nsa.data.document_stream import DocumentStream
-from nsa.data.order import permutation
 from nsa.data.source import open_source
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import DataError
@@ -206,24 +204,6 @@ def test_empty_documents_are_counted_and_never_handed_out(tmp_path):
 def test_tokens_cannot_be_changed_by_whoever_receives_them(folder):
     with pytest.raises(ValueError, match="read-only"):
         next(make_stream(folder)).tokens[0] = 0
-
-
-def test_the_order_is_a_permutation_and_never_changes():
-    for n in (0, 1, 2, 1000):
-        assert sorted(permutation(n, 5, 6)) == list(range(n))
-    assert permutation(8, 11, 1, 0).tolist() == PINNED, "cursors that exist would point at other documents"
-    assert not np.array_equal(permutation(100, 1, 2), permutation(100, 2, 1))
-    assert not np.array_equal(permutation(100, 1, 0), permutation(100, 1, 1))
-
-
-def test_the_order_is_even():
-    """Every item lands in every tenth of the order about equally often."""
-    places = np.stack([np.argsort(permutation(50, seed)) for seed in range(2000)])
-    counts = np.stack([np.bincount(places[:, i] // 5, minlength=10) for i in range(50)])
-    assert np.abs(counts - 200).max() < 75
-
-
-PINNED = [3, 1, 4, 5, 0, 2, 6, 7]
 
 
 # Killed and started again, as real processes

@@ -12,7 +12,7 @@ from pathlib import Path
 from nsa.data.demo.clean import Deduplicator, is_good_english, stop_word_share
 from nsa.data.demo.extract import extract_texts
 from nsa.data.demo.packages import PACKAGES, DocPackage, UnpackedPackage, download, resolve
-from nsa.data.order import permutation
+from nsa.data.permutation import seeded_permutation
 from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError
 
@@ -114,7 +114,7 @@ def clean_records(unpacked: UnpackedPackage, deduplicator: Deduplicator) -> Iter
 
 def write_files(folder: Path, records: Sequence[Record]) -> int:
     """Mixed, so that a row group holds documents of many packages; each file appears whole or not at all."""
-    order = permutation(len(records), _SHUFFLE_SEED)
+    order = seeded_permutation(len(records), _SHUFFLE_SEED)
     folder.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(records), ROWS_PER_FILE)
     for number, start in enumerate(starts):

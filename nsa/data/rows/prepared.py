@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nsa.data.permutation import Permutation, WindowedOrder, derive_key
+from nsa.data.permutation import FeistelPermutation, WindowedPermutation, derive_key
 from nsa.data.rows.batch import Batch, EndOfData, Segment, rows_of_rank
 from nsa.data.shards.reader import ShardReader
 from nsa.errors import ConfigError, DataError
@@ -154,12 +154,12 @@ class PreparedRows:
         total = self.reader.total_tokens
         return tuple(self.reader.segments(r * self.seq_len, min((r + 1) * self.seq_len, total)) for r in stored)
 
-    def _build_order(self, epoch: int) -> Permutation | WindowedOrder:
+    def _build_order(self, epoch: int) -> FeistelPermutation | WindowedPermutation:
         assert self._shuffle is not None
         key = derive_key(self._shuffle.seed, epoch)
         if self._shuffle.block_rows is None:
-            return Permutation(self.rows_per_epoch, key)
-        return WindowedOrder(
+            return FeistelPermutation(self.rows_per_epoch, key)
+        return WindowedPermutation(
             self.rows_per_epoch,
             key,
             block_rows=self._shuffle.block_rows,
