@@ -10,7 +10,6 @@ from math import gcd
 from nsa.errors import ConfigError
 
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
-ROPE_COMPRESSED = ("auto", "before", "after")
 CHANNEL_MIXING_PHIS = ("linear", "mlp")
 
 
@@ -44,13 +43,16 @@ def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Geometry:
-    """Compressed blocks of `l` tokens every `d`; `n_sel` selected blocks of `l_sel` tokens; a window of `w` tokens."""
+    """Compressed blocks of `l` tokens every `d`; `n_sel` selected blocks of `l_sel` tokens; a window of `w` tokens.
 
-    l: int
-    d: int
-    l_sel: int
-    n_sel: int
-    w: int
+    The defaults are the paper's, and the only place where they are written.
+    """
+
+    l: int = 32
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
 
     def __post_init__(self) -> None:
         if broken := [message for _, message in broken_rules(**vars(self))]:

@@ -21,7 +21,7 @@ LAYERS = (
     ("core", "data", "config"),
     ("kernels",),
     ("storage", "files", "gpus", "geometry", "terminal_text"),
-    ("errors", "__init__"),
+    ("errors", "options", "__init__"),
 )
 # Packages of one row do not import each other, with these exceptions.
 NEIGHBOURS = {

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter, ValidationError
 
 from nsa.config.layer import SettingsLayer, nearest
+from nsa.config.schema import KernelsConfig
 
 PREFIX = "NSA_"
 CONFIG_FILE = "CONFIG"
 
-BRANCHES = ("compressed", "select", "selected", "sliding")
+BRANCHES = tuple(KernelsConfig.model_fields)
 
 
 @dataclass(frozen=True)

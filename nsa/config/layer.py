@@ -1,7 +1,9 @@
-"""One layer of settings: what a profile, a file, the environment or a command line gives, and what is wrong with it."""
+"""One layer of settings (a profile, a file, the environment or a command line) with its problems, and dotted keys."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nsa.config.schema import RETIRED_KEYS, sections, settings
 
@@ -30,6 +32,17 @@ class SettingsLayer:
             self.notices.append(f"{where}: {key} is retired and does nothing: {RETIRED_KEYS[key]}.")
         else:
             self.problems.append(f"{where}: {_unknown(key)}")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys: {"train": {"lr": 1}} → {"train.lr": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:

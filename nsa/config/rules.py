@@ -1,17 +1,11 @@
-"""What must hold between settings. A rule looks at values only; where they came from is the loader's business."""
+"""Rules between the settings of a section, as pure functions of values; the loader adds where each value came from."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from pydantic_core import PydanticCustomError
 
-from nsa import geometry
-from nsa.geometry import broken_rope_rule
-
-if TYPE_CHECKING:
-    from nsa.config.schema import DataConfig, ModelConfig, NSAConfig, TrainConfig
+from nsa.geometry import broken_rope_rule, broken_rules
 
 T = TypeVar("T")
 
@@ -19,7 +13,7 @@ BROKEN_RULES = "broken_rules"
 
 
 class BrokenRule(NamedTuple):
-    """A rule that does not hold, with the dotted keys it speaks about."""
+    """A rule that does not hold, with the dotted keys of the settings it is about."""
 
     keys: tuple[str, ...]
     message: str
@@ -33,54 +27,54 @@ def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
     return section
 
 
-def of_model(model: ModelConfig) -> Iterator[BrokenRule]:
-    if model.n_heads % model.n_kv_groups:
+def check_model(n_heads: int, n_kv_groups: int, d_k: int) -> Iterator[BrokenRule]:
+    if n_heads % n_kv_groups:
         yield BrokenRule(
             ("model.n_heads", "model.n_kv_groups"),
-            f"model.n_kv_groups ({model.n_kv_groups}) must divide model.n_heads ({model.n_heads}): each group serves "
-            f"as many heads as another. Set e.g. model.n_kv_groups={_divisor_up_to(model.n_kv_groups, model.n_heads)}.",
+            f"model.n_kv_groups ({n_kv_groups}) must divide model.n_heads ({n_heads}): every group has the same number "
+            f"of heads. Set e.g. model.n_kv_groups={_divisor_up_to(n_kv_groups, n_heads)}.",
         )
-    if model.d_k % 2:
+    if d_k % 2:
         yield BrokenRule(
-            ("model.d_k",),
-            f"model.d_k ({model.d_k}) must be even: RoPE rotates pairs. Set e.g. model.d_k={model.d_k + 1}.",
+            ("model.d_k",), f"model.d_k ({d_k}) must be even: RoPE rotates pairs. Set e.g. model.d_k={d_k + 1}."
         )
 
 
-def of_nsa(nsa: NSAConfig) -> Iterator[BrokenRule]:
-    for keys, message in geometry.broken_rules(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w):
+def check_nsa(sizes: Mapping[str, int], phi: str, phi_pos_emb: bool, rope_compressed: str) -> Iterator[BrokenRule]:
+    """`sizes`: l, d, l_sel, n_sel and w, which need not make a `Geometry`."""
+    for keys, message in broken_rules(**sizes):
         yield BrokenRule(keys, message)
-    if nsa.phi_pos_emb and nsa.phi == "avg":
+    if phi_pos_emb and phi == "avg":
         yield BrokenRule(
             ("nsa.phi_pos_emb", "nsa.phi"),
             "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
             "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
         )
-    if broken := broken_rope_rule(nsa.phi, nsa.rope_compressed):
+    if broken := broken_rope_rule(phi, rope_compressed):
         yield BrokenRule(("nsa.rope_compressed", "nsa.phi"), broken)
 
 
-def of_train(train: TrainConfig) -> Iterator[BrokenRule]:
-    if train.keep_every and train.save_every and train.keep_every % train.save_every:
-        fix = train.save_every * max(1, train.keep_every // train.save_every)
+def check_train(steps: int, warmup_steps: int, save_every: int, keep_every: int) -> Iterator[BrokenRule]:
+    if keep_every and save_every and keep_every % save_every:
+        fix = save_every * max(1, keep_every // save_every)
         yield BrokenRule(
             ("train.keep_every", "train.save_every"),
-            f"train.keep_every ({train.keep_every}) must be a multiple of train.save_every ({train.save_every}): only "
-            f"a checkpoint that is written can be kept. Set e.g. train.keep_every={fix}.",
+            f"train.keep_every ({keep_every}) must be a multiple of train.save_every ({save_every}): only a checkpoint "
+            f"that is written can be kept. Set e.g. train.keep_every={fix}.",
         )
-    if train.warmup_steps > train.steps:
+    if warmup_steps > steps:
         yield BrokenRule(
             ("train.warmup_steps", "train.steps"),
-            f"train.warmup_steps ({train.warmup_steps}) must not exceed train.steps ({train.steps}): the learning rate "
-            f"would never reach train.lr. Set e.g. train.warmup_steps={train.steps // 20}.",
+            f"train.warmup_steps ({warmup_steps}) must not exceed train.steps ({steps}): the learning rate would never "
+            f"reach train.lr. Set e.g. train.warmup_steps={steps // 20}.",
         )
 
 
-def of_data(data: DataConfig) -> Iterator[BrokenRule]:
-    if data.dataset in ("local", "prepared") and data.path is None:
+def check_data(dataset: str, path: str | None) -> Iterator[BrokenRule]:
+    if dataset in ("local", "prepared") and path is None:
         yield BrokenRule(
             ("data.dataset", "data.path"),
-            f"data.dataset ({data.dataset}) needs data.path (null): there is no default place for your own data. "
+            f"data.dataset ({dataset}) needs data.path (null): there is no default location for your own data. "
             f"Set data.path to the folder.",
         )
 
@@ -89,5 +83,5 @@ _LARGEST_SUGGESTION = 1024
 
 
 def _divisor_up_to(limit: int, number: int) -> int:
-    """The largest divisor that is worth suggesting; found at once, however large the numbers are."""
+    """The largest divisor worth suggesting, found in bounded time for numbers of any size."""
     return next(divisor for divisor in range(min(limit, _LARGEST_SUGGESTION), 0, -1) if number % divisor == 0)

@@ -1,13 +1,13 @@
-"""The description of a run: every setting with its type, default, unit and meaning.
+"""Configuration schema: every setting of a run with its type, default, unit and description (pydantic models).
 
-Values are frozen and unknown names are refused. Everything here is plain Python, so that a run can be described,
-checked and printed on a machine without torch.
+Values are frozen and unknown names are refused. Importing this module does not import torch, so a config can be
+checked and printed on a machine without it.
 """
 
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -15,7 +15,20 @@ from pydantic.fields import FieldInfo
 from nsa.config import rules
 from nsa.config.describe import MayChangeOnResume, SettingUnit, ValueDescription
 from nsa.errors import ConfigError
-from nsa.geometry import resolve_rope_compressed
+from nsa.geometry import Geometry, resolve_rope_compressed
+from nsa.options import (
+    DataParallel,
+    DatasetKind,
+    Gate,
+    GatePer,
+    LearningRateSchedule,
+    OnDataEnd,
+    Phi,
+    Precision,
+    RopeCompressed,
+    RowPacking,
+    SyntheticTask,
+)
 
 Count = Annotated[int, Field(ge=1)]
 Tokens = Annotated[int, Field(ge=1), SettingUnit("tokens")]
@@ -72,39 +85,40 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
-        return rules.enforce(self, rules.of_model(self))
+        return rules.enforce(self, rules.check_model(self.n_heads, self.n_kv_groups, self.d_k))
 
 
 class NSAConfig(ConfigSection):
     """Native Sparse Attention: the three branches and the gate that mixes them."""
 
-    l: Tokens = Field(default=32, description="Length of a compression block.")
-    d: Tokens = Field(default=16, description="Stride between compression blocks; divides l and l_sel.")
-    l_sel: Tokens = Field(default=64, description="Length of a selection block.")
+    l: Tokens = Field(default=Geometry.l, description="Length of a compression block.")
+    d: Tokens = Field(default=Geometry.d, description="Stride between compression blocks; divides l and l_sel.")
+    l_sel: Tokens = Field(default=Geometry.l_sel, description="Length of a selection block.")
     n_sel: Annotated[int, Field(ge=1), SettingUnit("blocks")] = Field(
-        default=16, description="Selection blocks each query reads, the first and two local ones included."
+        default=Geometry.n_sel, description="Selection blocks each query reads, the first and two local ones included."
     )
-    w: Tokens = Field(default=512, description="Sliding window, the query's own token included.")
-    phi: Literal["avg", "linear", "mlp"] = Field(
-        default="avg", description="Operator that compresses a block to one token."
-    )
+    w: Tokens = Field(default=Geometry.w, description="Sliding window, the query's own token included.")
+    phi: Phi = Field(default="avg", description="Operator that compresses a block to one token.")
     phi_pos_emb: bool = Field(
         default=False, description="Learned position inside a block, added before phi (linear, mlp)."
     )
-    gate: Literal["softmax", "sigmoid"] = Field(
+    gate: Gate = Field(
         default="softmax",
         description="softmax: branch weights sum to 1 (the health limits assume it); sigmoid: as in the paper.",
     )
-    gate_per: Literal["head", "group"] = Field(
-        default="head", description="One gate per query head or per group of heads."
-    )
+    gate_per: GatePer = Field(default="head", description="One gate per query head or per group of heads.")
     gate_temperature: Positive = Field(
         default=1.0, description="Gate logits are divided by this; above 1 evens the branches out."
     )
-    rope_compressed: Literal["auto", "before", "after"] = Field(
+    rope_compressed: RopeCompressed = Field(
         default="auto",
         description="Rotate keys before compression or compressed keys after it; auto: before for avg, else after.",
     )
+
+    @property
+    def geometry(self) -> Geometry:
+        """The block sizes, for everything that computes with them."""
+        return Geometry(self.l, self.d, self.l_sel, self.n_sel, self.w)
 
     @field_validator("rope_compressed")
     @classmethod
@@ -114,7 +128,8 @@ class NSAConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
-        return rules.enforce(self, rules.of_nsa(self))
+        sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
+        return rules.enforce(self, rules.check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed))
 
 
 class RuntimeConfig(ConfigSection):
@@ -123,7 +138,7 @@ class RuntimeConfig(ConfigSection):
     device: Changeable[
         Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), ValueDescription("auto, cpu, cuda or cuda:N")]
     ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged.")
-    precision: Changeable[Literal["bf16", "fp16", "fp32"]] = Field(
+    precision: Changeable[Precision] = Field(
         default="bf16",
         description="Arithmetic of the model; the loss is fp32 always. Long runs want bf16; training refuses fp16.",
     )
@@ -174,9 +189,7 @@ class TrainConfig(ConfigSection):
         default=1, description="Forward passes per optimizer step; a step sees batch_size times this many rows."
     )
     lr: Changeable[Positive] = Field(default=3e-4, description="Peak learning rate, reached at the end of warm-up.")
-    lr_schedule: Changeable[Literal["cosine", "linear", "constant"]] = Field(
-        default="cosine", description="Learning rate after warm-up."
-    )
+    lr_schedule: Changeable[LearningRateSchedule] = Field(default="cosine", description="Learning rate after warm-up.")
     warmup_steps: Changeable[Annotated[int, Field(ge=0), SettingUnit("steps")]] = Field(
         default=0, description="Steps of linear warm-up from zero."
     )
@@ -234,13 +247,13 @@ class TrainConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
-        return rules.enforce(self, rules.of_train(self))
+        return rules.enforce(self, rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every))
 
 
 class ParallelConfig(ConfigSection):
     """How several ranks share a run; with one rank nothing of it matters."""
 
-    data: Changeable[Literal["ddp", "fsdp", "hsdp"]] = Field(
+    data: Changeable[DataParallel] = Field(
         default="ddp",
         description="ddp: whole weights on every rank; fsdp: sharded over all; hsdp: sharded in groups of shard_ranks.",
     )
@@ -255,7 +268,7 @@ class ParallelConfig(ConfigSection):
 class DataConfig(ConfigSection):
     """Where the tokens come from."""
 
-    dataset: Literal["fineweb_edu", "local", "prepared", "synthetic"] = Field(
+    dataset: DatasetKind = Field(
         default="fineweb_edu",
         description="Streamed parquet, your own parquet/JSONL, token shards made earlier, or made-up tasks.",
     )
@@ -266,10 +279,10 @@ class DataConfig(ConfigSection):
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.001, description="Share of the documents kept for evaluation and never trained on."
     )
-    packing: Literal["stream", "best_fit"] = Field(
+    packing: RowPacking = Field(
         default="stream", description="stream cuts documents at row ends; best_fit keeps them whole where they fit."
     )
-    on_end: Changeable[Literal["epoch", "error"]] = Field(
+    on_end: Changeable[OnDataEnd] = Field(
         default="epoch", description="Data used up: start another epoch, or stop with an error."
     )
     queue_depth: Changeable[Annotated[int, Field(ge=1), SettingUnit("batches")]] = Field(
@@ -298,7 +311,7 @@ class DataConfig(ConfigSection):
     cache_gib: Changeable[Annotated[float, Field(gt=0), SettingUnit("GiB")]] = Field(
         default=16.0, description="Disk the download cache may fill."
     )
-    synthetic_task: Literal["uniform", "copy", "needle"] = Field(
+    synthetic_task: SyntheticTask = Field(
         default="copy", description="Synthetic data: random tokens, a repeated sequence, or one fact to find again."
     )
     synthetic_on_fail: Changeable[bool] = Field(
@@ -308,7 +321,7 @@ class DataConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _hold_together(self) -> Self:
-        return rules.enforce(self, rules.of_data(self))
+        return rules.enforce(self, rules.check_data(self.dataset, self.path))
 
 
 class TrackConfig(ConfigSection):

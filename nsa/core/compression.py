@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from nsa.errors import ConfigError
 from nsa.kernels.precision import einsum
+from nsa.options import PHIS
 
-PHIS = ("avg", "linear", "mlp")
 MLP_EXPANSION = 2
 
 

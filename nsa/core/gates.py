@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ConfigError
+from nsa.options import GATES, GATES_PER
 
-GATES = ("softmax", "sigmoid")
-GATES_PER = ("head", "group")
 BRANCH_ORDER = ("compressed", "selected", "sliding")
 
 

@@ -19,9 +19,10 @@ from nsa.core.probe import Probe
 from nsa.core.reads import compressed_reads, selected_reads, sliding_reads
 from nsa.core.rope import RotaryEmbedding, rotate
 from nsa.errors import ConfigError
-from nsa.geometry import ROPE_COMPRESSED, Geometry, broken_rope_rule, resolve_rope_compressed
+from nsa.geometry import Geometry, broken_rope_rule, resolve_rope_compressed
 from nsa.kernels.decoder import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
+from nsa.options import ROPE_COMPRESSED
 
 
 class Positions(NamedTuple):

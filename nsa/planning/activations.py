@@ -12,7 +12,6 @@ D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H h
 from dataclasses import dataclass
 
 from nsa.config.schema import RunConfig
-from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
@@ -91,12 +90,12 @@ class _BlockTensors:
     """The tensors of one block, in bytes."""
 
     def __init__(self, config: RunConfig, one: ForwardPass) -> None:
-        model, nsa = config.model, config.nsa
+        model, nsa, geometry = config.model, config.nsa, config.nsa.geometry
         self.one, self.phi, self.after = one, nsa.phi, nsa.rope_compressed == "after"
-        self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size, nsa.n_sel, nsa.l
+        self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size, geometry.n_sel, geometry.l
         self.keys, self.values = model.n_heads * model.d_k, model.n_heads * model.d_v
         self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
-        self.blocks = Geometry(nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w).n_compressed(one.seq_len)
+        self.blocks = geometry.n_compressed(one.seq_len)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
 
     def saved(self) -> int:
@@ -183,13 +182,13 @@ def _packed_keys(config: RunConfig, one: ForwardPass) -> int:
 def _slots(config: RunConfig, one: ForwardPass) -> int:
     """The Triton kernels keep what every query gets from each of its blocks, which may lie across two windows of keys,
     and gradients of windows in fp32: a sum per window, and one more for every PIECE of its readers."""
-    model, nsa = config.model, config.nsa
+    model, geometry = config.model, config.nsa.geometry
     queries = one.tokens * model.n_heads * model.d_k * one.width
-    slots = one.tokens * model.n_heads * 2 * nsa.n_sel * max(model.d_k, model.d_v) * one.width
+    slots = one.tokens * model.n_heads * 2 * geometry.n_sel * max(model.d_k, model.d_v) * one.width
     share = min(1.0, max(SLOT_BYTES, QUERIES_OF_SLOTS * queries) / slots)  # of the queries, which are taken at a time
-    windows = one.rows * model.n_kv_groups * -(-one.seq_len // nsa.l_sel)
-    sums = windows + int(share * one.tokens * model.n_kv_groups * nsa.n_sel * 2) // PIECE
-    return int(share * slots) + sums * nsa.l_sel * (model.d_k + model.d_v) * FP32
+    windows = one.rows * model.n_kv_groups * geometry.n_blocks(one.seq_len)
+    sums = windows + int(share * one.tokens * model.n_kv_groups * geometry.n_sel * 2) // PIECE
+    return int(share * slots) + sums * geometry.l_sel * (model.d_k + model.d_v) * FP32
 
 
 def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
@@ -198,14 +197,14 @@ def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
     Either the union of the blocks that a chunk of queries chose, with scores and their gradients, or for each query a
     copy of its own keys and values, with their gradients. Which one depends on the data, so it is the larger.
     """
-    model, nsa = config.model, config.nsa
+    model, geometry = config.model, config.nsa.geometry
     budget = OTHER_ELEMENTS if one.on_gpu else CPU_ELEMENTS
-    chosen = nsa.n_sel * nsa.l_sel
+    chosen = geometry.n_sel * geometry.l_sel
     queries = min(one.seq_len, max(1, budget // (one.rows * model.n_heads * chosen)))
-    n_blocks = -(-one.seq_len // nsa.l_sel)
-    union = min(n_blocks, UNION_FACTOR * nsa.n_sel) * nsa.l_sel
+    n_blocks = geometry.n_blocks(one.seq_len)
+    union = min(n_blocks, UNION_FACTOR * geometry.n_sel) * geometry.l_sel
     shared = one.rows * queries * union * (2 * FP32 * model.n_heads + 3 * model.n_kv_groups)
-    if n_blocks <= UNION_FACTOR * nsa.n_sel:
+    if n_blocks <= UNION_FACTOR * geometry.n_sel:
         return shared
     copied = min(queries, max(1, 4 * budget // (one.rows * model.n_kv_groups * chosen * model.d_k)))
     keys = one.rows * copied * model.n_kv_groups * chosen

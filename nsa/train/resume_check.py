@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config.describe import may_change_on_resume, plain
-from nsa.config.dotted import flat
+from nsa.config.layer import flatten
 from nsa.config.schema import RunConfig, default_ffn_dim, settings
 from nsa.data.rows.specs import RowData
 from nsa.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ class SettingChange:
 def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> list[SettingChange]:
     """Everything that differs, in the order of the schema. A setting newer than the checkpoint had its default then."""
     defaults = {key: field.default for key, field in settings().items()}
-    saved, now = defaults | flat(record.config), flat(config.model_dump(mode="json"))
+    saved, now = defaults | flatten(record.config), flatten(config.model_dump(mode="json"))
     saved_vocab_size = record.more.get(VOCAB_SIZE) or saved[_VOCAB_KEY]
     if saved_vocab_size is not None:  # not in checkpoints of earlier versions, whose data cursor names the tokenizer
         saved[_VOCAB_KEY], now[_VOCAB_KEY] = saved_vocab_size, vocab_size

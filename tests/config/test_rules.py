@@ -9,6 +9,7 @@ from nsa.config import RunConfig, load
 from nsa.config.describe import kind
 from nsa.config.schema import ModelConfig, sections, settings
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
 
 
 @pytest.fixture
@@ -19,30 +20,27 @@ def resolve(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        (
-            ["model.n_kv_groups=5"],
-            "command line: model.n_kv_groups (5) must divide model.n_heads (12): each group serves as many heads as "
-            "another. Set e.g. model.n_kv_groups=4.",
-        ),
-        (["model.d_k=63"], "model.d_k (63) must be even: RoPE rotates pairs. Set e.g. model.d_k=64."),
-        (["nsa.d=64"], "nsa.d (64) must divide nsa.l (32): block scores map to selection blocks in whole strides."),
-        (["nsa.d=12", "nsa.l_sel=60"], "nsa.d (12) must divide nsa.l (32): "),
-        (["nsa.d=12", "nsa.l=24"], "nsa.d (12) must divide nsa.l_sel (64): "),
-        (["nsa.n_sel=2"], "nsa.n_sel (2) must be at least 3: the first block and two local blocks"),
-        (["nsa.phi_pos_emb=true"], "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): "),
-        (["train.warmup_steps=1001"], "train.warmup_steps (1001) must not exceed train.steps (1000): "),
-        (["train.keep_every=1500"], "train.keep_every (1500) must be a multiple of train.save_every (1000): "),
-        (["data.dataset=local"], "data.dataset (local) needs data.path (null): "),
-        (["data.dataset=prepared"], "data.dataset (prepared) needs data.path (null): "),
+        (["model.n_kv_groups=5"], ["model.n_kv_groups (5)", "model.n_heads (12)", "Set e.g. model.n_kv_groups=4."]),
+        (["model.d_k=63"], ["model.d_k (63)", "Set e.g. model.d_k=64."]),
+        (["nsa.d=64"], ["nsa.d (64)", "nsa.l (32)"]),
+        (["nsa.d=12", "nsa.l_sel=60"], ["nsa.d (12)", "nsa.l (32)"]),
+        (["nsa.d=12", "nsa.l=24"], ["nsa.d (12)", "nsa.l_sel (64)"]),
+        (["nsa.n_sel=2"], ["nsa.n_sel (2)", "at least 3"]),
+        (["nsa.phi_pos_emb=true"], ["nsa.phi_pos_emb (true)", "nsa.phi (avg)"]),
+        (["train.warmup_steps=1001"], ["train.warmup_steps (1001)", "train.steps (1000)"]),
+        (["train.keep_every=1500"], ["train.keep_every (1500)", "train.save_every (1000)"]),
+        (["data.dataset=local"], ["data.dataset (local)", "data.path (null)"]),
+        (["data.dataset=prepared"], ["data.dataset (prepared)", "data.path (null)"]),
     ],
 )
-def test_a_broken_rule_gives_values_reason_and_fix(resolve, overrides, message):
+def test_a_broken_rule_gives_values_reason_and_fix(resolve, overrides, named):
     with pytest.raises(ConfigError) as caught:
         resolve(*overrides)
     (problem,) = str(caught.value).splitlines()[1:]
-    assert message in problem
+    assert "command line" in problem
+    assert all(text in problem for text in named)
     assert "Set " in problem
 
 
@@ -89,7 +87,7 @@ def test_the_fix_a_message_suggests_is_a_fix(resolve):
 
 
 def test_a_rule_that_meets_a_default_says_so(resolve):
-    with pytest.raises(ConfigError, match=r"command line, default train.steps: train.warmup_steps \(2000\)"):
+    with pytest.raises(ConfigError, match=r"command line, default train\.steps: "):
         resolve("train.warmup_steps=2000")
 
 
@@ -100,9 +98,9 @@ def test_sizes_must_be_positive(resolve):
 
 
 def test_rules_hold_for_configs_made_in_code_too():
-    with pytest.raises(ValidationError, match="must divide"):
+    with pytest.raises(ValidationError, match="n_kv_groups"):
         ModelConfig(n_heads=12, n_kv_groups=5)
-    with pytest.raises(ValidationError, match="must divide"):
+    with pytest.raises(ValidationError, match=r"nsa\.d "):
         RunConfig.model_validate({"nsa": {"l": 32, "d": 12, "l_sel": 24}})
 
 
@@ -127,7 +125,7 @@ def test_a_config_survives_a_dump_and_a_pickle(resolve):
 def test_origin_of_a_config_made_in_code():
     config = RunConfig.model_validate({"train": {"lr": 1.0}})
     assert (config.origin("train.lr"), config.origin("train.steps")) == ("code", "default")
-    with pytest.raises(ConfigError, match=r"'train.lrr' is not a setting"):
+    with pytest.raises(ConfigError, match="lrr"):
         config.origin("train.lrr")
 
 
@@ -163,6 +161,12 @@ def test_auto_rotation_of_compressed_keys_follows_the_operator(resolve):
     assert resolve("nsa.rope_compressed=after").nsa.rope_compressed == "after"
 
 
+def test_the_block_sizes_are_one_geometry(resolve):
+    assert resolve().nsa.geometry == Geometry()
+    changed = resolve("nsa.l=16", "nsa.d=8", "nsa.l_sel=32", "nsa.n_sel=5", "nsa.w=100")
+    assert changed.nsa.geometry == Geometry(l=16, d=8, l_sel=32, n_sel=5, w=100)
+
+
 def test_a_resolved_auto_is_recorded_as_what_it_came_to_and_counts_as_default(resolve):
     """A record of settings must still say so when the rule behind `auto` has changed."""
     config = resolve("nsa.phi=mlp")
@@ -172,7 +176,7 @@ def test_a_resolved_auto_is_recorded_as_what_it_came_to_and_counts_as_default(re
 
 @pytest.mark.parametrize("phi", ["linear", "mlp"])
 def test_learned_compression_of_rotated_keys_is_refused(resolve, phi):
-    with pytest.raises(ConfigError, match=r"nsa.rope_compressed \(before\)"):
+    with pytest.raises(ConfigError, match="rope_compressed"):
         resolve(f"nsa.phi={phi}", "nsa.rope_compressed=before")
 
 
@@ -180,5 +184,5 @@ def test_learned_compression_of_rotated_keys_is_refused(resolve, phi):
 @pytest.mark.parametrize("heads", [12, 2**31 - 1, 2**61 - 1])
 @pytest.mark.parametrize("groups", [2**31, 2**62])
 def test_huge_sizes_are_refused_at_once(resolve, groups, heads):
-    with pytest.raises(ConfigError, match=r"must divide model\.n_heads"):
+    with pytest.raises(ConfigError, match="n_kv_groups"):
         resolve(f"model.n_kv_groups={groups}", f"model.n_heads={heads}")

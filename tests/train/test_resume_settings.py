@@ -10,7 +10,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config import load
 from nsa.config.describe import may_change_on_resume
-from nsa.config.dotted import flat
+from nsa.config.layer import flatten
 from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
 from nsa.observe import names
@@ -162,5 +162,5 @@ def test_what_may_change_does_and_is_recorded(runs):
     last = [beat for beat in read_beats(folder / names.heartbeat(0)) if beat.msg == names.PROGRESS][-1]
     assert last.step == 6
     assert last.lr == pytest.approx(0.1 * 0.01), "the last step of a cosine to a tenth of the new train.lr"
-    saved = flat(json.loads((folder / "checkpoints" / "step6" / "state.json").read_text()))
+    saved = flatten(json.loads((folder / "checkpoints" / "step6" / "state.json").read_text()))
     assert saved["data_cursor.cursor.next_row"] == 4 * 4 + 2 * 8

@@ -11,7 +11,7 @@ from nsa.data.document_stream import AtEnd, DocumentStream, Split
 from nsa.data.rows.packing import Packing, make_packer
 from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
 from nsa.data.rows.row_stream import DirectRowStream, IndexedRowStream, RowStream
-from nsa.data.rows.synthetic import SyntheticRows, Task
+from nsa.data.rows.synthetic import SyntheticRows
 from nsa.data.shards.cache import ShardCache
 from nsa.data.shards.manifest import TRAIN
 from nsa.data.shards.reader import ShardReader
@@ -22,6 +22,7 @@ from nsa.data.source.row_group import DocumentColumns
 from nsa.data.tokenizer import check_same, load_tokenizer, token_dtype
 from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import ConfigError
+from nsa.options import SyntheticTask
 from nsa.storage import StorageFolder
 
 GIB = 2**30
@@ -122,7 +123,7 @@ class DirectData:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticData:
-    task: Task
+    task: SyntheticTask
     vocab_size: int
     seq_len: int
     seed: int = 0

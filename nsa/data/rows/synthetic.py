@@ -7,15 +7,13 @@ Row i is a function of (task, vocabulary, length, seed, i) alone.
 - `needle`:  a marked key and value hidden in random tokens, then a query with the key; only the value is predicted.
 """
 
-from typing import Literal, get_args
-
 import numpy as np
 
 from nsa.data.permutation import derive_key
 from nsa.data.rows.batch import Batch
 from nsa.errors import ConfigError
+from nsa.options import SYNTHETIC_TASKS, SyntheticTask
 
-Task = Literal["uniform", "copy", "needle"]
 _SMALLEST_VOCAB = 8
 _KEY_LEN = 2
 
@@ -23,9 +21,9 @@ _KEY_LEN = 2
 class SyntheticRows:
     kind = "synthetic"
 
-    def __init__(self, task: Task, *, vocab_size: int, seq_len: int, seed: int, value_len: int = 4) -> None:
-        if task not in get_args(Task):
-            raise ConfigError(f"synthetic task {task!r} is unknown. Choose one of {list(get_args(Task))}.")
+    def __init__(self, task: SyntheticTask, *, vocab_size: int, seq_len: int, seed: int, value_len: int = 4) -> None:
+        if task not in SYNTHETIC_TASKS:
+            raise ConfigError(f"synthetic task {task!r} is unknown. Choose one of {list(SYNTHETIC_TASKS)}.")
         if vocab_size < _SMALLEST_VOCAB:
             raise ConfigError(f"vocab_size is {vocab_size}: synthetic tasks need at least {_SMALLEST_VOCAB}. Raise it.")
         shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}[task]

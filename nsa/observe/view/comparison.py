@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from string import ascii_uppercase
 
-from nsa.config.dotted import flat
+from nsa.config.layer import flatten
 from nsa.observe.view.formatting import count, duration, number, plain, share
 from nsa.observe.view.run_data import RunData
 from nsa.observe.view.summary import RunSummary
@@ -26,7 +26,7 @@ def labels(runs: Sequence[RunData]) -> list[str]:
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]]:
     """Settings that are not the same in all runs; None stands for a setting that a run does not have."""
-    all_settings = [flat(run.config) for run in runs]
+    all_settings = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in all_settings for key in settings)
     found = []
     for key in keys:

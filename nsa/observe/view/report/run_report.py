@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nsa.config.dotted import flat
+from nsa.config.layer import flatten
 from nsa.observe import names, records
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.event_words import told
@@ -219,7 +219,7 @@ def _events(events: Sequence[RunEvent]) -> str:
 
 
 def _config(run: RunData) -> str:
-    settings = flat(run.config)
+    settings = flatten(run.config)
     if not settings:
         return f'<p class="quiet">{names.ENV} is not there.</p>'
     origins = records.section(run.env.get("origins")) or {}
