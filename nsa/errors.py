@@ -4,11 +4,6 @@ A message states the rule, the values that broke it, why the rule exists, and th
 `assert` is for mistakes of ours; these are for everything a user, a disk or a network can do.
 """
 
-import errno
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of an `OSError` that say that a file system, a quota or a file-size limit is full."""
-
 
 class NSAError(Exception):
     """Base of all errors that carry a message for the user; the command line prints it without a traceback."""

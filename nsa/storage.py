@@ -8,7 +8,6 @@ S3 service. Every other scheme (`gs://`, `hf://`, `https://`) is opened by fsspe
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pyarrow import fs as arrow_fs
 
 from nsa.errors import ConfigError, DataError
+from nsa.files import replace_file, write_atomic
 
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
@@ -86,9 +86,7 @@ class StorageFolder:
             if self.is_local:
                 target = self.local_path(name)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-                unfinished.write_bytes(content)
-                self._move_in(unfinished, target)
+                write_atomic(target, content, durable=True, many_writers=True)
                 return
             with self._fs.open_output_stream(self._path(name)) as stream:
                 stream.write(content)
@@ -99,7 +97,7 @@ class StorageFolder:
             if self.is_local:
                 target = self.local_path(name)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self._move_in(source, target)
+                replace_file(source, target, durable=True)
                 return
             with source.open("rb") as content, self._fs.open_output_stream(self._path(name)) as stream:
                 shutil.copyfileobj(content, stream, _COPY_CHUNK_BYTES)
@@ -124,17 +122,6 @@ class StorageFolder:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
-
-    @staticmethod
-    def _move_in(source: Path, target: Path) -> None:
-        with source.open("rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(source, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must survive a power cut, not only the bytes
-        finally:
-            os.close(folder)
 
 
 def _open(url: str) -> tuple[Any, str, bool]:

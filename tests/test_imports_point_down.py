@@ -20,7 +20,8 @@ LAYERS = (
     ("model", "observe", "checkpoint"),
     ("core", "data", "config"),
     ("kernels",),
-    ("storage", "files", "gpus", "geometry", "terminal_text"),
+    ("storage",),
+    ("files", "gpus", "geometry", "terminal_text"),
     ("errors", "options", "__init__"),
 )
 # Packages of one row do not import each other, with these exceptions.

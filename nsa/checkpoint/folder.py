@@ -29,8 +29,9 @@ from nsa.checkpoint.manifest import (
     examine,
     take_stock,
 )
-from nsa.checkpoint.store import FolderStore, sync, write_durably
+from nsa.checkpoint.store import FolderStore
 from nsa.errors import CheckpointError
+from nsa.files import fsync_path, fsync_tree, replace_file, write_atomic
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,11 @@ class CheckpointFolder:
             )
         try:
             store = FolderStore(staging)
-            store.sync()
+            fsync_tree(staging)
             manifest = take_stock(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason)
             if not manifest.files:
                 raise CheckpointError(f"{staging} is empty: there is nothing to commit for step {step}.")
-            write_durably(staging / names.COMMIT, encode(manifest, self._key))
+            write_atomic(staging / names.COMMIT, encode(manifest, self._key), durable=True)
             self._rename(staging, target)
         except OSError as error:
             raise CheckpointError(
@@ -195,7 +196,7 @@ class CheckpointFolder:
         staging, target = self.staging(step), self.step_path(step)
         examine(FolderStore(staging), key=self._key, step=step, deep=False).demand_good()
         inspect(staging)
-        FolderStore(staging).sync()
+        fsync_tree(staging)
         self._rename(staging, target)
         self._suspect.discard(step)
         self._point_latest_at(max(step, *self.committed_steps()))
@@ -224,7 +225,8 @@ class CheckpointFolder:
     def set_reason(self, step: int, reason: str) -> None:
         """Record another reason for a checkpoint that this version has saved; what it holds stays as it is."""
         manifest = self.examine(step, deep=False).demand_good()
-        write_durably(self.step_path(step) / names.COMMIT, encode(replace(manifest, reason=reason), self._key))
+        content = encode(replace(manifest, reason=reason), self._key)
+        write_atomic(self.step_path(step) / names.COMMIT, content, durable=True)
 
     def abandon(self, step: int) -> None:
         """Forget a save that failed, and give its disk space back."""
@@ -241,7 +243,7 @@ class CheckpointFolder:
             original = self.path / path.name.removeprefix(names.REPLACED)
             if path.name.startswith(names.REPLACED) and not original.exists():
                 os.rename(path, original)
-                sync(self.path)
+                fsync_path(self.path)
                 done.append(f"put {original.name} back: a kill came between its removal and its replacement")
             else:
                 shutil.rmtree(path)
@@ -259,7 +261,7 @@ class CheckpointFolder:
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
         os.rename(staging, target)
-        sync(self.path)
+        fsync_path(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _settle(self, step: int) -> None:
@@ -271,8 +273,8 @@ class CheckpointFolder:
         link = self.path / names.NEW_LINK
         link.unlink(missing_ok=True)
         link.symlink_to(names.step_name(step))
-        os.replace(link, self.path / names.LATEST)
-        sync(self.path)
+        replace_file(link, self.path / names.LATEST)
+        fsync_path(self.path)
 
     def _retire(self) -> None:
         """Suspects neither count as kept nor are removed: they are evidence, and no fallback."""

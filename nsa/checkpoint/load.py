@@ -16,9 +16,10 @@ from nsa.checkpoint import names
 from nsa.checkpoint.manifest import examine
 from nsa.checkpoint.pickle_scan import demand_harmless, read_index, read_piece
 from nsa.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
-from nsa.checkpoint.store import IRREGULAR, FolderStore, sync
+from nsa.checkpoint.store import IRREGULAR, FolderStore
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
+from nsa.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +101,12 @@ def export(checkpoint: Path, to: Path, *, key: bytes | None = None, allow_foreig
             else:
                 save_file(model, temporary, metadata=about)
                 shutil.copymode(to / MODEL_PT, temporary)  # safetensors makes private files
-            sync(temporary)
-            os.replace(temporary, path)
+            replace_file(temporary, path, durable=True)
         # torch.save reports a full disk by a RuntimeError, safetensors by an error of its own.
         except (OSError, RuntimeError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise CheckpointError(f"{path} could not be written: {error}.") from error
         written.append(path)
-    sync(to)
     return written
 
 

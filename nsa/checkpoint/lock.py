@@ -4,7 +4,6 @@ The kernel drops the lock when its process dies, however it dies, so a lock cann
 note inside the file, which tells the next run that the last one did not end cleanly.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -16,6 +15,7 @@ from typing import Self
 
 from nsa.checkpoint.names import LOCK
 from nsa.errors import CheckpointError
+from nsa.files import try_lock, unlock
 
 _RETRY_S = 0.1
 
@@ -45,7 +45,7 @@ class RunLock:
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + wait_s
         try:
-            while not _lock(descriptor):
+            while not try_lock(descriptor):
                 if time.monotonic() >= deadline:
                     raise CheckpointError(
                         f"{self.file.parent} is in use by {_read(descriptor) or 'an unknown process'}: two runs in one "
@@ -66,7 +66,7 @@ class RunLock:
     def release(self) -> None:
         if self._descriptor is not None:
             _write(self._descriptor, "")
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # at once, even if a child was forked a moment ago
+            unlock(self._descriptor)  # at once, even if a child was forked a moment ago
             self._forget()
 
     def _forget(self) -> None:
@@ -90,17 +90,9 @@ def holder(run_folder: Path) -> LockHolder | None:
     except FileNotFoundError:
         return None
     try:
-        return None if _lock(descriptor) else _read(descriptor)
+        return None if try_lock(descriptor) else _read(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _read(descriptor: int) -> LockHolder | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from nsa.checkpoint.names import STATE
-from nsa.checkpoint.store import write_durably
 from nsa.errors import CheckpointError
+from nsa.files import write_atomic
 
 FORMAT = 1
 LARGEST_JSON_BYTES = 16 << 20
@@ -70,7 +70,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
         content = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path.name} can hold finite JSON values only: {error}.") from error
-    write_durably(path, content.encode() + b"\n")
+    write_atomic(path, content + "\n", durable=True)
 
 
 def _read_bytes(path: Path) -> bytes:

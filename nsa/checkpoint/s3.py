@@ -68,9 +68,7 @@ class S3Checkpoint:
         """A store that lists without end is refused, not awaited."""
         found: list[dict[str, Any]] = []
         with _told(self):
-            pages = self.client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, S3Checkpoint=self._path, **how
-            )
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._path, **how)
             for number, page in enumerate(pages, 1):
                 found.extend(page.get(what, ()))
                 if len(found) > _MOST_OBJECTS or number >= _MOST_PAGES:

@@ -1,12 +1,11 @@
 """Where the files of one checkpoint lie: a folder here, a prefix of an object store in `s3`."""
 
-import errno
-import io
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+
+from nsa.files import open_regular
 
 CHUNK_BYTES = 4 << 20
 IRREGULAR = -1
@@ -43,41 +42,6 @@ class FolderStore:
         return found
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        with open_plain(self.path / name) as file:
+        with open_regular(self.path / name, follow_links=False) as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
-
-    def sync(self) -> None:
-        """Bring every file and folder to the disk, so that a power cut after the commit loses nothing."""
-        for folder, _, names in os.walk(self.path, topdown=False):
-            for name in names:
-                sync(Path(folder) / name)
-            sync(Path(folder))
-
-
-def open_plain(path: Path) -> io.FileIO:
-    """Open a plain file for reading: never through a link, never waiting for a pipe to be written to."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
-    return io.FileIO(descriptor, "rb")
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file so that it is either absent, old or whole, whatever happens."""
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from nsa.checkpoint import names
 from nsa.checkpoint.manifest import BLOCK_BYTES, CheckpointManifest, hash_blocks, same_content
-from nsa.checkpoint.store import IRREGULAR, FolderStore, open_plain
+from nsa.checkpoint.store import IRREGULAR, FolderStore
 from nsa.errors import CheckpointError
+from nsa.files import open_regular
 
 _CACHED_BLOCKS = 4
 LARGEST_RANK_FILE_BYTES = 16 << 20
@@ -66,7 +67,7 @@ class VerifiedFiles:
     def peek(self, name: str, offset: int, length: int) -> bytes:
         """Part of a file that is judged and not used: it is not verified here."""
         try:
-            with open_plain(self.path / name) as file:
+            with open_regular(self.path / name, follow_links=False) as file:
                 return os.pread(file.fileno(), length, offset)
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error

@@ -3,7 +3,8 @@
 import errno
 from pathlib import Path
 
-from nsa.errors import NO_ROOM, OutputError
+from nsa.errors import OutputError
+from nsa.files import NO_ROOM
 
 _WRONG_PATH = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError, DataError
+from nsa.files import replace_file, storage_errors, temporary_path
 
 END_OF_TEXT = "<|endoftext|>"
 # Names under which published tokenizers keep their end-of-document token, tried in this order.
@@ -182,7 +182,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTo
     if vocab_size < smallest:
         raise ConfigError(f"vocab_size is {vocab_size}: a byte-level BPE needs at least {smallest}. Set e.g. 32768.")
     target = Path(path)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    unfinished = temporary_path(target)
     problem, fix = f"tokenizer file {target} cannot be written", "Name a file in a folder that you can write."
     with storage_errors(problem, fix=fix):  # before the training, which takes minutes
         if target.is_dir():
@@ -193,7 +193,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTo
         engine = _train_bpe(texts, vocab_size)
         with storage_errors(problem, fix=fix):
             unfinished.write_text(engine.to_str(pretty=True), encoding="utf-8")
-            os.replace(unfinished, target)
+            replace_file(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
     return JsonTokenizer(target)

@@ -24,8 +24,8 @@ import numpy as np
 
 from nsa import errors
 from nsa.data.source.unit import CorruptUnit
-from nsa.data.storage_errors import storage_errors
 from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
+from nsa.files import storage_errors, write_atomic
 
 _LOOKAHEAD = 2  # units per reader: one is being made while the one before it is used
 _POLL_S = 0.01
@@ -158,9 +158,7 @@ class UnitExchange:
                 self._published.remove(number)
 
     def _write(self, name: str, content: bytes) -> None:
-        unfinished = self._folder / f".{name}.{os.getpid()}.tmp"
-        unfinished.write_bytes(content)
-        os.replace(unfinished, self._folder / name)
+        write_atomic(self._folder / name, content, many_writers=True)
 
     def _explained(self) -> AbstractContextManager[None]:
         return storage_errors(

@@ -1,11 +1,11 @@
 """`.HALT`, the file that stops a run: who asks, why, and since when. It is never overwritten and never just deleted."""
 
 import errno
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa.files import create_atomic, replace_file
 from nsa.observe import names, records
 from nsa.observe.events import EventKind, add_event
 
@@ -44,15 +44,7 @@ def read(folder: Path) -> HaltRequest | None:
 
 def ask(folder: Path, reason: str, by: str) -> bool:
     """Write `.HALT`, whole from its first moment; False if there is one already."""
-    new = folder / f"{names.HALT}.new-{os.getpid()}"
-    new.write_text(f"halt: {reason}\nby: {by}\n", encoding="utf-8")
-    try:
-        os.link(new, folder / names.HALT)
-    except FileExistsError:
-        return False
-    finally:
-        new.unlink()
-    return True
+    return create_atomic(folder / names.HALT, f"halt: {reason}\nby: {by}\n")
 
 
 def put_aside(folder: Path, *, now: float, step: int) -> Path | None:
@@ -60,7 +52,7 @@ def put_aside(folder: Path, *, now: float, step: int) -> Path | None:
     asked = read(folder)
     aside = folder / f"{names.HALT}.cleared-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}"
     try:
-        os.replace(folder / names.HALT, aside)
+        replace_file(folder / names.HALT, aside)
     except FileNotFoundError:
         return None
     reason, by = (asked.reason, asked.by) if asked is not None else (None, None)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from nsa.files import open_regular
 from nsa.observe import names, records
 
 ALIVE_EVERY_S = 15.0
@@ -207,7 +208,7 @@ def _spell(value: Any) -> Any:
 
 def _ends_torn(path: Path) -> bool:
     try:
-        with records.open_regular(path) as file:
+        with open_regular(path) as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
     except OSError:  # no file, or an empty one

@@ -3,11 +3,11 @@
 import csv
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa.files import write_atomic
 from nsa.observe import names
 from nsa.observe.heartbeat import HeartbeatRecord, to_line
 
@@ -86,6 +86,4 @@ class MetricWriters:
     def _write_metrics(self, news: dict[str, Any]) -> None:
         self._metrics |= news
         text = json.dumps(json.loads(to_line(self._metrics)), indent=2) + "\n"
-        new = self._folder / f"{names.METRICS}.new"
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, self._folder / names.METRICS)
+        write_atomic(self._folder / names.METRICS, text)

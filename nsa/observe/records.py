@@ -6,17 +6,16 @@ has the type and the range that its check demands, or it is absent.
 """
 
 import csv
-import errno
 import json
 import math
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
+from nsa.files import open_regular
 from nsa.observe import names
 
 LONGEST_LINE = 1 << 20
@@ -175,15 +174,6 @@ def read_records(path: Path, parse: Callable[[str], Parsed[T]]) -> Iterator[tupl
 
 
 # Files.
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. A folder, a pipe or a device in its place is an OSError, and nothing is waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def open_to_append(path: Path) -> TextIO:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nsa import __version__
 from nsa.config.schema import RunConfig
+from nsa.files import write_atomic
 from nsa.observe import halt_file, names, records
 from nsa.observe.heartbeat import last_beat
 
@@ -60,9 +61,7 @@ class RunFolder:
             "origins": config.origins(),
             "notices": list(config.notices),
         }
-        new = self.path / f"{names.ENV}.new"
-        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(new, self.path / names.ENV)
+        write_atomic(self.path / names.ENV, json.dumps(content, indent=2) + "\n")
 
 
 def code_version(root: Path = Path(__file__).parents[2]) -> dict[str, Any]:

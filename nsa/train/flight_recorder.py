@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nsa.files import write_atomic
+
 BUFFER = "TORCH_FR_BUFFER_SIZE"
 _BUFFERED = "2000"
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -27,7 +29,5 @@ def write_record(path: Path) -> bool:
         return False
     c10d = torch._C._distributed_c10d
     record = {backend: json.loads(getattr(c10d, dump)()) for backend, dump in _DUMPS.items() if hasattr(c10d, dump)}
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_atomic(path, json.dumps(record, indent=1) + "\n")
     return True

@@ -23,7 +23,8 @@ from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
 from nsa.data.prefetch.prefetcher import PrefetchSettings
 from nsa.data.rows.specs import RowData, SyntheticData
-from nsa.errors import NO_ROOM, ConfigError, DataError, NSAError
+from nsa.errors import ConfigError, DataError, NSAError
+from nsa.files import NO_ROOM, no_room_error
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.triton.switch import set_tuning
 from nsa.observe import halt_file, names
@@ -45,7 +46,6 @@ from nsa.train.engine.data_loader import RowLoader
 from nsa.train.exits import DONE, HALTED
 from nsa.train.experiment_tracking import start_tracking
 from nsa.train.flight_recorder import keep_record
-from nsa.train.full_disk import no_room_error
 from nsa.train.preflight_facts import demand_fitness
 from nsa.train.resume import ResumePoint, find_origin, make_checkpointer, make_saver, signing_key
 from nsa.train.resume_check import VOCAB_SIZE, SettingChange, require_same_data, require_same_settings

@@ -13,8 +13,8 @@ from nsa.data.demo.clean import Deduplicator, is_good_english, stop_word_share
 from nsa.data.demo.extract import extract_texts
 from nsa.data.demo.packages import PACKAGES, DocPackage, UnpackedPackage, download, resolve
 from nsa.data.permutation import seeded_permutation
-from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError
+from nsa.files import replace_file, storage_errors, temporary_path
 
 ROWS_PER_GROUP = 1000  # as in FineWeb-Edu
 ROWS_PER_FILE = 5 * ROWS_PER_GROUP
@@ -132,7 +132,7 @@ def write_parquet(path: Path, records: Iterable[Record], *, rows_per_group: int 
         [(name, text) for name in ("text", "id", "dump", "url", "file_path", "language")]
         + [("language_score", real), ("token_count", number), ("score", real), ("int_score", number)]
     )
-    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished = temporary_path(path)
     pq.write_table(
         pa.Table.from_pylist(list(records), schema=schema),
         unfinished,
@@ -141,4 +141,4 @@ def write_parquet(path: Path, records: Iterable[Record], *, rows_per_group: int 
         compression_level=9,
         write_page_checksum=True,
     )
-    os.replace(unfinished, path)
+    replace_file(unfinished, path)

@@ -4,7 +4,6 @@ The work is cut into tasks by the source alone. A task counts when its record ex
 both are written last. Killed at any moment and run again, the same command ends with the same bytes.
 """
 
-import fcntl
 import os
 import sys
 import tempfile
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -26,9 +25,9 @@ from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, record_plan
 from nsa.data.prepare.task import ReadUnits, Report, WriteShards, done_tasks, read_record
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
-from nsa.data.storage_errors import storage_errors
 from nsa.data.tokenizer import one_tokenizer_thread
 from nsa.errors import ConfigError, DataError
+from nsa.files import file_lock, storage_errors
 from nsa.storage import StorageFolder
 
 _POLL_S = 0.2
@@ -276,9 +275,9 @@ def _only_writer(out: StorageFolder) -> Iterator[None]:
         return
     lock_path = out.local_path(f"{WORK}/lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
-    with lock_path.open("w") as handle:
+    with ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(file_lock(lock_path, wait=False))
         except BlockingIOError as error:
             raise DataError(f"another process is preparing into {out.url}. Wait for it, or stop it first.") from error
         yield

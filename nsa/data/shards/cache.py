@@ -1,15 +1,13 @@
 """Remote shard files on local disk: bounded, shared by the ranks of a node, verified as they arrive."""
 
-import fcntl
 import hashlib
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nsa.data.storage_errors import storage_errors
 from nsa.errors import ConfigError, DataError
+from nsa.files import file_lock, replace_file, storage_errors, temporary_path
 from nsa.storage import StorageFolder
 
 _CHUNK_BYTES = 4 * 2**20
@@ -57,7 +55,7 @@ class ShardCache:
         return True
 
     def _download(self, folder: StorageFolder, name: str, size: int, sha256: str, target: Path) -> None:
-        unfinished = self.path / f".{uuid.uuid4().hex}.tmp"
+        unfinished = temporary_path(target)
         problem = ""
         for _ in range(_ATTEMPTS):
             digest = hashlib.sha256()
@@ -66,10 +64,8 @@ class ShardCache:
                     while chunk := source.read(_CHUNK_BYTES):
                         digest.update(chunk)
                         copy.write(chunk)
-                    copy.flush()
-                    os.fsync(copy.fileno())
                 if digest.hexdigest() == sha256:
-                    os.replace(unfinished, target)
+                    replace_file(unfinished, target, durable=True)
                     return
                 problem = (
                     f"SHA-256 {digest.hexdigest()} of {unfinished.stat().st_size} bytes instead of {sha256} of {size}"
@@ -103,6 +99,5 @@ class ShardCache:
     def _lock(self, name: str) -> Iterator[None]:
         # One lock for the whole cache would serialise downloads; 64 keep the number of lock files bounded.
         slot = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 64
-        with (self.path / f".lock-{slot:02d}").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with file_lock(self.path / f".lock-{slot:02d}"):
             yield

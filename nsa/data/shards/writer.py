@@ -11,7 +11,6 @@ would cost a start-up hours on a large set. `manifest.py` holds the hash of each
 """
 
 import hashlib
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from nsa.errors import DataError
+from nsa.files import fsync_path
 from nsa.storage import StorageFolder
 
 BLOCK_BYTES = 64 * 2**10
@@ -107,7 +107,7 @@ class ShardWriter:
     def finish(self, folder: StorageFolder) -> ShardInfo:
         with self._explained():
             self._file.flush()
-            os.fsync(self._file.fileno())
+            fsync_path(self._path)
         tok_bytes = self._file.tell()
         self._file.close()
         if self._open_block:

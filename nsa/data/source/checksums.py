@@ -7,7 +7,6 @@ or in another run that uses the same folder. Checksums are of the documents: oth
 One fixed-size entry per unit at a fixed place: ranks write the same file without reading it whole.
 """
 
-import fcntl
 import hashlib
 import os
 import zlib
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from nsa.data.document import Document
 from nsa.data.source.unit import CorruptUnit, DocumentSource, SourceUnit
-from nsa.data.storage_errors import storage_errors
 from nsa.errors import CheckpointError
+from nsa.files import file_lock, storage_errors
 
 _DIGEST_BYTES, _CRC_BYTES = 28, 4
 _ENTRY_BYTES = _DIGEST_BYTES + _CRC_BYTES
@@ -69,9 +68,7 @@ class ChecksummedSource:
         with storage_errors(problem, fix=fix, if_full=(CheckpointError, "Free disk space and add --resume.")):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Opened anew each time: on a network file system this is what shows another node's entries.
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with file_lock(self._path) as file:
                 entry = os.pread(file, _ENTRY_BYTES, index * _ENTRY_BYTES)
                 recorded, crc = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
                 if crc and crc == _crc(index, recorded):
@@ -79,8 +76,6 @@ class ChecksummedSource:
                 # Not written yet, or damaged itself: then this read counts as the first.
                 os.pwrite(file, digest + _crc(index, digest), index * _ENTRY_BYTES)
                 return digest
-            finally:
-                os.close(file)
 
 
 def _crc(index: int, digest: bytes) -> bytes:

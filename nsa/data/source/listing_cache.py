@@ -8,12 +8,11 @@ used.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nsa.data.storage_errors import storage_errors
+from nsa.files import storage_errors, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +50,8 @@ class ListingCache:
         fix = "Set data.cache_dir to a folder that can be written, or leave it out."
         with storage_errors(f"listing cache {self._path} cannot be written", fix=fix):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-            unfinished.write_text(json.dumps({"sha256": _digest(files), "files": [asdict(file) for file in files]}))
-            os.replace(unfinished, self._path)
+            content = json.dumps({"sha256": _digest(files), "files": [asdict(file) for file in files]})
+            write_atomic(self._path, content, many_writers=True)
 
 
 def _digest(files: Sequence[ListedFile]) -> str:

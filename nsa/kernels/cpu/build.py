@@ -6,7 +6,6 @@ the others wait for it, and the finished file appears by one rename. Loading a l
 another user could have put there or changed is refused.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -15,6 +14,8 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+
+from nsa.files import file_lock, replace_file
 
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++")
@@ -62,13 +63,9 @@ def library() -> Path:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_trusted(path.parent, path.parent.stat())
         if not os.path.lexists(path):
-            lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with file_lock(path.with_suffix(".lock"), mode=0o600):
                 if not os.path.lexists(path):
                     _build(compiler, units, path)
-            finally:
-                os.close(lock)
         _require_trusted(path, path.lstat())
     except OSError as error:
         raise BuildError(
@@ -134,7 +131,7 @@ def _build(compiler: str, units: dict[str, tuple[str, ...]], path: Path) -> None
         linked = f"{work}/{path.name}"
         _finish(_start([compiler, "-shared", "-pthread", *(f"{work}/{unit}.o" for unit in units), "-o", linked]))
         os.chmod(linked, 0o755)  # whatever the umask: a library that others can write is not loaded
-        os.replace(linked, path)
+        replace_file(Path(linked), path)
 
 
 def _start(command: list[str]) -> "subprocess.Popen[str]":

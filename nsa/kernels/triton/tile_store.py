@@ -5,17 +5,15 @@ appears by one rename, so that nobody ever sees half of it. It says which kernel
 sources are not used.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nsa.files import file_lock, write_atomic
 from nsa.kernels.triton.tuning import TileSizes
 
 _log = logging.getLogger(__name__)
@@ -33,13 +31,8 @@ class TileStore:
     def locked(self) -> Iterator[None]:
         """One process at a time; OSError where the folder cannot be written."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A link that somebody else put there is not followed.
-        lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with file_lock(self.path.with_suffix(".lock"), mode=0o600):
             yield
-        finally:
-            os.close(lock)
 
     def read(self) -> dict[str, TileSizes]:
         try:
@@ -60,11 +53,7 @@ class TileStore:
 
     def write(self, tiles: dict[str, TileSizes]) -> None:
         content = {"kernels": self._kernels, "tiles": {key: list(sizes) for key, sizes in sorted(tiles.items())}}
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, self.path)
+        write_atomic(self.path, json.dumps(content, indent=1) + "\n", durable=True, many_writers=True, mode=0o600)
 
 
 def _fingerprint() -> str:

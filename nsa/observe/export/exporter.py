@@ -7,7 +7,6 @@ its heartbeat grows and is noticed.
 import errno
 import ipaddress
 import json
-import os
 import socket
 import threading
 from collections import Counter
@@ -21,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from nsa.errors import ConfigError
+from nsa.files import write_atomic
 from nsa.observe import names
 from nsa.observe.export.run_metrics import CountedHistory, MetricSample, run_info, samples
 from nsa.observe.watch.history import HistoryReader
@@ -118,9 +118,7 @@ def _address(host: str, server: WSGIServer) -> str:
 def _register(path: Path, address: str) -> None:
     """For Prometheus' file_sd_configs, which reads the file again whenever it changes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps([{"targets": [address]}]) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
 
 
 def _families(found: Iterable[tuple[str, MetricSample]]) -> Iterator[Family]:

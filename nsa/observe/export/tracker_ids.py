@@ -1,10 +1,10 @@
 """trackers.json: which W&B and MLflow run belongs to a run folder, so that a restart continues it."""
 
 import json
-import os
 import threading
 from pathlib import Path
 
+from nsa.files import write_atomic
 from nsa.observe.names import TRACKERS
 
 
@@ -24,9 +24,7 @@ class TrackerIds:
     def put(self, tracker: str, run_id: str) -> None:
         with self._lock:
             self._ids[tracker] = run_id
-            new = self._path.with_name(f"{self._path.name}.new")
-            new.write_text(json.dumps(self._ids, indent=2) + "\n", encoding="utf-8")
-            os.replace(new, self._path)
+            write_atomic(self._path, json.dumps(self._ids, indent=2) + "\n")
 
     def _read(self) -> dict[str, str]:
         """Without ids where the file is missing or damaged: then a tracker gets a second run, and nothing else."""

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
-from nsa.observe.records import LONGEST_LINE, Parsed, open_regular
+from nsa.files import open_regular
+from nsa.observe.records import LONGEST_LINE, Parsed
 
 _PIECE = 1 << 20
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nsa.files import write_atomic
 from nsa.observe import halt_file, names, records
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.watch.conditions import AlertLevel, HealthFinding, HealthLimits
@@ -124,7 +125,7 @@ class Watchdog:
             self.log(f"{names.ANOMALY} stays {self._named}: {first.name} came of it")
             return
         earlier, self._named = read_anomaly(self.folder), first.name
-        self._try(lambda: write_whole(self.folder / names.ANOMALY, f"{first.name}\n"))
+        self._try(lambda: write_atomic(self.folder / names.ANOMALY, f"{first.name}\n"))
         if earlier is not None and earlier[0] != first.name:
             self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
 
@@ -161,7 +162,7 @@ class Watchdog:
             return
         content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **gate_details(log)}
         content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_LIMITS)}
-        self._try(lambda: write_whole(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
+        self._try(lambda: write_atomic(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
     def _try(self, write: Callable[[], _T]) -> _T | None:
         """A full disk is one of the things to report, not a reason to stop watching; None where it could not write."""
@@ -237,13 +238,6 @@ def append_health(folder: Path, line: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     with records.open_to_append(folder / names.HEALTH_LOG) as file:
         file.write(f"[{stamp}] {printable(line)}\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # a pipe in its place would be waited for
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
 
 
 def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> RunPhase:

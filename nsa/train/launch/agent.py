@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nsa.files import write_atomic
 from nsa.train.exits import leave_signals
 from nsa.train.launch.node_address import interface_of, loopback_interface, read_secret
 
@@ -121,9 +122,7 @@ def _choose_interface(spec: AgentSpec, alone: bool) -> None:
 
 
 def _tell(spec: AgentSpec, codes: Mapping[int, int]) -> None:
-    new = spec.outcome.with_suffix(".new")
-    new.write_text(json.dumps(codes))
-    os.replace(new, spec.outcome)
+    write_atomic(spec.outcome, json.dumps(codes))
 
 
 def _stay(number: int, frame: types.FrameType | None) -> None:
