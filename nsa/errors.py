@@ -31,6 +31,10 @@ class DataTimeout(DataError):
     """Data that did not come in time: its source is slow, hangs or is gone. The condition `loader_timeout`."""
 
 
+class DataProcessKilled(DataError):
+    """The prefetching process was killed (SIGKILL), usually by the kernel's out-of-memory killer."""
+
+
 class CheckpointError(NSAError):
     """A checkpoint that cannot be trusted, written or found, or a run folder that another process holds."""
 

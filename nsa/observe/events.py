@@ -35,6 +35,15 @@ class EventKind(StrEnum):
     HALT_CLEARED = "halt_cleared"
 
 
+class LauncherAction(StrEnum):
+    """Field `launcher` of an event: what the launcher did when the ranks had ended."""
+
+    RESTARTED = "restarted"
+    NOT_RESTARTED = "not restarted"
+    GAVE_UP = "given up"
+    STOPPED = "stopped as asked"
+
+
 @dataclass(frozen=True)
 class RunEvent:
     ts: float
@@ -59,12 +68,14 @@ _CHECKS = {
     "event": records.text,
     "step": records.whole,
     **dict.fromkeys(("val_loss", "loss", "grad_norm"), records.number),
-    **dict.fromkeys(("steps", "world", "tokens", "code"), records.whole),
+    **dict.fromkeys(("steps", "world", "tokens"), records.whole),
+    "code": records.exit_status,
     **dict.fromkeys(
         ("reason", "error", "problem", "why", "message", "condition", "level", "launcher", "origin", "data", "path",
-         "logs", "by", "aside"), records.text,
+         "logs", "by", "aside", "failure_code"), records.text,
     ),
     "over": records.flag,
+    "rank": records.rank_number,
 }  # fmt: skip
 """Of the fields that readers use; others may be anything."""
 _KINDS = frozenset(EventKind)

@@ -68,6 +68,8 @@ class HeartbeatRecord:
     synthetic: bool | None = None
     allowed: tuple[str, ...] | None = None
     detail: str | None = None
+    failure_code: str | None = None
+    """In the record of a failure, one of `failure_codes.FailureCode`; runs of older versions have none."""
 
     @classmethod
     def now(cls, *, ts: float, rank: int, step: int, msg: str, **more: Any) -> Self:
@@ -84,7 +86,9 @@ class HeartbeatRecord:
 
 
 PROGRESS_FIELDS = tuple(
-    field.name for field in fields(HeartbeatRecord) if field.default is None and field.name not in ("detail", "step_s")
+    field.name
+    for field in fields(HeartbeatRecord)
+    if field.default is None and field.name not in ("detail", "failure_code", "step_s")
 )
 """Fields that a progress record always has."""
 

@@ -71,6 +71,11 @@ def process_id(value: Any) -> int | None:
     return value if type(value) is int and 0 < value < 2**31 else None
 
 
+def exit_status(value: Any) -> int | None:
+    """An exit code, or a negative signal number."""
+    return value if type(value) is int and -128 <= value <= 255 else None
+
+
 def rank_number(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 1_000_000 else None
 

@@ -18,8 +18,9 @@ from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.prefetch.tensors import to_tensors
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
-from nsa.errors import ConfigError, DataError, DataTimeout
+from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout
 from nsa.observe import names
+from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import HealthLimits
 from nsa.observe.watch.health import examine
@@ -122,7 +123,7 @@ def test_a_killed_worker_is_reported() -> None:
     with BatchPrefetcher(SYNTHETIC, global_rows=2, settings=PrefetchSettings(queue_depth=1)) as feeder:
         next(feeder)
         os.kill(feeder.worker_pid, signal.SIGKILL)
-        with pytest.raises(DataError, match=r"died \(exit code -9\)"):
+        with pytest.raises(DataProcessKilled):
             list(feeder)
 
 
@@ -197,7 +198,7 @@ def test_a_source_that_is_gone_is_data_that_did_not_come_in_time(name: str) -> N
     ):
         next(feeder)
     beat = HeartbeatRecord.now(
-        ts=1.7e9, rank=0, step=1, msg=names.FAILED, detail=f"{type(seen.value).__name__}: {seen.value}"
+        ts=1.7e9, rank=0, step=1, msg=names.FAILED, detail="reworded", failure_code=code_of_exception(seen.value)
     )
     history = RunHistory()
     history.add(beat, 0.0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from nsa.observe import names
 from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.failure_codes import FailureCode
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS
 from nsa.observe.watch.history import RunFacts, RunHistory
@@ -236,9 +237,9 @@ def _gone() -> Recording:
     return replace(record(a_run(150), after_s=301.0), gone=frozenset({0}))
 
 
-def _failed(detail: str) -> Recording:
+def _failed(detail: str, code: FailureCode | None = None) -> Recording:
     beats = a_run(50)
-    return record([*beats, a_beat(names.FAILED, 51, beats[-1].ts + 1, detail=detail)], after_s=10.0)
+    return record([*beats, a_beat(names.FAILED, 51, beats[-1].ts + 1, detail=detail, failure_code=code)], after_s=10.0)
 
 
 def _still() -> Recording:
@@ -313,7 +314,10 @@ def _slow(since: int, steps: int) -> Recording:
 UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "heartbeat_stall": [lambda: _hung(181.0)],
     "process_gone": [_gone],
-    "run_failed": [lambda: _failed("RuntimeError: a kernel went wrong")],
+    "run_failed": [
+        lambda: _failed("RuntimeError: a kernel went wrong"),
+        lambda: _failed("the message mentions out of memory", FailureCode.NONFINITE),
+    ],
     "loss_nonfinite": [lambda: _at([150], loss=math.nan), lambda: _at([140], loss=math.inf), _skipping_all],
     "grad_nonfinite": [lambda: _at([150], grad_norm=math.inf)],
     "loss_divergence": [
@@ -327,8 +331,13 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "loader_timeout": [
         lambda: _failed("_TooLate: a batch from fineweb did not come within 120 s (the process is alive …)"),
         lambda: _failed("DataTimeout: http://host/a.parquet, row group 3 could not be read: … in 90 s (8 attempts)"),
+        lambda: _failed("any wording", FailureCode.DATA_TIMEOUT),
     ],
-    "out_of_memory": [lambda: _failed("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")],
+    "out_of_memory": [
+        lambda: _failed("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        lambda: _failed("any wording", FailureCode.OUT_OF_MEMORY),
+        lambda: _failed("any wording", FailureCode.DATA_PROCESS_KILLED),
+    ],
     "steps_skipped": [_skipping, _skipping_uncounted],
     "loss_plateau": [lambda: record(a_run(1100, lambda step: {"loss": 4.0}))],
     "loss_spike": [lambda: _at([100, 120, 140], loss=9.0)],

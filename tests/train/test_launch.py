@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.errors import ConfigError  # noqa: E402
 from nsa.observe.events import read_events  # noqa: E402
+from nsa.observe.failure_codes import code_of_exit_status  # noqa: E402
 from nsa.train.launch import launcher as launching  # noqa: E402
 from nsa.train.launch.launcher import LaunchSettings, RankOutcome, can_get_better, judge, launch  # noqa: E402
 
@@ -88,7 +89,7 @@ class Lives:
                     commit(run, step)
                 return RankOutcome(code, "told so")
 
-        monkeypatch.setattr(launching, "_Cycle", Cycle)
+        monkeypatch.setattr(launching, "_RankCycle", Cycle)
         monkeypatch.setattr(launching._StopRequests, "pause", lambda wishes, seconds: self.pauses.append(seconds))
 
 
@@ -130,7 +131,9 @@ def test_what_cannot_get_better_is_not_restarted(monkeypatch, tmp_path, code):
     lives = Lives(monkeypatch, tmp_path, (code, 3))
     assert launch(plan(tmp_path), lambda text: None) == code
     assert len(lives.resumed) == 1
-    assert read_events(tmp_path)[-1].details["code"] == code
+    details = read_events(tmp_path)[-1].details
+    assert details["code"] == code
+    assert details.get("failure_code") == (None if code in (10, 11) else code_of_exit_status(code))
 
 
 def test_numbers_that_cannot_be_launched_are_refused(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from nsa.observe import names
 from nsa.observe.events import EventKind, read_events
+from nsa.observe.failure_codes import FailureCode
 from nsa.observe.heartbeat import read_beats
 from nsa.train.callbacks.replica_check import fingerprint, odd_ones_out
 from tests.train.faulty_runs import Fault, run_faulty
@@ -169,6 +170,7 @@ def test_what_does_not_get_better_ends_with_exit_code_23(ways_back):
     assert (codes["for_ever"], codes["no_way"], codes["too_early"]) == ([23, 23], [23], [23])
     ends = {name: read_events(folder / name)[-1] for name in ("for_ever", "no_way", "too_early")}
     assert all(end.kind == EventKind.ERROR for end in ends.values())
+    assert {end.details["failure_code"] for end in ends.values()} == {FailureCode.NONFINITE}
     assert "went back to step 5 before" in ends["for_ever"].details["error"]
     assert "max_rollbacks" in ends["no_way"].details["error"]
     assert "no checkpoint" in ends["too_early"].details["error"]

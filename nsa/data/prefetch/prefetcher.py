@@ -8,6 +8,7 @@ import atexit
 import multiprocessing as mp
 import os
 import queue
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from nsa.data.prefetch.worker import WorkerFailure, produce
 from nsa.data.rows.batch import Batch
 from nsa.data.rows.row_stream import State
 from nsa.data.rows.specs import RowData, check_batch
-from nsa.errors import ConfigError, DataError, DataTimeout, NSAError
+from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout, NSAError
 
 _POLL_S = 0.2
 
@@ -149,7 +150,8 @@ class BatchPrefetcher:
                 break
             except queue.Empty:
                 if not alive:
-                    raise DataError(
+                    killed = self._worker.exitcode == -signal.SIGKILL
+                    raise (DataProcessKilled if killed else DataError)(
                         f"the feeding process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
                         "A negative code is a signal, -9 often the out-of-memory killer. Look at the system log."
                     ) from None

@@ -11,6 +11,7 @@ from nsa.drill.result import DrillResult, NotObserved
 from nsa.drill.scenarios.resume import finish
 from nsa.errors import DataError
 from nsa.observe.events import EventKind
+from nsa.observe.failure_codes import FailureCode
 
 _LOADER_TIMEOUT_S = 12.0
 
@@ -32,9 +33,10 @@ def stalled_data(stage: DrillHarness, row: DrillResult) -> None:
 
     verdict = stage.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(stage.run), launched)[0]
     server.recover()
-    why, error = str(verdict.details["why"]), artifacts.events(stage.run, EventKind.ERROR)[0]
+    error = artifacts.events(stage.run, EventKind.ERROR)[0]
     row.detected(f"loader: {_first_words(error.details.get('error'))}", error.ts - at, within_s=_LOADER_TIMEOUT_S + 10)
-    row.demand(f"ended with {DataError.exit_code}" in why, f"the launcher says {why!r}, not exit {DataError.exit_code}")
+    row.demand_equal("exit code in the launcher's event", verdict.details.get("code"), DataError.exit_code)
+    row.demand_equal("failure code", error.details.get("failure_code"), FailureCode.DATA_TIMEOUT)
     step = artifacts.newest_good_step(stage.run)
     row.demand(step, "no verified checkpoint")
     row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}, the address in the event"

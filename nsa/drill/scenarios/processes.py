@@ -9,7 +9,7 @@ from nsa.drill.harness import SAVE_EVERY, DrillHarness
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
 from nsa.observe import names
-from nsa.observe.events import EventKind
+from nsa.observe.events import EventKind, LauncherAction
 from nsa.train.exits import HALTED, PREEMPTED
 
 _MIDDLE = SAVE_EVERY + 2
@@ -23,8 +23,9 @@ def killed_rank(stage: DrillHarness, row: DrillResult) -> None:
     os.kill(pid, signal.SIGKILL)
     event = stage.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(stage.run), launched)[0]
     row.detected(f"launcher: {event.details.get('why')}", event.ts - at, within_s=30)
-    row.demand_equal("the launcher's verdict", event.details.get("launcher"), "restarted")
-    row.demand("rank 1 was killed by SIGKILL" in str(event.details.get("why")), "the launcher names another cause")
+    row.demand_equal("the launcher's verdict", event.details.get("launcher"), LauncherAction.RESTARTED)
+    cause = (event.details.get("rank"), event.details.get("code"))
+    row.demand_equal("the launcher's cause", cause, (1, -signal.SIGKILL))
     row.left_behind = f"verified checkpoint {artifacts.newest_good_step(stage.run)}, event, logs of each cycle"
     finish(stage, row, launched, ranks=2, like_calm=True)
     row.resumed = f"by the launcher: {row.resumed}"

@@ -102,6 +102,7 @@ LEFT_OUT = {
     "skipped_steps": "counted from the skips themselves: a resumed run takes this count from its checkpoint",
     "nonfinite_steps": "counted from the skips themselves",
     "detail": "free text; findings name its kind",
+    "failure_code": "findings name its condition",
     "data": "may be an address with a password in it",
     "allowed": "names, not a figure; env.json has them",
 }

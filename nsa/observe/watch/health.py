@@ -1,20 +1,23 @@
 """Is a run well? History in, findings out: no file, no clock. The conditions and their limits are in `conditions`."""
 
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from statistics import median
 
 from nsa.observe import names
+from nsa.observe.failure_codes import FailureCode, recorded_code
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits
 from nsa.observe.watch.history import RankLog, RunHistory
 from nsa.observe.watch.trends import creep, gain, lasting_drop, rise, spikes
 
-# The last is a feeding process that the kernel killed.
-_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|Cannot allocate memory|exit code -9")
-_TOO_LATE = re.compile(r"^(DataTimeout|_TooLate)\b|did not come within")
+_CONDITION_OF_FAILURE: Mapping[str, str] = {
+    FailureCode.OUT_OF_MEMORY: "out_of_memory",
+    FailureCode.DATA_PROCESS_KILLED: "out_of_memory",
+    FailureCode.DATA_TIMEOUT: "loader_timeout",
+}
+"""Every other failure is `run_failed`."""
 _APART = 8
 _ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
@@ -103,13 +106,11 @@ def _of_rank(log: RankLog, history: RunHistory, now: float, limits: HealthLimits
 def _ending(log: RankLog) -> Iterator[tuple[str, str]]:
     if log.last.msg != names.FAILED:
         return
-    detail = log.last.detail or "no detail"
-    if _OUT_OF_MEMORY.search(detail):
-        yield "out_of_memory", detail
-    elif _TOO_LATE.search(detail):
-        yield "loader_timeout", detail
-    else:
-        yield "run_failed", detail
+    yield _failure_condition(log.last.failure_code, log.last.detail), log.last.detail or "no detail"
+
+
+def _failure_condition(code: str | None, message: str | None) -> str:
+    return _CONDITION_OF_FAILURE.get(recorded_code(code, message or ""), "run_failed")
 
 
 def _silence(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
@@ -234,8 +235,10 @@ def _failure(history: RunHistory) -> list[HealthFinding]:
     failure = history.failure
     if failure is None or any(log.last.msg == names.FAILED for log in history.present.values()):
         return []
-    why = failure.details.get("error") or failure.details.get("why") or "no reason told"
-    return [_finding("run_failed", None, failure.step, str(why))]
+    details = failure.details
+    condition = _CONDITION_OF_FAILURE.get(details.get("failure_code", ""), "run_failed")
+    message = details.get("error") or details.get("why") or "no reason given"
+    return [_finding(condition, None, failure.step, str(message))]
 
 
 def _missing_ranks(history: RunHistory, now: float, limits: HealthLimits) -> list[HealthFinding]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from nsa.observe import names, records
-from nsa.observe.events import EventKind, RunEvent, parse_event
+from nsa.observe.events import EventKind, LauncherAction, RunEvent, parse_event
 from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
 from nsa.observe.watch.conditions import HealthLimits
 from nsa.observe.watch.processes import writes_to
@@ -201,7 +201,7 @@ class RunHistory:
         elif event.kind == EventKind.SAVE:
             self.saved_step = max(event.step, self.saved_step)
         elif event.kind == EventKind.ERROR:
-            self.failure = event if event.details.get("launcher") != "restarted" else None
+            self.failure = event if event.details.get("launcher") != LauncherAction.RESTARTED else None
         elif event.kind == EventKind.LOST_STEPS:  # went back to an older one than the newest
             self.saved_step = min(event.step, self.saved_step)
 

@@ -9,6 +9,7 @@ from olmo_core.train.callbacks import Callback
 
 from nsa.checkpoint import names
 from nsa.observe.events import EventKind, add_event
+from nsa.observe.failure_codes import code_of_exception
 
 
 @dataclass
@@ -34,4 +35,4 @@ class EventLogCallback(Callback):
         self.add_at(step, EventKind.SAVE, path=str(path))
 
     def on_error(self, exc: BaseException) -> None:
-        self.add(EventKind.ERROR, error=f"{type(exc).__name__}: {exc}")
+        self.add(EventKind.ERROR, error=f"{type(exc).__name__}: {exc}", failure_code=code_of_exception(exc))

@@ -20,6 +20,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.kernels.registry import BRANCHES
 from nsa.observe import names
+from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine.forward_timer import ForwardTimer
@@ -118,7 +119,7 @@ class HeartbeatCallback(Callback):
 
     def on_error(self, exc: BaseException) -> None:
         self._probing.close()
-        self.beat(names.FAILED, detail=f"{type(exc).__name__}: {exc}")
+        self.beat(names.FAILED, detail=f"{type(exc).__name__}: {exc}", failure_code=code_of_exception(exc))
 
     def tell_done(self) -> None:
         """The last word, when all is saved and the engine has closed its callbacks."""

@@ -20,19 +20,19 @@ from pathlib import Path
 
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.names import CHECKPOINTS
-from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ReplicaError
-from nsa.observe.events import EventKind, add_event
+from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PreflightError, ReplicaError
+from nsa.observe.events import EventKind, LauncherAction, add_event
+from nsa.observe.failure_codes import HUNG_EXIT_CODE, code_of_exit_status
 from nsa.train.exits import DONE, HALTED, PREEMPTED, leave_signals
 from nsa.train.launch.agent import AgentSpec, rank_log
 from nsa.train.launch.node_address import LOOPBACK, make_secret, own_address
 
-HANG = 24
 LOGS = "logs"
 
 # Ordered: if ranks end for several reasons, the first of these is the cause and the others are its wake.
 _FINAL = {
     ConfigError.exit_code: "the config was refused",
-    2: "the command line or the preflight was refused",
+    PreflightError.exit_code: "the command line or the preflight was refused",
     HALTED: "it was halted",
     NonFiniteError.exit_code: "the budget of non-finite steps is used up",
     ReplicaError.exit_code: "the hardware is suspect: start it on another node",
@@ -41,7 +41,7 @@ _FINAL = {
 _HOPEFUL = {
     DataError.exit_code: "data could not be had",
     CheckpointError.exit_code: "a checkpoint could not be written or read",
-    HANG: "it hung and was killed",
+    HUNG_EXIT_CODE: "it hung and was killed",
 }
 _POLL_S = 0.1
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -107,6 +107,8 @@ class RankOutcome:
     code: int
     """0, an exit code, or a negative signal number."""
     why: str
+    rank: int | None = None
+    """The rank that ended the cycle; None where it was the agent."""
 
     @property
     def exit_code(self) -> int:
@@ -124,10 +126,10 @@ def judge(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
         for code, why in known.items():
             for rank, found in codes.items():
                 if found == code:
-                    return RankOutcome(code, f"rank {rank} ended with {code}: {why}")
+                    return RankOutcome(code, f"rank {rank} ended with {code}: {why}", rank)
     # The agent ends the others by SIGTERM; and a killed rank makes others crash, rather than the other way round.
     rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1]))
-    return RankOutcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}")
+    return RankOutcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}", rank)
 
 
 def can_get_better(outcome: RankOutcome) -> bool:
@@ -152,19 +154,19 @@ def launch(plan: LaunchSettings, say: Callable[[str], None], show: Callable[[str
                 return DONE
             at = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
             if wishes.leave and outcome.code != HALTED:
-                _record(plan, outcome, newest, logs, "stopped as asked")
+                _record(plan, outcome, newest, logs, LauncherAction.STOPPED)
                 say(f"stopped as asked ({outcome.why}); {at}")
                 return outcome.code if outcome.code in _FINAL else PREEMPTED
             if not can_get_better(outcome):
-                _record(plan, outcome, newest, logs, "not restarted")
+                _record(plan, outcome, newest, logs, LauncherAction.NOT_RESTARTED)
                 say(f"not restarted, {outcome.why}; {at}. Logs: {logs}")
                 return outcome.exit_code
             if fruitless >= plan.patience:
-                _record(plan, outcome, newest, logs, "given up")
+                _record(plan, outcome, newest, logs, LauncherAction.GAVE_UP)
                 say(f"given up after {fruitless} cycles without a new checkpoint, {outcome.why}; {at}. Logs: {logs}")
                 return outcome.exit_code
             pause_s = min(plan.backoff_s * 2.0 ** max(fruitless - 1, 0), plan.backoff_most_s)
-            _record(plan, outcome, newest, logs, "restarted")
+            _record(plan, outcome, newest, logs, LauncherAction.RESTARTED)
             say(f"restarting in {pause_s:.0f} s, {outcome.why}; {at}")
             # Without a checkpoint the run begins as it did the first time, --resume-from included.
             resume = plan.resume or newest >= 0
@@ -298,15 +300,18 @@ def _new_logs(plan: LaunchSettings) -> Path:
             return logs
 
 
-def _record(plan: LaunchSettings, outcome: RankOutcome, newest: int, logs: Path, then: str) -> None:
+def _record(plan: LaunchSettings, outcome: RankOutcome, newest: int, logs: Path, action: LauncherAction) -> None:
+    failed = outcome.code not in (PREEMPTED, HALTED)
     add_event(
         plan.run_folder,
-        EventKind.ERROR if outcome.code not in (PREEMPTED, HALTED) else EventKind.STOP,
+        EventKind.ERROR if failed else EventKind.STOP,
         ts=time.time(),
         step=max(newest, 0),
-        launcher=then,
+        launcher=action,
         why=outcome.why,
         code=outcome.code,
+        rank=outcome.rank,
+        failure_code=code_of_exit_status(outcome.code) if failed else None,
         logs=str(logs),
     )
 
