@@ -3,8 +3,9 @@
 Needs no torch, so that configuration and planning can use it too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 from nsa.errors import ConfigError
@@ -58,6 +59,16 @@ class Geometry:
         if broken := [message for _, message in broken_rules(**vars(self))]:
             raise ConfigError("\n".join(broken))
 
+    @property
+    def ints(self) -> list[int]:
+        """The sizes as plain integers, for a custom operator's schema; `from_ints` undoes it."""
+        return [self.l, self.d, self.l_sel, self.n_sel, self.w]
+
+    @staticmethod
+    def from_ints(ints: Sequence[int]) -> "Geometry":
+        """Validated once for each set of sizes: operators call this at every step."""
+        return _from_ints(*ints)
+
     def n_compressed(self, n_tokens: int) -> int:
         """Complete compressed blocks in the first n_tokens tokens."""
         return max(0, (n_tokens - self.l) // self.d + 1)
@@ -89,6 +100,9 @@ class Geometry:
             + blocks * _triangle(self.l_sel)
             + _triangle(partial),
         }
+
+
+_from_ints = lru_cache(Geometry)
 
 
 def _triangle(n: int) -> int:

@@ -19,7 +19,7 @@ def seen() -> dict[str, torch.Tensor]:
     q, kc = torch.randn(1, N, 1, 2, 8), torch.randn(1, g.n_compressed(N), 1, 8)
     pos = torch.arange(N)[None]
     zero, token = torch.zeros_like(pos), torch.arange(N)
-    idx = reference.select_blocks(q, kc, pos, zero, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=1.0)[0, :, 0]
+    idx = reference.select_blocks(q, kc, pos, zero, geometry=g, scale=1.0)[0, :, 0]
     age = token[:, None] - token[None, :]
     last_compressed = ((token + 1 - g.l) // g.d * g.d + g.l - 1)[:, None]
     return {

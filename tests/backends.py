@@ -2,8 +2,9 @@
 
 import torch
 
+from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS, KernelShape
 
-ANY = KernelShape(n_kv_groups=2, heads_per_group=3, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=4, w=16)
+ANY = KernelShape(n_kv_groups=2, heads_per_group=3, d_k=8, d_v=6, geometry=Geometry(l=8, d=4, l_sel=8, n_sel=4, w=16))
 _INTERPRETED = BACKENDS["triton"].why_not("sliding", torch.device("cpu"), torch.float32, ANY) is None
 RUN_HERE = [name for name in BACKENDS if name != "triton" or _INTERPRETED]

@@ -155,19 +155,19 @@ def _reference(
 ) -> Tensor:
     g, scale, pos_BS, zero_BS = case.shape.geometry, case.scale, rows[None], torch.zeros_like(rows)[None]
 
-    def sliding(k: Tensor, v: Tensor, w: int) -> Tensor:
-        return reference.sliding_attention(x["q"], k, v, pos_BS, zero_BS, w=w, scale=scale)  # type: ignore[return-value]
+    def sliding(k: Tensor, v: Tensor, geometry: Geometry) -> Tensor:
+        return reference.sliding_attention(x["q"], k, v, pos_BS, zero_BS, geometry=geometry, scale=scale)  # type: ignore[return-value]
 
     if kind == "dense":
-        return sliding(x["k_sel"], x["v_sel"], case.length)
+        return sliding(x["k_sel"], x["v_sel"], replace(g, w=case.length))
     branches = {
         "compressed": lambda: reference.compressed_attention(
-            x["q"], x["k_cmp"], x["v_cmp"], pos_BS, zero_BS, l=g.l, d=g.d, scale=scale
+            x["q"], x["k_cmp"], x["v_cmp"], pos_BS, zero_BS, geometry=g, scale=scale
         ),
         "selected": lambda: reference.selected_attention(
-            x["q"], x["k_sel"], x["v_sel"], idx_BSGN, pos_BS, zero_BS, l_sel=g.l_sel, scale=scale  # type: ignore[arg-type]
+            x["q"], x["k_sel"], x["v_sel"], idx_BSGN, pos_BS, zero_BS, geometry=g, scale=scale  # type: ignore[arg-type]
         ),
-        "sliding": lambda: sliding(x["k_win"], x["v_win"], g.w),
+        "sliding": lambda: sliding(x["k_win"], x["v_win"], g),
     }  # fmt: skip
     if part != "all":
         return branches[part]()  # type: ignore[return-value]
@@ -191,7 +191,7 @@ def blocks_error(
     """
     q, k, pos_BS, first_BS, idx_BSGN = (x.cpu() for x in (q_BSGRK, k_BCGK, pos_BS, first_BS, idx_BSGN))
     q, k = q.detach().double(), k.detach().double()
-    want_BSGN = reference.select_blocks(q, k, pos_BS, first_BS, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+    want_BSGN = reference.select_blocks(q, k, pos_BS, first_BS, geometry=g, scale=scale)
     got_BSGN = idx_BSGN.to(want_BSGN.dtype)
     same_BSG = (got_BSGN == want_BSGN).all(-1)
     if same_BSG.all():
@@ -202,10 +202,10 @@ def blocks_error(
     # The probability of each compressed block, read off the branch's output when its values are unit vectors.
     n = k.shape[1]
     unit_BCGC = torch.eye(n, dtype=torch.float64)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
-    mass_BSGC = reference.compressed_attention(q, k, unit_BCGC, pos_BS, first_BS, l=g.l, d=g.d, scale=scale).sum(3)  # type: ignore[union-attr]
+    mass_BSGC = reference.compressed_attention(q, k, unit_BCGC, pos_BS, first_BS, geometry=g, scale=scale).sum(3)  # type: ignore[union-attr]
     mass_BSGC = _from_own_first_block(mass_BSGC, first_BS)
     n_blocks = int(pos_BS.max()) // g.l_sel + 1
-    score_BSGJ = mass_BSGC @ reference.overlap(n, n_blocks, g.l, g.d, g.l_sel).double()
+    score_BSGJ = mass_BSGC @ reference.overlap(n, n_blocks, g).double()
     own_BS11, j_J = (pos_BS // g.l_sel)[..., None, None], torch.arange(n_blocks)
     forced = (j_J == 0) | (j_J == own_BS11) | (j_J == own_BS11 - 1)
     score_BSGJ = score_BSGJ.masked_fill(forced, 1e3)

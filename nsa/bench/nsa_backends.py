@@ -53,11 +53,10 @@ def _part(case: BenchCase, backend: str, part: str) -> BenchRunner:
     q, *keys = leaves.values()
     idx_BSGN = chooser(case, backend)(pos_BS[0]) if part == "selected" else None
     forwards: dict[str, Callable[[], object]] = {
-        "compressed": lambda: run.compressed(q, *keys, pos_BS, zero_BS, l=g.l, d=g.d, scale=scale),
-        "select": lambda: run.select(q, *keys, pos_BS, zero_BS, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel,
-                                     scale=scale),
-        "selected": lambda: run.selected(q, *keys, idx_BSGN, pos_BS, zero_BS, l_sel=g.l_sel, scale=scale),
-        "sliding": lambda: run.sliding(q, *keys, pos_BS, zero_BS, w=g.w, scale=scale),
+        "compressed": lambda: run.compressed(q, *keys, pos_BS, zero_BS, geometry=g, scale=scale),
+        "select": lambda: run.select(q, *keys, pos_BS, zero_BS, geometry=g, scale=scale),
+        "selected": lambda: run.selected(q, *keys, idx_BSGN, pos_BS, zero_BS, geometry=g, scale=scale),
+        "sliding": lambda: run.sliding(q, *keys, pos_BS, zero_BS, geometry=g, scale=scale),
     }  # fmt: skip
     choose = chooser(case, backend) if part in ("select", "selected") else None
     return BenchRunner(forwards[part], leaves, case.dout_BSGRV, chosen=choose)  # type: ignore[arg-type]
@@ -127,7 +126,7 @@ def chooser(case: BenchCase, backend: str, by_phi: bool = False) -> Callable[[Te
         rows = rows.to(case.device)
         return BACKENDS[backend].functions.select(
             case.q_BSGRK[:, rows], k_BCGK, rows[None], torch.zeros_like(rows)[None],
-            l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=case.scale,
+            geometry=g, scale=case.scale,
         )  # fmt: skip
 
     return choose

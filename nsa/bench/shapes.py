@@ -23,8 +23,7 @@ class BenchShape:
 
     @property
     def kernel(self) -> KernelShape:
-        g = self.geometry
-        return KernelShape(self.n_kv_groups, self.heads_per_group, self.d_k, self.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
+        return KernelShape(self.n_kv_groups, self.heads_per_group, self.d_k, self.d_v, self.geometry)
 
     def describe(self) -> str:
         g = self.geometry

@@ -43,8 +43,9 @@ def plain(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> 
     """The same by the reference: a window over everything."""
     pos_BS = torch.arange(q_BSHK.shape[1], device=q_BSHK.device).expand(q_BSHK.shape[0], -1)
     q_BSGRK = q_BSHK.unflatten(2, (shape.n_kv_groups, -1))
+    everything = replace(shape.geometry, w=q_BSHK.shape[1])
     out = reference.sliding_attention(
-        q_BSGRK, k_BSGK, v_BSGV, pos_BS, torch.zeros_like(pos_BS), w=q_BSHK.shape[1], scale=shape.d_k**-0.5
+        q_BSGRK, k_BSGK, v_BSGV, pos_BS, torch.zeros_like(pos_BS), geometry=everything, scale=shape.d_k**-0.5
     )
     assert isinstance(out, Tensor)
     return out.flatten(2, 3)

@@ -108,7 +108,7 @@ class LayerCache:
         self.n_compressed_B = torch.zeros_like(self.length_B)
         self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._window_pos_B1 = torch.zeros_like(self._pos_B1)
-        self._decoders: dict[MakeDecoder, tuple[dict[str, float], TokenDecoder]] = {}
+        self._decoders: dict[MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
         self.prepared: tuple[object, TokenDecoder | None] = (None, None)
         """Whoever decoded last with this cache, and the decoder it was given: asking anew at every step takes time."""
         self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
@@ -161,7 +161,7 @@ class LayerCache:
             return self._newest
         return BranchKeys(k_cmp, v_cmp, inside_BS, zero_BS), BranchKeys(k_sel, v_sel, inside_BS, zero_BS), window
 
-    def decoder(self, make: MakeDecoder, **sizes: float) -> TokenDecoder:
+    def decoder(self, make: MakeDecoder, **sizes: Any) -> TokenDecoder:
         """The decoder that `make` prepares for this cache, made once for these sizes."""
         if make in self._decoders:
             made_for, decoder = self._decoders[make]

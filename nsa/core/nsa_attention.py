@@ -68,7 +68,7 @@ class NSAAttention(nn.Module):
         _check_rope(phi, rope_compressed)
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
-        self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w)
+        self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
         self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale)
         self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
         self.kernels = wanted(kernels)
@@ -265,9 +265,9 @@ class NSAAttention(nn.Module):
         make = self.plan(cache.device, cache.dtype).decoder
         if make is None:
             return None
-        g, means = self.geometry, self.phi_k.phi == "avg" and self.rope_compressed == "before"
-        return cache.decoder(make, heads_per_group=self.shape.heads_per_group, means=means, l=g.l, d=g.d,
-                             l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)  # fmt: skip
+        means = self.phi_k.phi == "avg" and self.rope_compressed == "before"
+        return cache.decoder(make, heads_per_group=self.shape.heads_per_group, means=means, geometry=self.geometry,
+                             scale=self.scale)  # fmt: skip
 
     def _attend(
         self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
@@ -275,12 +275,10 @@ class NSAAttention(nn.Module):
         """The three branches mixed by the gates, and the chosen blocks."""
         g, scale = self.geometry, self.scale
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
-        compressed_out, idx_BSGN = run.compressed_and_select(
-            q_BSGRK, *compressed, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale
-        )
+        compressed_out, idx_BSGN = run.compressed_and_select(q_BSGRK, *compressed, geometry=g, scale=scale)
         k, v, pos, start = selected
-        selected_out = run.functions.selected(q_BSGRK, k, v, idx_BSGN, pos, start, l_sel=g.l_sel, scale=scale)
-        sliding_out = run.functions.sliding(q_BSGRK, *window, w=g.w, scale=scale)
+        selected_out = run.functions.selected(q_BSGRK, k, v, idx_BSGN, pos, start, geometry=g, scale=scale)
+        sliding_out = run.functions.sliding(q_BSGRK, *window, geometry=g, scale=scale)
         assert isinstance(selected_out, Tensor)
         assert isinstance(sliding_out, Tensor)
         return run.mix(gates_BSGR3, compressed_out, selected_out, sliding_out), idx_BSGN

@@ -29,7 +29,7 @@ class CacheView(NamedTuple):
 
 class TokenDecoder(Protocol):
     """Made from a cache, the number of heads per group, whether compressed entries are plain means of the tail
-    (`means`: then the decoder may emit them itself), the geometry's sizes and the scale."""
+    (`means`: then the decoder may emit them itself), the geometry and the scale."""
 
     @property
     def take_in(self) -> Callable[[tuple[Tensor, ...]], bool] | None:

@@ -8,16 +8,19 @@ log-sum-exp as `dlse`, None where nobody asked for it. Autocast does not reach i
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
 
 _KERNELS: dict[str, ModuleType] = {}
+_N_SEL = [field.name for field in fields(Geometry)].index("n_sel")  # in `Geometry.ints`
 
 
 class KernelFunctions(NamedTuple):
@@ -34,27 +37,26 @@ def bind(name: str, kernels: ModuleType) -> KernelFunctions:
     _KERNELS[name] = kernels
 
     def attend(branch: str, idx: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor,
-               sizes: list[int], scale: float, return_lse: bool) -> Attended:  # fmt: skip
+               geometry: Geometry, scale: float, return_lse: bool) -> Attended:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, lse = _attend(q, k, v, idx, pos, start, branch, sizes, scale, name)
+        out, lse = _attend(q, k, v, idx, pos, start, branch, geometry.ints, scale, name)
         return (out, lse) if return_lse else out
 
-    def sliding_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor, *, w: int, scale: float,
-                          return_lse: bool = False) -> Attended:  # fmt: skip
-        return attend("sliding", None, q, k, v, pos, start, [w], scale, return_lse)
+    def sliding_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor, *, geometry: Geometry,
+                          scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
+        return attend("sliding", None, q, k, v, pos, start, geometry, scale, return_lse)
 
-    def compressed_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int,
-                             scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
-        return attend("compressed", None, q, k, v, pos, first, [l, d], scale, return_lse)
+    def compressed_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *,
+                             geometry: Geometry, scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
+        return attend("compressed", None, q, k, v, pos, first, geometry, scale, return_lse)
 
-    def selected_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, pos: Tensor, start: Tensor, *, l_sel: int,
-                           scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
-        return attend("selected", idx, q, k, v, pos, start, [l_sel], scale, return_lse)
+    def selected_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, pos: Tensor, start: Tensor, *,
+                           geometry: Geometry, scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
+        return attend("selected", idx, q, k, v, pos, start, geometry, scale, return_lse)
 
-    def select_blocks(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int, n_sel: int,
-                      scale: float) -> Tensor:  # fmt: skip
+    def select_blocks(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry, scale: float) -> Tensor:
         require_one_dtype(q, k)
-        idx: Tensor = _select(q.detach(), k.detach(), pos, first, l, d, l_sel, n_sel, scale, name)
+        idx: Tensor = _select(q.detach(), k.detach(), pos, first, geometry.ints, scale, name)
         return idx
 
     return KernelFunctions(compressed_attention, select_blocks, selected_attention, sliding_attention)
@@ -63,10 +65,10 @@ def bind(name: str, kernels: ModuleType) -> KernelFunctions:
 def bind_fused(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """A bound backend's `compressed_and_select` as one function: the compressed branch's output, the chosen blocks."""
 
-    def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int,
-                              l_sel: int, n_sel: int, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *,
+                              geometry: Geometry, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, _, idx = _compressed_and_select(q, k, v, pos, first, [l, d, l_sel, n_sel], scale, name)
+        out, _, idx = _compressed_and_select(q, k, v, pos, first, geometry.ints, scale, name)
         return out, idx
 
     return compressed_and_select
@@ -92,7 +94,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    made: tuple[Tensor, Tensor] = _run(backend, f"{branch}_forward", q, q, k, v, idx, pos, start, sizes, scale)
+    geometry = Geometry.from_ints(sizes)
+    made: tuple[Tensor, Tensor] = _run(backend, f"{branch}_forward", q, q, k, v, idx, pos, start, geometry, scale)
     return made
 
 
@@ -111,7 +114,8 @@ def _attend_backward(
     lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (dout, q, k, v, idx, pos, start, out, lse, dlse)
-    made: tuple[Tensor, Tensor, Tensor] = _run(backend, f"{branch}_backward", q, *tensors, sizes, scale)
+    geometry = Geometry.from_ints(sizes)
+    made: tuple[Tensor, Tensor, Tensor] = _run(backend, f"{branch}_backward", q, *tensors, geometry, scale)
     return made
 
 
@@ -146,27 +150,23 @@ _attend.register_autograd(_differentiate, setup_context=_save)
 
 
 @torch.library.custom_op("nsa::select", mutates_args=())
-def _select(
-    q: Tensor, k: Tensor, pos: Tensor, first: Tensor, l: int, d: int, l_sel: int, n_sel: int, scale: float, backend: str
-) -> Tensor:
-    idx: Tensor = _run(backend, "select", q, q, k, pos, first, l, d, l_sel, n_sel, scale)
+def _select(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str) -> Tensor:
+    idx: Tensor = _run(backend, "select", q, q, k, pos, first, Geometry.from_ints(sizes), scale)
     return idx
 
 
 @_select.register_fake
-def _(
-    q: Tensor, k: Tensor, pos: Tensor, first: Tensor, l: int, d: int, l_sel: int, n_sel: int, scale: float, backend: str
-) -> Tensor:
-    return q.new_empty((*q.shape[:-2], n_sel), dtype=torch.int32)
+def _(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str) -> Tensor:
+    return q.new_empty((*q.shape[:-2], sizes[_N_SEL]), dtype=torch.int32)
 
 
 @torch.library.custom_op("nsa::compressed_and_select", mutates_args=())
 def _compressed_and_select(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    l, d, l_sel, n_sel = sizes
+    geometry = Geometry.from_ints(sizes)
     made: tuple[Tensor, Tensor, Tensor] = _run(
-        backend, "compressed_and_select", q, q, k, v, pos, first, l, d, l_sel, n_sel, scale
+        backend, "compressed_and_select", q, q, k, v, pos, first, geometry, scale
     )
     return made
 
@@ -179,7 +179,7 @@ def _(
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1])),
         q.new_empty(q.shape[:-1], dtype=wide),
-        q.new_empty((*q.shape[:-2], sizes[3]), dtype=torch.int32),
+        q.new_empty((*q.shape[:-2], sizes[_N_SEL]), dtype=torch.int32),
     )
 
 
@@ -191,7 +191,7 @@ def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor,
 
 def _differentiate_fused(ctx: Any, dout: Tensor | None, dlse: Tensor | None, didx: None) -> tuple[Tensor | None, ...]:
     q, k, v, pos, first, out, lse = ctx.saved_tensors
-    rest = ("compressed", ctx.sizes[:2], ctx.scale, ctx.backend)
+    rest = ("compressed", ctx.sizes, ctx.scale, ctx.backend)
     dout, dlse = _defined(dout, dlse, out, lse)
     dq, dk, dv = _attend_backward(dout, q, k, v, None, pos, first, out, lse, dlse, *rest)
     return dq, dk, dv, None, None, None, None, None

@@ -14,6 +14,7 @@ O(S·T): for checking.
 import torch
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.precision import einsum, require_one_dtype, without_autocast
 
 Attended = Tensor | tuple[Tensor, Tensor]
@@ -26,14 +27,14 @@ def sliding_attention(
     pos_BS: Tensor,
     start_BS: Tensor,
     *,
-    w: int,
+    geometry: Geometry,
     scale: float,
     return_lse: bool = False,
 ) -> Attended:
     """Attend to the query's own token and the w - 1 before it."""
     at_BST = _index_in_document(k_BTGK, start_BS)
     age_BST = pos_BS[..., None] - at_BST
-    visible_BST = (at_BST >= 0) & (age_BST >= 0) & (age_BST < w)
+    visible_BST = (at_BST >= 0) & (age_BST >= 0) & (age_BST < geometry.w)
     return _attend(q_BSGRK, k_BTGK, v_BTGV, visible_BST[:, :, None], scale, return_lse)
 
 
@@ -44,13 +45,12 @@ def compressed_attention(
     pos_BS: Tensor,
     first_BS: Tensor,
     *,
-    l: int,
-    d: int,
+    geometry: Geometry,
     scale: float,
     return_lse: bool = False,
 ) -> Attended:
     """Attend to every compressed block whose last token is not after the query."""
-    visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, l, d)
+    visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, geometry)
     return _attend(q_BSGRK, k_BCGK, v_BCGV, visible_BSC[:, :, None], scale, return_lse)
 
 
@@ -60,10 +60,7 @@ def select_blocks(
     pos_BS: Tensor,
     first_BS: Tensor,
     *,
-    l: int,
-    d: int,
-    l_sel: int,
-    n_sel: int,
+    geometry: Geometry,
     scale: float,
 ) -> Tensor:
     """Choose n_sel blocks of l_sel tokens per query and group: int32 [B, S, G, n_sel], ascending, −1 past the last.
@@ -73,14 +70,14 @@ def select_blocks(
     """
     require_one_dtype(q_BSGRK, k_BCGK)
     with torch.no_grad():
-        visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, l, d)
+        visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, geometry)
         p_BSGRC = _softmax(_scores(q_BSGRK, k_BCGK, scale), visible_BSC[:, :, None, None])[0]
         mass_BSGC = _from_document_start(p_BSGRC.sum(3), first_BS)
-        n_blocks = max(0, int(pos_BS.max()) // l_sel + 1) if pos_BS.numel() else 0
-        weight_CJ = overlap(mass_BSGC.shape[-1], n_blocks, l, d, l_sel).to(mass_BSGC)
+        n_blocks = max(0, int(pos_BS.max()) // geometry.l_sel + 1) if pos_BS.numel() else 0
+        weight_CJ = overlap(mass_BSGC.shape[-1], n_blocks, geometry).to(mass_BSGC)
         mass_BSGJ = without_autocast(mass_BSGC, torch.matmul, mass_BSGC, weight_CJ)
-        score_BSGJ = _force(mass_BSGJ, pos_BS, l_sel)
-        return _best(score_BSGJ, n_sel)
+        score_BSGJ = _force(mass_BSGJ, pos_BS, geometry.l_sel)
+        return _best(score_BSGJ, geometry.n_sel)
 
 
 def selected_attention(
@@ -91,13 +88,13 @@ def selected_attention(
     pos_BS: Tensor,
     start_BS: Tensor,
     *,
-    l_sel: int,
+    geometry: Geometry,
     scale: float,
     return_lse: bool = False,
 ) -> Attended:
     """Attend to the tokens of the chosen blocks that are not after the query."""
     at_BST = _index_in_document(k_BTGK, start_BS)
-    block_BS1T = (at_BST // l_sel)[:, :, None]
+    block_BS1T = (at_BST // geometry.l_sel)[:, :, None]
     visible_BST = (at_BST >= 0) & (at_BST <= pos_BS[..., None])
     chosen_BSGT = torch.zeros_like(block_BS1T, dtype=torch.bool).expand(-1, -1, idx_BSGN.shape[2], -1)
     for idx_BSG in idx_BSGN.unbind(-1):
@@ -113,12 +110,13 @@ def mix(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, s
     return mixed.to(compressed_BSGRV.dtype)
 
 
-def overlap(n_compressed: int, n_blocks: int, l: int, d: int, l_sel: int) -> Tensor:
+def overlap(n_compressed: int, n_blocks: int, geometry: Geometry) -> Tensor:
     """Strides of compressed block c that lie in selection block j: [C, J]. The paper's Eq. 9 for any l, d, l_sel."""
-    begin_C1 = torch.arange(n_compressed)[:, None] * d
-    begin_J = torch.arange(n_blocks)[None, :] * l_sel
-    shared_CJ = torch.minimum(begin_C1 + l, begin_J + l_sel) - torch.maximum(begin_C1, begin_J)
-    return shared_CJ.clamp(min=0) // d
+    g = geometry
+    begin_C1 = torch.arange(n_compressed)[:, None] * g.d
+    begin_J = torch.arange(n_blocks)[None, :] * g.l_sel
+    shared_CJ = torch.minimum(begin_C1 + g.l, begin_J + g.l_sel) - torch.maximum(begin_C1, begin_J)
+    return shared_CJ.clamp(min=0) // g.d
 
 
 def _attend(
@@ -153,9 +151,9 @@ def _index_in_document(k_BTGK: Tensor, start_BS: Tensor) -> Tensor:
     return torch.arange(k_BTGK.shape[1], device=start_BS.device) - start_BS[..., None]
 
 
-def _visible_compressed(k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int) -> Tensor:
+def _visible_compressed(k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry) -> Tensor:
     at_BSC = _index_in_document(k_BCGK, first_BS)
-    return (at_BSC >= 0) & (at_BSC * d + l - 1 <= pos_BS[..., None])
+    return (at_BSC >= 0) & (at_BSC * geometry.d + geometry.l - 1 <= pos_BS[..., None])
 
 
 def _from_document_start(mass_BSGC: Tensor, first_BS: Tensor) -> Tensor:

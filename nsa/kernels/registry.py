@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import KernelUnavailable
+from nsa.geometry import Geometry
 from nsa.kernels import cpu, ops, portable, reference, triton
 from nsa.kernels.decoder import TokenDecoder
 from nsa.kernels.mkl_warmup import settle_vector_math
@@ -29,11 +30,7 @@ class KernelShape(NamedTuple):
     heads_per_group: int
     d_k: int
     d_v: int
-    l: int
-    d: int
-    l_sel: int
-    n_sel: int
-    w: int
+    geometry: Geometry
 
 
 class BackendRequest(NamedTuple):
@@ -99,7 +96,7 @@ BACKENDS: dict[str, KernelBackend] = {
             triton.why_not,
             by_default=False,  # until a GPU has proven it
             compressed_and_select=ops.bind_fused("triton"),
-            decoder=lambda *args, **sizes: triton.TritonDecoder(*args, **sizes),  # looking it up imports Triton
+            decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),
         ),
         KernelBackend("portable", ops.bind("portable", portable), _always),
@@ -140,12 +137,12 @@ _plan_once = functools.cache(_plan)  # every layer asks at every step
 
 
 def _one_after_the_other(
-    run: KernelFunctions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, l: int, d: int, l_sel: int,
-    n_sel: int, scale: float,
+    run: KernelFunctions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = run.compressed(q, k, v, pos, first, l=l, d=d, scale=scale)
+    out = run.compressed(q, k, v, pos, first, geometry=geometry, scale=scale)
     assert isinstance(out, Tensor)
-    return out, run.select(q, k, pos, first, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=scale)
+    return out, run.select(q, k, pos, first, geometry=geometry, scale=scale)
 
 
 def wanted(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:

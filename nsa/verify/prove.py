@@ -117,11 +117,11 @@ def _branch(module: NSAAttention, q: Tensor, k: Tensor, v: Tensor, branch: str) 
     pos_BS = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
     start_BS = torch.zeros_like(pos_BS)
     if branch == "sliding":
-        out = run.sliding(q, k, v, pos_BS, start_BS, w=g.w, scale=module.scale)
+        out = run.sliding(q, k, v, pos_BS, start_BS, geometry=g, scale=module.scale)
     else:
         block_N, own_BS11 = torch.arange(g.n_sel, device=q.device), (pos_BS // g.l_sel)[..., None, None]
         idx_BSGN = block_N.where(block_N <= own_BS11, -1).expand(-1, -1, q.shape[2], -1).to(torch.int32)
-        out = run.selected(q, k, v, idx_BSGN, pos_BS, start_BS, l_sel=g.l_sel, scale=module.scale)
+        out = run.selected(q, k, v, idx_BSGN, pos_BS, start_BS, geometry=g, scale=module.scale)
     assert isinstance(out, Tensor)
     return out
 

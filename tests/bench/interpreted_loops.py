@@ -68,14 +68,14 @@ def main() -> None:
     window, chosen = (case.raw.k_win, case.raw.v_win), (case.raw.k_sel, case.raw.v_sel)
 
     branch = "compressed"
-    out, lse, idx = selection.compressed_and_select(q, *compressed, pos, zero, g.l, g.d, g.l_sel, g.n_sel, scale)
-    range_attention.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, None, [g.l, g.d], scale)
+    out, lse, idx = selection.compressed_and_select(q, *compressed, pos, zero, g, scale)
+    range_attention.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, None, g, scale)
     branch = "sliding"
-    out, lse = range_attention.sliding_forward(q, *window, None, pos, zero, [g.w], scale)
-    range_attention.sliding_backward(dout, q, *window, None, pos, zero, out, lse, None, [g.w], scale)
+    out, lse = range_attention.sliding_forward(q, *window, None, pos, zero, g, scale)
+    range_attention.sliding_backward(dout, q, *window, None, pos, zero, out, lse, None, g, scale)
     branch = ""
-    out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, [g.l_sel], scale)
-    selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, None, [g.l_sel], scale)
+    out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, g, scale)
+    selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, None, g, scale)
     gates = torch.rand(*q.shape[:4], 3)
     mix.mix_forward(gates, out, out, out)
     mix.mix_backward(dout, gates, out, out, out)

@@ -189,7 +189,7 @@ def test_a_choice_of_worse_blocks_is_seen():
     g, rows = TINY.geometry, torch.arange(LENGTH)
     right = BACKENDS["reference"].functions.select(
         case.q_BSGRK, case.k_BCGK, rows[None], torch.zeros_like(rows)[None],
-        l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=case.scale,
+        geometry=g, scale=case.scale,
     )  # fmt: skip
     assert choice_error(case, case.k_BCGK, rows, right) == 0
     wrong = right.clone()

@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from nsa.core.nsa_attention import NSAAttention, Positions
 from nsa.errors import NSAError
+from nsa.geometry import Geometry
 from nsa.kernels import cpu
 from nsa.kernels.registry import BACKENDS, BackendRequest
 from nsa.model.transformer import NSATransformer
@@ -290,16 +292,14 @@ def tensors(T: int = 40, V: int = 6) -> dict[str, Tensor]:
     )
 
 
-SIZES = dict(
-    sliding=dict(w=12), compressed=dict(l=8, d=4), selected=dict(l_sel=8), select=dict(l=8, d=4, l_sel=8, n_sel=4)
-)
+GEOMETRY = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=12)
 
 
-def run(branch: str, backend: str, given: dict[str, Tensor], **sizes: int) -> Any:
+def run(branch: str, backend: str, given: dict[str, Tensor], geometry: Geometry = GEOMETRY) -> Any:
     names = {"select": ("q", "k", "pos", "start"), "selected": ("q", "k", "v", "idx", "pos", "start")}
     order = names.get(branch, ("q", "k", "v", "pos", "start"))
     function = getattr(BACKENDS[backend].functions, branch)
-    return function(*(given[name] for name in order), **(SIZES[branch] | sizes), scale=0.3)
+    return function(*(given[name] for name in order), geometry=geometry, scale=0.3)
 
 
 def agrees(branch: str, given: dict[str, Tensor]) -> bool:
@@ -354,15 +354,32 @@ def a_choice_far_past_the_keys() -> None:
     run("select", "cpu", given)
 
 
-@attack(
+BAD_SIZES = (
     *(("select", s) for s in (dict(n_sel=0), dict(n_sel=1), dict(n_sel=2), dict(l=2), dict(l_sel=2), dict(d=0))),
     *(("select", s) for s in (dict(l=6), dict(l_sel=6), dict(l=-8), dict(d=-4), dict(l_sel=0))),
     *(("sliding", s) for s in (dict(w=0), dict(w=-3), dict(w=2**63 - 1))),
     *(("compressed", s) for s in (dict(l=0), dict(d=0), dict(d=-1), dict(l=-(2**62)))),
     *(("selected", s) for s in (dict(l_sel=0), dict(l_sel=-8), dict(l_sel=2**62))),
 )
+
+
+@attack(*BAD_SIZES)
 def sizes_that_are_none(case: tuple[str, dict[str, int]]) -> None:
-    run(case[0], "cpu", tensors(), **case[1])
+    run(case[0], "cpu", tensors(), replace(GEOMETRY, **case[1]))
+
+
+@attack(*BAD_SIZES)
+def sizes_past_the_geometry(case: tuple[str, dict[str, int]]) -> None:
+    """The library's own check, of a geometry that nothing validated."""
+    branch, sizes = case
+    geometry = object.__new__(Geometry)
+    vars(geometry).update(vars(GEOMETRY) | sizes)
+    x = tensors()
+    if branch == "select":
+        cpu.select(x["q"], x["k"], x["pos"], x["start"], geometry, 0.3)
+    else:
+        idx = x["idx"] if branch == "selected" else None
+        getattr(cpu, f"{branch}_forward")(x["q"], x["k"], x["v"], idx, x["pos"], x["start"], geometry, 0.3)
 
 
 SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Tensor]]] = {
@@ -397,7 +414,7 @@ def tensors_on_another_device(name: str) -> None:
     """Past the dispatcher, which would take them elsewhere."""
     x = tensors()
     x[name] = x[name].to("meta")
-    cpu.sliding_forward(x["q"], x["k"], x["v"], None, x["pos"], x["start"], [12], 0.3)
+    cpu.sliding_forward(x["q"], x["k"], x["v"], None, x["pos"], x["start"], GEOMETRY, 0.3)
 
 
 @attack("lse", "dlse", "out", "dout", "dtype")
@@ -410,7 +427,7 @@ def gradients_of_other_tensors(which: str) -> None:
     else:
         given[which] = given[which][:1, :2]
     cpu.sliding_backward(given["dout"], x["q"], x["k"], x["v"], None, x["pos"], x["start"], given["out"],
-                         given["lse"], given["dlse"], [12], 0.3)  # fmt: skip
+                         given["lse"], given["dlse"], GEOMETRY, 0.3)  # fmt: skip
 
 
 @attack("gates", "gates per group", "branch", "dtype", "dout")

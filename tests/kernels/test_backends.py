@@ -3,6 +3,8 @@
 Outputs and gradients, plain, packed and cached layouts, odd sizes, any heads per group, rows that see nothing.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,16 +50,16 @@ class Case:
         self.raw = tensor(n, groups, K), tensor(n, groups, V)
         self.compressed = tensor(n_compressed, groups, K), tensor(n_compressed, groups, V)
         self.scale = 0.3
-        self.select_args = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=self.scale)
+        self.select_args = dict(geometry=g, scale=self.scale)
         self.idx = REFERENCE.select(self.q, self.compressed[0], pos, first, **self.select_args)
 
     def run(self, functions, branch, q, k, v, **more):
         g, scale = self.g, self.scale
         if branch == "sliding":
-            return functions.sliding(q, k, v, self.pos, self.start, w=g.w, scale=scale, **more)
+            return functions.sliding(q, k, v, self.pos, self.start, geometry=g, scale=scale, **more)
         if branch == "compressed":
-            return functions.compressed(q, k, v, self.pos, self.first, l=g.l, d=g.d, scale=scale, **more)
-        return functions.selected(q, k, v, self.idx, self.pos, self.start, l_sel=g.l_sel, scale=scale, **more)
+            return functions.compressed(q, k, v, self.pos, self.first, geometry=g, scale=scale, **more)
+        return functions.selected(q, k, v, self.idx, self.pos, self.start, geometry=g, scale=scale, **more)
 
     def inputs(self, branch, dtype=None):
         tensors = (self.q, *(self.compressed if branch == "compressed" else self.raw))
@@ -184,9 +186,7 @@ def test_ties_go_to_the_lower_index_and_forced_blocks_are_in(backend):
     q = torch.randn(1, 1, 1, 3, K)
     kc = torch.ones(1, g.n_compressed(n), 1, K)
     pos = torch.tensor([[t]])
-    idx = BACKENDS[backend].functions.select(
-        q, kc, pos, torch.zeros_like(pos), l=g.l, d=g.d, l_sel=g.l_sel, n_sel=6, scale=1.0
-    )
+    idx = BACKENDS[backend].functions.select(q, kc, pos, torch.zeros_like(pos), geometry=replace(g, n_sel=6), scale=1.0)
     own = t // g.l_sel
     assert idx[0, 0, 0].tolist() == [0, 1, 2, 3, own - 1, own]
 
@@ -199,9 +199,7 @@ def test_a_valid_block_whose_score_underflows_still_beats_an_invalid_one(backend
     kc[:, 1] = 300.0  # all probability on one compressed block: the others underflow to exactly 0
     q = torch.ones(1, 1, 1, 2, K)
     pos = torch.tensor([[t]])
-    idx = BACKENDS[backend].functions.select(
-        q, kc, pos, torch.zeros_like(pos), l=g.l, d=g.d, l_sel=g.l_sel, n_sel=8, scale=1.0
-    )
+    idx = BACKENDS[backend].functions.select(q, kc, pos, torch.zeros_like(pos), geometry=replace(g, n_sel=8), scale=1.0)
     assert idx[0, 0, 0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
@@ -242,9 +240,8 @@ def test_operator_is_well_formed(backend, branch):
     q, k, v = case.inputs(branch)
     idx = case.idx if branch == "selected" else None
     start = case.first if branch == "compressed" else case.start
-    sizes = dict(sliding=[case.g.w], compressed=[case.g.l, case.g.d], selected=[case.g.l_sel])[branch]
     torch.library.opcheck(
-        torch.ops.nsa.attend.default, (q, k, v, idx, case.pos, start, branch, sizes, case.scale, backend)
+        torch.ops.nsa.attend.default, (q, k, v, idx, case.pos, start, branch, case.g.ints, case.scale, backend)
     )
 
 
@@ -254,7 +251,7 @@ def test_selection_operator_is_well_formed(backend):
     g = case.g
     torch.library.opcheck(
         torch.ops.nsa.select.default,
-        (case.q, case.compressed[0], case.pos, case.first, g.l, g.d, g.l_sel, g.n_sel, case.scale, backend),
+        (case.q, case.compressed[0], case.pos, case.first, g.ints, case.scale, backend),
     )
 
 
@@ -273,7 +270,7 @@ def test_a_query_before_its_document_sees_nothing(backend, positions):
     q = torch.randn(batch, n_queries, 2, 3, K, requires_grad=True)
     k, v = (torch.randn(batch, n, 2, width, requires_grad=True) for width in (K, V))
     n_compressed = g.n_compressed(n)
-    sizes = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=1.0)
+    sizes = dict(geometry=g, scale=1.0)
     for run in filter(None, (backend_.functions.select, backend_.compressed_and_select)):
         keys = (
             (k[:, :n_compressed],) if run is backend_.functions.select else (k[:, :n_compressed], v[:, :n_compressed])
@@ -284,10 +281,10 @@ def test_a_query_before_its_document_sees_nothing(backend, positions):
         assert (idx[~nothing][..., 0] == 0).all()
     attend = backend_.functions
     for out, lse in (
-        attend.sliding(q, k, v, pos, start, w=g.w, scale=1.0, return_lse=True),
-        attend.compressed(q, k[:, :n_compressed], v[:, :n_compressed], pos, start, l=g.l, d=g.d, scale=1.0,
+        attend.sliding(q, k, v, pos, start, geometry=g, scale=1.0, return_lse=True),
+        attend.compressed(q, k[:, :n_compressed], v[:, :n_compressed], pos, start, geometry=g, scale=1.0,
                           return_lse=True),
-        attend.selected(q, k, v, idx, pos, start, l_sel=g.l_sel, scale=1.0, return_lse=True),
+        attend.selected(q, k, v, idx, pos, start, geometry=g, scale=1.0, return_lse=True),
     ):  # fmt: skip
         assert (out[nothing] == 0).all()
         assert (lse[nothing] == -torch.inf).all()

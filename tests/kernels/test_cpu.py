@@ -1,5 +1,7 @@
 """The compiled CPU kernels: every instruction set this machine has, any number of threads, one call for decode."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +51,7 @@ class Inputs:
         sizes = (n, d_k), (n, d_v), (made.begin_BC.shape[1], d_k), (made.begin_BC.shape[1], d_v)
         self.k, self.v, self.kc, self.vc = (torch.randn(1, t, groups, x).to(dtype) for t, x in sizes)
         self.scale = d_k**-0.5
-        self.sizes = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=self.scale)
+        self.sizes = dict(geometry=g, scale=self.scale)
         self.idx = REFERENCE.select(self.q, self.kc, self.pos, self.first, **self.sizes)
 
     def tensors(self, branch):
@@ -58,10 +60,10 @@ class Inputs:
     def run(self, functions, branch, q, k, v):
         g = self.g
         if branch == "compressed":
-            return functions.compressed(q, k, v, self.pos, self.first, l=g.l, d=g.d, scale=self.scale)
+            return functions.compressed(q, k, v, self.pos, self.first, geometry=g, scale=self.scale)
         if branch == "sliding":
-            return functions.sliding(q, k, v, self.pos, self.start, w=g.w, scale=self.scale)
-        return functions.selected(q, k, v, self.idx, self.pos, self.start, l_sel=g.l_sel, scale=self.scale)
+            return functions.sliding(q, k, v, self.pos, self.start, geometry=g, scale=self.scale)
+        return functions.selected(q, k, v, self.idx, self.pos, self.start, geometry=g, scale=self.scale)
 
     def out_and_gradients(self, functions, branch, dtype=None):
         q, k, v = (x.to(dtype or x.dtype).requires_grad_() for x in self.tensors(branch))
@@ -108,7 +110,7 @@ def test_the_choice_among_many_blocks_is_exact(isa, kinds):
     if kinds:
         run = 3 * inputs.g.l_sel // inputs.g.d
         kc = kc[:, torch.arange(kc.shape[1]) // run % kinds].contiguous()
-    sizes = inputs.sizes | {"n_sel": 12}
+    sizes = inputs.sizes | dict(geometry=replace(inputs.sizes["geometry"], n_sel=12))
     want = REFERENCE.select(inputs.q.double(), kc.double(), inputs.pos, inputs.first, **sizes)
     assert torch.equal(CPU.functions.select(inputs.q, kc, inputs.pos, inputs.first, **sizes), want)
 
@@ -116,10 +118,9 @@ def test_the_choice_among_many_blocks_is_exact(isa, kinds):
 def test_the_fused_operator_is_well_formed():
     inputs = Inputs((2, 8, 6), torch.float32, n=90, geometry="tiny")
     q, kc, vc = (x.requires_grad_() for x in inputs.tensors("compressed"))
-    g = inputs.g
     torch.library.opcheck(
         torch.ops.nsa.compressed_and_select.default,
-        (q, kc, vc, inputs.pos, inputs.first, [g.l, g.d, g.l_sel, g.n_sel], inputs.scale, "cpu"),
+        (q, kc, vc, inputs.pos, inputs.first, inputs.g.ints, inputs.scale, "cpu"),
     )
 
 

@@ -5,14 +5,16 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nsa.geometry import Geometry
 from nsa.kernels.cpu import build, library, why_not
 from nsa.kernels.registry import BackendRequest, KernelShape, plan
 
-DEVICE, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, 32, 16, 64, 16, 512)
+DEVICE, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512))
 
 BUILD_IN_A_PROCESS = """
 import importlib.util, sys
@@ -171,7 +173,8 @@ def test_a_library_that_others_can_change_is_not_loaded(built, how, monkeypatch)
 def test_auto_does_not_load_it_either_and_says_why(built):
     _, path = built
     path.chmod(0o777)
-    choice = plan(BackendRequest(), DEVICE, torch.float32, SHAPE._replace(w=511)).choices[0]
+    other = SHAPE._replace(geometry=replace(SHAPE.geometry, w=511))
+    choice = plan(BackendRequest(), DEVICE, torch.float32, other).choices[0]
     assert choice.backend == "portable"
     assert "not loaded" in choice.reason
 

@@ -22,10 +22,10 @@ _INSPECT = """
 import json, sys
 from dataclasses import asdict
 from nsa.kernels.triton.passport import FP32_MODELS, MODELS, inspect, jobs
-from nsa.kernels.triton.tuning import Tiles
+from nsa.kernels.triton.tuning import TileSizes
 models = {"bf16": MODELS, "fp32": FP32_MODELS}[sys.argv[2]]
 for model, gpu, kernel, tiles in json.loads(sys.argv[1]):
-    for job in jobs(models[model], gpu, {kernel: Tiles(*tiles)} if tiles else None):
+    for job in jobs(models[model], gpu, {kernel: TileSizes(*tiles)} if tiles else None):
         if kernel in ("", job.kernel):
             print(json.dumps(asdict(inspect(job, model, gpu))))
 """

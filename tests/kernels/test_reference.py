@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from nsa.geometry import Geometry
 from nsa.kernels import reference
 from tests.oracle import attend_to, chosen_blocks, complete_blocks, window_tokens
 from tests.shapes import GEOMETRIES
@@ -22,16 +23,16 @@ def draw(n_queries, n_keys, n_compressed, seed=0):
 @pytest.mark.parametrize(("before", "n_queries"), [(0, 61), (23, 11), (40, 1)])
 def test_each_branch_equals_the_loops(geometry, before, n_queries):
     """`before` tokens came first: queries are the last ones, as in chunked prefill and decode."""
-    g = GEOMETRIES[geometry]
-    l, d, l_sel, n_sel, w = g["l"], g["d"], g["l_sel"], g["n_sel"], g["w"]
+    g = Geometry(**GEOMETRIES[geometry])
+    l, d, l_sel, n_sel, w = g.l, g.d, g.l_sel, g.n_sel, g.w
     n = before + n_queries
     q, k, v, kc, vc = draw(n_queries, n, max(0, (n - l) // d + 1))
     pos = torch.arange(before, n).expand(B, -1)
     zero = torch.zeros_like(pos)
-    idx = reference.select_blocks(q, kc, pos, zero, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=SCALE)
-    sliding = reference.sliding_attention(q, k, v, pos, zero, w=w, scale=SCALE)
-    compressed = reference.compressed_attention(q, kc, vc, pos, zero, l=l, d=d, scale=SCALE)
-    selected = reference.selected_attention(q, k, v, idx, pos, zero, l_sel=l_sel, scale=SCALE)
+    idx = reference.select_blocks(q, kc, pos, zero, geometry=g, scale=SCALE)
+    sliding = reference.sliding_attention(q, k, v, pos, zero, geometry=g, scale=SCALE)
+    compressed = reference.compressed_attention(q, kc, vc, pos, zero, geometry=g, scale=SCALE)
+    selected = reference.selected_attention(q, k, v, idx, pos, zero, geometry=g, scale=SCALE)
     for b in range(B):
         for s, t in enumerate(range(before, n)):
             for group in range(G):
@@ -61,7 +62,7 @@ def test_lse_is_the_log_of_the_sum_and_minus_infinity_where_nothing_is_seen():
     q, _, _, kc, vc = draw(40, 40, 9)
     pos = torch.arange(40).expand(B, -1)
     out, lse = reference.compressed_attention(
-        q, kc, vc, pos, torch.zeros_like(pos), l=8, d=4, scale=SCALE, return_lse=True
+        q, kc, vc, pos, torch.zeros_like(pos), geometry=Geometry(**GEOMETRIES["tiny"]), scale=SCALE, return_lse=True
     )
     assert (lse[:, :7] == -torch.inf).all()
     assert (out[:, :7] == 0).all()
@@ -70,7 +71,7 @@ def test_lse_is_the_log_of_the_sum_and_minus_infinity_where_nothing_is_seen():
 
 
 def test_overlap_of_the_seed_sizes_is_the_papers():
-    weights = reference.overlap(20, 4, l=32, d=16, l_sel=64)
+    weights = reference.overlap(20, 4, Geometry(**GEOMETRIES["seed"]))
     assert weights[:, 1].nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
     assert weights[3:8, 1].tolist() == [1, 2, 2, 2, 1]
     assert weights[:4, 0].tolist() == [2, 2, 2, 1]
@@ -79,7 +80,7 @@ def test_overlap_of_the_seed_sizes_is_the_papers():
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_overlap_counts_shared_tokens(geometry):
     g = GEOMETRIES[geometry]
-    weights = reference.overlap(30, 12, g["l"], g["d"], g["l_sel"])
+    weights = reference.overlap(30, 12, Geometry(**g))
     for c in range(30):
         tokens = set(range(c * g["d"], c * g["d"] + g["l"]))
         for j in range(12):

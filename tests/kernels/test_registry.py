@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from nsa.errors import KernelUnavailable
+from nsa.geometry import Geometry
 from nsa.kernels import registry
 from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest, KernelBackend, KernelShape, check_names, plan
 
-CPU, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, 32, 16, 64, 16, 512)
+CPU, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512))
 
 
 def test_auto_never_takes_the_reference():

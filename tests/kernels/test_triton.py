@@ -126,7 +126,7 @@ def test_long_rows_are_taken_in_spans(monkeypatch):
         """Row i is the call's with queries, keys, values and gradients i times as large."""
         leaves = [torch.cat([x * i for i in rows]).requires_grad_() for x in (call.q_BSGRK, *call.raw)]
         where = (torch.cat([x] * len(rows)) for x in (call.idx_BSGN, call.layout.pos_BS, call.layout.start_BS))
-        out = TRITON.functions.selected(*leaves, *where, l_sel=call.geometry.l_sel, scale=call.scale)
+        out = TRITON.functions.selected(*leaves, *where, geometry=call.geometry, scale=call.scale)
         return [out, *torch.autograd.grad(out, leaves, torch.cat([call.dout_BSGRV * i for i in rows]))]
 
     for both, first, second in zip(of_a_batch(1, 2), of_a_batch(1), of_a_batch(2), strict=True):

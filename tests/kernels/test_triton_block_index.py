@@ -76,8 +76,8 @@ def test_every_window_has_its_readers_in_order(name, n_sel, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["plain", "packed", "dropped", "shuffled"])
-@pytest.mark.parametrize(("branch", "sizes"), [("window", [16]), ("compressed", [8, 4]), ("compressed", [6, 3])])
-def test_bounds_are_the_portable_ones_and_every_tile_of_keys_has_its_queries(name, branch, sizes, monkeypatch):
+@pytest.mark.parametrize(("branch", "l", "d"), [("window", 8, 4), ("compressed", 8, 4), ("compressed", 6, 3)])
+def test_bounds_are_the_portable_ones_and_every_tile_of_keys_has_its_queries(name, branch, l, d, monkeypatch):
     from nsa.kernels.triton import bounds
 
     monkeypatch.setattr(bounds, "CHUNK", 16)
@@ -86,9 +86,9 @@ def test_bounds_are_the_portable_ones_and_every_tile_of_keys_has_its_queries(nam
     if name == "shuffled":  # exact bounds, whatever the order of the queries
         order = torch.randperm(pos.shape[1], generator=torch.Generator().manual_seed(1))
         pos, start = pos[:, order], start[:, order]
-    n_keys = n_keys if branch == "window" else n_keys // sizes[1]
-    found = getattr(bounds, f"{branch}_bounds")(pos, start, sizes, n_keys)
-    lo, hi = getattr(range_attention, f"{branch}_bounds")(pos, start, sizes, n_keys)
+    n_keys, geometry = n_keys if branch == "window" else n_keys // d, Geometry(l=l, d=d, l_sel=l * d, n_sel=4, w=16)
+    found = getattr(bounds, f"{branch}_bounds")(pos, start, geometry, n_keys)
+    lo, hi = getattr(range_attention, f"{branch}_bounds")(pos, start, geometry, n_keys)
     assert torch.equal(found.lo_BS, lo.int())
     assert torch.equal(found.hi_BS, hi.int())
     n, n_tiles = 8, -(-n_keys // 8)

@@ -58,18 +58,18 @@ class Step:
 
     def decode(self):
         g = self.g
-        return decode.decode(self.q, *self.keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w, scale=self.scale)
+        return decode.decode(self.q, *self.keys, geometry=g, scale=self.scale)
 
     def exact(self):
         """The reference's branches and choice, in fp64."""
         g, scale, q = self.g, self.scale, self.q.double()
         compressed, selected, window = ((k.double(), v.double(), *where) for k, v, *where in self.keys)
-        idx = REFERENCE.select(q, compressed[0], *compressed[2:], l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel,
+        idx = REFERENCE.select(q, compressed[0], *compressed[2:], geometry=g,
                                scale=scale)  # fmt: skip
         return (
-            REFERENCE.compressed(q, *compressed, l=g.l, d=g.d, scale=scale),
-            REFERENCE.selected(q, *selected[:2], idx, *selected[2:], l_sel=g.l_sel, scale=scale),
-            REFERENCE.sliding(q, *window, w=g.w, scale=scale),
+            REFERENCE.compressed(q, *compressed, geometry=g, scale=scale),
+            REFERENCE.selected(q, *selected[:2], idx, *selected[2:], geometry=g, scale=scale),
+            REFERENCE.sliding(q, *window, geometry=g, scale=scale),
         ), idx
 
 
@@ -246,7 +246,7 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
         (k_slots[:, :n], v_slots[:, :n], pos, pos) for n in (TINY.n_compressed(2000), 2000, TINY.w)
     )
     with Operations():
-        outputs, idx = decode.decode(q, compressed, selected, window, **vars(TINY), scale=1.0)
+        outputs, idx = decode.decode(q, compressed, selected, window, geometry=TINY, scale=1.0)
     assert len(launches) == len(kernels) == 4
     assert operations <= {"new_empty", "select"}
     assert all(isinstance(n, int) and n > 0 for grid, _, _ in launches for n in grid)
@@ -258,9 +258,10 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
 
 def test_a_single_row_of_64k_tokens_fills_a_gpu(monkeypatch):
     monkeypatch.undo()  # the sizes that users have
+    seed = Geometry(**GEOMETRIES["seed"])
     for groups in (1, 2, 4, 8):
-        fixed = decode.constants(groups, 6, 64, 64, 32, 16, 64, 16, 512, choose("decode", 64), wide=False)
-        keys = Geometry(**GEOMETRIES["seed"]).n_compressed(65_536)
+        fixed = decode.constants(groups, 6, 64, 64, seed, choose("decode", 64), wide=False)
+        keys = seed.n_compressed(65_536)
         assert 108 <= groups * min(fixed.compressed["PARTS"], keys // fixed.compressed["BLOCK_N"]) <= 148
 
 

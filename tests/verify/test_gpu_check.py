@@ -98,13 +98,14 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
     root = planted(
         tmp_path,
         range_attention="""
+            from dataclasses import replace
             _right, _right_backward = sliding_forward, sliding_backward
 
             def sliding_forward(*args):
-                return _right(*args[:-2], [args[-2][0] + 1], args[-1])
+                return _right(*args[:-2], replace(args[-2], w=args[-2].w + 1), args[-1])
 
             def sliding_backward(*args):
-                return _right_backward(*args[:-2], [args[-2][0] + 1], args[-1])
+                return _right_backward(*args[:-2], replace(args[-2], w=args[-2].w + 1), args[-1])
         """,
         selected="""
             from triton.runtime.errors import OutOfResources

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,8 +21,8 @@ def test_every_claim_holds_here(dtype):
 
 
 def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
-    def leaky(q, k, v, idx, pos_BS, start_BS, sizes, scale):
-        return honest(q, k, v, idx, pos_BS + 1, start_BS, [sizes[0] + 1], scale)
+    def leaky(q, k, v, idx, pos_BS, start_BS, geometry, scale):
+        return honest(q, k, v, idx, pos_BS + 1, start_BS, replace(geometry, w=geometry.w + 1), scale)
 
     honest = cpu.sliding_forward
     monkeypatch.setattr(cpu, "sliding_forward", leaky)

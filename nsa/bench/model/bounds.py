@@ -17,8 +17,8 @@ def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
     g, pos_BS = sizes.shape.geometry, torch.arange(sizes.length)[None]
     zero_BS = torch.zeros_like(pos_BS)
     if branch == "sliding":
-        return *window_bounds(pos_BS, zero_BS, [g.w], sizes.length), sizes.length
-    return *compressed_bounds(pos_BS, zero_BS, [g.l, g.d], sizes.n_compressed), sizes.n_compressed
+        return *window_bounds(pos_BS, zero_BS, g, sizes.length), sizes.length
+    return *compressed_bounds(pos_BS, zero_BS, g, sizes.n_compressed), sizes.n_compressed
 
 
 def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> int:

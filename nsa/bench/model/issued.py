@@ -34,10 +34,7 @@ def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | Non
     from nsa.kernels.triton.gpus import GPUS
     from nsa.kernels.triton.machine_code import disassembled
 
-    g = shape.geometry
-    model = passport.CompiledShape(
-        shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, g.l, g.d, g.l_sel, g.n_sel
-    )
+    model = passport.CompiledShape(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, shape.geometry)
     job = next(job for job in passport.jobs(model, code) if job.kernel == kernel)
     text = disassembled(passport.compile_for(job, GPUS[code]).asm)
     instructions, hmma = count(text, shape.heads_per_group if kernel == "select" else 0)

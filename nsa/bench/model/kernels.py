@@ -147,7 +147,7 @@ def select(sizes: LaunchSizes) -> KernelWork:
 def select_tile(sizes: LaunchSizes) -> tuple[dict[str, int], int]:
     """The kernel's constants, and the steps that a tile takes only for what its columns' first blocks are due."""
     g = sizes.shape.geometry
-    tile = select_sizes(g.l, g.d, g.l_sel, g.n_sel, tiles_of("select", sizes))
+    tile = select_sizes(g, tiles_of("select", sizes))
     return tile, -(-(g.l // g.d - 1) // (g.l_sel // g.d))
 
 

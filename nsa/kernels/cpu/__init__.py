@@ -7,6 +7,7 @@ bits. Shapes as in `nsa.kernels.reference`.
 import torch
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.cpu import build, library
 from nsa.kernels.cpu.decoder import CpuDecoder as CpuDecoder
 from nsa.kernels.cpu.library import call, dense, problem, require, rows
@@ -39,71 +40,70 @@ def _why_not_built() -> str | None:
 
 
 def sliding_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, sizes: list[int],
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward("sliding", q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, scale, w=sizes[0])
+    return _forward("sliding", q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, geometry, scale)
 
 
 def compressed_forward(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, sizes: list[int],
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward("compressed", q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, scale, l=sizes[0], d=sizes[1])
+    return _forward("compressed", q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, geometry, scale)
 
 
 def selected_forward(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
-    sizes: list[int], scale: float,
+    geometry: Geometry, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward("selected", q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, scale, l_sel=sizes[0])
+    return _forward("selected", q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, geometry, scale)
 
 
 def sliding_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
     tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, None, pos_BS, start_BS, out_BSGRV, lse_BSGR, dlse_BSGR)
-    return _backward("sliding", *tensors, scale, w=sizes[0])
+    return _backward("sliding", *tensors, geometry, scale)
 
 
 def compressed_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
     tensors = (dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, out_BSGRV, lse_BSGR, dlse_BSGR)
-    return _backward("compressed", *tensors, scale, l=sizes[0], d=sizes[1])
+    return _backward("compressed", *tensors, geometry, scale)
 
 
 def selected_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
     tensors = (dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, idx_BSGN, pos_BS, start_BS, out_BSGRV, lse_BSGR, dlse_BSGR)
-    return _backward("selected", *tensors, scale, l_sel=sizes[0])
+    return _backward("selected", *tensors, geometry, scale)
 
 
 def select(
-    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int, n_sel: int,
-    scale: float,
-) -> Tensor:  # fmt: skip
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float
+) -> Tensor:
     q, k, pos, first = dense(q_BSGRK), dense(k_BCGK), _index(pos_BS), _index(first_BS)
-    idx_BSGN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
-    made = problem("compressed", q, k, pos, first, scale, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+    idx_BSGN = q.new_empty((*q.shape[:3], geometry.n_sel), dtype=torch.int32)
+    made = problem("compressed", q, k, pos, first, geometry, scale)
     made.idx = idx_BSGN.data_ptr()
     call("nsa_choose", made)
     return idx_BSGN
 
 
 def compressed_and_select(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int,
-    n_sel: int, scale: float,
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, pos, first = dense(q_BSGRK), dense(k_BCGK), dense(v_BCGV), _index(pos_BS), _index(first_BS)
     out_BSGRV = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse_BSGR = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    idx_BSGN = q.new_empty((*q.shape[:3], n_sel), dtype=torch.int32)
-    made = problem("compressed", q, k, pos, first, scale, V=v.shape[-1], l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+    idx_BSGN = q.new_empty((*q.shape[:3], geometry.n_sel), dtype=torch.int32)
+    made = problem("compressed", q, k, pos, first, geometry, scale, v.shape[-1])
     require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
     made.v, made.out, made.lse, made.idx = rows(v), rows(out_BSGRV), lse_BSGR.data_ptr(), idx_BSGN.data_ptr()
     call("nsa_choose", made)
@@ -111,13 +111,13 @@ def compressed_and_select(
 
 
 def _forward(
-    branch: str, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, scale: float,
-    **sizes: int,
+    branch: str, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor,
+    geometry: Geometry, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v, pos, start = dense(q), dense(k), dense(v), _index(pos), _index(start)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    made = problem(branch, q, k, pos, start, scale, V=v.shape[-1], **sizes)
+    made = problem(branch, q, k, pos, start, geometry, scale, v.shape[-1])
     require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
     made.v, made.out, made.lse = rows(v), rows(out), lse.data_ptr()
     idx = _give_blocks(made, idx, q)  # kept alive by its name
@@ -127,12 +127,12 @@ def _forward(
 
 def _backward(
     branch: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor,
-    out: Tensor, lse: Tensor, dlse: Tensor | None, scale: float, **sizes: int,
+    out: Tensor, lse: Tensor, dlse: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
     q, k, v, pos, start = dense(q), dense(k), dense(v), _index(pos), _index(start)
     dout, out, lse = dense(dout), dense(out), lse.contiguous()
     dq, dk, dv = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    made = problem(branch, q, k, pos, start, scale, V=v.shape[-1], **sizes)
+    made = problem(branch, q, k, pos, start, geometry, scale, v.shape[-1])
     require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
     require("outputs", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
     require("gradients of outputs", dout, out.shape, q.dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
 from nsa.kernels.cpu import library
 from nsa.kernels.cpu.library import DecodeStep, TokenArrival, dense, rows
 from nsa.kernels.decoder import CacheView
@@ -17,9 +18,8 @@ class CpuDecoder:
     """Keeps the cache's addresses; only those of the new token change from step to step."""
 
     def __init__(
-        self, cache: CacheView, *, heads_per_group: int, means: bool, l: int, d: int, l_sel: int, n_sel: int, w: int,
-        scale: float,
-    ) -> None:  # fmt: skip
+        self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
+    ) -> None:
         self._cache = cache  # the library is given addresses, which this keeps alive
         k, v = cache.selected[:2]
         batch, _, groups, d_k = k.shape
@@ -27,12 +27,12 @@ class CpuDecoder:
         self._q_shape, self._out_shape, self._dtype = q.shape, (*q.shape[:-1], v.shape[-1]), q.dtype
         self._gate_shapes = tuple(torch.Size((*q.shape[:3], n, 3)) for n in (heads_per_group, 1))
         self._new_shapes = [torch.Size((batch, 1, groups, x.shape[-1])) for x in (k, v)] * 3
-        self._idx_B1GN = q.new_empty((batch, 1, groups, n_sel), dtype=torch.int32)
-        self._step, self._arrival = DecodeStep(), _arrival(cache, means, l=l, d=d, w=w)
-        sizes = dict(V=v.shape[-1], w=w, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+        self._idx_B1GN = q.new_empty((batch, 1, groups, geometry.n_sel), dtype=torch.int32)
+        self._step, self._arrival = DecodeStep(), _arrival(cache, means, geometry)
+        d_v = v.shape[-1]
         for branch, (k, v, pos, start) in zip(BRANCHES, cache[1:4], strict=True):
-            one = library.problem(branch, q, k, pos, start, scale, **sizes)
-            library.require("cached values", v, (*k.shape[:-1], sizes["V"]), q.dtype)
+            one = library.problem(branch, q, k, pos, start, geometry, scale, d_v)
+            library.require("cached values", v, (*k.shape[:-1], d_v), q.dtype)
             one.v = rows(v)
             setattr(self._step, branch, one)
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
@@ -84,10 +84,11 @@ class CpuDecoder:
         return out, self._idx_B1GN
 
 
-def _arrival(cache: CacheView, means: bool, *, l: int, d: int, w: int) -> TokenArrival:
+def _arrival(cache: CacheView, means: bool, geometry: Geometry) -> TokenArrival:
     slots = (*cache.tail, *cache.selected[:2], *cache.window[:2])
     batch, _, groups, _ = slots[0].shape
-    made = TokenArrival(library.DTYPES[slots[0].dtype], 0, batch, groups, l, d, w, means)
+    g, dtype = geometry, library.DTYPES[slots[0].dtype]
+    made = TokenArrival(dtype, 0, batch, groups, g.l, g.d, g.w, means)
     for stream, x in zip(made.streams, slots, strict=True):
         stream.slots, stream.n_slots, stream.width = rows(x), x.shape[1], x.shape[-1]
     made.compressed[:] = [rows(x) for x in cache.compressed[:2]]

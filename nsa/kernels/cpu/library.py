@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ConfigError, KernelUnavailable
+from nsa.geometry import Geometry
 from nsa.kernels.cpu import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -123,7 +124,7 @@ def _isa_number(name: str, dtype: torch.dtype) -> int:
 
 
 def problem(
-    branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, scale: float, **sizes: int
+    branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int = 0
 ) -> AttentionProblem:
     """What is common to all computations, checked: the library sees addresses, and believes what it is told of them."""
     if not scale > 0:
@@ -134,11 +135,11 @@ def problem(
     require("keys", k, (B, k.shape[1] if k.dim() > 1 else -1, G, K), q.dtype)
     require("positions", pos, (B, S), torch.int64)
     require("document starts", start, (B, S), torch.int64)
-    threads = torch.get_num_threads()
+    threads, g = torch.get_num_threads(), geometry
     made = AttentionProblem(
-        DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, **sizes
-    )
-    made.scale = scale
+        DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, d_v,
+        g.w, g.l, g.d, g.l_sel, g.n_sel, scale,
+    )  # fmt: skip
     made.q, made.k = rows(q), rows(k)
     made.pos, made.start = pos.data_ptr(), start.data_ptr()
     return made

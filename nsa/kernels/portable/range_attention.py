@@ -9,6 +9,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import (
     Gradients,
     attend,
@@ -24,34 +25,34 @@ from nsa.kernels.portable.chunk import (
 
 
 def sliding_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, sizes: list[int],
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
-    return _forward(q_BSGRK, k_BTGK, v_BTGV, bounds, sizes[0], scale)
+    bounds = window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1])
+    return _forward(q_BSGRK, k_BTGK, v_BTGV, bounds, geometry.w, scale)
 
 
 def sliding_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
-    bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, sizes[0], scale)
+    bounds = window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1])
+    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, geometry.w, scale)
 
 
 def compressed_forward(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, sizes: list[int],
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
+    bounds = compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1])
     return _forward(q_BSGRK, k_BCGK, v_BCGV, bounds, k_BCGK.shape[1], scale)
 
 
 def compressed_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
-    bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
+    bounds = compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1])
     n = k_BCGK.shape[1]
     return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, n, scale)
 
@@ -92,16 +93,14 @@ def _backward(
     return dq_BSGRK, dk_BTGK.to(k_BTGK.dtype), dv_BTGV.to(v_BTGV.dtype)
 
 
-def window_bounds(pos_BS: Tensor, start_BS: Tensor, sizes: list[int], n_keys: int) -> tuple[Tensor, Tensor]:
-    (w,) = sizes
+def window_bounds(pos_BS: Tensor, start_BS: Tensor, geometry: Geometry, n_keys: int) -> tuple[Tensor, Tensor]:
     end_BS = start_BS + pos_BS + 1
-    first_BS = start_BS + (pos_BS - w + 1).clamp(min=0)
+    first_BS = start_BS + (pos_BS - geometry.w + 1).clamp(min=0)
     return first_BS.clamp(0, n_keys), end_BS.clamp(0, n_keys)
 
 
-def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, sizes: list[int], n_keys: int) -> tuple[Tensor, Tensor]:
-    l, d = sizes
-    n_complete_BS = ((pos_BS + 1 - l) // d + 1).clamp(min=0)
+def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_keys: int) -> tuple[Tensor, Tensor]:
+    n_complete_BS = ((pos_BS + 1 - geometry.l) // geometry.d + 1).clamp(min=0)
     return first_BS.clamp(0, n_keys), (first_BS + n_complete_BS).clamp(0, n_keys)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import (
     Gradients,
     attend,
@@ -47,11 +48,11 @@ class _QueryChunk(NamedTuple):
 
 def selected_forward(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
-    sizes: list[int], scale: float,
+    geometry: Geometry, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out_BSGRV, lse_BSGR = new_outputs(q_BSGRK, v_BTGV)
     k_XK, v_XV, R = _flat(k_BTGK), _flat(v_BTGV), q_BSGRK.shape[3]
-    for chunk in _chunks(q_BSGRK, k_BTGK.shape, idx_BSGN, pos_BS, start_BS, *sizes):
+    for chunk in _chunks(q_BSGRK, k_BTGK.shape, idx_BSGN, pos_BS, start_BS, geometry.l_sel):
         k, v = _take(k_XK, chunk.row), _take(v_XV, chunk.row)
         out, lse = attend(chunk.rows(q_BSGRK), k, v, chunk.hidden, scale)
         out_BSGRV[:, chunk.at] = chunk.unrows(out, R)
@@ -61,12 +62,12 @@ def selected_forward(
 
 def selected_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
     dq_BSGRK = torch.empty_like(q_BSGRK)
     k_XK, v_XV, R = _flat(k_BTGK), _flat(v_BTGV), q_BSGRK.shape[3]
     dk_XK, dv_XV = wide_zeros(k_XK), wide_zeros(v_XV)
-    for chunk in _chunks(q_BSGRK, k_BTGK.shape, idx_BSGN, pos_BS, start_BS, *sizes):
+    for chunk in _chunks(q_BSGRK, k_BTGK.shape, idx_BSGN, pos_BS, start_BS, geometry.l_sel):
         dout, lse = chunk.rows(dout_BSGRV), chunk.rows(lse_BSGR[..., None])
         dlse = None if dlse_BSGR is None else chunk.rows(dlse_BSGR[..., None])
         delta = row_correction(dout, chunk.rows(out_BSGRV), dlse)

@@ -45,8 +45,8 @@ def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -
         return f"it computes {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, not {dtype}"
     if max(shape.d_k, shape.d_v) > WIDEST:
         return f"rows are at most {WIDEST} wide, not {max(shape.d_k, shape.d_v)}"
-    if shape.n_sel > MOST_BLOCKS:
-        return f"it chooses at most {MOST_BLOCKS} blocks, not {shape.n_sel}"
+    if shape.geometry.n_sel > MOST_BLOCKS:
+        return f"it chooses at most {MOST_BLOCKS} blocks, not {shape.geometry.n_sel}"
     return None
 
 

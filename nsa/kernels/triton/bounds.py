@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.triton.device.bounds import bounds_kernel, seen_by_kernel
 
 CHUNK = 1024
@@ -25,12 +26,12 @@ class KeyBounds(NamedTuple):
     """The smallest lo."""
 
 
-def window_bounds(pos_BS: Tensor, start_BS: Tensor, sizes: list[int], n_keys: int) -> KeyBounds:
-    return _bounds(pos_BS, start_BS, n_keys, W=sizes[0], L=1, D=1)
+def window_bounds(pos_BS: Tensor, start_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
+    return _bounds(pos_BS, start_BS, n_keys, W=geometry.w, L=1, D=1)
 
 
-def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, sizes: list[int], n_keys: int) -> KeyBounds:
-    return _bounds(pos_BS, first_BS, n_keys, W=0, L=sizes[0], D=sizes[1])
+def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
+    return _bounds(pos_BS, first_BS, n_keys, W=0, L=geometry.l, D=geometry.d)
 
 
 def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> KeyBounds:

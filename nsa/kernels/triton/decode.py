@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.decoder import CacheView, Keys
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
@@ -45,18 +46,20 @@ class TritonDecoder:
 
     take_in = None
 
-    def __init__(self, cache: CacheView, *, heads_per_group: int, means: bool, **sizes: Any) -> None:
-        self._keys, self._sizes = (cache.compressed, cache.selected, cache.window), sizes
+    def __init__(
+        self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
+    ) -> None:
+        self._keys = (cache.compressed, cache.selected, cache.window)
+        self._geometry, self._scale = geometry, scale
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
-        branches, idx_B1GN = decode(q_B1GRK, *self._keys, **self._sizes)
+        branches, idx_B1GN = decode(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
         return mix_forward(gates_B1GR3, *branches), idx_B1GN
 
 
 def decode(
-    q_B1GRK: Tensor, compressed: Keys, selected: Keys, window: Keys, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    q_B1GRK: Tensor, compressed: Keys, selected: Keys, window: Keys, *, geometry: Geometry, scale: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The compressed, selected and sliding branch's outputs, and the chosen blocks; the cache is read in place."""
     B, _, G, R, K = q_B1GRK.shape
     V = compressed[1].shape[-1]
@@ -67,10 +70,10 @@ def decode(
     C, T = k_cmp.shape[1], k_sel.shape[1]
 
     tiles = choose("decode", max(K, V), element_size=q.dtype.itemsize)
-    fixed = constants(G, R, K, V, l, d, l_sel, n_sel, w, tiles, wide=is_wide(q.dtype))
+    fixed = constants(G, R, K, V, geometry, tiles, wide=is_wide(q.dtype))
     keep, block_m = fixed.score["KEEP"], fixed.compressed["BLOCK_M"]
     n_cmp = min(fixed.compressed["PARTS"], max(1, triton.cdiv(C, tiles.n)))  # any further would always be empty
-    n_raw = n_sel + fixed.raw["WINDOW_PARTS"]
+    n_raw = geometry.n_sel + fixed.raw["WINDOW_PARTS"]
     n_parts = n_cmp + n_raw
     row_tiles = triton.cdiv(R, block_m)
 
@@ -78,7 +81,7 @@ def decode(
     part_lse = q.new_empty((B, G, n_parts, R), dtype=torch.float32)
     scores = q.new_empty((B, G, R, C), dtype=torch.float32)
     best = q.new_empty((B, G, STRETCHES, keep), dtype=torch.int64)
-    idx = q.new_empty((B, 1, G, n_sel), dtype=torch.int32)
+    idx = q.new_empty((B, 1, G, geometry.n_sel), dtype=torch.int32)
     out = q.new_empty((3, B, 1, G, R, V))
     q_strides = (q.stride(0), q.stride(2), q.stride(3))
 
@@ -99,10 +102,9 @@ def decode(
     return (out[0], out[1], out[2]), idx
 
 
-def constants(
-    G: int, R: int, K: int, V: int, l: int, d: int, l_sel: int, n_sel: int, w: int, tiles: TileSizes, *, wide: bool
-) -> DecodeConstants:
+def constants(G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSizes, *, wide: bool) -> DecodeConstants:
     """Of the model alone, so that a row has the same bits in any batch and any cache."""
+    l, d, l_sel, n_sel, w = geometry.ints
     parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
     window_parts = min(parts, triton.cdiv(w, WINDOW_PART))
     block_m = min(tiles.m, max(16, triton.next_power_of_2(R)))

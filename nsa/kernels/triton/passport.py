@@ -7,6 +7,7 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
+from nsa.geometry import Geometry
 from nsa.kernels.triton import PIECE, block_index, bounds, mix
 from nsa.kernels.triton import decode as launch_decode
 from nsa.kernels.triton.device import decode, range_backward, range_forward, selected_backward, selected_forward
@@ -18,6 +19,8 @@ from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import TileSizes, choose
 
+PAPER_GEOMETRY = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
+
 
 @dataclass(frozen=True)
 class CompiledShape:
@@ -27,11 +30,7 @@ class CompiledShape:
     heads_per_group: int
     d_k: int
     d_v: int
-    l: int = 32
-    d: int = 16
-    l_sel: int = 64
-    n_sel: int = 16
-    w: int = 512
+    geometry: Geometry = PAPER_GEOMETRY
     dtype: str = "bf16"
 
     @property
@@ -97,12 +96,12 @@ def jobs(
     yield job("runs_forward", range_forward.runs_forward_kernel, **broad)
     yield job("runs_dq", range_backward.runs_dq_kernel, dlse=None, **broad)
     yield job("runs_dkv", range_backward.runs_dkv_kernel, PARTS=4, **broad)
-    chosen: dict[str, Any] = dict(N=model.n_sel, L=model.l_sel)
+    chosen: dict[str, Any] = dict(N=model.geometry.n_sel, L=model.geometry.l_sel)
     for kernel, function in (
         ("selected_forward", selected_forward.selected_forward_kernel),
         ("selected_backward", selected_backward.selected_backward_kernel),
     ):
-        n, cuts = keys_of(tiles_for(kernel), model.l_sel)
+        n, cuts = keys_of(tiles_for(kernel), model.geometry.l_sel)
         yield job(kernel, function, n=n, PIECE=PIECE, **chosen, **broad)
     k, v, x = columns("K", model.d_k), columns("V", model.d_v), columns("X", model.d_v)
     of_k, of_v = (
@@ -113,18 +112,17 @@ def jobs(
         ("delta", selected_backward.delta_kernel, dict(**of_v, **v)),
         ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
         ("add_pieces", selected_backward.add_pieces_kernel,
-         dict(G=model.groups, **x, L=model.l_sel, BLOCK_N=block_of(model.l_sel), MORE=False)),
+         dict(G=model.groups, **x, L=model.geometry.l_sel, BLOCK_N=block_of(model.geometry.l_sel), MORE=False)),
     ):  # fmt: skip
         yield CompileJob(kernel, function, constants, 4, 2, model.dtype)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
-    per = select_sizes(model.l, model.d, model.l_sel, model.n_sel, tiles)
+    per = select_sizes(model.geometry, tiles)
     constants = dict(G=model.groups, WIDE=False, **keys, **per)
     yield CompileJob("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
     tiles = tiles_for("decode")
-    sizes_of_step = (model.l, model.d, model.l_sel, model.n_sel, model.w, tiles)
     step = launch_decode.constants(
-        model.groups, model.heads_per_group, model.d_k, model.d_v, *sizes_of_step, wide=False
+        model.groups, model.heads_per_group, model.d_k, model.d_v, model.geometry, tiles, wide=False
     )
     for kernel, function, constants, options in (
         ("decode_compressed", decode.decode_compressed_kernel, step.compressed, (tiles.warps, tiles.stages)),
@@ -142,9 +140,9 @@ def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
     def job(function: Any, warps: int = 4, **constants: int) -> CompileJob:
         return CompileJob(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2, model.dtype)
 
-    yield job(bounds.bounds_kernel, W=0, L=model.l, D=model.d, CHUNK=bounds.CHUNK)
+    yield job(bounds.bounds_kernel, W=0, L=model.geometry.l, D=model.geometry.d, CHUNK=bounds.CHUNK)
     yield job(bounds.seen_by_kernel, N=keys_of_dkv, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
-    sizes = block_index.chunk_sizes(model.n_sel, model.l_sel)
+    sizes = block_index.chunk_sizes(model.geometry.n_sel, model.geometry.l_sel)
     warps = block_index.sorting_warps(sizes)
     yield job(block_index.sort_chunks_kernel, warps, G=model.groups, **sizes)
     yield job(block_index.place_chunks_kernel, CHUNKS=block_index.CHUNKS, BINS=block_index.BINS)

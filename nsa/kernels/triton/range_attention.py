@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import KeyBounds, compressed_bounds, seen_by, window_bounds
 from nsa.kernels.triton.device.range_backward import runs_dkv_kernel, runs_dq_kernel
@@ -18,32 +19,32 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def sliding_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, sizes: list[int],
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(q_BSGRK, k_BTGK, v_BTGV, window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1]), scale)
+    return _forward(q_BSGRK, k_BTGK, v_BTGV, window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1]), scale)
 
 
 def sliding_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
-    bounds = window_bounds(pos_BS, start_BS, sizes, k_BTGK.shape[1])
+    bounds = window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1])
     return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
 
 
 def compressed_forward(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, sizes: list[int],
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(q_BSGRK, k_BCGK, v_BCGV, compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1]), scale)
+    return _forward(q_BSGRK, k_BCGK, v_BCGV, compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1]), scale)
 
 
 def compressed_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
-    bounds = compressed_bounds(pos_BS, first_BS, sizes, k_BCGK.shape[1])
+    bounds = compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1])
     return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
 
 

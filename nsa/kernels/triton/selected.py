@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.block_index import BlockIndex, chosen
@@ -27,9 +28,9 @@ from nsa.kernels.triton.tuning import TileSizes, choose
 
 def selected_forward(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
-    sizes: list[int], scale: float,
+    geometry: Geometry, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (l_sel,) = sizes
+    l_sel = geometry.l_sel
     B, S, G, R, K = q_BSGRK.shape
     q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
     (T, V), N = (v.shape[1], v.shape[-1]), idx_BSGN.shape[-1]
@@ -71,9 +72,9 @@ def _windows_forward(
 
 def selected_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, sizes: list[int], scale: float,
+    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
 ) -> Gradients:  # fmt: skip
-    (l_sel,) = sizes
+    l_sel = geometry.l_sel
     B, S, G, R, K = q_BSGRK.shape
     (T, V), N = (v_BTGV.shape[1], v_BTGV.shape[-1]), idx_BSGN.shape[-1]
     n_windows = triton.cdiv(T, l_sel)

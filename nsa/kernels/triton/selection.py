@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.geometry import Geometry
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import compressed_bounds
 from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
@@ -16,13 +17,12 @@ from nsa.kernels.triton.tuning import TileSizes
 
 
 def select(
-    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int, n_sel: int,
-    scale: float,
-) -> Tensor:  # fmt: skip
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float
+) -> Tensor:
     B, S, G, R, K = q_BSGRK.shape
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi, *_ = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1])
+    lo, hi, *_ = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1])
 
     def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
@@ -32,41 +32,42 @@ def select(
         )  # fmt: skip
 
     tuned("runs_forward", q, 0, start)  # the forward's loop, without values
-    return _choose(q, k, pos_BS, first_BS, hi, lse, l, d, l_sel, n_sel, scale)
+    return _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
 
 
 def compressed_and_select(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, l: int, d: int, l_sel: int,
-    n_sel: int, scale: float,
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out, lse = compressed_forward(q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, [l, d], scale)
+    out, lse = compressed_forward(q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, geometry, scale)
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
-    hi = compressed_bounds(pos_BS, first_BS, [l, d], k.shape[1]).hi_BS
-    return out, lse, _choose(q, k, pos_BS, first_BS, hi, lse, l, d, l_sel, n_sel, scale)
+    hi = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1]).hi_BS
+    return out, lse, _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
 
 
 def _choose(
-    q: Tensor, k: Tensor, pos_BS: Tensor, first_BS: Tensor, hi: Tensor, lse: Tensor, l: int, d: int, l_sel: int,
-    n_sel: int, scale: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, pos_BS: Tensor, first_BS: Tensor, hi: Tensor, lse: Tensor, geometry: Geometry, scale: float
+) -> Tensor:
     B, S, G, R, K = q.shape
     pos, first = (x.to(torch.int32).contiguous() for x in (pos_BS, first_BS))
-    idx = torch.empty((B, S, G, n_sel), dtype=torch.int32, device=q.device)
+    idx = torch.empty((B, S, G, geometry.n_sel), dtype=torch.int32, device=q.device)
 
     def start(tiles: TileSizes, launch: Launch) -> None:
-        sizes = select_sizes(l, d, l_sel, n_sel, tiles)
+        sizes = select_sizes(geometry, tiles)
         launch(
             select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G),
             q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], R, *q.stride()[:4], *k.stride()[:3], G=G, **_keys(K),
             **sizes, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
-    tuned("select", q, 0, start, l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+    g = geometry
+    tuned("select", q, 0, start, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel)
     return idx
 
 
-def select_sizes(l: int, d: int, l_sel: int, n_sel: int, tiles: TileSizes) -> dict[str, int]:
+def select_sizes(geometry: Geometry, tiles: TileSizes) -> dict[str, int]:
     """The kernel's constants; where a step has more keys than the tile, its queries are fewer."""
+    l, d, l_sel, n_sel = geometry.l, geometry.d, geometry.l_sel, geometry.n_sel
     keep, span = max(16, triton.next_power_of_2(n_sel)), triton.next_power_of_2(l_sel // d)
     queries = max(16, min(tiles.m, tiles.m * tiles.n // (span * keep)))
     return dict(PER_L=l // d, PER_SEL=l_sel // d, L_SEL=l_sel, N_SEL=n_sel, KEEP=keep, SPAN=span, BLOCK_Q=queries)

@@ -35,9 +35,7 @@ def _environment(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
 def _kernels_can_run(scope: CheckSizes) -> CheckResult:
     refused = {}
     for sizes, dtypes in scope.kernels:
-        shape = KernelShape(
-            sizes.n_kv_groups, sizes.heads_per_group, sizes.d_k, sizes.d_v, *vars(sizes.geometry).values()
-        )
+        shape = KernelShape(sizes.n_kv_groups, sizes.heads_per_group, sizes.d_k, sizes.d_v, sizes.geometry)
         for branch in BRANCHES:
             for dtype in dtypes:
                 if reason := BACKENDS[BACKEND].why_not(branch, scope.device, TORCH_DTYPES[dtype], shape):

@@ -37,7 +37,7 @@ class KernelCall:
         heads = (sizes.n_kv_groups, sizes.heads_per_group)
         self.q_BSGRK, self.dout_BSGRV = (tensor(sizes.length, *heads, width) for width in (sizes.d_k, sizes.d_v))
         self.raw, self.compressed = keys(sizes.length), keys(self.layout.begin_BC.shape[1])
-        self.choosing: dict[str, Any] = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=self.scale)
+        self.choosing: dict[str, Any] = dict(geometry=g, scale=self.scale)
         self.idx_BSGN = BACKENDS["reference"].functions.select(
             self.q_BSGRK.double(),
             self.compressed[0].double(),
@@ -75,11 +75,11 @@ class KernelCall:
         g, scale = self.geometry, self.scale
         pos, start, first = (x.to(q.device) for x in self.layout[:3])
         if branch == "sliding":
-            out = functions.sliding(q, k, v, pos, start, w=g.w, scale=scale)
+            out = functions.sliding(q, k, v, pos, start, geometry=g, scale=scale)
         elif branch == "compressed":
-            out = functions.compressed(q, k, v, pos, first, l=g.l, d=g.d, scale=scale)
+            out = functions.compressed(q, k, v, pos, first, geometry=g, scale=scale)
         else:
-            out = functions.selected(q, k, v, self.idx_BSGN.to(q.device), pos, start, l_sel=g.l_sel, scale=scale)
+            out = functions.selected(q, k, v, self.idx_BSGN.to(q.device), pos, start, geometry=g, scale=scale)
         assert isinstance(out, Tensor)
         return out
 
