@@ -30,6 +30,7 @@ NEIGHBOURS = {
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
+OUTSIDE = ("tools", "tests", "scripts")
 ENGINE = "olmo_core"
 READS_ENVIRONMENT = ("nsa.config.env", "nsa.train", "nsa.storage", "nsa.data.tokenizer")  # the last two only set
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -88,6 +89,8 @@ def mistakes(module: str, source: str) -> Iterator[str]:
         there = package_of(name)
         if name.partition(".")[0] == ENGINE and not inside(module, ("nsa.train",)):
             yield f"{module} imports {name}: the engine is imported in nsa.train alone, so that it can be replaced"
+        if name.partition(".")[0] in OUTSIDE:
+            yield f"{module} imports {name}: it is not part of the installed package"
         if there is None or there == here or (here, there) in NEIGHBOURS:
             continue
         if there not in LEVEL:
@@ -130,6 +133,8 @@ def test_the_package_is_looked_at():
         ("nsa.planning.preflight", "from olmo_core.train import Trainer"),
         ("nsa.cli.main", "from olmo_core import x"),
         ("nsa.observe.watch.watchdog", "from nsa.train import build"),
+        ("nsa.verify.gpu_check.speed", "from tools.perf_model import predict"),
+        ("nsa.cli.bench", "import importlib\nimportlib.import_module('tools.perf_model')"),
         ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
         ("nsa.core.rope", "import os\nos.getenv('NSA_X')"),
         ("nsa.core.rope", "from os import environ"),

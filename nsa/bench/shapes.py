@@ -6,7 +6,7 @@ from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.registry import KernelShape
 
-SEED = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
+BASE_GEOMETRY = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,19 @@ class BenchShape:
 
 
 SHAPES: dict[str, BenchShape] = {
-    "seed": BenchShape(12, 2, 64, 64, SEED),
-    "gqa16": BenchShape(32, 2, 64, 64, SEED),
-    "paper": BenchShape(64, 4, 192, 128, SEED),
+    "base": BenchShape(12, 2, 64, 64, BASE_GEOMETRY),
+    "gqa16": BenchShape(32, 2, 64, 64, BASE_GEOMETRY),
+    "paper": BenchShape(64, 4, 192, 128, BASE_GEOMETRY),
     "tiny": BenchShape(6, 2, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=16)),
 }
+FORMER_NAMES = {"seed": "base"}
+"""Spellings that recorded commands use."""
 DTYPES = ("fp32", "bf16", "fp16")
 PARTS = ("all", "compressed", "select", "selected", "sliding")
 
 
 def shape_named(name: str) -> BenchShape:
+    name = FORMER_NAMES.get(name, name)
     if name not in SHAPES:
         raise ConfigError(f"--shape is {name!r}: there is no such shape. Use one of: {', '.join(SHAPES)}.")
     return SHAPES[name]

@@ -22,7 +22,7 @@ class BenchRequest:
     op: str
     lengths: str
     dtypes: str = "fp32,bf16"
-    shape: str = "seed"
+    shape: str = "base"
     backends: tuple[str, ...] = ()
     peers: bool = True
     part: str = "all"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.cli.outputs import require_writable_file
+from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
     from nsa.bench.suite import BenchRequest
@@ -25,7 +26,7 @@ Lengths = Annotated[str, typer.Option(help="Tokens, e.g. 2k,4k,8k; k is 1,024.")
 Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, several with commas; all contenders in the same one.")]
 ShapeName = Annotated[
     str,
-    typer.Option(help="seed (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), tiny."),
+    typer.Option(help="base (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), tiny."),
 ]
 Backend = Annotated[
     list[str] | None, typer.Option(help="Race this backend; repeat for more. Default: all that `auto` may choose.")
@@ -47,7 +48,7 @@ MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the
 def attention(
     lengths: Lengths = "2k,4k,8k",
     dtype: Dtype = "fp32,bf16",
-    shape: ShapeName = "seed",
+    shape: ShapeName = "base",
     backend: Backend = None,
     peers: Peers = True,
     part: Annotated[str, typer.Option(help="all, or one of compressed, select, selected, sliding alone.")] = "all",
@@ -80,7 +81,7 @@ def attention(
 def prefill(
     lengths: Lengths = "2k,4k,8k",
     dtype: Dtype = "fp32,bf16",
-    shape: ShapeName = "seed",
+    shape: ShapeName = "base",
     backend: Backend = None,
     data: Data = "random",
     device: Device = "cpu",
@@ -107,7 +108,7 @@ def prefill(
 def decode(
     lengths: Lengths = "4k,8k,16k,32k,64k",
     dtype: Dtype = "fp32,bf16",
-    shape: ShapeName = "seed",
+    shape: ShapeName = "base",
     backend: Backend = None,
     data: Data = "random",
     device: Device = "cpu",
@@ -150,7 +151,7 @@ def train(
     """
     from nsa.bench.suite import BenchRequest
 
-    _run(BenchRequest("train", lengths, dtype, "seed", tuple(backend or ()), False, threads=threads, budget_s=budget_s,
+    _run(BenchRequest("train", lengths, dtype, "base", tuple(backend or ()), False, threads=threads, budget_s=budget_s,
               device=device), json, None, markdown)  # fmt: skip
 
 
@@ -158,7 +159,7 @@ def train(
 def memory(
     lengths: Lengths = "4k,8k,16k,32k",
     dtype: Dtype = "fp32",
-    shape: ShapeName = "seed",
+    shape: ShapeName = "base",
     backend: Backend = None,
     device: Device = "cpu",
     threads: Threads = 0,
@@ -189,57 +190,13 @@ def machine(device: Device = "cpu", threads: Threads = 0, json: JsonFile = None)
     _run(BenchRequest("machine", "1", threads=threads, device=device), json, None, None)
 
 
-@app.command()
-def model(
-    gpu: Annotated[str, typer.Option(help="a100, h100, b200 or mi300x.")] = "a100",
-    lengths: Lengths = "8k,16k,32k,64k",
-    dtype: Dtype = "bf16",
-    shape: ShapeName = "seed",
-    data: Data = "random",
-    as_triton: Annotated[
-        bool, typer.Option("--as-triton", help="Our arithmetic as slow as attention in Triton was on that GPU.")
-    ] = False,
-    launch_us: Annotated[
-        float, typer.Option(min=0.0, help="Microseconds per launch: 5 from Python, about 1.5 in a CUDA graph.")
-    ] = 5.0,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-    markdown: MarkdownFile = None,
-) -> None:
-    """What the Triton kernels would take on a GPU that is not here: **modelled**, nothing is run on a GPU.
-
-    Each kernel's loop is counted as its launcher makes it turn, on blocks that the real selection chooses here. Its
-    time is its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2,
-    launches, torch's sorts and scans. **Dense** is published FlashAttention; one rule times both sides.
-
-    *selected*: our selected branch, forward, with its index, beside the paper's loop, which takes one query of a group
-    at a time. The second table is of the last length, the slowest kernel first.
-
-    **Example:** `nsa bench model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md --plot model.svg`
-    """
-    require_writable_file(json, plot, markdown)
-
-    from nsa.bench.machine import describe_machine
-    from nsa.bench.model import report as models
-    from nsa.bench.model.gpus import gpu_named
-    from nsa.bench.shapes import spell
-
-    found = models.ModelReport(" ".join(["nsa", *sys.argv[1:]]), describe_machine(), gpu_named(gpu))
-    console = _console()
-    console.print(models.headline(found.gpu))
-    with _progress() as say:
-        for pair in models.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, say):
-            found.pairs.append(pair)
-    _print_fitting(console, models.TOTAL_COLUMNS, [models.total_row(pair) for pair in found.pairs], models.NARROW)
-    last = found.pairs[-1].both
-    console.print(f"\nkernels at {spell(last.length)}, {last.dtype}, {last.data} data, {last.label}")
-    _print_fitting(console, models.KERNEL_COLUMNS, models.kernel_rows(last), models.NARROW)
-    for line in models.assumptions(found.gpu):
-        console.print(f"· {line}", markup=False)
-    for path, text in ((json, found.to_json), (plot, found.to_svg), (markdown, found.to_markdown)):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text(), encoding="utf-8")
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def model() -> None:
+    """Moved: the GPU performance model is `python -m tools.perf_model` in a checkout, with the same options."""
+    raise ConfigError(
+        "`nsa bench model` has moved: the GPU performance model is not part of the installed package. In a checkout, "
+        "run: python -m tools.perf_model (same options)."
+    )
 
 
 def _run(wish: "BenchRequest", json: Path | None, plot: Path | None, markdown: Path | None) -> None:
@@ -250,11 +207,11 @@ def _run(wish: "BenchRequest", json: Path | None, plot: Path | None, markdown: P
     from nsa.bench.suite import new_report, run
 
     report = new_report(" ".join(["nsa", *sys.argv[1:]]), wish.device)
-    console = _console()
+    console = stdout_console()
     console.print(reports.machine_line(report.machine))
     if warning := reports.busy(report.machine):
         console.print(warning, style="yellow")
-    with _progress() as say:
+    with progress() as say:
         for result in run(wish, report, say):
             if isinstance(result, reports.MachinePeaks):
                 console.print(reports.peaks_line(result))
@@ -275,23 +232,9 @@ def _run(wish: "BenchRequest", json: Path | None, plot: Path | None, markdown: P
         markdown.write_text(report.to_markdown(), encoding="utf-8")
 
 
-def _console() -> Console:
+def stdout_console() -> Console:
     """Tables piped to a file keep their rows whole."""
     return Console(width=None if Console().is_terminal else 200, highlight=False)
-
-
-def _print_fitting(
-    console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]], narrow: dict[tuple[str, ...], int]
-) -> None:
-    """All columns, or the first ones where a terminal is too narrow for the rest."""
-    shown = len(columns) if console.width >= 110 else narrow[columns]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, name in enumerate(columns[:shown]):
-        words = (*name.split(), *(row[index] for row in rows))
-        table.add_column(name, min_width=max(map(len, words)))
-    for row in rows:
-        table.add_row(*row[:shown])
-    console.print(table)
 
 
 def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -306,7 +249,7 @@ def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[st
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Callable[[str], None]]:
     """A line that changes on a terminal; lines that follow each other elsewhere."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:

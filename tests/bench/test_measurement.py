@@ -17,13 +17,13 @@ from nsa.bench.machine import available_cores, describe_machine, pinned
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult, chosen_contenders, finish
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.shapes import SHAPES, parse_lengths, spell
+from nsa.bench.shapes import SHAPES, parse_lengths, shape_named, spell
 from nsa.bench.timing import ratio
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SEED = SHAPES["seed"]
+BASE = SHAPES["base"]
 RIGHT, WRONG = (
     CorrectnessCheck(True, {"out": 1e-7}, 1e-4),
     CorrectnessCheck(False, {"out": 0.5}, 1e-4, reason="differs"),
@@ -35,7 +35,7 @@ def entry(name: str, agreement: CorrectnessCheck = RIGHT) -> ImplementationResul
 
 
 def figure(length: int, dense_s: list[float], our_s: list[float], ours: CorrectnessCheck = RIGHT) -> BenchMeasurement:
-    task = BenchTask("attention", SEED, length, "fp32")
+    task = BenchTask("attention", BASE, length, "fp32")
     entries = {DENSE: entry(DENSE), "portable": entry("portable", ours)}
     samples = {DENSE: dense_s, "portable": our_s}
     return BenchMeasurement(
@@ -44,24 +44,24 @@ def figure(length: int, dense_s: list[float], our_s: list[float], ours: Correctn
 
 
 def test_flops_allowed_are_keys_read_against_keys_before():
-    read = sum(SEED.geometry.reads(t) for t in range(1, 3001))
+    read = sum(BASE.geometry.reads(t) for t in range(1, 3001))
     for backward in (False, True):
-        bound, allowed = roofline.allowed(BenchTask("attention", SEED, 3000, "fp32", backward))
+        bound, allowed = roofline.allowed(BenchTask("attention", BASE, 3000, "fp32", backward))
         assert (bound, allowed) == ("FLOPs", pytest.approx(3000 * 3001 / 2 / read))
 
 
 def test_bytes_allow_what_one_token_reads():
-    bound, allowed = roofline.allowed(BenchTask("decode", SEED, 64_000, "bf16"))
+    bound, allowed = roofline.allowed(BenchTask("decode", BASE, 64_000, "bf16"))
     assert (bound, allowed) == ("bytes", pytest.approx(64_000 / 5_535, rel=1e-3))
 
 
 def test_achieved_is_the_share_of_the_measured_peak():
     peaks = MachinePeaks(1, fp32_gflops=100.0, bf16_gflops=400.0, copy_gb_s=10.0, read_gb_s=10.0)
-    task = BenchTask("attention", SEED, 1000, "fp32")
+    task = BenchTask("attention", BASE, 1000, "fp32")
     dense = 2 * 12 * 128 * 1000 * 1001 / 2
     assert roofline.flops(task, "dense") == dense
     assert roofline.achieved(task, "dense", dense / 50e9, peaks) == pytest.approx(0.5)
-    decode = BenchTask("decode", SEED, 1000, "bf16")
+    decode = BenchTask("decode", BASE, 1000, "bf16")
     assert roofline.bytes_read(decode, "dense") == 1000 * 2 * 128 * 2
     assert roofline.achieved(decode, "dense", 1000 * 2 * 128 * 2 / 5e9, peaks) == pytest.approx(0.5)
 
@@ -137,8 +137,8 @@ def test_a_training_step_is_judged_and_timed_against_the_dense_model():
 
 def test_memory_is_measured_above_the_inputs_in_a_child():
     (contender,) = chosen_contenders(["portable"], False)[1:]
-    task = BenchTask("attention", SEED, 1024, "fp32", backward=True)
-    measured = measure_memory(contender, task, "seed", threads=1, timeout_s=120)
+    task = BenchTask("attention", BASE, 1024, "fp32", backward=True)
+    measured = measure_memory(contender, task, "base", threads=1, timeout_s=120)
     assert measured["absent"] == ""
     kept = (2 * 1024 * 768 + 4 * 2 * 1024 * 64) * 4 / 2**20  # output and gradients of the largest inputs, at least
     assert kept < measured["peak_mib"] < 40 * kept
@@ -163,4 +163,8 @@ def test_a_wrong_word_is_refused_with_the_right_ones():
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == ConfigError.exit_code
-    assert "seed, gqa16, paper, tiny" in done.stderr
+    assert "base, gqa16, paper, tiny" in done.stderr
+
+
+def test_the_base_shape_keeps_its_former_name():
+    assert shape_named("seed") is shape_named("base") is SHAPES["base"]

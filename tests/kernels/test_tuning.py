@@ -270,11 +270,11 @@ def test_the_table_knows_every_kernel_that_is_tuned(kernel):
 
 _JUDGE = """
 from nsa.kernels.triton import autotune, gpus
-from nsa.kernels.triton.passport import MODELS, compile_for, jobs
+from tools.compile_report.report import MODELS, compile_for, jobs
 from nsa.kernels.triton.tuning import TileSizes
 gpus.gpu_here = lambda: "sm_90"
 for tiles in (TileSizes(64, 64, 4, 3), TileSizes(128, 64, 4, 3)):
-    (job,) = (j for j in jobs(MODELS["seed"], "sm_90", {"runs_forward": tiles}) if j.kernel == "runs_forward")
+    (job,) = (j for j in jobs(MODELS["base"], "sm_90", {"runs_forward": tiles}) if j.kernel == "runs_forward")
     print(autotune._over_limits(compile_for(job, gpus.GPUS["sm_90"])))
 """
 

@@ -1,4 +1,4 @@
-"""Bugs that the tests must catch, planted by scripts/mutation_drill.py."""
+"""Bugs that the tests must catch, planted by `python -m tools.mutation_drill`."""
 
 from typing import NamedTuple
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -299,25 +300,16 @@ def test_exchanged_blocks_are_judged_in_packed_documents_too():
     assert (error > 0).sum() == 1
 
 
-def test_the_model_is_asked_by_the_words_of_the_gpus_name(monkeypatch):
-    task = BenchTask("attention", SHAPES["seed"], 8192, "bf16", device="cuda")
-
-    class Found:
-        seconds, dense_seconds, ratio = 1.0, 3.0, 3.0
-
-    class Model:
-        @staticmethod
-        def predict(gpu, **rest):
-            if gpu != "a100":
-                raise ConfigError(f"no {gpu}")
-            return Found
-
-    monkeypatch.setattr(speed, "find_spec", lambda name: name)
-    monkeypatch.setattr(speed, "import_module", lambda name: Model)
-    assert speed.modelled(task, "NVIDIA A100-SXM4-80GB") == dict(seconds=1.0, dense_seconds=3.0, ratio=3.0)
+def test_predictions_are_found_by_the_words_of_the_gpus_name():
+    task = BenchTask("attention", SHAPES["base"], 8192, "bf16", device="cuda")
+    found = speed.modelled(task, "NVIDIA A100-SXM4-80GB")
+    assert found is not None
+    assert found["ratio"] == found["dense_seconds"] / found["seconds"] > 1
+    assert found != speed.modelled(task, "NVIDIA H100 80GB HBM3")
+    assert speed.modelled(task, "AMD Instinct MI300X") is not None
     assert speed.modelled(task, "NVIDIA T4") is None
-    monkeypatch.setattr(speed, "find_spec", lambda name: None)
-    assert speed.modelled(task, "NVIDIA A100-SXM4-80GB") is None
+    assert speed.modelled(replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None
+    assert speed.modelled(replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
 
 
 def test_a_device_that_is_not_there_is_refused_with_a_way_out():

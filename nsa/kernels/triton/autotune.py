@@ -3,7 +3,7 @@
 Off by default (runtime.tune_kernels). Tiles decide the order of additions, hence the last bits of every result; timing
 depends on the machine and on the day. The table of `nsa.kernels.triton.tuning` gives the same bits on every GPU of a
 kind; tuning gives up that for speed. A choice once made never changes in a process, nor, while the file is kept, in a
-later one. A candidate that spills or takes more shared memory than there is, by the kernel passport's judgement of its
+later one. A candidate that spills or takes more shared memory than there is, by the compile report's limits on its
 machine code, is never run.
 """
 

@@ -1,4 +1,4 @@
-"""Tile sizes of every kernel, by width of the rows and kind of GPU. Checked ahead of time by the kernel passport."""
+"""Tile sizes of every kernel, by width of the rows and kind of GPU. Checked ahead of time by the compile report."""
 
 from typing import NamedTuple
 

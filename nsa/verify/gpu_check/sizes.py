@@ -12,7 +12,7 @@ from nsa.kernels.registry import BackendRequest
 
 BACKEND = "triton"
 
-_SEED = SHAPES["seed"].geometry
+_BASE = SHAPES["base"].geometry
 _SHORT = Geometry(l=32, d=16, l_sel=64, n_sel=4, w=128)
 _ODD = Geometry(l=48, d=16, l_sel=96, n_sel=5, w=100)  # no powers of two, and blocks that overlap three times
 _MINI = Geometry(l=4, d=2, l_sel=4, n_sel=4, w=6)
@@ -97,9 +97,9 @@ def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
         KernelSizes(1, 2, 64, 64, 601, _SHORT),
         KernelSizes(3, 2, 64, 64, 457, _SHORT, (0, 1, 60, 60, 297, 457)),
         KernelSizes(5, 1, 128, 128, 601, _ODD),
-        KernelSizes(6, 2, 64, 64, 1601, _SEED),
+        KernelSizes(6, 2, 64, 64, 1601, _BASE),
         KernelSizes(6, 2, 128, 128, 1093, _ODD, (0, 700, 701, 1093)),
-        KernelSizes(16, 1, 192, 128, 1217, _SEED),
+        KernelSizes(16, 1, 192, 128, 1217, _BASE),
         KernelSizes(16, 1, 192, 128, 803, _SHORT, (0, 333, 803)),
     )
     lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536)
@@ -111,7 +111,7 @@ def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
         _ODD,
         every,
         "inductor",
-        SpeedSizes("seed", SHAPES["seed"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
+        SpeedSizes("base", SHAPES["base"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
     )
 
 

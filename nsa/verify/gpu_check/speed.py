@@ -1,11 +1,11 @@
 """The benchmark of the attention on the GPU: judged, timed beside dense, with what the roofline model foretold."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 
 from nsa.bench import report
 from nsa.bench.case import BenchTask
@@ -15,12 +15,13 @@ from nsa.bench.machine import available_cores, pinned
 from nsa.bench.measurement import BenchMeasurement, chosen_contenders, measure
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks, measure_peaks
-from nsa.bench.shapes import spell
-from nsa.errors import ConfigError
+from nsa.bench.shapes import SHAPES, spell
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, fact
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes
 
 _MEMORY_TIMEOUT_S = 600.0
+PREDICTIONS = Path(__file__).with_name("predictions.json")
+"""Modelled times of `tools.perf_model`; rewrite with `python -m tools.perf_model.write_predictions`."""
 
 
 def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
@@ -104,17 +105,21 @@ def _memory(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | Measur
     yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
 
 
+@cache
+def _predictions() -> dict[tuple[str, int, str, bool], dict[str, float]]:
+    return {
+        (e["gpu"], e["length"], e["dtype"], e["backward"]): dict(
+            seconds=e["seconds"], dense_seconds=e["dense_seconds"], ratio=e["dense_seconds"] / e["seconds"]
+        )
+        for e in json.loads(PREDICTIONS.read_text(encoding="utf-8"))["entries"]
+    }
+
+
 def modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
-    """The roofline model's seconds, dense seconds and ratio; None if it does not know this GPU or this operation."""
-    if task.op != "attention":
+    """Modelled seconds, dense seconds and ratio from the table; None for a GPU, shape or operation not in it."""
+    if task.op != "attention" or task.shape != SHAPES["base"]:
         return None
-    if find_spec("nsa.bench.model") is None:
-        return None
-    predict = import_module("nsa.bench.model").predict
     for word in re.findall(r"[a-z0-9]+", gpu_name.lower()):
-        try:
-            found = predict(gpu=word, shape=task.shape, length=task.length, dtype=task.dtype, backward=task.backward)
-        except (ConfigError, KeyError):
-            continue
-        return dict(seconds=found.seconds, dense_seconds=found.dense_seconds, ratio=found.ratio)
+        if found := _predictions().get((word, task.length, task.dtype, task.backward)):
+            return found
     return None

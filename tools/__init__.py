@@ -1,0 +1,1 @@
+"""Developer tools outside the installed package: GPU performance model, compile reports, generated docs, mutations."""

@@ -1,0 +1,1 @@
+"""Generated pages and pictures of the documentation."""

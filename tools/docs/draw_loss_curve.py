@@ -1,0 +1,50 @@
+"""Draw the loss of a run: python -m tools.docs.draw_loss_curve artifacts/cpu_quickstart docs/quickstart_curve.svg"""
+
+import csv
+import sys
+from pathlib import Path
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 260, 52, 18, 40
+Points = list[tuple[float, float]]
+
+
+def column(path: Path, name: str) -> Points:
+    with path.open() as file:
+        return [(float(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+
+
+def main() -> None:
+    run, out = Path(sys.argv[1]), Path(sys.argv[2])
+    train, held_out = column(run / "training.csv", "loss"), column(run / "val.csv", "val_loss")
+    steps = train[-1][0]
+    low, high = 1.5, max(loss for _, loss in train)
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        step, loss = point
+        return (
+            LEFT + step / steps * (WIDTH - LEFT - 20),
+            TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM),
+        )
+
+    parts = []
+    for level in (2, 3, 4, 5):
+        y = at((0, level))[1]
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 20}" stroke="#8884"/><text x="{LEFT - 8}" y="{y + 4:.1f}" '
+                     f'text-anchor="end">{level}</text>')  # fmt: skip
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, train))
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#3b6ea8" stroke-width="2"/>')
+    for point in held_out:
+        x, y = at(point)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d98032"/>'
+                     f'<text x="{x:.1f}" y="{y - 10:.1f}" text-anchor="middle">{point[1]:.2f}</text>')  # fmt: skip
+    caption = f"nats per byte over {steps:.0f} steps · line: training · dots: held-out"
+    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">{caption}</text>')
+    style = "<style>text{font:13px sans-serif;fill:#888}</style>"
+    out.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{style}{"".join(parts)}</svg>'
+    )
+    print(f"wrote {out}: held-out {held_out[-1][1]:.3f} nats per byte at step {held_out[-1][0]:.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Draw the pictures of the views: python -m tools.docs.draw_views RUN OTHER_RUN docs/pictures
+
+The terminal is drawn dot by dot, so that it looks the same whatever fonts a reader has; the pages are photographed by
+a headless Chromium (apt-get install chromium), which nothing else here needs.
+"""
+
+import subprocess
+import sys
+import tempfile
+from html import escape
+from pathlib import Path
+
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+from nsa.observe.view.monitor.frame import frame
+from nsa.observe.view.report import compare_report, run_report
+from nsa.observe.view.run_data import load
+from nsa.observe.view.snapshot import look_once
+
+CELL_W, CELL_H, MARGIN = 8.4, 18.0, 12.0
+PAPER, INK = "#14181c", "#d5dce2"
+THEME = TerminalTheme(
+    (20, 24, 28), (213, 220, 226),
+    [(20, 24, 28), (242, 133, 124), (98, 196, 141), (224, 176, 80), (111, 168, 224), (214, 143, 192), (95, 190, 205),
+     (213, 220, 226)],
+)  # fmt: skip
+_DOTS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def terminal_svg(lines: list[Text], width: int) -> str:
+    console = Console(width=width, force_terminal=True, color_system="truecolor")
+    parts = []
+    for row, line in enumerate(lines):
+        column = 0
+        for segment in console.render(line, console.options.update(no_wrap=True)):
+            text = segment.text.rstrip("\n")
+            parts += _run(text, segment.style or Style(), column, row)
+            column += len(text)
+    wide, tall = width * CELL_W + 2 * MARGIN, len(lines) * CELL_H + 2 * MARGIN
+    css = "text{font:13.5px 'DejaVu Sans Mono',Menlo,Consolas,monospace;white-space:pre}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {tall:.0f}" width="{wide:.0f}">'
+        f'<style>{css}</style><rect width="100%" height="100%" rx="8" fill="{PAPER}"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _run(text: str, style: Style, column: int, row: int) -> list[str]:
+    """Characters of one style: dots and blocks as shapes, the rest as text held to its cells."""
+    colour = (style.color or Color.default()).get_truecolor(THEME).hex if style.color else INK
+    look = f'fill="{colour}"' + (' opacity=".6"' if style.dim else "") + (' font-weight="700"' if style.bold else "")
+    parts, words, begin = [], "", column
+    for place, letter in enumerate([*text, ""], start=column):
+        if letter and not _is_shape(letter):
+            words += letter
+            continue
+        if words.strip():
+            left = len(words) - len(words.lstrip())
+            x, y = MARGIN + (begin + left) * CELL_W, MARGIN + row * CELL_H + 13.5
+            kept = words.strip()
+            parts.append(
+                f'<text x="{x:.1f}" y="{y:.1f}" textLength="{len(kept) * CELL_W:.1f}" lengthAdjust="spacing" {look}>'
+                f"{escape(kept)}</text>"
+            )
+        words, begin = "", place + 1
+        if letter:
+            parts += _shape(letter, place, row, look)
+    return parts
+
+
+def _is_shape(letter: str) -> bool:
+    return 0x2800 <= ord(letter) < 0x2900 or letter in _BLOCKS[1:] or letter in "─│┤┊"
+
+
+def _shape(letter: str, column: int, row: int, look: str) -> list[str]:
+    x, y = MARGIN + column * CELL_W, MARGIN + row * CELL_H
+    if letter in _BLOCKS:
+        tall = CELL_H * _BLOCKS.index(letter) / 8
+        return [f'<rect x="{x:.1f}" y="{y + CELL_H - tall:.1f}" width="{CELL_W - 1:.1f}" height="{tall:.1f}" {look}/>']
+    middle_x, middle_y = x + CELL_W / 2, y + CELL_H / 2
+    if letter == "─":
+        return [f'<rect x="{x:.1f}" y="{middle_y:.1f}" width="{CELL_W:.1f}" height="1" {look}/>']
+    if letter == "┊":
+        steps = [
+            f'<rect x="{middle_x:.1f}" y="{y + CELL_H * i / 3:.1f}" width="1.2" height="3" {look}/>' for i in range(3)
+        ]
+        return steps
+    if letter in "│┤":
+        upright = f'<rect x="{middle_x:.1f}" y="{y:.1f}" width="1" height="{CELL_H:.1f}" {look}/>'
+        tick = f'<rect x="{x:.1f}" y="{middle_y:.1f}" width="{CELL_W / 2:.1f}" height="1" {look}/>'
+        return [upright, tick] if letter == "┤" else [upright]
+    bits = ord(letter) - 0x2800
+    return [
+        f'<circle cx="{x + CELL_W * (across + 0.5) / 2:.1f}" cy="{y + CELL_H * (down + 0.5) / 4:.1f}" r="1.6" {look}/>'
+        for bit, (across, down) in enumerate(_DOTS)
+        if bits >> bit & 1
+    ]
+
+
+def photograph(html: str, out: Path, height: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(html, encoding="utf-8")
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--window-size=1180,{height}", f"--screenshot={out}", page.as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def main() -> None:
+    run, other, out = (Path(word) for word in sys.argv[1:4])
+    out.mkdir(parents=True, exist_ok=True)
+    look = look_once(run)
+    for width, height, name in ((80, 24, "monitor.svg"), (120, 40, "monitor_large.svg")):
+        (out / name).write_text(terminal_svg(frame(look, width, height), width), encoding="utf-8")
+    photograph(run_report.render(look), out / "report.png", 1480)
+    photograph(compare_report.render([load(run), load(other)]), out / "compare.png", 1318)
+    for path in sorted(out.iterdir()):
+        print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)")
+
+
+if __name__ == "__main__":
+    main()

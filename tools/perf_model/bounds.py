@@ -1,0 +1,48 @@
+"""How often each kernel's loop turns where queries see runs of keys: the kernels' arithmetic on the launchers' bounds.
+
+B batch · S queries
+"""
+
+import torch
+from torch import Tensor
+
+from nsa.kernels.portable.range_attention import compressed_bounds, window_bounds
+from nsa.kernels.triton.range_attention import _parts
+from nsa.kernels.triton.tuning import TileSizes
+from tools.perf_model.work import LaunchSizes
+
+
+def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
+    """The first and the last but one key of every query in a plain row, and how many keys there are."""
+    g, pos_BS = sizes.shape.geometry, torch.arange(sizes.length)[None]
+    zero_BS = torch.zeros_like(pos_BS)
+    if branch == "sliding":
+        return *window_bounds(pos_BS, zero_BS, g, sizes.length), sizes.length
+    return *compressed_bounds(pos_BS, zero_BS, g, sizes.n_compressed), sizes.n_compressed
+
+
+def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> int:
+    """Of one group: a tile of m rows walks from its smallest first key, rounded down to n, to its largest last one."""
+    lo_BS, hi_BS, _ = bounds(sizes, branch)
+    heads, last = sizes.shape.heads_per_group, sizes.length - 1
+    first_row = torch.arange(0, sizes.rows, tiles.m)
+    first, end = first_row // heads, ((first_row + tiles.m - 1) // heads).clamp(max=last)
+    # Both bounds only grow along a plain row: a tile's extremes are its ends.
+    begin = lo_BS[0, first] // tiles.n * tiles.n
+    return int(((hi_BS[0, end] - begin + tiles.n - 1) // tiles.n).clamp(min=0).sum())
+
+
+def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int]:
+    """Of one group: rows in steps of m for every tile of n keys, cut into parts; and how many parts there are."""
+    lo_BS, hi_BS, n_keys = bounds(sizes, branch)
+    s, heads = sizes.shape, sizes.shape.heads_per_group
+    q = torch.empty((1, sizes.length, s.n_kv_groups, heads, s.d_k), device="meta")
+    parts = _parts(q, n_keys, tiles)
+    begin = torch.arange(0, n_keys, tiles.n)
+    first, end = torch.searchsorted(hi_BS[0], begin, right=True), torch.searchsorted(lo_BS[0], begin + tiles.n)
+    rows = ((end - first).clamp(min=0) * heads).long()
+    per_part = (rows + parts - 1) // parts
+    length = (per_part + tiles.m - 1) // tiles.m * tiles.m
+    part = torch.arange(parts)[:, None]
+    mine = (rows - part * length).clamp(min=0).minimum(length)
+    return int(((mine + tiles.m - 1) // tiles.m).sum()), parts

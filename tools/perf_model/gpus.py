@@ -1,0 +1,112 @@
+"""What a model of kernels must know of a GPU beyond `nsa.planning.hardware`: clocks, caches, published attention speed.
+
+Peaks and memory bandwidth stay in the one table of devices there; here is only what it lacks.
+"""
+
+from dataclasses import dataclass
+
+from nsa.errors import ConfigError
+from nsa.planning.hardware import DEVICES, HardwareDevice
+
+EXPONENTIALS_PER_CLOCK = 16
+"""Of one multiprocessor or compute unit: CUDA programming guide's throughput table; a quarter of a CDNA SIMD's rate."""
+SCHEDULERS = 4
+"""Instructions that an NVIDIA multiprocessor issues per clock, for a warp each."""
+MEMORY_SHARE = 0.85
+"""Of the vendor's memory bandwidth that streaming kernels reach: assumed, alike for everyone."""
+L2_SHARE = 0.6
+"""Of the cache's width times clock that loads reach: assumed, alike for everyone."""
+LAUNCH_S = 5e-6
+"""One launch from Python after another: assumed. A CUDA graph would save most of it."""
+SORT_CLOCKS = 50.0
+"""Multiprocessor clocks per key of torch's sort of short rows (3 Gkeys/s on an A100): assumed."""
+SCAN_S = 0.120e-3 / 65536
+"""Per element of one long row under torch's cummax, a single block: 0.120 ms for 65,536 (PaddlePaddle/Paddle 79670)."""
+
+
+@dataclass(frozen=True)
+class PublishedSpeed:
+    """Share of the peak that dense attention reached at its best, taken to be with rows of 128 and long sequences."""
+
+    name: str
+    forward: float
+    backward: float
+    source: str
+    triton_slowdown: float
+    """How many times slower attention written in Triton was on the same GPU."""
+    triton_source: str
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    name: str
+    device: HardwareDevice
+    units: int
+    """Multiprocessors or compute units."""
+    clock_hz: float
+    l2_bytes: int
+    l2_bytes_per_s: float
+    """Width times clock: what loads that hit can have at most."""
+    l2_source: str
+    code: str
+    """Whose machine code the kernels become, as the compile report calls it."""
+    published: PublishedSpeed
+
+    @property
+    def exponentials_per_s(self) -> float:
+        return EXPONENTIALS_PER_CLOCK * self.units * self.clock_hz
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.device.bandwidth_gb_s * 1e9 * MEMORY_SHARE
+
+    @property
+    def cache_bytes_per_s(self) -> float:
+        return self.l2_bytes_per_s * L2_SHARE
+
+    @property
+    def issues_per_s(self) -> float:
+        return SCHEDULERS * self.units * self.clock_hz
+
+    def flops_per_s(self, dtype: str) -> float:
+        return 1e12 * (self.device.fp32_tflops if dtype == "fp32" else self.device.bf16_tflops)
+
+
+MIB = 2**20
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GpuModel(
+            "a100", DEVICES["a100-80gb"], 108, 1.41e9, 40 * MIB, 5120 * 1.41e9,
+            "NVIDIA A100 whitepaper: 40 MB, 5,120 bytes per clock", "sm_80",
+            PublishedSpeed("FlashAttention-2", 0.73, 0.63, "arXiv 2307.08691, 4.1: up to 73 % forward, 63 % backward",
+                      1.3, "arXiv 2307.08691, 4.1: 1.3 to 2.5 times slower; the least is taken"),
+        ),
+        GpuModel(
+            "h100", DEVICES["h100-80gb"], 132, 1.83e9, 50 * MIB, 5120 * 1.83e9,
+            "50 MB (NVIDIA H100 whitepaper), width as A100's: assumed", "sm_90",
+            PublishedSpeed("FlashAttention-3", 0.75, 561 / 989, "arXiv 2407.08608: 740 TFLOP/s forward, 561 backward",
+                      620.73 / 476.753, "pytorch/benchmark 2391: 477 against 621 TFLOP/s"),
+        ),
+        GpuModel(
+            "b200", DEVICES["b200"], 148, 1.85e9, 126 * MIB, 2 * 5120 * 1.85e9,
+            "two dies of H100's width: assumed; NVIDIA publishes none", "sm_100",
+            PublishedSpeed("FlashAttention-4", 0.71, 1359.8 / 2250,
+                      "together.ai/blog/flashattention-4: 1,605; Dao-AILab/flash-attention 2280: 1,360 backward",
+                      2.7, "together.ai/blog/flashattention-4: up to 2.7 times slower"),
+        ),
+        GpuModel(
+            "mi300x", DEVICES["mi300x"], 304, 2.1e9, 256 * MIB, 17.2e12,
+            "AMD CDNA 3 whitepaper: Infinity Cache, 256 MB, 17.2 TB/s; a die's own 4 MB do not hold a group's keys",
+            "gfx942",
+            PublishedSpeed("dense attention", 0.45, 0.30, "assumed: no figure with a source was found",
+                      1.0, "assumed: the dense figure is no better known"),
+        ),
+    )
+}  # fmt: skip
+
+
+def gpu_named(name: str) -> GpuModel:
+    if name not in GPUS:
+        raise ConfigError(f"--gpu is {name!r}: there is no model of it. Use one of: {', '.join(GPUS)}.")
+    return GPUS[name]

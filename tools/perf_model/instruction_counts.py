@@ -1,0 +1,84 @@
+"""Instructions that one turn of a kernel's loop issues, read from the machine code it becomes.
+
+A multiprocessor issues one instruction per clock and scheduler, whatever the instruction is: masks, addresses and the
+sorting network of the selection take their turns as matrix instructions do. Nothing is executed; what waits for what is
+not known, so this is the least time.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from nsa.bench.shapes import BenchShape
+
+HMMA_FLOPS = 16 * 8 * 16 * 2
+"""Of one m16n8k16 instruction of a warp."""
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+
+
+@dataclass(frozen=True)
+class InstructionCounts:
+    """Of one turn, by all warps of a program."""
+
+    instructions: int
+    hmma_flops: int
+    """Of HMMA: more than the product needs where warps repeat each other's work; 0 where others are used."""
+
+
+@cache
+def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | None:
+    """None where no NVIDIA machine code is made, or none is counted."""
+    if not code.startswith("sm_"):
+        return None
+    from nsa.kernels.triton.gpus import GPUS
+    from nsa.kernels.triton.machine_code import disassembled
+    from tools.compile_report import report as compile_report
+
+    model = compile_report.CompiledShape(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, shape.geometry)
+    job = next(job for job in compile_report.jobs(model, code) if job.kernel == kernel)
+    text = disassembled(compile_report.compile_for(job, GPUS[code]).asm)
+    instructions, hmma = count(text, shape.heads_per_group if kernel == "select" else 0)
+    return InstructionCounts(instructions * job.warps, hmma * job.warps * HMMA_FLOPS)
+
+
+def count(text: str, heads: int = 0) -> tuple[int, int]:
+    """Instructions of one turn of the main loop and, of those, HMMA.
+
+    The main loop is the first with exponentials, or the outermost; with `heads`, the one around it, in which it turns
+    once per head. A pipelined loop leaves some of its turns before or after itself: the exponentials there tell how
+    many. A kernel without loops is one turn from end to end.
+    """
+    names, loops = parse(text)
+    if not loops:
+        return sum(name != "NOP" for name in names), 0
+
+    def measure(begin: int, end: int) -> tuple[int, int]:
+        return end - begin + 1, sum(name.startswith("HMMA") for name in names[begin : end + 1])
+
+    def exponentials(begin: int, end: int) -> int:
+        return sum(name.startswith("MUFU.EX2") for name in names[begin : end + 1])
+
+    busy = [loop for loop in loops if exponentials(*loop) > 2] or loops[-1:]
+    main = busy[0]
+    if not heads:
+        return measure(*main)
+    around = [loop for loop in busy if loop != main and loop[0] <= main[0] and loop[1] >= main[1]]
+    outer = min(around, key=lambda loop: loop[1] - loop[0])
+    again = heads - exponentials(*outer) // exponentials(*main)
+    step, head = measure(*outer), measure(*main)
+    return step[0] + again * head[0], step[1] + again * head[1]
+
+
+def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Instructions in order, and the loops: a jump back, as (first, last), by their ends."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(names)
+        elif found := _INSTRUCTION.match(line):
+            if found[1].startswith("BRA") and (target := re.search(r"`\((\.L_x_\d+)\)", found[2])):
+                jumps.append((len(names), target[1]))
+            names.append(found[1])
+    return names, [(labels[target], at) for at, target in jumps if labels.get(target, at + 1) < at]

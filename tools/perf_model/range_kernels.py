@@ -1,0 +1,165 @@
+"""Sliding and compressed attention and the selection, from launchers' grids and loops: B is 1, one plain document."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nsa.kernels.triton.selection import select_sizes
+from nsa.kernels.triton.tuning import TileSizes, choose
+from tools.perf_model.bounds import key_tile_trips, query_tile_trips
+from tools.perf_model.work import KernelWork, LaunchSizes
+
+INDEX = 4  # bytes of an index, a bound, a mask
+
+
+def tiles_of(kernel: str, sizes: LaunchSizes) -> TileSizes:
+    s = sizes.shape
+    return choose(kernel, s.d_k if kernel == "select" else max(s.d_k, s.d_v), sizes.code)
+
+
+def forward(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    yield runs_forward(sizes, "compressed")
+    yield select(sizes)
+    yield runs_forward(sizes, "sliding")
+
+
+def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    for branch in ("compressed", "sliding"):
+        yield runs_dq(sizes, branch)
+        yield runs_dkv(sizes, branch)
+
+
+def runs_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
+    return _forward(f"runs_forward {branch}", sizes, *_runs(sizes, branch, "runs_forward"))
+
+
+def runs_dq(sizes: LaunchSizes, branch: str) -> KernelWork:
+    return _dq(f"runs_dq {branch}", sizes, *_runs(sizes, branch, "runs_dq"))
+
+
+def _runs(sizes: LaunchSizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
+    """Trips of all groups, a tile's rows, keys and loaded keys; the axis, if far tiles share it, bytes of the index."""
+    tiles = tiles_of(kernel, sizes)
+    trips = query_tile_trips(sizes, branch, tiles) * sizes.shape.n_kv_groups
+    return trips, tiles.m, tiles.n, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
+
+
+def _axis(sizes: LaunchSizes, branch: str) -> int:
+    return sizes.length if branch == "sliding" else sizes.n_compressed
+
+
+def _bounds_bytes(sizes: LaunchSizes) -> float:
+    return sizes.length * sizes.shape.n_kv_groups * 2 * INDEX
+
+
+def _forward(
+    name: str,
+    sizes: LaunchSizes,
+    trips: int,
+    m: int,
+    n: int,
+    loaded: int,
+    n_keys: int,
+    shared: bool,
+    index_bytes: float,
+) -> KernelWork:
+    k, v = sizes.padded()
+    own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes() + index_bytes
+    axis = n_keys * sizes.key_bytes()
+    return KernelWork(
+        name, False, trips,
+        flops=trips * 2.0 * m * n * (k + v),
+        exponentials=trips * float(m * n + m),  # and one per row for what came before
+        l2_bytes=trips * loaded * sizes.key_bytes() + own,
+        hbm_bytes=axis * sizes.shape.n_kv_groups + own,
+        shared_bytes=axis * shared,
+    )  # fmt: skip
+
+
+def _dq(
+    name: str,
+    sizes: LaunchSizes,
+    trips: int,
+    m: int,
+    n: int,
+    loaded: int,
+    n_keys: int,
+    shared: bool,
+    index_bytes: float,
+) -> KernelWork:
+    k, v = sizes.padded()
+    own = 2 * sizes.queries_bytes() + 2 * sizes.outputs_bytes() + 2 * sizes.level_bytes() + index_bytes
+    axis = n_keys * sizes.key_bytes()
+    return KernelWork(
+        name, True, trips,
+        flops=trips * 2.0 * m * n * (2 * k + v),
+        exponentials=trips * float(m * n),
+        l2_bytes=trips * loaded * sizes.key_bytes() + own,
+        hbm_bytes=axis * sizes.shape.n_kv_groups + own,
+        shared_bytes=axis * shared,
+    )  # fmt: skip
+
+
+def runs_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
+    tiles, groups, n_keys = tiles_of("runs_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
+    trips, parts = key_tile_trips(sizes, branch, tiles)
+    sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
+    work = _dkv(f"runs_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
+    return replace(work, shared_bytes=0.0) if branch == "sliding" else work
+
+
+def _dkv(
+    name: str, sizes: LaunchSizes, trips: int, m: int, n: int, n_keys: int, keys_loaded: float, sums: float
+) -> KernelWork:
+    """Keys stay in registers; every trip loads m rows: query, dout, log-sum-exp, delta and two bounds."""
+    k, v = sizes.padded()
+    per_row = sizes.key_bytes() + 2 * 4 + 2 * INDEX
+    rows = sizes.queries_bytes() + sizes.outputs_bytes() + 2 * sizes.level_bytes()
+    return KernelWork(
+        name, True, trips,
+        flops=trips * 4.0 * m * n * (k + v),
+        exponentials=trips * float(m * n),
+        l2_bytes=trips * m * per_row + keys_loaded * sizes.key_bytes() + sums,
+        hbm_bytes=rows + n_keys * sizes.shape.n_kv_groups * sizes.key_bytes() + sums,
+        shared_bytes=rows / sizes.shape.n_kv_groups,
+    )  # fmt: skip
+
+
+def select(sizes: LaunchSizes) -> KernelWork:
+    """Per step KEEP blocks; their keys stay while every head's queries are loaded in turn."""
+    s, g, (tile, _) = sizes.shape, sizes.shape.geometry, select_tile(sizes)
+    steps, loaded, keys = (count * s.n_kv_groups for count in select_steps(sizes))
+    k, _ = sizes.padded()
+    scores = steps * s.heads_per_group * tile["BLOCK_Q"] * tile["SPAN"] * tile["KEEP"]
+    queries = loaded * s.heads_per_group * (sizes.key_bytes(values=False) + 4)
+    axis = sizes.n_compressed * sizes.key_bytes(values=False)
+    idx = sizes.length * s.n_kv_groups * g.n_sel * INDEX
+    own = sizes.queries_bytes() + sizes.level_bytes() + idx + sizes.length * s.n_kv_groups * 3 * INDEX
+    return KernelWork(
+        "select", False, steps,
+        flops=scores * 2.0 * k,
+        exponentials=float(scores),
+        l2_bytes=keys * sizes.key_bytes(values=False) + queries + idx,
+        hbm_bytes=axis * s.n_kv_groups + own,
+        shared_bytes=axis,
+    )  # fmt: skip
+
+
+def select_tile(sizes: LaunchSizes) -> tuple[dict[str, int], int]:
+    """The kernel's constants, and the steps that a tile takes only for what its columns' first blocks are due."""
+    g = sizes.shape.geometry
+    tile = select_sizes(g, tiles_of("select", sizes))
+    return tile, -(-(g.l // g.d - 1) // (g.l_sel // g.d))
+
+
+def select_steps(sizes: LaunchSizes) -> tuple[int, int, int]:
+    """Of one group: steps of all tiles, up to the block of a tile's last query; queries and keys that they load."""
+    g, (tile, ahead) = sizes.shape.geometry, select_tile(sizes)
+    per_step = tile["KEEP"] * tile["PER_SEL"]
+    steps = loaded = keys = 0
+    for first in range(0, sizes.length, tile["BLOCK_Q"]):
+        end = min(first + tile["BLOCK_Q"], sizes.length)
+        mine = -(-((end - 1) // g.l_sel + 1) // tile["KEEP"])
+        steps, loaded = steps + mine + ahead, loaded + (mine + ahead) * (end - first)
+        keys += min(mine * per_step, sizes.n_compressed)
+        keys += ahead * min(per_step - tile["PER_SEL"], sizes.n_compressed)  # a row begins with no block before it
+    return steps, loaded, keys

@@ -1,0 +1,97 @@
+"""What neighbouring queries choose together: measured by running the real selection on the bench's own data.
+
+Groups are alike, so one is measured. Of a long row, spans of queries at equal distances are; the rest is like them.
+
+S queries of a span · N chosen blocks
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nsa.bench.case import BenchCase
+from nsa.bench.nsa_backends import chooser
+from nsa.bench.shapes import BenchShape
+from nsa.kernels.registry import BackendRequest, plan
+
+SPAN = 160
+"""Queries in a row that are measured together: whole tiles of 1, 2, 4, 5, 8, 10, 16, 20 or 32."""
+MOST_SPANS = 48
+
+
+@dataclass(frozen=True)
+class SelectionOverlap:
+    """The chosen blocks of one group: all of a row's queries, or spans of them."""
+
+    shape: BenchShape
+    length: int
+    data: str
+    idx_LSN: Tensor
+    """[spans, queries, N]; one span of all queries if the row is short."""
+
+    @property
+    def whole(self) -> bool:
+        return self.idx_LSN.shape[0] == 1 and self.idx_LSN.shape[1] == self.length
+
+    @property
+    def n_measured(self) -> int:
+        return self.idx_LSN.shape[0] * self.idx_LSN.shape[1]
+
+    def blocks(self, queries: int) -> int:
+        """Sum over tiles of so many queries of the blocks in their union, for one group."""
+        n_tiles = -(-self.length // queries)
+        return self._sizes(queries)[0] if self.whole else round(self.mean(queries) * n_tiles)
+
+    def mean(self, queries: int) -> float:
+        """Blocks in the union of a tile."""
+        total, n_tiles = self._sizes(queries)
+        return total / n_tiles
+
+    def _sizes(self, queries: int) -> tuple[int, int]:
+        """Blocks that each tile chose together, over all tiles, and how many tiles there are."""
+        idx_LSN = self.idx_LSN if self.whole else self.idx_LSN[:, : self.idx_LSN.shape[1] // queries * queries]
+        tiles = torch.nn.functional.pad(idx_LSN, (0, 0, 0, -idx_LSN.shape[1] % queries), value=-1)
+        tiles = tiles.reshape(-1, queries * tiles.shape[-1]).sort(-1).values
+        new = tiles >= 0
+        new[:, 1:] &= tiles[:, 1:] != tiles[:, :-1]
+        return int(new.sum()), len(tiles)
+
+    def entries(self) -> int:
+        """Blocks that queries chose, each counted for each of them."""
+        return round(int((self.idx_LSN >= 0).sum()) * (self.length / self.n_measured))
+
+    @cached_property
+    def readers(self) -> Tensor:
+        """Queries that chose each window of keys, in one group; the row is plain, so windows are blocks."""
+        n_windows = self.shape.geometry.n_blocks(self.length)
+        chosen = self.idx_LSN[self.idx_LSN >= 0].long()
+        return (torch.bincount(chosen, minlength=n_windows) * (self.length / self.n_measured)).round().long()
+
+    def trips(self, piece: int, m: int, n_spans: int = 1) -> tuple[int, int]:
+        """Steps of m rows over each window's readers, cut into pieces; and how many pieces have any.
+
+        Spans of queries are taken one after the other: each has its share of every window's readers.
+        """
+        heads = self.shape.heads_per_group
+        shares = -(-self.readers // n_spans)
+        whole, rest = shares // piece, shares % piece
+        steps = whole * -(-piece * heads // m) + -(-rest * heads // m)
+        return n_spans * int(steps.sum()), n_spans * int((whole + (rest > 0)).sum())
+
+
+def measure_overlap(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> SelectionOverlap:
+    """Choose blocks as the module would, on the data that `nsa bench attention` races on."""
+    one = replace(shape, n_heads=shape.heads_per_group, n_kv_groups=1)
+    case = BenchCase(one, length, torch.float32, data, seed)
+    n_spans = min(MOST_SPANS, length // SPAN)
+    if length <= MOST_SPANS * SPAN:
+        rows = torch.arange(length)[None]
+    else:
+        first = torch.linspace(0, length - SPAN, n_spans).long()
+        rows = first[:, None] + torch.arange(SPAN)
+    wanted = plan(BackendRequest(), torch.device("cpu"), torch.float32, one.kernel)
+    backend = next(choice.backend for choice in wanted.choices if choice.branch == "select")
+    idx = chooser(case, backend)(rows.flatten())
+    return SelectionOverlap(shape, length, data, idx[0, :, 0].view(*rows.shape, -1))

@@ -1,0 +1,142 @@
+"""What torch does around the kernels: the launchers' own functions, run on tensors without data and counted.
+
+Sums of parts, a cleared buffer and casts are torch operations. Each is a launch that reads its inputs and writes its
+outputs once, except where CUDA is known to do more.
+
+B batch · S tokens · G kv groups · R heads per group · K key dim
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa.bench.case import TORCH_DTYPES
+from nsa.core.document_layout import plain_layout
+from nsa.kernels.triton.range_attention import _parts
+from tools.perf_model.index_kernels import count_shape
+from tools.perf_model.range_kernels import tiles_of
+from tools.perf_model.selected_kernels import n_spans
+from tools.perf_model.work import KernelWork, LaunchSizes
+
+SHORT_ROW = 4096
+"""Longer rows are sorted by radix, one pass over keys and indices per 8 bits; shorter ones within a block."""
+_RADIX_BITS = 8
+_MORE_LAUNCHES = {"masked_fill": 2, "constant_pad_nd": 2, "sort": 3}
+_ONLY_WRITE = ("fill", "zero", "full", "zeros", "ones", "arange", "ones_like", "zeros_like", "new_zeros")
+_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+_SCANS = ("cummax", "cummin", "_cummax_helper", "_cummin_helper")
+
+
+class OperationTally(TorchDispatchMode):
+    """Counts the operations that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.moved, self.sorted_keys, self.scanned = 0, 0.0, 0.0, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if is_view or name in _NOTHING:
+            return out
+        self.launches += _MORE_LAUNCHES.get(name, 1)
+        written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        read = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor) and name not in _ONLY_WRITE]
+        if name == "sort":
+            self._count_sort(written[0], written[1])
+            return out
+        if name in _SCANS:
+            self.scanned += read[0].shape[-1]
+        self.moved += sum(map(stored_bytes, (*read, *written))) * _MORE_LAUNCHES.get(name, 1)
+        return out
+
+    def _count_sort(self, keys: Tensor, index: Tensor) -> None:
+        pair = keys.element_size() + index.element_size()
+        if keys.shape[-1] <= SHORT_ROW:
+            self.moved += keys.numel() * 3 * pair  # copied, numbered, sorted in place
+            self.sorted_keys += keys.numel()
+        else:
+            passes = keys.element_size() * 8 // _RADIX_BITS
+            self.moved += keys.numel() * (2 * pair * passes + keys.element_size())
+
+
+def stored_bytes(x: Tensor) -> int:
+    """An expanded dimension is stored once."""
+    n = x.element_size()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        n *= size if stride else 1
+    return n
+
+
+def traced(name: str, backward: bool, run: Callable[[], object]) -> KernelWork:
+    with OperationTally() as tally:
+        run()
+    return KernelWork(
+        name, backward, l2_bytes=tally.moved, hbm_bytes=tally.moved, launches=tally.launches,
+        sorted_keys=tally.sorted_keys, scanned=tally.scanned,
+    )  # fmt: skip
+
+
+def forward(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    row = _PlainRow(sizes)
+    yield traced("positions, torch", False, row.positions)
+    yield traced("counts, torch", False, partial(row.counts, n_spans(sizes, False)))
+
+
+def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    row = _PlainRow(sizes)
+    for branch in ("compressed", "sliding"):
+        yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
+    spans = n_spans(sizes, True)
+    yield traced("counts, torch", True, partial(row.counts, spans))
+    if spans > 1:
+        yield traced("sums of spans, torch", True, row.narrow_sums)
+    yield traced("sum of dq, torch", True, row.sum_dq)
+
+
+class _PlainRow:
+    """One plain row of tokens on no device: the calls that the launchers and the module make for it."""
+
+    def __init__(self, sizes: LaunchSizes) -> None:
+        s, meta = sizes.shape, torch.device("meta")
+        self.sizes, self.shape = sizes, s
+        self.pos_BS, self.start_BS, *_ = plain_layout(1, sizes.length, s.geometry, meta)
+        shape = (1, sizes.length, s.n_kv_groups, s.heads_per_group, s.d_k)
+        self.q_BSGRK = torch.empty(shape, dtype=TORCH_DTYPES[sizes.dtype], device=meta)
+
+    def positions(self) -> None:
+        """As the selection wants them."""
+        for x in (self.pos_BS, self.start_BS):
+            x.to(torch.int32).contiguous()
+
+    def counts(self, n_spans: int) -> None:
+        """Of chunks and bins, before the readers of windows are counted."""
+        groups, n_chunks, n_bins = count_shape(self.sizes)
+        for _ in range(n_spans):
+            torch.zeros((groups, -(-n_chunks // n_spans), n_bins), dtype=torch.int32, device="meta")
+
+    def narrow_sums(self) -> None:
+        """dk and dv of selected keys, after the last span."""
+        for width in (self.shape.d_k, self.shape.d_v):
+            shape = (1, self.sizes.length, self.shape.n_kv_groups, width)
+            torch.empty(shape, dtype=torch.float32, device="meta").to(self.q_BSGRK.dtype)
+
+    def sum_parts(self, branch: str) -> None:
+        s, n_keys = self.shape, self.sizes.length if branch == "sliding" else self.sizes.n_compressed
+        parts = _parts(self.q_BSGRK, n_keys, tiles_of("runs_dkv", self.sizes))
+        wide = torch.float32 if parts > 1 else self.q_BSGRK.dtype
+        for width in (s.d_k, s.d_v):
+            part = torch.empty((parts, 1, n_keys, s.n_kv_groups, width), dtype=wide, device="meta")
+            part.sum(0, dtype=wide).to(self.q_BSGRK.dtype)
+
+    def sum_dq(self) -> Tensor:
+        """The queries' gradients of three branches."""
+        return self.q_BSGRK + self.q_BSGRK + self.q_BSGRK
