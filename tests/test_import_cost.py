@@ -1,5 +1,6 @@
 """Importing what needs no torch stays quick, so that `nsa --help` and `nsa config` answer at once."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -36,3 +37,43 @@ def test_nothing_heavy_is_imported(module):
 
 def test_the_command_line_does_not_load_the_settings_before_it_needs_them():
     assert "pydantic" not in import_in_a_new_process("nsa.cli.main")[1]
+
+
+PUBLIC = (
+    "NSAAttention", "nsa_attention", "compressed_attention", "select_blocks", "selected_attention",
+    "sliding_attention", "compress_blocks", "NSATransformer", "NSACache", "Geometry",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_imported_on_first_use(name):
+    import nsa
+
+    assert name in nsa.__all__
+    assert name in dir(nsa)
+    value = getattr(nsa, name)
+    assert value.__name__ == name
+    assert value.__module__ == nsa._HOMES[name]
+
+
+def test_public_names_are_complete_and_known_to_type_checkers():
+    import nsa
+
+    source = ast.parse((ROOT / "nsa" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in source.body if isinstance(node, ast.If)]
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed == nsa._HOMES
+    assert set(nsa.__all__) == {*PUBLIC, "__version__"} == {*nsa._HOMES, "__version__"}
+
+
+def test_one_import_line_brings_the_whole_front_door():
+    line = f"from nsa import {', '.join(PUBLIC)}; print(nsa_attention.__name__)"
+    done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "nsa_attention"  # the function, not the module of that name in nsa.core
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    import nsa
+
+    with pytest.raises(AttributeError, match="nsa_atention"):
+        nsa.nsa_atention  # noqa: B018

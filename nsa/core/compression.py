@@ -1,4 +1,4 @@
-"""φ: turns every block of l tokens, one from every d-th on, of one stream (the keys or the values) into one.
+"""Compression φ: pools blocks of `l` tokens with stride `d` of the keys or the values into one entry each.
 
 B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width of the stream · H hidden width
 """
@@ -63,6 +63,11 @@ class BlockCompressor(nn.Module):
     def flops_per_block(self) -> int:
         """Multiply-adds count two; all groups."""
         return sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
+
+
+def mean_of_blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
+    """The mean of the l tokens from each `begin` on: [B, C, G, X]."""
+    return _blocks(raw_BTGX, begin_BC, l, d).mean(2)
 
 
 def _blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:

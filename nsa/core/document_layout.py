@@ -34,13 +34,13 @@ def plain_layout(batch: int, length: int, geometry: Geometry, device: torch.devi
     return DocumentLayout(pos_BS, zero_BS, zero_BS, begin_BC, begin_BC)
 
 
-def packed_layout(cu_doc_lens: Tensor, length: int, geometry: Geometry) -> DocumentLayout:
+def packed_layout(cu_doc_lens: Tensor, length: int, geometry: Geometry, name: str = "cu_doc_lens") -> DocumentLayout:
     """One row holding documents end to end, each with block grids of its own.
 
     The number of compressed slots depends on the length alone, so that shapes stay static whatever is packed; slots
-    that no document fills come last and no query sees them.
+    that no document fills come last and no query sees them. `name`: the argument, as the caller spells it.
     """
-    _check_documents(cu_doc_lens, length)
+    _check_documents(cu_doc_lens, length, name)
     cu = cu_doc_lens.long()
     cu_blocks = torch.nn.functional.pad(((cu.diff() - geometry.l) // geometry.d + 1).clamp(min=0).cumsum(0), (1, 0))
     token_S = torch.arange(length, device=cu.device)
@@ -54,10 +54,10 @@ def packed_layout(cu_doc_lens: Tensor, length: int, geometry: Geometry) -> Docum
     return DocumentLayout(*(row[None] for row in rows))
 
 
-def _check_documents(cu_doc_lens: Tensor, length: int) -> None:
+def _check_documents(cu_doc_lens: Tensor, length: int, name: str) -> None:
     if cu_doc_lens.dim() != 1 or cu_doc_lens.numel() < 2 or cu_doc_lens.dtype not in (torch.int32, torch.int64):
         raise ConfigError(
-            f"cu_doc_lens must be a 1-d int32 tensor of cumulative document lengths, 0 first; it is "
+            f"{name} must be a 1-d int32 tensor of cumulative document lengths, 0 first; it is "
             f"{cu_doc_lens.dtype} of shape {tuple(cu_doc_lens.shape)}. For documents of 3 and 5 tokens pass [0, 3, 8]."
         )
     # On an accelerator reading the values would stall it at every step; in a compiled graph it would break the graph.
@@ -65,6 +65,6 @@ def _check_documents(cu_doc_lens: Tensor, length: int) -> None:
         values = cu_doc_lens.tolist()
         if values[0] != 0 or values[-1] != length or any(b < a for a, b in pairwise(values)):
             raise ConfigError(
-                f"cu_doc_lens must rise from 0 to the number of tokens ({length}), and is {values[:4]} … {values[-1]}. "
+                f"{name} must rise from 0 to the number of tokens ({length}), and is {values[:4]} … {values[-1]}. "
                 f"Pass the cumulative lengths of the documents packed into the batch, rows end to end."
             )

@@ -1,0 +1,385 @@
+"""Functional NSA on plain tensors: `nsa_attention` and its branches, with projections and RoPE left to the caller.
+
+Tensors are [batch, tokens, heads, width], as in FlashAttention. Head h attends over the keys of group h // (H / G).
+`cu_seqlens` packs documents: cumulative lengths, int32 [n + 1], rows of the batch end to end; documents do not see each
+other. Everything is differentiable in queries, keys, values and gates, and compiles without graph breaks.
+
+B batch · S tokens · H query heads · G kv groups · R heads per group (H / G) · K key dim · V value dim
+C compressed entries · N chosen blocks · X gates per group (R or 1)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.core.compression import mean_of_blocks
+from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
+from nsa.core.gates import BRANCH_ORDER
+from nsa.core.kv_cache import BranchKeys
+from nsa.errors import ConfigError
+from nsa.geometry import Geometry
+from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
+
+DEFAULT_GEOMETRY = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
+
+Kernels = str | Mapping[str, str] | BackendRequest
+BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]
+"""One tensor for all branches, or one per branch: a mapping with the names of BRANCH_ORDER, or three in that order."""
+CuSeqlens = Tensor | Sequence[int] | None
+_OutAndLse = tuple[Tensor, Tensor]
+
+
+class BranchLse(NamedTuple):
+    """Natural-log log-sum-exps of the scores each query saw: [B, S, H], fp32; −inf where a query sees nothing."""
+
+    compressed: Tensor
+    selected: Tensor
+    sliding: Tensor
+
+
+class NSAOutput(NamedTuple):
+    """What `nsa_attention` returns if asked for more than the output."""
+
+    out: Tensor
+    """[B, S, H, V]."""
+    lse: BranchLse | None
+    blocks: Tensor | None
+    """int32 [B, S, G, N], ascending, numbered from the beginning of the query's document, −1 past the last."""
+
+
+def nsa_attention(
+    q_BSHK: Tensor,
+    k: BranchTensors,
+    v: BranchTensors,
+    gates_BSH3: Tensor,
+    *,
+    geometry: Geometry = DEFAULT_GEOMETRY,
+    compressed: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens = None,
+    blocks: Tensor | None = None,
+    kernels: Kernels = "auto",
+    return_lse: bool = False,
+    return_blocks: bool = False,
+) -> Tensor | NSAOutput:
+    """Native Sparse Attention: compressed, selected and sliding attention mixed by gates. Returns [B, S, H, V].
+
+    k, v: [B, S, G, K] and [B, S, G, V], one for all branches or one per branch (see `BranchTensors`). Rotate queries
+        and keys before the call.
+    gates: [B, S, H, 3] or broadcastable to it, in BRANCH_ORDER; mixing is done in fp32.
+    compressed: keys and values of the compressed branch as [B, C, G, K] and [B, C, G, V], made by the caller; their
+        order is that of `compress_blocks`. Default: the mean of each block of the compressed branch's k and v.
+    scale: of the scores; default 1 / sqrt(K).
+    blocks: chosen blocks [B, S, G, N] to attend to instead of selecting; −1 entries are ignored.
+    kernels: a backend's name, or a name per branch; 'auto' takes the fastest that can run.
+    return_lse, return_blocks: return an `NSAOutput` with each branch's log-sum-exps and the chosen blocks.
+    """
+    k_cmp, k_sel, k_win = _per_branch("k", k, compressed is not None)
+    v_cmp, v_sel, v_win = _per_branch("v", v, compressed is not None)
+    batch = _QueryBatch(q_BSHK, k_sel, geometry, scale, cu_seqlens)
+    if compressed is None:
+        assert k_cmp is not None
+        assert v_cmp is not None
+        raw_k, raw_v, *_ = batch.raw_keys("compressed", k_cmp, v_cmp)
+        compressed = batch.means(raw_k), batch.means(raw_v)
+    found = attend_branches(
+        batch.plan(kernels, v_sel),
+        batch.q_BSGRK,
+        batch.gates(gates_BSH3),
+        batch.entries(*compressed),
+        batch.raw_keys("selected", k_sel, v_sel),
+        batch.raw_keys("sliding", k_win, v_win),
+        geometry=geometry,
+        scale=batch.scale,
+        blocks=None if blocks is None else batch.blocks(blocks),
+        return_lse=return_lse,
+    )
+    out = batch.by_head(found.out)
+    if not return_lse and not return_blocks:
+        return out
+    lse = BranchLse(*(batch.by_head(x) for x in found.lse)) if found.lse else None
+    return NSAOutput(out, lse, batch.by_row(found.blocks) if return_blocks else None)
+
+
+def compressed_attention(
+    q_BSHK: Tensor,
+    k_BCGK: Tensor,
+    v_BCGV: Tensor,
+    *,
+    geometry: Geometry = DEFAULT_GEOMETRY,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens = None,
+    kernels: Kernels = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the compressed entries (see `compress_blocks`) whose last token is not after the query: [B, S, H, V].
+
+    A query that sees no complete block gets zeros (log-sum-exp −inf).
+    """
+    batch = _QueryBatch(q_BSHK, k_BCGK, geometry, scale, cu_seqlens)
+    keys = batch.entries(k_BCGK, v_BCGV)
+    return batch.result(
+        _compressed(batch.plan(kernels, v_BCGV), batch.q_BSGRK, keys, geometry, batch.scale), return_lse
+    )
+
+
+def select_blocks(
+    q_BSHK: Tensor,
+    k_BCGK: Tensor,
+    *,
+    geometry: Geometry = DEFAULT_GEOMETRY,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens = None,
+    kernels: Kernels = "auto",
+) -> Tensor:
+    """Top-n block selection by the compressed branch's probabilities: int32 [B, S, G, n_sel], ascending, −1 padded.
+
+    The first block and the two nearest the query are always among them; ties go to the lower index. No gradient.
+    """
+    batch = _QueryBatch(q_BSHK, k_BCGK, geometry, scale, cu_seqlens)
+    keys = batch.entries(k_BCGK, k_BCGK)
+    return batch.by_row(_select(batch.plan(kernels, k_BCGK), batch.q_BSGRK, keys, geometry, batch.scale))
+
+
+def selected_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGV: Tensor,
+    blocks_BSGN: Tensor,
+    *,
+    geometry: Geometry = DEFAULT_GEOMETRY,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens = None,
+    kernels: Kernels = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the tokens of the given blocks that are not after the query: [B, S, H, V]."""
+    batch = _QueryBatch(q_BSHK, k_BSGK, geometry, scale, cu_seqlens)
+    keys, run = batch.raw_keys("selected", k_BSGK, v_BSGV), batch.plan(kernels, v_BSGV)
+    made = _selected(run, batch.q_BSGRK, keys, batch.blocks(blocks_BSGN), geometry, batch.scale)
+    return batch.result(made, return_lse)
+
+
+def sliding_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGV: Tensor,
+    *,
+    geometry: Geometry = DEFAULT_GEOMETRY,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens = None,
+    kernels: Kernels = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the query's own token and the w − 1 before it: [B, S, H, V]."""
+    batch = _QueryBatch(q_BSHK, k_BSGK, geometry, scale, cu_seqlens)
+    keys, run = batch.raw_keys("sliding", k_BSGK, v_BSGV), batch.plan(kernels, v_BSGV)
+    return batch.result(_sliding(run, batch.q_BSGRK, keys, geometry, batch.scale), return_lse)
+
+
+def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = DEFAULT_GEOMETRY, cu_seqlens: CuSeqlens = None) -> Tensor:
+    """Mean-pool keys or values into the compressed branch's entries: blocks of `l` tokens with stride `d`.
+
+    Returns [B, C, G, X] with C = geometry.n_compressed(S); with `cu_seqlens` [1, C, G, X], the documents' blocks one
+    after the other, C = geometry.n_compressed(B · S) whatever is packed (entries past the last block are not used).
+    """
+    if x_BSGX.dim() != 4:
+        raise ConfigError(
+            f"keys or values have shape {list(x_BSGX.shape)}: they must be [batch, tokens, groups, width]."
+        )
+    batch, length = x_BSGX.shape[:2]
+    layout = _layout(batch, length, geometry, x_BSGX.device, cu_seqlens)
+    rows = x_BSGX if cu_seqlens is None else x_BSGX.flatten(0, 1)[None]
+    return mean_of_blocks(rows, layout.begin_BC, geometry.l, geometry.d)
+
+
+class BranchesOutput(NamedTuple):
+    """Of `attend_branches`, in the kernels' layout."""
+
+    out: Tensor
+    """[B, S, G, R, V]."""
+    blocks: Tensor
+    """int32 [B, S, G, N]."""
+    lse: tuple[Tensor, Tensor, Tensor] | None
+    """[B, S, G, R] per branch."""
+
+
+def attend_branches(
+    run: KernelPlan,
+    q_BSGRK: Tensor,
+    gates_BSGX3: Tensor,
+    compressed: BranchKeys,
+    selected: BranchKeys,
+    window: BranchKeys,
+    *,
+    geometry: Geometry,
+    scale: float,
+    blocks: Tensor | None = None,
+    return_lse: bool = False,
+) -> BranchesOutput:
+    """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
+
+    `nsa_attention` and `NSAAttention` (with and without a cache) both end here.
+    """
+    lse_cmp = None
+    if blocks is None and not return_lse:
+        compressed_out, blocks = _compressed_and_select(run, q_BSGRK, compressed, geometry, scale)
+    else:
+        compressed_out, lse_cmp = _compressed(run, q_BSGRK, compressed, geometry, scale)
+        blocks = _select(run, q_BSGRK, compressed, geometry, scale) if blocks is None else blocks
+    selected_out, lse_sel = _selected(run, q_BSGRK, selected, blocks, geometry, scale)
+    sliding_out, lse_win = _sliding(run, q_BSGRK, window, geometry, scale)
+    mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
+    return BranchesOutput(mixed, blocks, None if lse_cmp is None else (lse_cmp, lse_sel, lse_win))
+
+
+def _compressed_and_select(
+    run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float
+) -> tuple[Tensor, Tensor]:
+    return run.compressed_and_select(q_BSGRK, *keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+
+
+def _compressed(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:
+    made = run.functions.compressed(q_BSGRK, *keys, l=g.l, d=g.d, scale=scale, return_lse=True)
+    assert isinstance(made, tuple)
+    return made
+
+
+def _select(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> Tensor:
+    k, _, pos, first = keys
+    return run.functions.select(q_BSGRK, k, pos, first, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+
+
+def _selected(
+    run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, blocks_BSGN: Tensor, g: Geometry, scale: float
+) -> _OutAndLse:
+    k, v, pos, start = keys
+    made = run.functions.selected(q_BSGRK, k, v, blocks_BSGN, pos, start, l_sel=g.l_sel, scale=scale, return_lse=True)
+    assert isinstance(made, tuple)
+    return made
+
+
+def _sliding(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:
+    made = run.functions.sliding(q_BSGRK, *keys, w=g.w, scale=scale, return_lse=True)
+    assert isinstance(made, tuple)
+    return made
+
+
+class _QueryBatch:
+    """Queries as the kernels take them, where they stand, and the way back to the caller's layout."""
+
+    def __init__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, geometry: Geometry, scale: float | None, cu_seqlens: CuSeqlens
+    ) -> None:
+        for name, x in (("q", q_BSHK), ("k", k_BTGK)):
+            if x.dim() != 4:
+                raise ConfigError(f"{name} has shape {list(x.shape)}: it must be [batch, tokens, heads, width].")
+        n_batch, length, n_heads, d_k = q_BSHK.shape
+        self.n_groups = k_BTGK.shape[2]
+        if self.n_groups < 1 or n_heads < 1 or n_heads % self.n_groups:
+            raise ConfigError(
+                f"q has {n_heads} heads and k {self.n_groups} groups: every group has the same number of heads. Pass "
+                f"queries of a multiple of {max(1, self.n_groups)} heads."
+            )
+        self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
+        self.d_k, self.scale = d_k, d_k**-0.5 if scale is None else scale
+        self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
+        self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
+
+    def plan(self, kernels: Kernels, v: Tensor) -> KernelPlan:
+        g, q = self.geometry, self.q_BSGRK
+        shape = KernelShape(self.n_groups, q.shape[3], self.d_k, v.shape[-1], g.l, g.d, g.l_sel, g.n_sel, g.w)
+        return plan(wanted(kernels), q.device, q.dtype, shape)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The caller's [B, S, …] as the kernels take it: packed documents are one row."""
+        return x.flatten(0, 1)[None] if self.packed else x
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.view(*self.shape, *x.shape[2:]) if self.packed else x
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """[B, S, G, R, …] → [B, S, H, …]."""
+        return self.by_row(x.flatten(2, 3))
+
+    def result(self, made: _OutAndLse, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+        out, lse = made
+        return (self.by_head(out), self.by_head(lse)) if return_lse else self.by_head(out)
+
+    def raw_keys(self, branch: str, k_BSGK: Tensor, v_BSGV: Tensor) -> BranchKeys:
+        """One key and value per token."""
+        self._check_keys(branch, k_BSGK, v_BSGV, self.shape)
+        return BranchKeys(self.rows(k_BSGK), self.rows(v_BSGV), self.layout.pos_BS, self.layout.start_BS)
+
+    def entries(self, k_BCGK: Tensor, v_BCGV: Tensor) -> BranchKeys:
+        """One key and value per compressed block."""
+        layout = self.layout
+        self._check_keys("compressed", k_BCGK, v_BCGV, tuple(layout.begin_BC.shape))
+        return BranchKeys(k_BCGK, v_BCGV, layout.pos_BS, layout.first_BS)
+
+    def means(self, x_BSGX: Tensor) -> Tensor:
+        """Compressed entries of rows."""
+        return mean_of_blocks(x_BSGX, self.layout.begin_BC, self.geometry.l, self.geometry.d)
+
+    def gates(self, gates_BSH3: Tensor) -> Tensor:
+        """[B, S, G, R, 3], fp32 or wider."""
+        n_heads = self.n_groups * self.q_BSGRK.shape[3]
+        want = (*self.shape, n_heads, len(BRANCH_ORDER))
+        given = gates_BSH3.shape
+        if len(given) > 4 or any(a not in (b, 1) for a, b in zip(reversed(given), reversed(want), strict=False)):
+            raise ConfigError(
+                f"gates have shape {list(given)}: one number per token, head and branch ({', '.join(BRANCH_ORDER)}) is "
+                f"needed. Pass {list(want)} or what broadcasts to it."
+            )
+        wide = gates_BSH3.to(torch.promote_types(gates_BSH3.dtype, torch.float32))
+        return self.rows(wide.expand(want)).unflatten(2, (self.n_groups, -1))
+
+    def blocks(self, blocks_BSGN: Tensor) -> Tensor:
+        """Ascending, each once, −1 past the last, as the kernels need it."""
+        want = (*self.shape, self.n_groups)
+        if blocks_BSGN.dim() != 4 or blocks_BSGN.shape[:3] != want or blocks_BSGN.is_floating_point():
+            raise ConfigError(
+                f"blocks are {blocks_BSGN.dtype} of shape {list(blocks_BSGN.shape)}: they number the chosen blocks of "
+                f"each token and group. Pass int32 of shape {[*want, 'N']}, as select_blocks returns it."
+            )
+        none = torch.iinfo(torch.int32).max
+        sorted_ = blocks_BSGN.to(torch.int32).masked_fill(blocks_BSGN < 0, none).sort(-1).values
+        again = torch.nn.functional.pad(sorted_[..., 1:] == sorted_[..., :-1], (1, 0))
+        sorted_ = sorted_.masked_fill(again, none).sort(-1).values
+        return self.rows(sorted_.masked_fill(sorted_ == none, -1))
+
+    def _check_keys(self, branch: str, k: Tensor, v: Tensor, tokens: tuple[int, ...]) -> None:
+        want = (*tokens, self.n_groups)
+        if k.shape != (*want, self.d_k) or v.dim() != 4 or v.shape[:3] != want:
+            raise ConfigError(
+                f"{branch} keys have shape {list(k.shape)} and values {list(v.shape)}: with queries for "
+                f"{list(self.shape)} tokens, {self.n_groups} groups and {self.geometry} they must be "
+                f"{[*want, self.d_k]} and {[*want, 'V']}."
+            )
+
+
+def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:
+    if cu_seqlens is None:
+        return plain_layout(batch, length, geometry, device)
+    return packed_layout(torch.as_tensor(cu_seqlens, device=device), batch * length, geometry, name="cu_seqlens")
+
+
+def _per_branch(name: str, x: BranchTensors, entries_given: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The tensors of BRANCH_ORDER; the first may be missing if the compressed branch's entries are given."""
+    if isinstance(x, Tensor):
+        return x, x, x
+    if isinstance(x, Mapping):
+        if unknown := set(x) - set(BRANCH_ORDER):
+            raise ConfigError(f"{name} names {', '.join(map(repr, unknown))}. Branches are: {', '.join(BRANCH_ORDER)}.")
+        x = [x.get(branch) for branch in BRANCH_ORDER]
+    if len(x) == len(BRANCH_ORDER):
+        compressed, selected, sliding = x
+        if selected is not None and sliding is not None and (compressed is not None or entries_given):
+            return compressed, selected, sliding
+    raise ConfigError(
+        f"{name} must be one tensor for all branches or one for each of {', '.join(BRANCH_ORDER)}, of which the first "
+        f"may be missing only with compressed=(k, v). Pass a tensor, a mapping or three tensors in that order."
+    )
