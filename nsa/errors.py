@@ -1,34 +1,60 @@
-"""Every exception a user may meet, and the exit code each one ends a command with.
+"""Exceptions for users and the exit codes of commands and runs.
 
-A message states the rule, the values that broke it, why the rule exists, and the fix, in the user's own spelling.
-`assert` is for mistakes of ours; these are for everything a user, a disk or a network can do.
+An error message states the rule, the values that broke it, why the rule exists, and the fix, in the user's spelling.
+`assert` is for mistakes in this code; these exceptions are for everything a user, a disk or a network can do.
 """
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `nsa` commands and of training runs. Schedulers and scripts rely on them: values never change."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> "ExitCode":
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    DONE = 0, "finished"
+    FAILED = 1, "a defect or an error of no other kind"
+    REFUSED = 2, "the command line is wrong, or preflight refused the run"
+    PREEMPTED = 10, "stopped by a signal; a checkpoint was saved and the run can resume"
+    HALTED = 11, "stopped by `.HALT`; a person must clear it before the run resumes"
+    REPLICAS_DIFFER = 16, "replicas of the weights differ: suspect hardware"
+    CONFIG = 20, "a setting is unknown, malformed or contradicts another one"
+    DATA = 21, "data is missing, corrupt or too late"
+    CHECKPOINT = 22, "a checkpoint or an output file cannot be read, trusted or written"
+    NON_FINITE = 23, "more non-finite or spiking steps than the run may skip"
+    HUNG = 24, "a run hung and was killed"
 
 
 class NSAError(Exception):
     """Base of all errors that carry a message for the user; the command line prints it without a traceback."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILED
 
 
 class ConfigError(NSAError):
     """A setting that is unknown, malformed, or contradicts another one."""
 
-    exit_code = 20
+    exit_code = ExitCode.CONFIG
 
 
 class KernelUnavailable(ConfigError):
-    """A backend was asked for by name and cannot run here."""
+    """A backend was requested by name and cannot run here."""
 
 
 class DataError(NSAError):
     """Data that is missing, corrupt beyond the allowed limit, or too late."""
 
-    exit_code = 21
+    exit_code = ExitCode.DATA
 
 
 class DataTimeout(DataError):
-    """Data that did not come in time: its source is slow, hangs or is gone. The condition `loader_timeout`."""
+    """Data that did not arrive in time: its source is slow, hangs or is gone. The condition `loader_timeout`."""
 
 
 class DataProcessKilled(DataError):
@@ -36,30 +62,30 @@ class DataProcessKilled(DataError):
 
 
 class CheckpointError(NSAError):
-    """A checkpoint that cannot be trusted, written or found, or a run folder that another process holds."""
+    """A checkpoint that cannot be trusted, written or found, or a run folder locked by another process."""
 
-    exit_code = 22
+    exit_code = ExitCode.CHECKPOINT
 
 
 class OutputError(NSAError):
     """A file or folder that cannot be written: a wrong path, missing permission, a full or read-only disk."""
 
-    exit_code = 22
+    exit_code = ExitCode.CHECKPOINT
 
 
 class NonFiniteError(NSAError):
-    """Steps that were not finite, or spiked, more often than the run may skip or go back for."""
+    """More non-finite or spiking steps than the run may skip or roll back."""
 
-    exit_code = 23
+    exit_code = ExitCode.NON_FINITE
 
 
 class ReplicaError(NSAError):
-    """Replicas of the weights that are no longer the same: suspect hardware."""
+    """Replicas of the weights that are no longer bitwise equal: suspect hardware."""
 
-    exit_code = 16
+    exit_code = ExitCode.REPLICAS_DIFFER
 
 
 class PreflightError(NSAError):
-    """A run that breaks rules which would make it a waste; `--allow RULE` overrides one by name."""
+    """A run that breaks preflight rules; `--allow RULE` overrides one by name."""
 
-    exit_code = 2
+    exit_code = ExitCode.REFUSED

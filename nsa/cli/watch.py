@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.terminal import say
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, ExitCode
 from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _RUN = typer.Argument(None, metavar="RUN", help="The run folder.")
 _DIR = typer.Option(None, "--dir", help="The run folder, in an older spelling.")
 _LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Another limit, e.g. stall_s=600. Repeatable.")
-_HALTED = 11
 
 
 def watch(
@@ -54,7 +53,7 @@ def watch(
         ended = go(dog, interval_s=interval)
     finally:
         dog.close()
-    raise typer.Exit(_HALTED if ended == RunPhase.HALTED else 0)
+    raise typer.Exit(ExitCode.HALTED if ended == RunPhase.HALTED else 0)
 
 
 def status(

@@ -238,31 +238,31 @@ def attend_branches(
 def _compressed_and_select(
     run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return run.compressed_and_select(q_BSGRK, *keys, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+    return run.compressed_and_select(q_BSGRK, *keys, geometry=g, scale=scale)
 
 
 def _compressed(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:
-    made = run.functions.compressed(q_BSGRK, *keys, l=g.l, d=g.d, scale=scale, return_lse=True)
+    made = run.functions.compressed(q_BSGRK, *keys, geometry=g, scale=scale, return_lse=True)
     assert isinstance(made, tuple)
     return made
 
 
 def _select(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> Tensor:
     k, _, pos, first = keys
-    return run.functions.select(q_BSGRK, k, pos, first, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, scale=scale)
+    return run.functions.select(q_BSGRK, k, pos, first, geometry=g, scale=scale)
 
 
 def _selected(
     run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, blocks_BSGN: Tensor, g: Geometry, scale: float
 ) -> _OutAndLse:
     k, v, pos, start = keys
-    made = run.functions.selected(q_BSGRK, k, v, blocks_BSGN, pos, start, l_sel=g.l_sel, scale=scale, return_lse=True)
+    made = run.functions.selected(q_BSGRK, k, v, blocks_BSGN, pos, start, geometry=g, scale=scale, return_lse=True)
     assert isinstance(made, tuple)
     return made
 
 
 def _sliding(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:
-    made = run.functions.sliding(q_BSGRK, *keys, w=g.w, scale=scale, return_lse=True)
+    made = run.functions.sliding(q_BSGRK, *keys, geometry=g, scale=scale, return_lse=True)
     assert isinstance(made, tuple)
     return made
 
@@ -289,8 +289,8 @@ class _QueryBatch:
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
 
     def plan(self, kernels: Kernels, v: Tensor) -> KernelPlan:
-        g, q = self.geometry, self.q_BSGRK
-        shape = KernelShape(self.n_groups, q.shape[3], self.d_k, v.shape[-1], g.l, g.d, g.l_sel, g.n_sel, g.w)
+        q = self.q_BSGRK
+        shape = KernelShape(self.n_groups, q.shape[3], self.d_k, v.shape[-1], self.geometry)
         return plan(wanted(kernels), q.device, q.dtype, shape)
 
     def rows(self, x: Tensor) -> Tensor:

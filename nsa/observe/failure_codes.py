@@ -16,15 +16,13 @@ from nsa.errors import (
     DataError,
     DataProcessKilled,
     DataTimeout,
+    ExitCode,
     NonFiniteError,
     OutputError,
     PreflightError,
     ReplicaError,
 )
 from nsa.files import NO_ROOM
-
-HUNG_EXIT_CODE = 24
-"""Exit code of a rank that hung and was killed."""
 
 
 class FailureCode(StrEnum):
@@ -68,7 +66,7 @@ _OF_EXIT_CODE = {
     DataError.exit_code: FailureCode.DATA,
     CheckpointError.exit_code: FailureCode.CHECKPOINT,
     NonFiniteError.exit_code: FailureCode.NONFINITE,
-    HUNG_EXIT_CODE: FailureCode.HUNG,
+    ExitCode.HUNG: FailureCode.HUNG,
 }
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 """PyTorch raises a plain RuntimeError when the CPU is out of memory; the allocator's name is all that marks it."""

@@ -23,7 +23,7 @@ from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
 from nsa.data.prefetch.prefetcher import PrefetchSettings
 from nsa.data.rows.specs import RowData, SyntheticData
-from nsa.errors import ConfigError, DataError, NSAError
+from nsa.errors import ConfigError, DataError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.triton.switch import set_tuning
@@ -43,7 +43,6 @@ from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, counts, make_judge
 from nsa.train.engine.build import build_train_module, choose_device
 from nsa.train.engine.data_loader import RowLoader
-from nsa.train.exits import DONE, HALTED
 from nsa.train.experiment_tracking import start_tracking
 from nsa.train.flight_recorder import keep_record
 from nsa.train.preflight_facts import demand_fitness
@@ -107,7 +106,7 @@ def train(
                     f"not started: {names.HALT} is in {folder.path} from before ({asked}). Look at what it says; then "
                     f"add --clear-halt, or remove the file, to go on."
                 )
-            return HALTED
+            return ExitCode.HALTED
         heard = reporter if ranks.first else None
         run = _TrainingRun(config, ranks, device, folder, signals, heard, open_things, (resume, resume_from), allowed)
         return run.go()
@@ -361,18 +360,18 @@ class _TrainingRun:
     def _finish(self, trainer: RollbackTrainer, wishes: StopRequestCallback) -> None:
         if self.ranks.first:
             self._tell_end(trainer, wishes.exit_code)
-        if wishes.exit_code == DONE:
+        if wishes.exit_code == ExitCode.DONE:
             wishes.heartbeat.tell_done()
 
     def _tell_end(self, trainer: RollbackTrainer, code: int) -> None:
         last = self.folder.checkpoints / f"step{trainer.global_step}"
-        if code == DONE:
+        if code == ExitCode.DONE:
             written = export(last, self.folder.path, key=signing_key(self.config))
             assert self.story is not None
             self.story.add_at(trainer.global_step, EventKind.DONE)
             self._line(f"done: step {trainer.global_step}, {', '.join(str(path) for path in written)}")
         else:
-            how = "--clear-halt --resume" if code == HALTED else "--resume"
+            how = "--clear-halt --resume" if code == ExitCode.HALTED else "--resume"
             self._line(f"stopped at step {trainer.global_step}, saved in {last}; {how} goes on from there")
 
     def _hear(self, beat: HeartbeatRecord) -> None:

@@ -23,7 +23,7 @@ MUTATIONS = [
     Mutation("drill: a full disk is a crash", "nsa/train/run.py",
              "if error.errno not in NO_ROOM:", "if True:", row("full_disk")),
     Mutation("drill: what can get better is not restarted", "nsa/train/launch/launcher.py",
-             "outcome.code != DONE and outcome.code not in _FINAL", "False", row("killed_rank")),
+             "outcome.code != ExitCode.DONE and outcome.code not in _FINAL", "False", row("killed_rank")),
     Mutation("drill: a data server that hangs ends the run", "nsa/train/launch/launcher.py",
              'PREEMPTED: "it was asked to leave', 'DataError.exit_code: "", PREEMPTED: "it was asked to leave',
              row("stalled_data")),

@@ -10,7 +10,8 @@ import yaml
 
 from nsa.cli.main import app
 from nsa.config import load
-from nsa.train.launch.launcher import _FINAL, _HOPEFUL, PREEMPTED
+from nsa.errors import ExitCode
+from nsa.train.launch.launcher import _FINAL, _HOPEFUL
 from tests.ops.needs import programs
 from tests.train.runs import ROOT
 
@@ -163,8 +164,10 @@ def test_the_parts_of_the_jobset_name_each_other_rightly():
 def test_what_needs_a_person_is_not_started_again_and_a_preemption_is():
     codes = JOB["podFailurePolicy"]["rules"][0]["onExitCodes"]
     assert codes["containerName"] == CONTAINER["name"]
-    assert codes["values"] == sorted((_FINAL.keys() | _HOPEFUL.keys()) - {PREEMPTED}), "ordered, as Kubernetes demands"
-    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [PREEMPTED]
+    assert codes["values"] == sorted((_FINAL.keys() | _HOPEFUL.keys()) - {ExitCode.PREEMPTED}), (
+        "ordered, as Kubernetes demands"
+    )
+    assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [ExitCode.PREEMPTED]
 
 
 def test_slurm_warns_early_enough_for_a_save():

@@ -7,10 +7,9 @@ from nsa.drill.fault import FaultKind as FaultKind
 from nsa.drill.harness import DrillHarness
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
-from nsa.errors import NonFiniteError
+from nsa.errors import ExitCode, NonFiniteError
 from nsa.observe import names
 from nsa.observe.events import EventKind
-from nsa.train.exits import HALTED
 
 
 def nan_gradient(stage: DrillHarness, row: DrillResult) -> None:
@@ -40,7 +39,7 @@ def gate_collapse(stage: DrillHarness, row: DrillResult) -> None:
     settings = ["train.steps=2000", "train.save_every=5", "train.keep_checkpoints=500"]
     stage.watch()
     process = stage.train(*settings, fault=stage.fault(FaultKind.GATE_COLLAPSE, first_batch=10))
-    row.demand_equal("exit code", process.end(), HALTED)
+    row.demand_equal("exit code", process.end(), ExitCode.HALTED)
     conditions = ("gate_collapse_critical", "gate_entropy_critical")
     told = artifacts.found(stage.run, *conditions)
     row.demand(told, "the watchdog found no collapse")
@@ -55,7 +54,9 @@ def gate_collapse(stage: DrillHarness, row: DrillResult) -> None:
     row.demand_equal(
         "newest verified checkpoint", artifacts.newest_good_step(stage.run), artifacts.last_step(stage.run)
     )
-    row.left_behind = f"exit {HALTED}, {names.ANOMALY}, {names.GATE_COLLAPSE}, verified checkpoints 5 and 10 before it"
+    row.left_behind = (
+        f"exit {ExitCode.HALTED}, {names.ANOMALY}, {names.GATE_COLLAPSE}, verified checkpoints 5 and 10 before it"
+    )
     before = stage.run / names.CHECKPOINTS / "step10"
     stage.run = stage.folder / "again"
     finish(stage, row, stage.train(*settings, "train.steps=40", "--resume-from", str(before)))

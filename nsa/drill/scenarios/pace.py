@@ -10,8 +10,8 @@ from nsa.drill.fault import FaultKind as FaultKind
 from nsa.drill.harness import DrillHarness
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
+from nsa.errors import ExitCode
 from nsa.observe import names
-from nsa.train.exits import HALTED
 
 _STALL_S, _SAVE_EVERY = 4.0, 16
 _COLLECTIVE_S = 15.0
@@ -30,7 +30,7 @@ def hung_rank(stage: DrillHarness, row: DrillResult) -> None:
     event = stage.wait_for("the watchdog's finding", lambda: artifacts.found(stage.run, "heartbeat_stall"), launched)[0]
     row.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + stage.slack_s)
     stage.wait_for("the anomaly file", lambda: "heartbeat_stall" in artifacts.anomaly(stage.run), launched)
-    row.demand_equal("exit code of the launcher", launched.end(), HALTED)
+    row.demand_equal("exit code of the launcher", launched.end(), ExitCode.HALTED)
     waiting = [
         name for name, text in artifacts.stack_dumps(stage.run).items() if "rank0" in name and "_fit_epoch" in text
     ]

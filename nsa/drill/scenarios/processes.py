@@ -8,9 +8,9 @@ from nsa.drill import artifacts
 from nsa.drill.harness import SAVE_EVERY, DrillHarness
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
+from nsa.errors import ExitCode
 from nsa.observe import names
 from nsa.observe.events import EventKind, LauncherAction
-from nsa.train.exits import HALTED, PREEMPTED
 
 _MIDDLE = SAVE_EVERY + 2
 _GONE_S = 3.0
@@ -56,7 +56,7 @@ def sigterm(stage: DrillHarness, row: DrillResult) -> None:
     stage.wait_for_step(_MIDDLE, process)
     at = time.time()
     process.send(signal.SIGTERM)
-    row.demand_equal("exit code", process.end(), PREEMPTED)
+    row.demand_equal("exit code", process.end(), ExitCode.PREEMPTED)
     told = artifacts.events(stage.run, EventKind.STOP)
     row.demand(told, "no stop event")
     if told:
@@ -64,7 +64,7 @@ def sigterm(stage: DrillHarness, row: DrillResult) -> None:
     step = artifacts.newest_good_step(stage.run)
     row.demand_equal("step of the newest verified checkpoint", step, artifacts.last_step(stage.run))
     row.demand(artifacts.beats(stage.run, msg=names.STOPPED), "no last word in the heartbeat")
-    row.left_behind = f"exit {PREEMPTED}, verified checkpoint of its last step {step}"
+    row.left_behind = f"exit {ExitCode.PREEMPTED}, verified checkpoint of its last step {step}"
     finish(stage, row, stage.train("--resume"), like_calm=True)
 
 
@@ -73,10 +73,10 @@ def stale_halt(stage: DrillHarness, row: DrillResult) -> None:
     (stage.run / names.HALT).write_text("halt: left over from another day\n", encoding="utf-8")
     at = time.time()
     process = stage.train()
-    row.demand_equal("exit code", process.end(), HALTED)
+    row.demand_equal("exit code", process.end(), ExitCode.HALTED)
     row.detected("run, before its first step", time.time() - at, within_s=120)
     row.demand("left over from another day" in process.said(), "the refusal does not say what the file says")
     row.demand_equal("steps taken", artifacts.last_step(stage.run), 0)
-    row.left_behind = f"exit {HALTED}, the file, nothing else"
+    row.left_behind = f"exit {ExitCode.HALTED}, the file, nothing else"
     row.demand((stage.run / names.HALT).exists(), "the halt file is gone")
     finish(stage, row, stage.train("--clear-halt"), like_calm=True)

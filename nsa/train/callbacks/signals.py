@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from nsa.train.exits import leave_signals
 from nsa.train.flight_recorder import write_record
+from nsa.train.launch.agent import leave_signals
 
 SAVE = signal.SIGUSR2
 DUMP = signal.SIGUSR1

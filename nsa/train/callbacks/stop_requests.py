@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from olmo_core.train.callbacks import Callback
 
+from nsa.errors import ExitCode
 from nsa.observe import names
 from nsa.observe.events import EventKind
 from nsa.observe.run_folder import RunFolder
@@ -15,7 +16,6 @@ from nsa.train.callbacks.event_log import EventLogCallback
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.callbacks.signals import SignalHandlers
 from nsa.train.distributed import HostCollectives, RankInfo
-from nsa.train.exits import DONE, HALTED, PREEMPTED
 from nsa.train.resume import CheckpointCallback
 
 
@@ -30,7 +30,7 @@ class StopRequestCallback(Callback):
     saver: CheckpointCallback
     heartbeat: HeartbeatCallback
     story: EventLogCallback | None
-    exit_code: int = DONE
+    exit_code: int = ExitCode.DONE
 
     def pre_train(self) -> None:
         self.signals.install()
@@ -49,9 +49,11 @@ class StopRequestCallback(Callback):
             self.signals.save = False
             self.saver.save_now()
         if halt:
-            self._end(HALTED, names.HALTED, EventKind.HALT, f"{names.HALT}: {reason or 'seen by another rank'}")
+            self._end(
+                ExitCode.HALTED, names.HALTED, EventKind.HALT, f"{names.HALT}: {reason or 'seen by another rank'}"
+            )
         elif leave:
-            self._end(PREEMPTED, names.STOPPED, EventKind.STOP, asked or "another rank was asked to leave")
+            self._end(ExitCode.PREEMPTED, names.STOPPED, EventKind.STOP, asked or "another rank was asked to leave")
 
     def _end(self, code: int, msg: str, kind: EventKind, detail: str) -> None:
         self.exit_code = code

@@ -15,11 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nsa.files import write_atomic
-from nsa.train.exits import leave_signals
 from nsa.train.launch.node_address import interface_of, loopback_interface, read_secret
 
 _MODULE = "nsa.train.launch.agent"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def leave_signals() -> tuple[signal.Signals, ...]:
+    """Signals that make a run save and exit. SIGHUP is left out where it is ignored: `nohup` requests that."""
+    always = signal.SIGTERM, signal.SIGINT
+    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

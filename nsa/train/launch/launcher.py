@@ -20,28 +20,27 @@ from pathlib import Path
 
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.names import CHECKPOINTS
-from nsa.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PreflightError, ReplicaError
+from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFiniteError, ReplicaError
 from nsa.observe.events import EventKind, LauncherAction, add_event
-from nsa.observe.failure_codes import HUNG_EXIT_CODE, code_of_exit_status
-from nsa.train.exits import DONE, HALTED, PREEMPTED, leave_signals
-from nsa.train.launch.agent import AgentSpec, rank_log
+from nsa.observe.failure_codes import code_of_exit_status
+from nsa.train.launch.agent import AgentSpec, leave_signals, rank_log
 from nsa.train.launch.node_address import LOOPBACK, make_secret, own_address
 
 LOGS = "logs"
 
 # Ordered: if ranks end for several reasons, the first of these is the cause and the others are its wake.
-_FINAL = {
+_FINAL: dict[int, str] = {
     ConfigError.exit_code: "the config was refused",
-    PreflightError.exit_code: "the command line or the preflight was refused",
-    HALTED: "it was halted",
+    ExitCode.REFUSED: "the command line or the preflight was refused",
+    ExitCode.HALTED: "it was halted",
     NonFiniteError.exit_code: "the budget of non-finite steps is used up",
     ReplicaError.exit_code: "the hardware is suspect: start it on another node",
-    PREEMPTED: "it was asked to leave, and can be resumed",
+    ExitCode.PREEMPTED: "it was asked to leave, and can be resumed",
 }
-_HOPEFUL = {
+_HOPEFUL: dict[int, str] = {
     DataError.exit_code: "data could not be had",
     CheckpointError.exit_code: "a checkpoint could not be written or read",
-    HUNG_EXIT_CODE: "it hung and was killed",
+    ExitCode.HUNG: "it hung and was killed",
 }
 _POLL_S = 0.1
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -119,7 +118,7 @@ def judge(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
     """Why a cycle ended, from the codes of the ranks that failed first, or of the agent if it told none."""
     if not codes:
         if agent_code == 0:
-            return RankOutcome(DONE, "done")
+            return RankOutcome(ExitCode.DONE, "done")
         how = _killed_by(agent_code) if agent_code < 0 else f"ended with {agent_code}"
         return RankOutcome(agent_code, f"the agent {how}")
     for known in (_FINAL, _HOPEFUL):
@@ -133,7 +132,7 @@ def judge(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
 
 
 def can_get_better(outcome: RankOutcome) -> bool:
-    return outcome.code != DONE and outcome.code not in _FINAL
+    return outcome.code != ExitCode.DONE and outcome.code not in _FINAL
 
 
 def launch(plan: LaunchSettings, say: Callable[[str], None], show: Callable[[str], None] | None = None) -> int:
@@ -149,14 +148,14 @@ def launch(plan: LaunchSettings, say: Callable[[str], None], show: Callable[[str
             outcome = _RankCycle(plan, logs, resume, wishes, show).run()
             before, newest = newest, _newest(checkpoints)
             fruitless = 0 if newest > before else fruitless + 1
-            if outcome.code == DONE:
+            if outcome.code == ExitCode.DONE:
                 say("done")
-                return DONE
+                return ExitCode.DONE
             at = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
-            if wishes.leave and outcome.code != HALTED:
+            if wishes.leave and outcome.code != ExitCode.HALTED:
                 _record(plan, outcome, newest, logs, LauncherAction.STOPPED)
                 say(f"stopped as asked ({outcome.why}); {at}")
-                return outcome.code if outcome.code in _FINAL else PREEMPTED
+                return outcome.code if outcome.code in _FINAL else ExitCode.PREEMPTED
             if not can_get_better(outcome):
                 _record(plan, outcome, newest, logs, LauncherAction.NOT_RESTARTED)
                 say(f"not restarted, {outcome.why}; {at}. Logs: {logs}")
@@ -172,7 +171,7 @@ def launch(plan: LaunchSettings, say: Callable[[str], None], show: Callable[[str
             resume = plan.resume or newest >= 0
             if wishes.pause(pause_s):
                 say(f"stopped as asked, before the restart; {at}")
-                return PREEMPTED
+                return ExitCode.PREEMPTED
     finally:
         wishes.close()
 
@@ -301,7 +300,7 @@ def _new_logs(plan: LaunchSettings) -> Path:
 
 
 def _record(plan: LaunchSettings, outcome: RankOutcome, newest: int, logs: Path, action: LauncherAction) -> None:
-    failed = outcome.code not in (PREEMPTED, HALTED)
+    failed = outcome.code not in (ExitCode.PREEMPTED, ExitCode.HALTED)
     add_event(
         plan.run_folder,
         EventKind.ERROR if failed else EventKind.STOP,
