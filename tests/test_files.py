@@ -25,7 +25,7 @@ from tests.ops.needs import root
 CHILD = """
 import sys
 from pathlib import Path
-from nsa.data.prefetch.prefetcher import BatchPrefetcher
+from nsa.data.prefetcher import BatchPrefetcher
 from nsa.data.rows.specs import SyntheticData
 from nsa.files import no_room_error
 

@@ -1,14 +1,68 @@
-"""`nsa data`: make a demo corpus and train a tokenizer."""
+"""`nsa data`: build a demo corpus, train a tokenizer, prepare token shards, and inspect or verify them."""
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from nsa.cli.terminal import say
+from nsa.errors import ConfigError, DataError
+from nsa.terminal_text import printable
+
+if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
+    from nsa.data.prepare import run as preparing
+    from nsa.data.shards.manifest import ShardManifest
 
 data_app = typer.Typer(help="Build, prepare and check training data.", no_args_is_help=True)
 tokenizer_app = typer.Typer(help="Make tokenizers.", no_args_is_help=True)
 data_app.add_typer(tokenizer_app, name="tokenizer")
+
+SetArgument = Annotated[str, typer.Argument(metavar="SET", help="A folder or s3:// prefix that `prepare` wrote.")]
+TokenizerOption = Annotated[str, typer.Option(help="`byte`, or the path of a tokenizers JSON file.")]
+WorkersOption = Annotated[int | None, typer.Option(help="Processes; default: one per core.", show_default=False)]
+HeldOutOption = Annotated[float, typer.Option(help="Fraction of documents kept for validation, by a hash of their id.")]
+
+
+_ENOUGH_HELD_OUT_TOKENS = 16 * 2048
+"""The default train.eval_batches rows of the default train.seq_len."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[["preparing.PrepareProgress"], None]]:
+    bar = Progress(
+        TextColumn("{task.fields[tasks]} tasks"),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]} tokens, {task.fields[rate]} tokens/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        shown = bar.add_task("prepare", total=None, tasks="-", tokens="0", rate="-")
+
+        def update(progress: "preparing.PrepareProgress") -> None:
+            rate = progress.tokens / max(progress.elapsed_s, 1e-9)
+            bar.update(
+                shown,
+                total=progress.tasks,
+                completed=progress.tasks_done,
+                tasks=f"{progress.tasks_done}/{progress.tasks}",
+                tokens=f"{progress.tokens:,}",
+                rate=f"{rate:,.0f}",
+            )
+
+        yield update
 
 
 @data_app.command()
@@ -54,3 +108,229 @@ def train_tokenizer(
     tokenizer = train_bpe(sample_texts(open_source(source), seed=seed, max_bytes=int(mb * 1e6)), vocab_size, path)
     say(f"{path}: {tokenizer.vocab_size} entries, end of document {tokenizer.eos_id}")
     say(f"fingerprint {tokenizer.fingerprint}")
+
+
+@data_app.command()
+def prepare(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="StorageFolder, pattern, address, s3:// prefix or dataset id.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="StorageFolder or s3:// prefix to write.")],
+    tokenizer: TokenizerOption,
+    workers: WorkersOption = None,
+    held_out: HeldOutOption = 0.0005,
+    shard_tokens: Annotated[int, typer.Option(help="A shard is closed at this many tokens.")] = 2**28,
+    units_per_task: Annotated[int | None, typer.Option(help="Row groups (or 4 MB of JSONL) per task.")] = None,
+    text_column: Annotated[str, typer.Option(help="Where the text is.")] = "text",
+    id_column: Annotated[str, typer.Option(help="Where the id is; `-` names documents after their content.")] = "id",
+    eos_token: Annotated[str | None, typer.Option(help="End-of-document token, if the file does not tell.")] = None,
+    max_bad_units: Annotated[int, typer.Option(help="Corrupt units that may be left out.")] = 0,
+    slurm_partition: Annotated[str | None, typer.Option(help="Submit to Slurm instead of running here.")] = None,
+    slurm_time: Annotated[str, typer.Option(help="Time limit of a Slurm task.")] = "08:00:00",
+    slurm_log: Annotated[str | None, typer.Option(help="Log folder that every Slurm node sees.")] = None,
+    slurm_env: Annotated[str | None, typer.Option(help="Command that activates the environment on a node.")] = None,
+) -> None:
+    """Turn a corpus into verified token shards. Stopped or killed, the same command continues.
+
+    Example: `nsa data prepare HuggingFaceFW/fineweb-edu:sample-10BT data/fwe10 --tokenizer bpe.json --workers 16`
+    """
+    from nsa.data.document import DocumentColumns
+    from nsa.data.prepare.plan import make_plan
+    from nsa.data.prepare.run import prepare as run
+    from nsa.data.prepare.run import slurm_executor
+
+    plan = make_plan(
+        source,
+        tokenizer,
+        columns=DocumentColumns(text_column, None if id_column == "-" else id_column),
+        eos_token=eos_token,
+        held_out_fraction=held_out,
+        units_per_task=units_per_task,
+        shard_tokens=shard_tokens,
+        max_bad_units=max_bad_units,
+    )
+    if slurm_partition is not None:
+        if slurm_log is None:
+            raise ConfigError(
+                "--slurm-partition needs --slurm-log: the jobs read their plan from a folder all nodes see."
+            )
+        executor = slurm_executor(
+            plan,
+            out,
+            logging_dir=slurm_log,
+            partition=slurm_partition,
+            time_limit=slurm_time,
+            workers=workers or -1,
+            env_command=slurm_env,
+        )
+        executor.run()
+        return
+    with _progress_bar() as update:
+        manifest = run(plan, out, workers=workers or _cores(), on_progress=update)
+    _print_totals(out, manifest)
+    _warn_of_small_held_out_split(manifest)
+
+
+@data_app.command()
+def inspect(
+    prepared: SetArgument,
+    document: Annotated[int | None, typer.Option(help="Print where this document of the split lies.")] = None,
+    split: Annotated[str, typer.Option(help="Which split.")] = "train",
+    shards: Annotated[bool, typer.Option(help="List every shard.")] = False,
+) -> None:
+    """Show what a prepared set holds and which tokenizer made it.
+
+    Example: `nsa data inspect data/fwe10 --shards`
+    """
+    from nsa.data.shards.inspect import find_document
+    from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
+
+    folder = StorageFolder(prepared)
+    manifest = read_manifest(folder)
+    _print_totals(prepared, manifest)
+    facts = {
+        "vocabulary": manifest.vocab_size,
+        "tokenizer": manifest.tokenizer_fingerprint,
+        "end of document": manifest.eos_id,
+        "tokens as": manifest.dtype,
+        "held out": manifest.made_from.get("held_out_fraction"),
+        "source": manifest.made_from.get("source"),
+        "fingerprint": manifest.fingerprint,
+        "quarantined units": len(manifest.quarantined),
+    }
+    _print_table("", ["", "value"], [[name, str(value)] for name, value in facts.items()])
+    if shards:
+        rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in manifest.shards(split)]
+        _print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
+    if document is not None:
+        found = find_document(folder, manifest, split, document)
+        row = [found.doc_id, found.shard, f"{found.start:,}", f"{found.tokens:,}"]
+        _print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
+
+
+@data_app.command()
+def verify(prepared: SetArgument) -> None:
+    """Compare every file of a set with its SHA-256; exit code 21 if one differs.
+
+    Example: `nsa data verify s3://bucket/fwe10`
+    """
+    from nsa.data.shards.inspect import verify_set
+    from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
+
+    folder = StorageFolder(prepared)
+    manifest = read_manifest(folder)
+    total = sum(manifest.totals(split)["bytes"] for split in manifest.splits)
+    with Progress(console=Console(stderr=True)) as bar:
+        shown = bar.add_task("verify", total=total)
+        damaged = list(verify_set(folder, manifest, lambda count: bar.update(shown, advance=count)))
+    if damaged:
+        _print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged])
+        raise DataError(f"{len(damaged)} file(s) of {prepared} are damaged. Restore them, or prepare the set again.")
+    say(f"{prepared}: all files match ({total:,} bytes)")
+
+
+@data_app.command()
+def stats(prepared: SetArgument) -> None:
+    """How long the documents are, in tokens.
+
+    Example: `nsa data stats data/fwe10`
+    """
+    from nsa.data.shards.inspect import length_stats
+    from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
+
+    folder = StorageFolder(prepared)
+    manifest = read_manifest(folder)
+    rows = []
+    for split in manifest.splits:
+        s = length_stats(folder, manifest, split)
+        at = [f"{s.percentiles.get(p, 0):,}" for p in (5, 50, 95, 99)]
+        rows.append([split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.mean:,.1f}", *at, f"{s.longest:,}"])
+    head = ["split", "documents", "tokens", "mean", "5 %", "median", "95 %", "99 %", "longest"]
+    _print_table("document length in tokens", head, rows)
+
+
+@data_app.command()
+def smoke(
+    source: Annotated[str | None, typer.Option(help="Default: the 10 BT sample of FineWeb-Edu.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Rows per batch.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds until the first batch must be there.")] = 60.0,
+    tokenizer: TokenizerOption = "byte",
+) -> None:
+    """Read a few batches from a source, to see that it delivers in time.
+
+    Example: `nsa data smoke --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte`
+    """
+    from nsa.data.prefetcher import smoke as run
+    from nsa.data.source.hub import FINEWEB_EDU
+
+    report = run(source or FINEWEB_EDU, tokenizer=tokenizer, seq_len=seq_len, batch=batch, timeout_s=timeout)
+    Console().print(
+        f"first batch after {report.first_batch_s:.1f} s; {report.batches} batches, {report.documents} documents, "
+        f"{report.tokens:,} tokens, {report.tokens_per_s:,.0f} tokens/s"
+    )
+
+
+@data_app.command()
+def bootstrap(
+    out: Annotated[str, typer.Option(help="StorageFolder to write.")] = "data/fineweb_edu",
+    gb: Annotated[float, typer.Option(help="About how many gigabytes of shards.")] = 5.0,
+    source: Annotated[str | None, typer.Option(help="Default: the 10 BT sample of FineWeb-Edu.")] = None,
+    tokenizer: TokenizerOption = "byte",
+    workers: WorkersOption = None,
+    held_out: HeldOutOption = 0.0005,
+) -> None:
+    """Stage the start of a source as local shards, for runs that must not wait for the network.
+
+    Example: `nsa data bootstrap --gb 5 --out data/fineweb_edu --tokenizer bpe.json`
+    """
+    from nsa.data.prepare.run import bootstrap as run
+    from nsa.data.source.hub import FINEWEB_EDU
+
+    with _progress_bar() as update:
+        manifest = run(
+            source or FINEWEB_EDU,
+            out,
+            gb=gb,
+            tokenizer=tokenizer,
+            workers=workers or _cores(),
+            held_out_fraction=held_out,
+            on_progress=update,
+        )
+    _print_totals(out, manifest)
+    _warn_of_small_held_out_split(manifest)
+
+
+def _print_totals(where: str, manifest: "ShardManifest") -> None:
+    columns = ["shards", "documents", "tokens", "bytes"]
+    totals = {split: manifest.totals(split) for split in manifest.splits}
+    rows = [[split, *(f"{total[column]:,}" for column in columns)] for split, total in totals.items()]
+    _print_table(where, ["split", *columns], rows)
+
+
+def _warn_of_small_held_out_split(manifest: "ShardManifest") -> None:
+    """A split that no evaluation can be made of is found here, not at the first evaluation of a run."""
+    from nsa.data.shards.manifest import TRAIN, VALIDATION
+
+    held_out, trained = manifest.totals(VALIDATION), manifest.totals(TRAIN)
+    if held_out["tokens"] >= _ENOUGH_HELD_OUT_TOKENS:
+        return
+    tokens, documents = (held_out[of] + trained[of] for of in ("tokens", "documents"))
+    share = max(2 * _ENOUGH_HELD_OUT_TOKENS / max(1, tokens), 10 / max(1, documents))
+    advice = f"Prepare into another folder with --held-out {share:.2g}" if share < 0.5 else "Prepare more documents"
+    Console(stderr=True, soft_wrap=True).print(
+        f"WARNING: the held-out split has {held_out['documents']} documents, {held_out['tokens']:,} tokens: too few to "
+        f"evaluate on, which takes at least one batch of rows. {advice}, or train with train.eval_every=0.",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    table = Table(*columns, title=Text(printable(title)) if title else None, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    Console().print(table)

@@ -4,7 +4,6 @@ import sys
 
 import typer
 
-import nsa.cli.data_prepare  # noqa: F401  registers its commands on data_app
 from nsa import __version__
 from nsa.cli import (
     bench,

@@ -7,15 +7,14 @@ sequence. Ranks that share a folder divide the reading among them (`unit_exchang
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from nsa.data.document import Document, StreamPosition, TokenDoc, is_held_out
+from nsa.data.document import CorruptUnit, Document, DocumentSource, is_held_out
 from nsa.data.permutation import seeded_permutation
-from nsa.data.source.unit import CorruptUnit, DocumentSource
 from nsa.data.tokenizer import Tokenizer
 from nsa.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
 from nsa.errors import ConfigError, DataError
@@ -27,6 +26,30 @@ _STATE_VERSION = 1
 _UNIT_ORDER, _ROW_ORDER = 1, 2  # keep the two families of permutations apart
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """One document's place in the global order; the same for every world size.
+
+    `unit` and `row` count along the seeded order, not along the files: `unit` is the place in the epoch's permutation
+    of units, `row` the place in that unit's permutation of rows. `documents` and `tokens` were yielded before this one.
+    """
+
+    epoch: int
+    unit: int
+    row: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDoc:
+    """A tokenised document, without the end-of-document token: whoever packs it appends that."""
+
+    doc_id: str
+    tokens: np.ndarray
+    position: StreamPosition
 
 
 class DocumentStream:

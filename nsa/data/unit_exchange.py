@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nsa import errors
-from nsa.data.source.unit import CorruptUnit
+from nsa.data.document import CorruptUnit
 from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
 from nsa.files import storage_errors, write_atomic
 

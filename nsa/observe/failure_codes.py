@@ -59,7 +59,7 @@ _OF_CLASS: tuple[tuple[type[BaseException], FailureCode], ...] = (
     (CheckpointError, FailureCode.CHECKPOINT),
     (OutputError, FailureCode.OUTPUT),
 )
-_OF_EXIT_CODE = {
+_OF_EXIT_CODE: dict[int, FailureCode] = {
     PreflightError.exit_code: FailureCode.PREFLIGHT,
     ReplicaError.exit_code: FailureCode.REPLICAS_DIFFER,
     ConfigError.exit_code: FailureCode.CONFIG,

@@ -21,7 +21,7 @@ from nsa.checkpoint.load import open_checkpoint, read_model
 from nsa.checkpoint.names import CHECKPOINTS, step_name
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
-from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.errors import NSAError
 from nsa.planning.hardware import GIB, HardwareTarget
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt

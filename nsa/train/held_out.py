@@ -1,7 +1,7 @@
 """Checks that the held-out split gives one batch to evaluate on: the preflight rule `held_out`."""
 
 from nsa.config.schema import RunConfig
-from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.data.shards.manifest import read_manifest
 from nsa.errors import DataError, DataTimeout

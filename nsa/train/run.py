@@ -21,7 +21,7 @@ from nsa.checkpoint.load import export
 from nsa.checkpoint.lock import RunLock
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
-from nsa.data.prefetch.prefetcher import PrefetchSettings
+from nsa.data.prefetcher import PrefetchSettings
 from nsa.data.rows.specs import RowData, SyntheticData
 from nsa.errors import ConfigError, DataError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error

@@ -1,4 +1,4 @@
-"""Functional NSA on plain tensors: against the oracle and the module, gradients, packing, given blocks, log-sum-exps."""
+"""Functional NSA on plain tensors: against the oracle and the module, gradients, packing, given blocks, lse."""
 
 import math
 from itertools import pairwise

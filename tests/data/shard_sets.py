@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.document import StreamPosition, TokenDoc
+from nsa.data.document_stream import StreamPosition, TokenDoc
 from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
 from nsa.data.shards.writer import ShardWriter
 from nsa.storage import StorageFolder

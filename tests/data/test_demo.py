@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.data.demo.build import ROWS_PER_FILE, build_demo, write_files
-from nsa.data.demo.clean import Deduplicator, is_good_english
+from nsa.data.demo.build import ROWS_PER_FILE, Deduplicator, build_demo, is_good_english, write_files
 from nsa.data.demo.extract import extract_texts, html_text, man_text, pod_text
 from nsa.data.demo.packages import PACKAGES, _version_key
 from nsa.data.document_stream import DocumentStream

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa.data.prefetch.prefetcher import BatchPrefetcher
+from nsa.data.prefetcher import BatchPrefetcher
 from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
 from nsa.data.rows.specs import PreparedData

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.prefetch.tensors import to_tensors
+from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout
@@ -140,7 +140,7 @@ def test_the_worker_ends_with_its_parent(end: str) -> None:
     program = textwrap.dedent(
         """
         import sys, time
-        from nsa.data.prefetch.prefetcher import BatchPrefetcher
+        from nsa.data.prefetcher import BatchPrefetcher
         from nsa.data.rows.specs import SyntheticData
 
         if __name__ == "__main__":

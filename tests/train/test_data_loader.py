@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa.data.prefetch.prefetcher import PrefetchSettings
+from nsa.data.prefetcher import PrefetchSettings
 from nsa.data.rows.batch import Batch
 from nsa.data.rows.specs import DirectData, SyntheticData
 from nsa.errors import ConfigError

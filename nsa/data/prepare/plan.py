@@ -1,18 +1,27 @@
 """What one `prepare` does, decided before it starts and written down, so that a rerun does exactly the same."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from nsa.data.prepare.inputs import list_files, units_are_whole_files
+from nsa.data.document import DocumentColumns, DocumentSource
 from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
-from nsa.data.source.row_group import DocumentColumns
+from nsa.data.source.file import LocalFile, StoredFile
+from nsa.data.source.jsonl import SUFFIXES as JSONL_SUFFIXES
+from nsa.data.source.jsonl import JsonlSource
+from nsa.data.source.parquet import ParquetSource
+from nsa.data.source.resolve import open_source
+from nsa.data.source.retry_policy import RetryPolicy
 from nsa.data.tokenizer import load_tokenizer, token_dtype
 from nsa.errors import ConfigError, DataError
 from nsa.storage import StorageFolder
 
 WORK = "_work"  # inside the output folder until the manifest is written
 PLAN_NAME = f"{WORK}/plan.json"
+_PARQUET = ".parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +158,49 @@ def _refuse_other(recorded: dict[str, Any], plan: PreparePlan, out: StorageFolde
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def list_files(spec: str, columns: DocumentColumns) -> tuple[list[tuple[str, int]], str]:
+    """(file, units) of every file, in the order that fixes the output, and a fingerprint of all of them."""
+    if not _is_stored(spec):
+        source = open_source(spec, columns=columns)
+        counts: dict[str, int] = {}
+        for index in range(len(source)):
+            file = source.unit(index).file
+            counts[file] = counts.get(file, 0) + 1
+        return list(counts.items()), source.fingerprint
+    folder = StorageFolder(spec)
+    sizes = {name: size for name, size in folder.files((_PARQUET, *JSONL_SUFFIXES)) if size}
+    names = list(sizes)
+    kinds = {name.endswith(_PARQUET) for name in names}
+    if len(kinds) != 1:
+        what = "both parquet and JSONL files: the same documents may be in both" if kinds else "no data file"
+        raise ConfigError(f"{spec} holds {what}. Name a prefix with parquet or JSONL(.gz/.zst) files only.")
+    if kinds == {False}:
+        # A stored JSONL file is fetched and read whole.
+        return [(name, 1) for name in names], hashlib.sha256(repr(sizes).encode()).hexdigest()
+    sources = [ParquetSource([StoredFile(folder, name)], RetryPolicy(), columns=columns) for name in names]
+    digest = hashlib.sha256("".join(source.fingerprint for source in sources).encode())
+    return [(name, len(source)) for name, source in zip(names, sources, strict=True)], digest.hexdigest()
+
+
+def open_file(spec: str, file: str, columns: DocumentColumns, scratch: Path) -> DocumentSource:
+    """One listed file as a source of its own. A stored JSONL file is copied to `scratch` first."""
+    if not _is_stored(spec):
+        return open_source(file, columns=columns)
+    folder = StorageFolder(spec)
+    if file.endswith(_PARQUET):
+        return ParquetSource([StoredFile(folder, file)], RetryPolicy(), columns=columns)
+    local = scratch / Path(file).name
+    folder.copy_to(file, local)
+    # One block for the whole file, because the listing counted it as one unit.
+    return JsonlSource([LocalFile(file, local)], columns=columns, block_bytes=max(1, local.stat().st_size))
+
+
+def units_are_whole_files(files: list[tuple[str, int]]) -> bool:
+    return all(units == 1 and file.endswith(JSONL_SUFFIXES) for file, units in files)
+
+
+def _is_stored(spec: str) -> bool:
+    scheme = urlsplit(spec).scheme
+    return scheme not in ("", "file", "http", "https") and "://" in spec

@@ -21,16 +21,18 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
 from nsa.data.child_process import exit_with_parent
-from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, record_plan
+from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
 from nsa.data.prepare.task import ReadUnits, Report, WriteShards, done_tasks, read_record
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
-from nsa.data.tokenizer import one_tokenizer_thread
+from nsa.data.source.resolve import open_source
+from nsa.data.tokenizer import load_tokenizer, one_tokenizer_thread, token_dtype
 from nsa.errors import ConfigError, DataError
 from nsa.files import file_lock, storage_errors
 from nsa.storage import StorageFolder
 
 _POLL_S = 0.2
+_SAMPLED_UNITS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,30 @@ def _prepare(
         with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
             LocalExecutor(plan, out.url, workers, logs, on_progress).run()
         return finish(plan, out)
+
+
+def bootstrap(
+    source: str,
+    out: str,
+    *,
+    gb: float,
+    tokenizer: str,
+    workers: int,
+    held_out_fraction: float = 0.0,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+) -> ShardManifest:
+    """Prepare about `gb` gigabytes of token shards from the start of the source; continues where it was stopped."""
+    if gb <= 0:
+        raise ConfigError(f"gb is {gb:g}: there is nothing to stage. Give e.g. 5.")
+    loaded = load_tokenizer(tokenizer)
+    itemsize = token_dtype(loaded.vocab_size).itemsize
+    opened = open_source(source)
+    sampled = min(_SAMPLED_UNITS, len(opened))
+    texts = [document.text for index in range(sampled) for document in opened.read(index)]
+    sampled_bytes = itemsize * sum(len(ids) + 1 for ids in loaded.encode_batch(texts))
+    units = max(1, round(gb * 1e9 * sampled / max(1, sampled_bytes)))
+    plan = make_plan(source, tokenizer, held_out_fraction=held_out_fraction, limit_units=units)
+    return prepare(plan, out, workers=workers, on_progress=on_progress)
 
 
 def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:

@@ -20,12 +20,10 @@ import numpy as np
 from datatrove.data import Document as TroveDocument
 from datatrove.pipeline.base import PipelineStep
 
-from nsa.data.document import is_held_out
-from nsa.data.prepare.inputs import open_file
-from nsa.data.prepare.plan import WORK, PreparePlan
+from nsa.data.document import CorruptUnit, is_held_out
+from nsa.data.prepare.plan import WORK, PreparePlan, open_file
 from nsa.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa.data.shards.writer import ShardInfo, ShardWriter
-from nsa.data.source.unit import CorruptUnit
 from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa.errors import DataError
 from nsa.storage import StorageFolder

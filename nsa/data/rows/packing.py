@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from nsa.data.document import TokenDoc
+from nsa.data.document_stream import TokenDoc
 from nsa.data.rows.batch import Segment
 from nsa.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nsa.data.document import TokenDoc
+from nsa.data.document_stream import TokenDoc
 from nsa.data.rows.batch import Batch, EndOfData, rows_of_rank
 from nsa.data.rows.packing import PackedRow, PackerResume, RowPacker
 from nsa.errors import ConfigError

@@ -7,6 +7,7 @@ in for another.
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa.data.document import DocumentColumns
 from nsa.data.document_stream import AtEnd, DocumentStream, Split
 from nsa.data.rows.packing import Packing, make_packer
 from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
@@ -18,7 +19,6 @@ from nsa.data.shards.reader import ShardReader
 from nsa.data.source.checksums import ChecksummedSource
 from nsa.data.source.resolve import open_source
 from nsa.data.source.retry_policy import RetryPolicy
-from nsa.data.source.row_group import DocumentColumns
 from nsa.data.tokenizer import check_same, load_tokenizer, token_dtype
 from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import ConfigError

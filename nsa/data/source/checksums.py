@@ -13,8 +13,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from nsa.data.document import Document
-from nsa.data.source.unit import CorruptUnit, DocumentSource, SourceUnit
+from nsa.data.document import CorruptUnit, Document, DocumentSource, SourceUnit
 from nsa.errors import CheckpointError
 from nsa.files import file_lock, storage_errors
 

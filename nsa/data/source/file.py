@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from nsa.data.document import CorruptUnit
 from nsa.data.source.http import HttpClient
 from nsa.data.source.retry_policy import ReadDeadline
-from nsa.data.source.unit import CorruptUnit
 from nsa.errors import DataError
+from nsa.storage import StorageFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +92,22 @@ class HttpFile:
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         return self._client.range(self.where, start, length, deadline, etag=self._etag)
+
+
+class StoredFile:
+    """A file in an object store, read by ranges; the store's client retries and has its own timeouts."""
+
+    def __init__(self, folder: StorageFolder, name: str) -> None:
+        self._folder = folder
+        self.name = name
+        self.where = f"{folder.url}/{name}"
+
+    def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
+        with self._folder.open_random(self.name) as file:
+            size = file.size()
+            return FileTail(file.read_at(min(length, size), max(0, size - length)), size)
+
+    def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
+        with self._folder.open_random(self.name) as file:
+            data: bytes = file.read_at(length, start)
+            return data

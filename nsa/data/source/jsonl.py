@@ -14,11 +14,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nsa.data.document import Document
+from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
 from nsa.data.source.file import LocalFile
 from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
-from nsa.data.source.row_group import DocumentColumns, make_document
-from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, SourceUnit
 from nsa.errors import DataError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -1,33 +1,71 @@
 """Parquet files, local or over HTTP, one unit per row group."""
 
 import hashlib
+import io
+import json
+import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nsa.data.document import Document
+from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
 from nsa.data.source.file import SourceFile
 from nsa.data.source.http import MAX_PARALLEL, HttpClient, ServerUnreachable
-from nsa.data.source.listing_cache import ListedFile, ListingCache
 from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
-from nsa.data.source.row_group import (
-    DocumentColumns,
-    RangeFile,
-    check_footer,
-    footer_length,
-    parse_footer,
-    parse_row_group,
-)
-from nsa.data.source.unit import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, SourceUnit
 from nsa.errors import DataError, DataTimeout
+from nsa.files import storage_errors, write_atomic
 
+FOOTER_TRAILER_BYTES = 8  # footer length, "PAR1"
 _TAIL_BYTES = 256 * 1024
 _FOOTER_MAX_BYTES = 64 * 2**20  # some sixty times that of a FineWeb-Edu file
 _FOOTER_CACHE_BYTES = 256 * 2**20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """What a listing remembers of a parquet file; the footer itself is fetched again when it is needed."""
+
+    size: int
+    footer_bytes: int
+    footer_sha256: str
+    row_groups: int
+
+
+class ListingCache:
+    def __init__(self, folder: Path, names: Sequence[str], columns: str) -> None:
+        key = hashlib.sha256("\n".join([columns, *names]).encode()).hexdigest()[:32]
+        self._path = folder / f"listing-{key}.json"
+        self._names = list(names)
+
+    def load(self) -> list[ListedFile] | None:
+        """None if there is nothing usable; a damaged cache is only a slow start."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            files = [ListedFile(**entry) for entry in content["files"]]
+            sound = content["sha256"] == _digest(files) and len(files) == len(self._names)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            _log.warning("listing cache %s is not used (%s: %s)", self._path, type(error).__name__, error)
+            return None
+        return files if sound else None
+
+    def save(self, files: Sequence[ListedFile]) -> None:
+        fix = "Set data.cache_dir to a folder that can be written, or leave it out."
+        with storage_errors(f"listing cache {self._path} cannot be written", fix=fix):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"sha256": _digest(files), "files": [asdict(file) for file in files]})
+            write_atomic(self._path, content, many_writers=True)
+
+
+def _digest(files: Sequence[ListedFile]) -> str:
+    return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
 
 
 class ParquetSource:
@@ -162,3 +200,95 @@ class ParquetSource:
     def _forget(self, file: int) -> None:
         if file in self._footers:
             self._cached_bytes -= self._footers.pop(file)[0]
+
+
+def footer_length(tail: bytes) -> int:
+    """Length of the footer with its trailer, from a file's last bytes."""
+    if len(tail) < FOOTER_TRAILER_BYTES or tail[-4:] != b"PAR1":
+        raise CorruptUnit(f"it does not end like a parquet file (last bytes {tail[-4:]!r})")
+    return int.from_bytes(tail[-8:-4], "little") + FOOTER_TRAILER_BYTES
+
+
+def parse_footer(footer: bytes) -> Any:
+    import pyarrow.parquet as pq
+
+    with _corruption_as_error("its footer cannot be parsed"):
+        return pq.read_metadata(io.BytesIO(footer))
+
+
+def check_footer(metadata: Any, columns: DocumentColumns) -> None:
+    """What the footer must say to be usable. It has no checksum of its own, so it is also held against itself."""
+    import pyarrow.types as types
+
+    schema = metadata.schema.to_arrow_schema()
+    for column in filter(None, (columns.text, columns.id)):
+        if column not in schema.names:
+            raise CorruptUnit(f"it has no column {column!r}, only {schema.names}")
+        kind = schema.field(column).type
+        integer_id = column == columns.id and types.is_integer(kind)
+        if not (types.is_string(kind) or types.is_large_string(kind) or integer_id):
+            raise CorruptUnit(f"its column {column!r} is {kind}, not text")
+    rows = sum(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+    if rows != metadata.num_rows:
+        raise CorruptUnit(f"its row groups hold {rows} rows together, the file says {metadata.num_rows}")
+
+
+def parse_row_group(file: io.RawIOBase, metadata: Any, row_group: int, columns: DocumentColumns) -> list[Document]:
+    """The documents of a row group; one read of `file` per column. Page checksums are verified where there are any."""
+    import pyarrow.parquet as pq
+
+    wanted = [columns.text] if columns.id is None else [columns.text, columns.id]
+    with _corruption_as_error("its pages cannot be decoded"):
+        reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
+        table = reader.read_row_group(row_group, columns=wanted, use_threads=False)
+        table.validate(full=True)
+        texts = table.column(columns.text).to_pylist()
+        ids = [None] * len(texts) if columns.id is None else table.column(columns.id).to_pylist()
+    expected = metadata.row_group(row_group).num_rows
+    if len(texts) != expected:
+        raise CorruptUnit(f"it holds {len(texts)} rows where the footer says {expected}")
+    return [make_document(id, text) for id, text in zip(ids, texts, strict=True)]
+
+
+class _corruption_as_error:
+    """Turn what pyarrow raises for bad bytes into `CorruptUnit`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        # ArrowInvalid is a ValueError, a failed checksum an OSError, an absurd length a MemoryError, bad UTF-8 a
+        # UnicodeDecodeError. A failed fetch is a DataError and passes through.
+        if isinstance(error, (ValueError, OSError, ArithmeticError, LookupError, NotImplementedError, MemoryError)):
+            raise CorruptUnit(f"{self._what} ({type(error).__name__}: {error})") from error
+
+
+class RangeFile(io.RawIOBase):
+    """What pyarrow reads from. A `DataError` raised by `fetch` comes out of pyarrow unchanged."""
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
+        self._fetch = fetch
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._position)
+        length = left if size < 0 else min(size, left)
+        data = self._fetch(self._position, length)
+        self._position += len(data)
+        return data

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from nsa.data.document import DocumentColumns, DocumentSource
 from nsa.data.source.file import HttpFile, LocalFile
 from nsa.data.source.http import HttpClient
 from nsa.data.source.hub import HUB_ID, list_hub
@@ -13,8 +14,6 @@ from nsa.data.source.jsonl import SUFFIXES as JSONL_SUFFIXES
 from nsa.data.source.jsonl import JsonlSource
 from nsa.data.source.parquet import ParquetSource
 from nsa.data.source.retry_policy import RetryPolicy
-from nsa.data.source.row_group import DocumentColumns
-from nsa.data.source.unit import DocumentSource
 from nsa.errors import ConfigError
 
 _HTTP = ("http://", "https://")

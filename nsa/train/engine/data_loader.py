@@ -21,7 +21,7 @@ from olmo_core.data.data_loader import TextDataLoaderBase
 from olmo_core.distributed.utils import all_gather_object, broadcast_object
 from torch import Tensor
 
-from nsa.data.prefetch.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.batch import Batch
 from nsa.data.rows.row_stream import State
 from nsa.data.rows.specs import DirectData, RowData, check_batch

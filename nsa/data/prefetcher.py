@@ -9,19 +9,23 @@ import multiprocessing as mp
 import os
 import queue
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nsa.data.prefetch.worker import WorkerFailure, produce
-from nsa.data.rows.batch import Batch
+from nsa import errors
+from nsa.data.child_process import exit_with_parent
+from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.row_stream import State
-from nsa.data.rows.specs import RowData, check_batch
+from nsa.data.rows.specs import DirectData, RowData, check_batch
+from nsa.data.tokenizer import one_tokenizer_thread
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout, NSAError
 
 _POLL_S = 0.2
+_SMOKE_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +172,72 @@ class BatchPrefetcher:
 
 class _TooLate(DataTimeout):
     """The queue stayed empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """An error of the worker, by name: the trainer raises the same class, or the nearest in `nsa.errors`, again."""
+
+    kind: str
+    message: str
+
+    def as_error(self) -> NSAError:
+        if self.kind == EndOfData.__name__:
+            return EndOfData(self.message)
+        error: NSAError = getattr(errors, self.kind, DataError)(self.message)
+        return error
+
+    @classmethod
+    def of(cls, error: NSAError) -> "WorkerFailure":
+        if isinstance(error, EndOfData):
+            return cls(EndOfData.__name__, str(error))
+        return cls(next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__)), str(error))
+
+
+def produce(
+    out: Any, parent_pid: int, data: RowData, global_rows: int, rank: int, world: int, state: State | None
+) -> None:
+    """Put (batch, cursor after it) into the queue until the parent is gone, or a Failure and end."""
+    exit_with_parent(parent_pid)
+    # A signal to the whole group asks the trainer to save and leave, for which it may need another batch. The trainer
+    # ends this process with SIGKILL, which is safe because nothing here is state.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    one_tokenizer_thread()
+    try:
+        stream = data.open()
+        if state is not None:
+            stream.load_state_dict(state)
+        while True:
+            batch = stream.next_batch(global_rows, rank, world)
+            out.put((batch, stream.state_dict()))
+    except NSAError as error:
+        out.put(WorkerFailure.of(error))
+        out.close()
+        out.join_thread()
+        sys.exit(error.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeReport:
+    first_batch_s: float
+    batches: int
+    documents: int
+    tokens: int
+    tokens_per_s: float
+
+
+def smoke(source: str, *, tokenizer: str, seq_len: int, batch: int, timeout_s: float) -> SmokeReport:
+    """A few batches through the whole path, worker process included. Raises DataError when none comes in time."""
+    data = DirectData(source, tokenizer, seq_len, loader_timeout_s=timeout_s)
+    start = time.monotonic()
+    with BatchPrefetcher(data, global_rows=batch, settings=PrefetchSettings(timeout_s=timeout_s)) as feeder:
+        feeder.warm_up()
+        first_batch_s = time.monotonic() - start
+        for _ in range(_SMOKE_BATCHES):
+            next(feeder)
+        counters = feeder.counters
+        elapsed_s = time.monotonic() - start
+    return SmokeReport(
+        first_batch_s, counters.batches, counters.documents, counters.tokens, counters.tokens / elapsed_s
+    )

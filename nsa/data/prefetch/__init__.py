@@ -1,1 +1,0 @@
-"""Rows to the trainer: a process that prefetches, exact cursors of what was consumed, tensors."""
