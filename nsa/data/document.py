@@ -28,6 +28,11 @@ class DocumentColumns:
     text: str = "text"
     id: str | None = "id"
 
+    @property
+    def identity(self) -> str:
+        """Part of every source's fingerprint, and so of saved cursors: fixed, whatever the class is called."""
+        return f"Columns(text={self.text!r}, id={self.id!r})"
+
 
 def make_document(id: object, text: str | None) -> Document:
     """A document without an id is named after its content, which is stable under any change of files and order."""

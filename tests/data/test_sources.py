@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -11,7 +12,7 @@ import zstandard
 from nsa.data.document import Document
 from nsa.data.source import CorruptUnit, DocumentColumns, open_source
 from nsa.data.source.jsonl import JsonlSource
-from nsa.data.source.parquet import ParquetSource
+from nsa.data.source.parquet import ListingCache, ParquetSource
 from nsa.data.source.resolve import _local
 from nsa.data.source.retry_policy import RetryPolicy
 from nsa.errors import ConfigError, DataError
@@ -312,3 +313,19 @@ def test_the_listing_of_a_dataset_is_kept_between_starts(tmp_path):
         assert open_source("owner/set", **options).fingerprint == first.fingerprint, "a changed cache is not believed"
         kept.write_text("{")
         assert len(open_source("owner/set", **options)) == len(first)
+
+
+def test_fingerprints_and_cache_names_never_change(tmp_path):
+    """Saved data cursors, checksum files and listing caches carry them: values computed by an earlier version."""
+    fixture = str(Path(__file__).parent / "fixtures" / "debian_docs.parquet")
+    (tmp_path / "a.jsonl").write_text('{"id": "1", "text": "one"}\n{"id": "2", "text": "two"}\n')
+    assert open_source(fixture).fingerprint == "fec5974ae3501fe5e1c0280d1cb9371d07c97ea906942b8f5a898d59b5fee43b"
+    assert open_source(fixture, columns=DocumentColumns("text", None)).fingerprint == (
+        "57dd7a64cee4677367887a7fb1e682891e2c38140987fb1dec2e6b1c75f4a49c"
+    )
+    assert open_source(str(tmp_path)).fingerprint == "5214c554838496d9c59e2989193dc62e73de4ea182176787b778d4b8546233d6"
+    assert open_source(str(tmp_path), columns=DocumentColumns("id", None)).fingerprint == (
+        "9db23c1140b04b551062d960db0f69db98473adc4b1edd9061487b62861d79c8"
+    )
+    ListingCache(tmp_path, ["a", "b"], DocumentColumns()).save([])
+    assert (tmp_path / "listing-d42a85ddaa7375e2a1e68532a55f7514.json").exists()

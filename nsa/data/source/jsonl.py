@@ -44,7 +44,7 @@ class JsonlSource:
         self._sizes = [file.size() for file in self._files]
         blocks = [self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True)]
         self._first_unit = np.concatenate([[0], np.cumsum(blocks)]).astype(int)
-        digest = hashlib.sha256(f"{self._columns!r} {block_bytes}".encode())
+        digest = hashlib.sha256(f"{self._columns.identity} {block_bytes}".encode())
         for file, size in zip(self._files, self._sizes, strict=True):
             digest.update(f"\n{file.name}\t{size}\t{_sample(file, size)}".encode())
         self.fingerprint = digest.hexdigest()

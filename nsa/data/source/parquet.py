@@ -38,8 +38,8 @@ class ListedFile:
 
 
 class ListingCache:
-    def __init__(self, folder: Path, names: Sequence[str], columns: str) -> None:
-        key = hashlib.sha256("\n".join([columns, *names]).encode()).hexdigest()[:32]
+    def __init__(self, folder: Path, names: Sequence[str], columns: DocumentColumns) -> None:
+        key = hashlib.sha256("\n".join([columns.identity, *names]).encode()).hexdigest()[:32]
         self._path = folder / f"listing-{key}.json"
         self._names = list(names)
 
@@ -89,12 +89,12 @@ class ParquetSource:
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
         self.bytes_read = 0
-        cache = ListingCache(cache_dir, [f.name for f in self._files], repr(self._columns)) if cache_dir else None
+        cache = ListingCache(cache_dir, [f.name for f in self._files], self._columns) if cache_dir else None
         self._listed = (cache.load() if cache else None) or self._list_files()
         if cache:
             cache.save(self._listed)
         self._first_unit = np.concatenate([[0], np.cumsum([listed.row_groups for listed in self._listed])]).astype(int)
-        digest = hashlib.sha256(repr(self._columns).encode())
+        digest = hashlib.sha256(self._columns.identity.encode())
         for file, listed in zip(self._files, self._listed, strict=True):
             digest.update(f"\n{file.name}\t{listed.size}\t{listed.row_groups}\t{listed.footer_sha256}".encode())
         self.fingerprint = digest.hexdigest()
