@@ -31,12 +31,11 @@ def compare(
     from rich.table import Table
     from rich.text import Text
 
-    from nsa.observe.view.comparison import differing_settings, figures, labels
     from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
     from nsa.observe.view.monitor.text_layout import plain_ascii, title
     from nsa.observe.view.report.run_report import spelled
     from nsa.observe.view.run_data import load
-    from nsa.observe.view.summary import summarize
+    from nsa.observe.view.summary import differing_settings, figures, labels, summarize
 
     console = Console(highlight=False, markup=False)
     unicode = console.encoding.startswith("utf")

@@ -3,8 +3,8 @@ import re
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.observe.view.comparison import differing_settings, labels
 from nsa.observe.view.run_data import load
+from nsa.observe.view.summary import differing_settings, labels
 from tests.observe.recorded import a_run
 from tests.observe.test_monitor import fresh, healthy
 from tests.observe.test_report import Page

@@ -10,8 +10,7 @@ import pytest
 
 from nsa.config import load
 from nsa.errors import ConfigError
-from nsa.observe.export.background_logger import BackgroundLogger
-from nsa.observe.export.tracker_ids import TrackerIds
+from nsa.observe.export.background_logger import BackgroundLogger, TrackerIds
 from nsa.observe.heartbeat import read_beats
 from nsa.observe.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa.train.experiment_tracking import start_tracking

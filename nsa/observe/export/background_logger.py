@@ -4,12 +4,17 @@ Each service has a thread of its own: client libraries wait for minutes, and the
 delivered is in the run folder all the same.
 """
 
+import json
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
+
+from nsa.files import write_atomic
+from nsa.observe.names import TRACKERS
 
 _WAITING = 1024
 """Records that may wait; further ones are dropped."""
@@ -83,3 +88,33 @@ class BackgroundLogger:
             self._warn(
                 f"WARNING: {self._service.name} does not take records ({why}). The run goes on; its folder has them."
             )
+
+
+class TrackerIds:
+    """trackers.json: which W&B and MLflow run belongs to a run folder, so that a restart continues it.
+
+    Shared by the threads of all trackers. A run that does not resume begins without ids.
+    """
+
+    def __init__(self, run_folder: Path, *, resuming: bool) -> None:
+        self._path = run_folder / TRACKERS
+        self._lock = threading.Lock()
+        if not resuming:
+            self._path.unlink(missing_ok=True)
+        self._ids = self._read()
+
+    def get(self, tracker: str) -> str | None:
+        return self._ids.get(tracker)
+
+    def put(self, tracker: str, run_id: str) -> None:
+        with self._lock:
+            self._ids[tracker] = run_id
+            write_atomic(self._path, json.dumps(self._ids, indent=2) + "\n")
+
+    def _read(self) -> dict[str, str]:
+        """Without ids where the file is missing or damaged: then a tracker gets a second run, and nothing else."""
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return {str(k): v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}

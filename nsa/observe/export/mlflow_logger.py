@@ -2,7 +2,7 @@
 
 import time
 
-from nsa.observe.export.tracker_ids import TrackerIds
+from nsa.observe.export.background_logger import TrackerIds
 
 
 class MLflowLogger:

@@ -3,6 +3,7 @@
 import math
 from datetime import UTC, datetime
 
+from nsa.observe.events import EventKind, RunEvent
 from nsa.terminal_text import printable
 
 UNKNOWN = "–"
@@ -111,3 +112,22 @@ def plain(text: object, most: int = 500) -> str:
 def as_float(value: object) -> float:
     """A number of a record, NaN where it is none."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def event_text(event: RunEvent) -> str:
+    """What an event says beyond its kind and step, as one short line."""
+    details = event.details
+    if event.kind == EventKind.EVALUATION:
+        return f"held-out loss {number(as_float(details.get('val_loss')))}"
+    if event.kind == EventKind.LOST_STEPS:
+        return f"{details.get('steps', '?')} steps to do again"
+    if event.kind in (EventKind.START, EventKind.RESTART):
+        origin = str(details.get("origin") or "").rpartition("/")[2]
+        return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")
+    if condition := details.get("condition"):
+        over = "over" if details.get("over") else details.get("message") or details.get("reason") or ""
+        return plain(f"{condition}: {over}", 200)
+    for name in ("reason", "error", "problem", "why", "message"):
+        if details.get(name):
+            return plain(details[name], 200)
+    return ""

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.view.event_words import told
-from nsa.observe.view.formatting import as_float, clock, count, duration, memory, number, plain, share
+from nsa.observe.view.formatting import as_float, clock, count, duration, event_text, memory, number, plain, share
 from nsa.observe.view.goodput import TimeCause
 from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
@@ -309,7 +308,7 @@ def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
         style = _EVENT_STYLES.get(event.kind, "")
         words = event.kind.value.replace("_", " ")
         lines.append(
-            line((f"{clock(event.ts)} ", QUIET), (f"{words:12}", style), f" step {event.step:<8,} ", told(event))
+            line((f"{clock(event.ts)} ", QUIET), (f"{words:12}", style), f" step {event.step:<8,} ", event_text(event))
         )
     return lines
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from html import escape
 from math import isfinite
 
-from nsa.observe.view.comparison import differing_settings, figures, labels
 from nsa.observe.view.downsample import buckets
 from nsa.observe.view.formatting import count, memory, number, plain, share
 from nsa.observe.view.report.html_page import chart_figure, page, section, table
@@ -12,7 +11,7 @@ from nsa.observe.view.report.run_charts import time_unit, worst
 from nsa.observe.view.report.run_report import spelled
 from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
 from nsa.observe.view.run_data import RunData
-from nsa.observe.view.summary import summarize
+from nsa.observe.view.summary import differing_settings, figures, labels, summarize
 
 _POINTS = 250
 STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")

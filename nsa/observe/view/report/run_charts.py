@@ -1,12 +1,14 @@
 """Which charts a report has, and what each of them is made of."""
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 
 from nsa.observe.events import EventKind
 from nsa.observe.view.downsample import ChartBucket, buckets
 from nsa.observe.view.formatting import count, duration, memory, number, plain, share
-from nsa.observe.view.report.heatmap import png_uri
 from nsa.observe.view.report.svg_chart import MOST_POINTS, ChartLine, ChartMark, SvgChart
 from nsa.observe.view.run_data import BRANCHES, OF_EVERY_RANK, SHARES, RunData
 
@@ -14,6 +16,10 @@ _LOG_FROM = 1000.0
 """Largest over smallest value from which a gradient norm is drawn on a log axis."""
 _COLUMNS = 240
 """Of the gate picture: at most so many moments."""
+_INK = (59, 110, 168)
+_NOT_FINITE = (200, 30, 30, 255)
+_FAINTEST = 20
+"""Of 255: even the least share is seen as ink, so that a hole is a hole."""
 
 
 def charts(run: RunData) -> list[SvgChart]:
@@ -203,3 +209,25 @@ def gate_pictures(run: RunData) -> tuple[list[tuple[str, str]], float, float, in
 
 def _at(shares: Sequence[float], place: int) -> float:
     return shares[place] if place < len(shares) else math.nan
+
+
+def png_uri(cells: Sequence[Sequence[float]], low: float, high: float) -> str:
+    """Rows of values as a data URI; the ink is denser for more, and transparent where there is no value."""
+    rows = b"".join(b"\0" + b"".join(bytes(_pixel(value, low, high)) for value in row) for row in cells)
+    width, height = len(cells[0]), len(cells)
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    body = _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows, 9)) + _chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+
+
+def _pixel(value: float, low: float, high: float) -> tuple[int, int, int, int]:
+    if math.isnan(value):
+        return (0, 0, 0, 0)
+    if math.isinf(value):
+        return _NOT_FINITE
+    density = (min(high, max(low, value)) - low) / (high - low) if high > low else 0.5
+    return (*_INK, _FAINTEST + round(density * (255 - _FAINTEST)))
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

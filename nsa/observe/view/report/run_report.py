@@ -9,8 +9,7 @@ from typing import Any
 from nsa.config.layer import flatten
 from nsa.observe import names, records
 from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.view.event_words import told
-from nsa.observe.view.formatting import UNKNOWN, count, duration, mean_of_last, moment, number, plain, share
+from nsa.observe.view.formatting import UNKNOWN, count, duration, event_text, mean_of_last, moment, number, plain, share
 from nsa.observe.view.goodput import KNOWN, Goodput, TimeCause
 from nsa.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa.observe.view.report.run_charts import charts, gate_pictures
@@ -209,7 +208,7 @@ def _events(events: Sequence[RunEvent]) -> str:
     if not events:
         return '<p class="quiet">None yet.</p>'
     rows = [
-        (moment(event.ts), event.kind.value.replace("_", " "), f"{event.step:,}", told(event))
+        (moment(event.ts), event.kind.value.replace("_", " "), f"{event.step:,}", event_text(event))
         for event in reversed(events[-_MOST_EVENTS:])
     ]
     made = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")

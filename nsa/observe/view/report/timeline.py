@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.downsample import nice_step
-from nsa.observe.view.event_words import told
-from nsa.observe.view.formatting import clock, duration
+from nsa.observe.view.formatting import clock, duration, event_text
 from nsa.observe.view.goodput import Goodput
 from nsa.observe.view.report.run_charts import time_unit
 from nsa.observe.watch.conditions import AlertLevel
@@ -73,7 +72,7 @@ def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
         at = sum(x(event.ts) for event in kind_group) / len(kind_group)
         y = TOP + LANE * (LANES.index(sign.lane) + 0.5) + 5
         said = [
-            f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {told(event)}".rstrip()
+            f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {event_text(event)}".rstrip()
             for event in kind_group
         ]
         words = "\n".join(said if len(said) <= 12 else [*said[:5], f"and {len(said) - 10} more", *said[-5:]])
