@@ -1,13 +1,13 @@
-"""What a run may be judged for: devices with their memory, speed and an assumed price. No torch but to look around."""
+"""Target hardware of estimates and preflight: `--target` names, and the GPUs or CPU cores of this machine."""
 
 import os
 from dataclasses import dataclass, replace
 
 from nsa.config.layer import nearest
 from nsa.errors import ConfigError
+from nsa.gpus import GIB, GPUS, GpuSpec, find_gpu
 from nsa.planning.host_memory import host_memory
 
-GIB = 2**30
 CPU = "cpu"
 HERE = "here"
 RANKS_PER_NODE = 8
@@ -16,10 +16,7 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class HardwareDevice:
-    """One GPU, or all cores of a machine. Peaks are the vendors' dense figures, never reached; prices are assumptions.
-
-    `memory_gib` is what the driver lets a process see, in GiB, which is less than the number in the name.
-    """
+    """One GPU, as in `nsa.gpus`, or all cores of a machine."""
 
     name: str
     memory_gib: float
@@ -28,6 +25,10 @@ class HardwareDevice:
     bandwidth_gb_s: float
     usd_per_hour: float
     """Assumed: what one costs per hour to rent, in round figures. `--price` replaces it."""
+
+    @classmethod
+    def from_gpu(cls, gpu: GpuSpec) -> "HardwareDevice":
+        return cls(gpu.name, gpu.memory_gib, gpu.bf16_tflops, gpu.fp32_tflops, gpu.bandwidth_gb_s, gpu.usd_per_hour)
 
     @property
     def is_gpu(self) -> bool:
@@ -56,31 +57,8 @@ class HardwareTarget:
         return self.device.name if self.count == 1 else f"{self.device.name}:{self.count}"
 
 
-DEVICES = {
-    device.name: device
-    for device in (
-        #       name       GiB     bf16   fp32   GB/s   USD/h
-        HardwareDevice("a100-40gb", 39.4, 312.0, 19.5, 1555, 1.30),
-        HardwareDevice("a100-80gb", 79.2, 312.0, 19.5, 2039, 1.80),
-        HardwareDevice("h100-80gb", 79.2, 989.0, 67.0, 3350, 3.00),
-        HardwareDevice("h200", 139.8, 989.0, 67.0, 4800, 3.80),
-        HardwareDevice("b200", 178.3, 2250.0, 75.0, 8000, 5.50),
-        HardwareDevice("mi300x", 191.5, 1307.0, 163.4, 5300, 2.50),
-        HardwareDevice("rtx3090", 23.7, 71.0, 35.6, 936, 0.30),
-        HardwareDevice("rtx4090", 23.6, 165.0, 82.6, 1008, 0.50),
-        HardwareDevice("rtx5090", 31.4, 209.0, 104.8, 1792, 0.90),
-        HardwareDevice("rtxa6000", 47.5, 155.0, 38.7, 768, 0.60),
-        HardwareDevice("l40s", 44.4, 362.0, 91.6, 864, 1.00),
-        HardwareDevice("l4", 22.0, 121.0, 30.3, 300, 0.60),
-        HardwareDevice("a10", 22.1, 125.0, 31.2, 600, 0.75),
-        HardwareDevice(CPU, 16.0, 0.05, 0.05, 20, 0.10),
-    )
-}
-# How drivers call them, most particular first.
-_DRIVER_NAMES = {
-    "MI300X": "mi300x", "B200": "b200", "H200": "h200", "H100": "h100-80gb", "A100": "a100-80gb", "L40S": "l40s",
-    "A6000": "rtxa6000", "5090": "rtx5090", "4090": "rtx4090", "3090": "rtx3090", "A10": "a10", "L4": "l4",
-}  # fmt: skip
+DEVICES = {name: HardwareDevice.from_gpu(gpu) for name, gpu in GPUS.items()}
+DEVICES[CPU] = HardwareDevice(CPU, 16.0, 0.05, 0.05, 20, 0.10)
 _CORE_TFLOPS = 0.05  # one core's vector units, in round figures
 
 
@@ -114,9 +92,7 @@ def _gpu_here(properties: object) -> HardwareDevice:
     """The known device of that name with the memory that is really there; an unknown one is judged as the slowest."""
     name: str = getattr(properties, "name", "")
     memory_gib = getattr(properties, "total_memory", 0) / GIB
-    known = next((key for part, key in _DRIVER_NAMES.items() if part in name), None)
-    if known == "a100-80gb" and memory_gib < 60:
-        known = "a100-40gb"
+    known = find_gpu(name, memory_gib)
     slowest = min((device for device in DEVICES.values() if device.is_gpu), key=lambda device: device.bf16_tflops)
-    found = DEVICES[known] if known else replace(slowest, name=name)
+    found = DEVICES[known.name] if known else replace(slowest, name=name)
     return replace(found, memory_gib=memory_gib)

@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 
 import triton
 
+from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton import autotune, tuning
 from nsa.kernels.triton.autotune import Launch, TileTuner, key_of, tuned
-from nsa.kernels.triton.gpus import GPUS
 from nsa.kernels.triton.switch import set_tuning
 from nsa.kernels.triton.tile_store import TileStore
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose
@@ -269,13 +269,14 @@ def test_the_table_knows_every_kernel_that_is_tuned(kernel):
 
 
 _JUDGE = """
-from nsa.kernels.triton import autotune, gpus
+from nsa.gpus import ARCHITECTURES
+from nsa.kernels.triton import autotune, tuning
 from tools.compile_report.report import MODELS, compile_for, jobs
 from nsa.kernels.triton.tuning import TileSizes
-gpus.gpu_here = lambda: "sm_90"
+tuning.gpu_here = lambda: "sm_90"
 for tiles in (TileSizes(64, 64, 4, 3), TileSizes(128, 64, 4, 3)):
     (job,) = (j for j in jobs(MODELS["base"], "sm_90", {"runs_forward": tiles}) if j.kernel == "runs_forward")
-    print(autotune._over_limits(compile_for(job, gpus.GPUS["sm_90"])))
+    print(autotune._over_limits(compile_for(job, ARCHITECTURES["sm_90"])))
 """
 
 

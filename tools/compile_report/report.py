@@ -8,13 +8,14 @@ import triton
 from triton.compiler import ASTSource
 
 from nsa.geometry import Geometry
+from nsa.gpus import ARCHITECTURES as GPUS
+from nsa.gpus import GpuArchitecture
 from nsa.kernels.triton import PIECE, block_index, bounds, mix
 from nsa.kernels.triton import decode as launch_decode
 from nsa.kernels.triton.device import decode, range_backward, range_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
-from nsa.kernels.triton.gpus import GPUS, KernelGpu
 from nsa.kernels.triton.head_dims import split_width, widths
-from nsa.kernels.triton.machine_code import MachineCode, read
+from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import TileSizes, choose
@@ -170,7 +171,7 @@ _POINTERS = {
 }  # fmt: skip
 
 
-def compile_for(job: CompileJob, gpu: KernelGpu) -> Any:
+def compile_for(job: CompileJob, gpu: GpuArchitecture) -> Any:
     types = {**dict.fromkeys(_ROWS, f"*{job.dtype}"), **_POINTERS}
     signature, attributes = {}, {}
     for position, name in enumerate(job.function.arg_names):
@@ -179,13 +180,13 @@ def compile_for(job: CompileJob, gpu: KernelGpu) -> Any:
         if signature[name].startswith("*") or is_stride:  # as the just-in-time compiler finds them for real tensors
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
-    return triton.compile(source, target=gpu.target, options=dict(num_warps=job.warps, num_stages=job.stages))
+    return triton.compile(source, target=compile_target(gpu), options=dict(num_warps=job.warps, num_stages=job.stages))
 
 
 def inspect(job: CompileJob, model: str, gpu_name: str) -> CompileReport:
     gpu = GPUS[gpu_name]
     code = read(compile_for(job, gpu), gpu)
-    by_registers = gpu.registers_per_unit // max(1, code.registers * job.warps * gpu.target.warp_size)
+    by_registers = gpu.registers_per_unit // max(1, code.registers * job.warps * gpu.warp_size)
     by_shared = gpu.shared_per_unit // max(1, code.shared_bytes)
     programs = min(by_registers, by_shared, gpu.warps_per_unit // job.warps)
     shape = [str(job.constants[name]) for name in ("BLOCK_M", "BLOCK_Q", "BLOCK_N", "KEEP") if name in job.constants]

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from nsa.kernels.triton.gpus import GPUS
+from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton.machine_code import MachineCode
 from tools.compile_report.report import CompileReport
 

@@ -16,7 +16,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
-from nsa.kernels.triton.gpus import GPUS
+from nsa.gpus import ARCHITECTURES as GPUS
 from tools.compile_report.report import MODELS, CompileReport, inspect, jobs
 from tools.compile_report.table import TABLE, parse, regressions, render
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
-from nsa.kernels.triton.gpus import GPUS
-from nsa.kernels.triton.machine_code import read
+from nsa.gpus import ARCHITECTURES as GPUS
+from nsa.kernels.triton.machine_code import compile_target, read
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def compiled(kernel: Any, rows: int, gpu: str) -> Any:
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(signature))},
     )
-    return triton.compile(source, target=GPUS[gpu].target, options=dict(num_warps=4, num_stages=3))
+    return triton.compile(source, target=compile_target(GPUS[gpu]), options=dict(num_warps=4, num_stages=3))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""What a model of kernels must know of a GPU beyond `nsa.planning.hardware`: clocks, caches, published attention speed.
-
-Peaks and memory bandwidth stay in the one table of devices there; here is only what it lacks.
-"""
+"""GPUs of the performance model: L2 bandwidth and published attention speed, added to the table in `nsa.gpus`."""
 
 from dataclasses import dataclass
 
 from nsa.errors import ConfigError
-from nsa.planning.hardware import DEVICES, HardwareDevice
+from nsa.gpus import GPUS as SPECS
+from nsa.gpus import GpuClock, GpuSpec
 
 EXPONENTIALS_PER_CLOCK = 16
 """Of one multiprocessor or compute unit: CUDA programming guide's throughput table; a quarter of a CDNA SIMD's rate."""
@@ -40,17 +38,34 @@ class PublishedSpeed:
 @dataclass(frozen=True)
 class GpuModel:
     name: str
-    device: HardwareDevice
-    units: int
-    """Multiprocessors or compute units."""
-    clock_hz: float
-    l2_bytes: int
+    device: GpuSpec
     l2_bytes_per_s: float
     """Width times clock: what loads that hit can have at most."""
     l2_source: str
-    code: str
-    """Whose machine code the kernels become, as the compile report calls it."""
     published: PublishedSpeed
+
+    @property
+    def _clock(self) -> GpuClock:
+        assert self.device.clock is not None, f"nsa.gpus has no clock of {self.device.name}"
+        return self.device.clock
+
+    @property
+    def units(self) -> int:
+        """Multiprocessors or compute units."""
+        return self._clock.units
+
+    @property
+    def clock_hz(self) -> float:
+        return self._clock.clock_hz
+
+    @property
+    def l2_bytes(self) -> int:
+        return self._clock.l2_bytes
+
+    @property
+    def code(self) -> str:
+        """The architecture that kernels are compiled for."""
+        return self.device.architecture
 
     @property
     def exponentials_per_s(self) -> float:
@@ -72,33 +87,31 @@ class GpuModel:
         return 1e12 * (self.device.fp32_tflops if dtype == "fp32" else self.device.bf16_tflops)
 
 
-MIB = 2**20
 GPUS = {
     gpu.name: gpu
     for gpu in (
         GpuModel(
-            "a100", DEVICES["a100-80gb"], 108, 1.41e9, 40 * MIB, 5120 * 1.41e9,
-            "NVIDIA A100 whitepaper: 40 MB, 5,120 bytes per clock", "sm_80",
+            "a100", SPECS["a100-80gb"], 5120 * 1.41e9,
+            "NVIDIA A100 whitepaper: 40 MB, 5,120 bytes per clock",
             PublishedSpeed("FlashAttention-2", 0.73, 0.63, "arXiv 2307.08691, 4.1: up to 73 % forward, 63 % backward",
                       1.3, "arXiv 2307.08691, 4.1: 1.3 to 2.5 times slower; the least is taken"),
         ),
         GpuModel(
-            "h100", DEVICES["h100-80gb"], 132, 1.83e9, 50 * MIB, 5120 * 1.83e9,
-            "50 MB (NVIDIA H100 whitepaper), width as A100's: assumed", "sm_90",
+            "h100", SPECS["h100-80gb"], 5120 * 1.83e9,
+            "50 MB (NVIDIA H100 whitepaper), width as A100's: assumed",
             PublishedSpeed("FlashAttention-3", 0.75, 561 / 989, "arXiv 2407.08608: 740 TFLOP/s forward, 561 backward",
                       620.73 / 476.753, "pytorch/benchmark 2391: 477 against 621 TFLOP/s"),
         ),
         GpuModel(
-            "b200", DEVICES["b200"], 148, 1.85e9, 126 * MIB, 2 * 5120 * 1.85e9,
-            "two dies of H100's width: assumed; NVIDIA publishes none", "sm_100",
+            "b200", SPECS["b200"], 2 * 5120 * 1.85e9,
+            "two dies of H100's width: assumed; NVIDIA publishes none",
             PublishedSpeed("FlashAttention-4", 0.71, 1359.8 / 2250,
                       "together.ai/blog/flashattention-4: 1,605; Dao-AILab/flash-attention 2280: 1,360 backward",
                       2.7, "together.ai/blog/flashattention-4: up to 2.7 times slower"),
         ),
         GpuModel(
-            "mi300x", DEVICES["mi300x"], 304, 2.1e9, 256 * MIB, 17.2e12,
+            "mi300x", SPECS["mi300x"], 17.2e12,
             "AMD CDNA 3 whitepaper: Infinity Cache, 256 MB, 17.2 TB/s; a die's own 4 MB do not hold a group's keys",
-            "gfx942",
             PublishedSpeed("dense attention", 0.45, 0.30, "assumed: no figure with a source was found",
                       1.0, "assumed: the dense figure is no better known"),
         ),

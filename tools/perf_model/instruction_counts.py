@@ -30,7 +30,7 @@ def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | Non
     """None where no NVIDIA machine code is made, or none is counted."""
     if not code.startswith("sm_"):
         return None
-    from nsa.kernels.triton.gpus import GPUS
+    from nsa.gpus import ARCHITECTURES as GPUS
     from nsa.kernels.triton.machine_code import disassembled
     from tools.compile_report import report as compile_report
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton.backends.compiler import GPUTarget
 
-from nsa.kernels.triton.gpus import KernelGpu
+from nsa.gpus import GpuArchitecture
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class MachineCode:
     loops_not_pipelined: int
     """Those of them that wait for a tile, or copy nothing asynchronously."""
 
-    def over_limits(self, gpu: KernelGpu) -> list[str]:
+    def over_limits(self, gpu: GpuArchitecture) -> list[str]:
         """Resources the kernel takes and should not."""
         found = []
         if self.spilled_bytes:
@@ -46,7 +47,7 @@ class MachineCode:
             found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
         return found
 
-    def faults(self, gpu: KernelGpu) -> list[str]:
+    def faults(self, gpu: GpuArchitecture) -> list[str]:
         """Of a half-precision kernel: what is over the limits, and what the GPU could do and does not."""
         found = self.over_limits(gpu)
         if self.loops and not self.matrix:
@@ -56,11 +57,16 @@ class MachineCode:
         return found
 
 
-def read(compiled: Any, gpu: KernelGpu) -> MachineCode:
+def compile_target(gpu: GpuArchitecture) -> GPUTarget:
+    """As `triton.compile` takes it, for a GPU that need not be here."""
+    return GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+
+
+def read(compiled: Any, gpu: GpuArchitecture) -> MachineCode:
     loops = list(_loops_that_multiply(compiled.asm["ttgir"]))
     waiting = sum(bool(_LOADS.search(body)) or not _COPIES.search(body) for body in loops)
     rest = dict(shared_bytes=compiled.metadata.shared, loops=len(loops), loops_not_pipelined=waiting)
-    return (_read_amd if gpu.target.backend == "hip" else _read_nvidia)(compiled.asm, rest)
+    return (_read_amd if gpu.backend == "hip" else _read_nvidia)(compiled.asm, rest)
 
 
 def disassembled(asm: Any) -> str:

@@ -1,10 +1,12 @@
 """Tile sizes of every kernel, by width of the rows and kind of GPU. Checked ahead of time by the compile report."""
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 
-from nsa.kernels.triton.gpus import gpu_here
+from nsa.gpus import ARCHITECTURES, GpuArchitecture
 
 
 class TileSizes(NamedTuple):
@@ -140,6 +142,28 @@ def choose(kernel: str, width: int, gpu: str | None = None, *, element_size: int
     name = gpu_here() if gpu is None else gpu
     narrow, broad = (_NARROW_AMD, _BROAD_AMD) if name.startswith("gfx") else _BY_GPU.get(name, (_NARROW, _BROAD))
     return (narrow if width <= 64 else broad)[kernel]
+
+
+def gpu_here() -> str:
+    """The current GPU's architecture, e.g. sm_80 or gfx942; empty where there is no GPU."""
+    return _architecture(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+
+
+def limits_here() -> GpuArchitecture:
+    """Of the current GPU: from the table, or from the driver for one that is not in it."""
+    if known := ARCHITECTURES.get(gpu_here()):
+        return known
+    properties: Any = torch.cuda.get_device_properties()
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return GpuArchitecture(gpu_here(), shared, shared)
+
+
+@cache
+def _architecture(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def candidates(kernel: str) -> tuple[TileSizes, ...]:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
-from nsa.kernels.triton.gpus import GPUS
+from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton.tuning import choose
 from tools.compile_report.report import FP32_MODELS, MODELS, CompileReport, jobs
 from tools.compile_report.table import MORE_REGISTERS, TABLE, parse, regressions, render

@@ -13,7 +13,7 @@ import torch
 
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
-from nsa.planning.hardware import DEVICES
+from nsa.gpus import GPUS as SPECS
 from tools.perf_model import SelectionOverlap, measure_overlap, predict, selected_kernels, selection_overlap, torch_ops
 from tools.perf_model.dense import dense_s, stretch
 from tools.perf_model.gpus import GPUS, SCHEDULERS, gpu_named
@@ -109,7 +109,7 @@ def test_clocks_and_units_give_the_table_s_peak():
     """A tensor core's width is a power of two: what the device table says must be units × clock × that."""
     per_clock = {"a100": 2048, "h100": 4096, "b200": 8192, "mi300x": 2048}
     for name, gpu in GPUS.items():
-        assert gpu.device is DEVICES[gpu.device.name]
+        assert gpu.device is SPECS[gpu.device.name]
         assert gpu.units * gpu.clock_hz * per_clock[name] == pytest.approx(gpu.flops_per_s("bf16"), rel=0.01)
 
 
