@@ -132,7 +132,8 @@ def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
         described = json.loads(text)
     except OSError as error:
         raise ConfigError(
-            f"tokenizer file {path} cannot be read ({error.strerror}). Give 'byte' or the path of a tokenizers JSON."
+            f"tokenizer file {path} cannot be read ({error.strerror}). Give a tokenizers JSON file, train one with "
+            f"`nsa data tokenizer train`, or use byte."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(

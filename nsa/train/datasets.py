@@ -24,6 +24,18 @@ def vocabulary(config: RunConfig) -> int:
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 
+def require_tokenizer(config: RunConfig) -> None:
+    """Raise if the tokenizer that documents need is missing, or has more ids than the embedding has rows."""
+    if config.data.dataset in ("synthetic", "prepared") or config.data.synthetic_on_fail:
+        return
+    ids, rows = load_tokenizer(config.data.tokenizer).vocab_size, config.model.vocab_size
+    if rows is not None and ids > rows:
+        raise ConfigError(
+            f"model.vocab_size ({rows}) is less than the {ids} ids of data.tokenizer ({config.data.tokenizer}): ids "
+            f"beyond it have no embedding. Set model.vocab_size={ids}, or null to take the tokenizer's."
+        )
+
+
 def training_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
     """`run_folder` keeps the checksums of the units that are read, unless data.cache_dir does."""
     return _rows(config, vocab_size, run_folder, held_out=False)

@@ -49,6 +49,8 @@ def gather(
     problem, folder = _ranks_problem(config, target.count), _folder(config)
     try:
         vocab_size = config.model.vocab_size or datasets.vocabulary(config)
+        if target.here:
+            datasets.require_tokenizer(config)
     except NSAError as error:
         may_come_back = isinstance(error, DataError) and not (try_it or look_for_data)
         no_data = DryRunAttempt(not_tried=str(error)) if may_come_back else DryRunAttempt(problem=str(error))

@@ -1,5 +1,6 @@
 """Every config in the repository, judged for the hardware its header names."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from nsa.train.preflight_facts import gather
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INTENDED = {
+    "base_125m_8k": "a100-80gb",
+    "base_1b_32k": "h100-80gb:8",
+    "base_7b_128k": "h200:8",
     "cpu_quickstart": "cpu",
     "m7c_125m_1xa100_prod_v1": "a100-80gb",
     "m7c_125m_24g": "rtx3090",
@@ -30,7 +34,8 @@ INTENDED = {
 
 def verdicts(name: str, target: str, *changes: str):
     # The quickstart's data is made by the command in its header, so its vocabulary is given here.
-    config = load(CONFIGS / f"{name}.yaml", overrides=["model.vocab_size=257", *changes])
+    given = ["model.vocab_size=257"] if name == "cpu_quickstart" else []
+    config = load(CONFIGS / f"{name}.yaml", overrides=[*given, *changes])
     facts = gather(config, parse_target(target), try_it=False)
     return judge(facts), facts
 
@@ -63,3 +68,69 @@ def test_the_post_mortems_run_is_refused_with_every_reason_at_once():
     }  # fmt: skip
     header = (CONFIGS / "train_showcase.yaml").read_text().partition("profile:")[0]
     assert "Not for long runs: preflight refuses" in header
+
+
+BASE = sorted(file.stem for file in CONFIGS.glob("base_*.yaml"))
+
+
+def header(name: str) -> str:
+    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+def test_the_base_configs_are_for_long_sequences():
+    assert sorted(load(CONFIGS / f"{name}.yaml").train.seq_len for name in BASE) == [8192, 32768, 131072]
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_the_numbers_in_the_header_of_a_base_config_are_the_estimates(name):
+    _, facts = verdicts(name, INTENDED[name])
+    text, found = header(name), facts.estimate
+    used, available = re.search(r"(\d+) of (\d+) GiB by `nsa estimate`", text).groups()
+    assert (int(used), int(available)) == (round(found.memory.total / 2**30), round(found.memory.available / 2**30))
+    count, unit = re.search(r"([\d.]+) (million|billion) parameters", text).groups()
+    assert float(count) == round(
+        found.parameters.total / {"million": 1e6, "billion": 1e9}[unit], len(count.partition(".")[2])
+    )
+    billions, steps, per_step = re.search(
+        r"([\d.]+) billion tokens in ([\d,]+) steps \(([\d,]+) per step\)", text
+    ).groups()
+    assert (int(steps.replace(",", "")), int(per_step.replace(",", ""))) == (found.steps, found.tokens_per_step)
+    assert float(billions) == pytest.approx(found.steps * found.tokens_per_step / 1e9, rel=0.02)
+    assert f"--target {INTENDED[name]}" in text
+
+
+def test_the_125m_header_names_what_a_query_reads_and_a_smaller_gpu():
+    config = load(CONFIGS / "base_125m_8k.yaml")
+    keys = config.nsa.geometry.reads(config.train.seq_len)
+    assert f"the last query reads {keys:,} keys instead of {config.train.seq_len:,}" in header("base_125m_8k")
+    assert broken(verdicts("base_125m_8k", "rtx3090")[0]) == set()
+
+
+def test_the_7b_config_has_the_papers_attention_and_needs_more_than_80_gb():
+    config = load(CONFIGS / "base_7b_128k.yaml")
+    model, nsa = config.model, config.nsa
+    assert (model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v) == (4, 16, 192, 128)
+    assert (nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w) == (32, 16, 64, 16, 512)
+    assert (nsa.phi, nsa.phi_pos_emb, nsa.gate, nsa.rope_compressed) == ("mlp", True, "sigmoid", "after")
+    found, facts = verdicts("base_7b_128k", "h100-80gb:512", "train.batch_size=512")
+    assert broken(found) == {"memory"}
+    kept = round(facts.estimate.memory.activations.peak(gradient_checkpointing=True) / 2**30)
+    assert f"{kept} GiB of activations: no number of 80 GB GPUs is enough" in header("base_7b_128k")
+    assert f"a checkpoint takes {round(facts.estimate.checkpoint_bytes / 2**30)} GiB" in header("base_7b_128k")
+
+
+def test_a_missing_tokenizer_is_refused_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(CONFIGS / "train_50k.yaml")
+    assert config.data.tokenizer != "byte"
+    found = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+    (verdict,) = (verdict for verdict in found if verdict.rule == "data")
+    assert verdict.status == RuleStatus.FAIL
+    assert config.data.tokenizer in verdict.message
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
+    config = load(CONFIGS / "train_50k.yaml", overrides=["data.tokenizer=byte", "model.vocab_size=256"])
+    found = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+    assert "model.vocab_size (256)" in next(verdict for verdict in found if verdict.rule == "data").message
