@@ -149,7 +149,7 @@ class RuntimeConfig(ConfigSection):
         default=True, description="Let kernels=auto take fused kernels; false keeps it to the portable backend."
     )
     prefill_chunk: Changeable[Tokens] = Field(
-        default=2048, description="Prompt tokens per prefill pass; smaller needs less memory."
+        default=2048, description="Prompt tokens per prefill pass when generating; no command reads it yet."
     )
     threads: Changeable[Count | None] = Field(
         default=None,
