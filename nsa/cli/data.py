@@ -19,19 +19,34 @@ from nsa.terminal_text import printable
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
     from nsa.data.prepare import run as preparing
     from nsa.data.shards.manifest import ShardManifest
+    from nsa.storage import StorageFolder
 
-data_app = typer.Typer(help="Build, prepare and check training data.", no_args_is_help=True)
-tokenizer_app = typer.Typer(help="Make tokenizers.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Build a corpus, train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True
+)
+tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
 data_app.add_typer(tokenizer_app, name="tokenizer")
 
-SetArgument = Annotated[str, typer.Argument(metavar="SET", help="A folder or s3:// prefix that `prepare` wrote.")]
-TokenizerOption = Annotated[str, typer.Option(help="`byte`, or the path of a tokenizers JSON file.")]
-WorkersOption = Annotated[int | None, typer.Option(help="Processes; default: one per core.", show_default=False)]
-HeldOutOption = Annotated[float, typer.Option(help="Fraction of documents kept for validation, by a hash of their id.")]
+SetArgument = Annotated[
+    str, typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
+]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(help="Folder, glob pattern, URL or hub dataset id. Default: the 10 BT sample of FineWeb-Edu."),
+]
+TokenizerOption = Annotated[
+    str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(help="Worker processes. Default: one per CPU core.", show_default=False)
+]
+HeldOutOption = Annotated[
+    float, typer.Option(help="Fraction of documents for the validation split, selected by a hash of the document id.")
+]
 
 
 _ENOUGH_HELD_OUT_TOKENS = 16 * 2048
-"""The default train.eval_batches rows of the default train.seq_len."""
+"""Tokens of an evaluation with the default settings: train.eval_batches rows of train.seq_len tokens."""
 
 
 def _cores() -> int:
@@ -67,10 +82,15 @@ def _progress_bar() -> Iterator[Callable[["preparing.PrepareProgress"], None]]:
 
 @data_app.command()
 def demo(
-    folder: Path = typer.Argument(help="New folder for the parquet files."),
-    mb: float = typer.Option(0.0, min=0.0, help="Megabytes of text to make; 0 for all there is (about 110)."),
+    folder: Path = typer.Argument(help="New or empty folder for the parquet files."),
+    mb: float = typer.Option(0.0, min=0.0, help="Megabytes of text to write; 0 for everything available (about 110)."),
 ) -> None:
-    """Build a corpus of real English text, shaped like FineWeb-Edu, from Debian's documentation packages."""
+    """Download Debian documentation packages and write their English text as parquet in the format of FineWeb-Edu.
+
+    Needs apt-get and dpkg; nothing is installed.
+
+    Example: `nsa data demo data/demo --mb 20`
+    """
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
@@ -80,8 +100,8 @@ def demo(
     with Bar(*columns, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
-        def show(what: str, done: int, wanted: int) -> None:
-            bar.update(task, description=what, completed=done, total=wanted or None)
+        def show(what: str, done: int, requested: int) -> None:
+            bar.update(task, description=what, completed=done, total=requested or None)
 
         built = build_demo(folder, megabytes=mb, progress=show)
     for package in built.packages:
@@ -94,43 +114,63 @@ def demo(
 
 @tokenizer_app.command("train")
 def train_tokenizer(
-    source: str = typer.Argument(help="Folder, pattern, address or dataset id of the corpus."),
-    path: Path = typer.Argument(help="Where to write the tokenizer's JSON file."),
-    vocab_size: int = typer.Option(32768, min=257, help="Entries, the end-of-document token included."),
-    mb: float = typer.Option(100.0, min=0.0, help="Megabytes of text to learn from, spread over the corpus."),
-    seed: int = typer.Option(0, help="Which part of the corpus."),
+    source: str = typer.Argument(help="Corpus: folder, glob pattern, URL or hub dataset id."),
+    path: Path = typer.Argument(help="Tokenizer JSON file to write."),
+    vocab_size: int = typer.Option(32768, min=257, help="Vocabulary size, including the end-of-document token."),
+    mb: float = typer.Option(100.0, min=0.0, help="Megabytes of text to train on, sampled from the whole corpus."),
+    seed: int = typer.Option(0, help="Random seed of the sample."),
 ) -> None:
-    """Train a byte-level BPE on a corpus."""
+    """Train a byte-level BPE tokenizer on a corpus.
+
+    Example: `nsa data tokenizer train data/demo data/bpe.json --vocab-size 8192`
+    """
     from nsa.data.document_stream import sample_texts
     from nsa.data.source import open_source
     from nsa.data.tokenizer import train_bpe
 
     tokenizer = train_bpe(sample_texts(open_source(source), seed=seed, max_bytes=int(mb * 1e6)), vocab_size, path)
-    say(f"{path}: {tokenizer.vocab_size} entries, end of document {tokenizer.eos_id}")
+    say(f"{path}: {tokenizer.vocab_size} tokens, end-of-document token {tokenizer.eos_id}")
     say(f"fingerprint {tokenizer.fingerprint}")
 
 
 @data_app.command()
 def prepare(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="StorageFolder, pattern, address, s3:// prefix or dataset id.")
+        str, typer.Argument(metavar="SRC", help="Corpus: folder, glob pattern, URL, s3:// prefix or hub dataset id.")
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="StorageFolder or s3:// prefix to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Output folder or s3:// prefix.")],
     tokenizer: TokenizerOption,
     workers: WorkersOption = None,
     held_out: HeldOutOption = 0.0005,
-    shard_tokens: Annotated[int, typer.Option(help="A shard is closed at this many tokens.")] = 2**28,
-    units_per_task: Annotated[int | None, typer.Option(help="Row groups (or 4 MB of JSONL) per task.")] = None,
-    text_column: Annotated[str, typer.Option(help="Where the text is.")] = "text",
-    id_column: Annotated[str, typer.Option(help="Where the id is; `-` names documents after their content.")] = "id",
-    eos_token: Annotated[str | None, typer.Option(help="End-of-document token, if the file does not tell.")] = None,
-    max_bad_units: Annotated[int, typer.Option(help="Corrupt units that may be left out.")] = 0,
-    slurm_partition: Annotated[str | None, typer.Option(help="Submit to Slurm instead of running here.")] = None,
-    slurm_time: Annotated[str, typer.Option(help="Time limit of a Slurm task.")] = "08:00:00",
-    slurm_log: Annotated[str | None, typer.Option(help="Log folder that every Slurm node sees.")] = None,
-    slurm_env: Annotated[str | None, typer.Option(help="Command that activates the environment on a node.")] = None,
+    shard_tokens: Annotated[
+        int, typer.Option(help="Tokens per shard; a shard ends at the first document end beyond it.")
+    ] = 2**28,
+    units_per_task: Annotated[
+        int | None,
+        typer.Option(
+            help="Row groups (or 4 MB blocks of JSONL) per task. Default: 64; 1 if every JSONL file is one unit."
+        ),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Column (or JSON key) of the text.")] = "text",
+    id_column: Annotated[str, typer.Option(help="Column of the document id; `-` uses a hash of the text.")] = "id",
+    eos_token: Annotated[
+        str | None, typer.Option(help="End-of-document token, if the tokenizer file does not define one.")
+    ] = None,
+    max_bad_units: Annotated[
+        int, typer.Option(help="Corrupt units (row groups or JSONL blocks) to skip before failing.")
+    ] = 0,
+    slurm_partition: Annotated[
+        str | None, typer.Option(help="Submit the tasks to this Slurm partition instead of running them here.")
+    ] = None,
+    slurm_time: Annotated[str, typer.Option(help="Time limit of each Slurm job, HH:MM:SS.")] = "08:00:00",
+    slurm_log: Annotated[
+        str | None, typer.Option(help="Slurm log folder, on a file system shared by all nodes.")
+    ] = None,
+    slurm_env: Annotated[
+        str | None, typer.Option(help="Shell command that activates the Python environment on a Slurm node.")
+    ] = None,
 ) -> None:
-    """Turn a corpus into verified token shards. Stopped or killed, the same command continues.
+    """Tokenize a corpus into checksummed token shards. If interrupted, run the same command again to resume.
 
     Example: `nsa data prepare HuggingFaceFW/fineweb-edu:sample-10BT data/fwe10 --tokenizer bpe.json --workers 16`
     """
@@ -152,7 +192,7 @@ def prepare(
     if slurm_partition is not None:
         if slurm_log is None:
             raise ConfigError(
-                "--slurm-partition needs --slurm-log: the jobs read their plan from a folder all nodes see."
+                "--slurm-partition needs --slurm-log: the jobs read their plan from a folder shared by all nodes."
             )
         executor = slurm_executor(
             plan,
@@ -168,33 +208,32 @@ def prepare(
     with _progress_bar() as update:
         manifest = run(plan, out, workers=workers or _cores(), on_progress=update)
     _print_totals(out, manifest)
-    _warn_of_small_held_out_split(manifest)
+    _warn_about_small_held_out_split(manifest)
 
 
 @data_app.command()
 def inspect(
     prepared: SetArgument,
-    document: Annotated[int | None, typer.Option(help="Print where this document of the split lies.")] = None,
-    split: Annotated[str, typer.Option(help="Which split.")] = "train",
-    shards: Annotated[bool, typer.Option(help="List every shard.")] = False,
+    document: Annotated[
+        int | None, typer.Option(help="Print id, shard and position of this document; numbers start at 0.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="`train` or `validation`, for --document and --shards.")] = "train",
+    shards: Annotated[bool, typer.Option(help="List all shards of the split.")] = False,
 ) -> None:
-    """Show what a prepared set holds and which tokenizer made it.
+    """Show size, tokenizer and source of a prepared set.
 
     Example: `nsa data inspect data/fwe10 --shards`
     """
     from nsa.data.shards.inspect import find_document
-    from nsa.data.shards.manifest import read_manifest
-    from nsa.storage import StorageFolder
 
-    folder = StorageFolder(prepared)
-    manifest = read_manifest(folder)
+    folder, manifest = _open_set(prepared)
     _print_totals(prepared, manifest)
     facts = {
         "vocabulary": manifest.vocab_size,
         "tokenizer": manifest.tokenizer_fingerprint,
-        "end of document": manifest.eos_id,
-        "tokens as": manifest.dtype,
-        "held out": manifest.made_from.get("held_out_fraction"),
+        "end-of-document token": manifest.eos_id,
+        "token type": manifest.dtype,
+        "held-out fraction": manifest.made_from.get("held_out_fraction"),
         "source": manifest.made_from.get("source"),
         "fingerprint": manifest.fingerprint,
         "quarantined units": len(manifest.quarantined),
@@ -211,16 +250,13 @@ def inspect(
 
 @data_app.command()
 def verify(prepared: SetArgument) -> None:
-    """Compare every file of a set with its SHA-256; exit code 21 if one differs.
+    """Verify the SHA-256 of every file of a prepared set; exit code 21 if one is damaged or missing.
 
     Example: `nsa data verify s3://bucket/fwe10`
     """
     from nsa.data.shards.inspect import verify_set
-    from nsa.data.shards.manifest import read_manifest
-    from nsa.storage import StorageFolder
 
-    folder = StorageFolder(prepared)
-    manifest = read_manifest(folder)
+    folder, manifest = _open_set(prepared)
     total = sum(manifest.totals(split)["bytes"] for split in manifest.splits)
     with Progress(console=Console(stderr=True)) as bar:
         shown = bar.add_task("verify", total=total)
@@ -233,16 +269,13 @@ def verify(prepared: SetArgument) -> None:
 
 @data_app.command()
 def stats(prepared: SetArgument) -> None:
-    """How long the documents are, in tokens.
+    """Print the distribution of document lengths in tokens.
 
     Example: `nsa data stats data/fwe10`
     """
     from nsa.data.shards.inspect import length_stats
-    from nsa.data.shards.manifest import read_manifest
-    from nsa.storage import StorageFolder
 
-    folder = StorageFolder(prepared)
-    manifest = read_manifest(folder)
+    folder, manifest = _open_set(prepared)
     rows = []
     for split in manifest.splits:
         s = length_stats(folder, manifest, split)
@@ -254,13 +287,13 @@ def stats(prepared: SetArgument) -> None:
 
 @data_app.command()
 def smoke(
-    source: Annotated[str | None, typer.Option(help="Default: the 10 BT sample of FineWeb-Edu.")] = None,
+    source: SourceOption = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
     batch: Annotated[int, typer.Option(help="Rows per batch.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds until the first batch must be there.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each batch.")] = 60.0,
     tokenizer: TokenizerOption = "byte",
 ) -> None:
-    """Read a few batches from a source, to see that it delivers in time.
+    """Check that a data source is reachable: read a few batches and print the time to the first one and tokens/s.
 
     Example: `nsa data smoke --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte`
     """
@@ -276,14 +309,14 @@ def smoke(
 
 @data_app.command()
 def bootstrap(
-    out: Annotated[str, typer.Option(help="StorageFolder to write.")] = "data/fineweb_edu",
-    gb: Annotated[float, typer.Option(help="About how many gigabytes of shards.")] = 5.0,
-    source: Annotated[str | None, typer.Option(help="Default: the 10 BT sample of FineWeb-Edu.")] = None,
+    out: Annotated[str, typer.Option(help="Output folder.")] = "data/fineweb_edu",
+    gb: Annotated[float, typer.Option(help="Approximate size of the shards in gigabytes.")] = 5.0,
+    source: SourceOption = None,
     tokenizer: TokenizerOption = "byte",
     workers: WorkersOption = None,
     held_out: HeldOutOption = 0.0005,
 ) -> None:
-    """Stage the start of a source as local shards, for runs that must not wait for the network.
+    """Download and tokenize the beginning of a source to local shards, for runs without network access.
 
     Example: `nsa data bootstrap --gb 5 --out data/fineweb_edu --tokenizer bpe.json`
     """
@@ -301,7 +334,15 @@ def bootstrap(
             on_progress=update,
         )
     _print_totals(out, manifest)
-    _warn_of_small_held_out_split(manifest)
+    _warn_about_small_held_out_split(manifest)
+
+
+def _open_set(prepared: str) -> "tuple[StorageFolder, ShardManifest]":
+    from nsa.data.shards.manifest import read_manifest
+    from nsa.storage import StorageFolder
+
+    folder = StorageFolder(prepared)
+    return folder, read_manifest(folder)
 
 
 def _print_totals(where: str, manifest: "ShardManifest") -> None:
@@ -311,8 +352,8 @@ def _print_totals(where: str, manifest: "ShardManifest") -> None:
     _print_table(where, ["split", *columns], rows)
 
 
-def _warn_of_small_held_out_split(manifest: "ShardManifest") -> None:
-    """A split that no evaluation can be made of is found here, not at the first evaluation of a run."""
+def _warn_about_small_held_out_split(manifest: "ShardManifest") -> None:
+    """Warn here about a split too small to evaluate on, not at the first evaluation of a run."""
     from nsa.data.shards.manifest import TRAIN, VALIDATION
 
     held_out, trained = manifest.totals(VALIDATION), manifest.totals(TRAIN)
@@ -322,8 +363,8 @@ def _warn_of_small_held_out_split(manifest: "ShardManifest") -> None:
     share = max(2 * _ENOUGH_HELD_OUT_TOKENS / max(1, tokens), 10 / max(1, documents))
     advice = f"Prepare into another folder with --held-out {share:.2g}" if share < 0.5 else "Prepare more documents"
     Console(stderr=True, soft_wrap=True).print(
-        f"WARNING: the held-out split has {held_out['documents']} documents, {held_out['tokens']:,} tokens: too few to "
-        f"evaluate on, which takes at least one batch of rows. {advice}, or train with train.eval_every=0.",
+        f"WARNING: the held-out split has {held_out['documents']} documents, {held_out['tokens']:,} tokens: too few "
+        f"for an evaluation, which needs at least one batch of rows. {advice}, or train with train.eval_every=0.",
         highlight=False,
         markup=False,
     )

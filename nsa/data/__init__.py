@@ -1,1 +1,1 @@
-"""Text in, rows of tokens out: sources, tokenizers, the resumable order, packing and prepared shards."""
+"""Data pipeline: document sources, tokenizers, resumable shuffling, packing, prepared shards, prefetching."""

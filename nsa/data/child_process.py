@@ -1,4 +1,4 @@
-"""A child process that must not outlive its parent."""
+"""Worker processes that exit when their parent dies, also when it was killed with SIGKILL."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ _CHECK_EVERY_S = 0.5
 
 
 def exit_with_parent(parent_pid: int) -> None:
-    """Called in the child. A parent that was killed cannot tell its children; they notice that they were adopted."""
+    """Call in the child: a thread polls the parent's pid, which changes when the parent is gone, and then exits."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

@@ -22,8 +22,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class DocumentColumns:
-    """Where text and id are. `id=None` names documents after their content; it must be said, because the held-out split
-    hangs on ids."""
+    """Columns (or JSON keys) of text and id. `id=None` derives ids from the content; this has to be set explicitly,
+    because the held-out split depends on the ids."""
 
     text: str = "text"
     id: str | None = "id"
@@ -35,7 +35,7 @@ class DocumentColumns:
 
 
 def make_document(id: object, text: str | None) -> Document:
-    """A document without an id is named after its content, which is stable under any change of files and order."""
+    """Without an id, use a hash of the text, which does not change with the files or their order."""
     text = text or ""
     if id is None or id == "":
         id = "blake2b:" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -45,8 +45,8 @@ def make_document(id: object, text: str | None) -> Document:
 def is_held_out(doc_id: str, fraction: float) -> bool:
     """Whether a document belongs to the validation split.
 
-    A hash of the id alone: the answer survives another order, another file layout and another machine, and a larger
-    fraction holds out everything a smaller one did.
+    Depends on a hash of the id alone, so it is the same for any order, file layout and machine, and a larger fraction
+    holds out everything a smaller one did.
     """
     digest = hashlib.blake2b(doc_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * _HASH_RANGE
@@ -54,7 +54,7 @@ def is_held_out(doc_id: str, fraction: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceUnit:
-    """`index` is the place in the source's own order, `part` the piece of `file`, in words."""
+    """`index` is the position in the source's own order, `part` describes the piece of `file`."""
 
     index: int
     file: str
@@ -65,31 +65,31 @@ class SourceUnit:
 
 
 class CorruptUnit(DataError):
-    """The bytes arrived and are wrong: reading again will not help, skipping the unit may."""
+    """The data was read and is damaged: a retry will not help, skipping the unit may."""
 
 
 class DocumentSource(Protocol):
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the files' names, sizes and units, not of where they lie."""
+        """SHA-256, in hex, of the files' names, sizes and units; independent of their location."""
         ...
 
     @property
     def retries(self) -> int:
-        """Requests repeated so far because of the network."""
+        """Network requests that were retried so far."""
         ...
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of units read so far, without listings."""
+        """Bytes of units read so far, listings excluded."""
         ...
 
     def __len__(self) -> int:
-        """How many units."""
+        """Number of units."""
         ...
 
     def unit(self, index: int) -> SourceUnit: ...
 
     def read(self, index: int) -> list[Document]:
-        """All documents of a unit, in file order. Raises `CorruptUnit`, or `DataError` when it cannot be fetched."""
+        """All documents of a unit, in file order. Raises `CorruptUnit`, or `DataError` if it cannot be fetched."""
         ...

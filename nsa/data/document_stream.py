@@ -1,8 +1,9 @@
-"""The direct stream: documents of a source in one seeded global order, tokenised, with a cursor that fits in a line.
+"""Direct streaming: shuffled, tokenised documents of a source in one seeded global order, with a resumable cursor.
 
-The order is a permutation of units per epoch and a permutation of rows per unit. There is no shuffle buffer, so a
-position is three numbers, and it knows nothing of ranks: whoever has four ranks takes every fourth row of the same
-sequence. Ranks that share a folder divide the reading among them (`unit_exchange.py`); the sequence stays the same.
+The shuffling order is a permutation of units per epoch and a permutation of rows per unit (`permutation.py`). There is
+no shuffle buffer, so the cursor is three integers, and it does not depend on ranks: every rank walks the same sequence
+and takes its share of the rows. Ranks that share a folder divide the reading among them (`unit_exchange.py`) without
+changing the sequence.
 """
 
 import logging
@@ -30,10 +31,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """One document's place in the global order; the same for every world size.
+    """Position of one document in the global order; the same for every world size.
 
-    `unit` and `row` count along the seeded order, not along the files: `unit` is the place in the epoch's permutation
-    of units, `row` the place in that unit's permutation of rows. `documents` and `tokens` were yielded before this one.
+    `unit` and `row` count along the shuffled order, not along the files: `unit` is the position in the epoch's
+    permutation of units, `row` the position in that unit's permutation of rows. `documents` and `tokens` count what was
+    yielded before this document.
     """
 
     epoch: int
@@ -45,7 +47,7 @@ class StreamPosition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenDoc:
-    """A tokenised document, without the end-of-document token: whoever packs it appends that."""
+    """A tokenised document, without the end-of-document token, which packing appends."""
 
     doc_id: str
     tokens: np.ndarray
@@ -53,9 +55,9 @@ class TokenDoc:
 
 
 class DocumentStream:
-    """An iterator of `TokenDoc`. At the end of the data it counts an epoch and goes on, raises an error, or stops.
+    """An iterator of `TokenDoc`. At the end of an epoch it starts the next one, raises an error, or stops (`at_end`).
 
-    With `exchange`, this stream reads its share of the units and gets the others from the streams of other ranks.
+    With `exchange`, it reads only its share of the units and receives the others from the streams of other ranks.
     """
 
     def __init__(
@@ -73,11 +75,11 @@ class DocumentStream:
     ) -> None:
         if not 0.0 <= held_out_fraction < 1.0:
             raise ConfigError(
-                f"held_out_fraction is {held_out_fraction}: it is the share of documents kept from training. Set it to "
-                "at least 0 and below 1, e.g. 0.001."
+                f"held_out_fraction is {held_out_fraction}: the fraction of documents kept for validation must be in "
+                "[0, 1). Set it to e.g. 0.001."
             )
         if len(source) == 0:
-            raise DataError("the data source holds no unit: every file is empty. Check the path.")
+            raise DataError("the data source has no units: every file is empty. Check the path.")
         self._source = source
         self._tokenizer = tokenizer
         self._seed = seed
@@ -99,7 +101,7 @@ class DocumentStream:
         return self._next.epoch
 
     def counters(self) -> dict[str, int]:
-        """`documents` and `tokens` count from the first step of the run, the others in this process."""
+        """`documents` and `tokens` count from the first step of the run, the others since this process started."""
         return {
             "documents": self._next.documents,
             "tokens": self._next.tokens,
@@ -111,7 +113,7 @@ class DocumentStream:
         }
 
     def close(self) -> None:
-        """Stop reading ahead for other ranks."""
+        """Stop the background reading for other ranks."""
         if self._exchange is not None:
             self._exchange.close()
 
@@ -124,21 +126,21 @@ class DocumentStream:
         try:
             doc = next(self._flow)
         except DataError:
-            self._flow = None  # a generator that has raised would next pretend that the data ended
+            self._flow = None  # a generator that has raised then stops, which would look like the end of the data
             raise
         self._next = _after(doc)
         return doc
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on after the last document that was handed out."""
+        """Cursor: a stream that loads it continues after the last document yielded."""
         return self._state(self._next)
 
     def state_before(self, doc: TokenDoc) -> dict[str, Any]:
-        """A stream that loads this hands out `doc` next."""
+        """Cursor: a stream that loads it yields `doc` next."""
         return self._state(doc.position)
 
     def state_after(self, doc: TokenDoc) -> dict[str, Any]:
-        """A stream that loads this hands out the document after `doc` next."""
+        """Cursor: a stream that loads it yields the document after `doc` next."""
         return self._state(_after(doc))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,7 +149,7 @@ class DocumentStream:
             values = ", ".join(f"{key}: saved {state.get(key)!r}, now {expected[key]!r}" for key in differing)
             raise DataError(
                 f"the data cursor belongs to another stream ({values}): it would point at other documents. Restore "
-                "the files and settings it was saved with, or start the data anew on purpose."
+                "the files and settings it was saved with, or start the data from the beginning on purpose."
             )
         self._next = StreamPosition(*(int(state[key]) for key in ("epoch", "unit", "row", "documents", "tokens")))
         self._quarantined = {int(index): self._name(int(index)) for index in state["quarantined"]}
@@ -188,16 +190,17 @@ class DocumentStream:
     def _end_epoch(self, position: StreamPosition, *, empty: bool) -> StreamPosition:
         if empty:
             raise DataError(
-                f"a whole epoch brought no {self._split} document (held_out_fraction={self._held_out_fraction}, "
+                f"a whole epoch had no {self._split} document (held_out_fraction={self._held_out_fraction}, "
                 f"{len(self._quarantined)} of {len(self._source)} units quarantined). Check the split and the files."
             )
         if self._at_end == "error":
             raise DataError(
                 f"the data ended after {position.documents} documents, {position.tokens} tokens, in epoch "
-                f"{position.epoch}: repeating it is not allowed. Set at_end=repeat, train fewer steps, or add data."
+                f"{position.epoch}, and repeating it is disabled. Set data.on_end=epoch (at_end='repeat'), train fewer "
+                "steps, or add data."
             )
         _log.info(
-            "epoch %d of the %s data ended: %d documents, %d tokens so far",
+            "end of epoch %d of the %s data: %d documents, %d tokens so far",
             position.epoch,
             self._split,
             position.documents,
@@ -209,13 +212,13 @@ class DocumentStream:
         return seeded_permutation(len(self._source), self._seed, _UNIT_ORDER, epoch)
 
     def _unit_documents(self, index: int, position: StreamPosition) -> Iterator[TokenDoc]:
-        """The documents of one unit from `position.row` on, in the unit's own order."""
+        """The documents of one unit from `position.row` on, in the unit's shuffled order."""
         if self._exchange is not None:
             yield from self._exchanged_documents(index, position, self._exchange)
             return
         documents = self._unless_corrupt(index, lambda: self._source.read(index)) or []
         order = seeded_permutation(len(documents), self._seed, _ROW_ORDER, position.epoch, index)
-        rows = [int(row) for row in range(position.row, len(documents)) if self._wanted(documents[order[row]])]
+        rows = [int(row) for row in range(position.row, len(documents)) if self._is_selected(documents[order[row]])]
         for first in range(0, len(rows), self._tokenize_batch):
             batch = rows[first : first + self._tokenize_batch]
             tokens = self._encode([documents[order[row]].text for row in batch])
@@ -238,15 +241,15 @@ class DocumentStream:
                 yield doc
 
     def _tokenize_unit(self, number: int) -> TokenUnit | None:
-        """Called by the exchange, in a thread of its own; None for a unit that no rank will ask for."""
+        """Called by the exchange in its own thread; None for a quarantined unit, which no rank will request."""
         epoch, place = divmod(number, len(self._source))
         if (index := int(self._unit_order(epoch)[place])) in self._quarantined:
             return None
         documents = self._source.read(index)
-        wanted = [row for row, document in enumerate(documents) if document.text and self._in_split(document)]
+        selected = [row for row, document in enumerate(documents) if document.text and self._in_split(document)]
         tokens: list[np.ndarray | None] = [None] * len(documents)
-        for first in range(0, len(wanted), self._tokenize_batch):
-            batch = wanted[first : first + self._tokenize_batch]
+        for first in range(0, len(selected), self._tokenize_batch):
+            batch = selected[first : first + self._tokenize_batch]
             for row, ids in zip(batch, self._encode([documents[row].text for row in batch]), strict=True):
                 tokens[row] = ids
         return TokenUnit([document.id for document in documents], tokens, sum(not d.text for d in documents))
@@ -255,7 +258,7 @@ class DocumentStream:
         self._tokenized_documents += len(texts)
         return [_read_only(ids) for ids in self._tokenizer.encode_batch(texts)]
 
-    def _wanted(self, document: Document) -> bool:
+    def _is_selected(self, document: Document) -> bool:
         if not document.text:
             self.empty_documents += 1
             return False
@@ -271,16 +274,17 @@ class DocumentStream:
             return read()
         except CorruptUnit as error:
             self._quarantined[index] = self._name(index)
-            _log.warning("unit %d is skipped from now on (bad unit %d): %s", index, len(self._quarantined), error)
+            _log.warning(
+                "skipping corrupt unit %d from now on (%d quarantined so far): %s", index, len(self._quarantined), error
+            )
             self._check_quarantine(error)
             return None
 
     def _check_quarantine(self, cause: CorruptUnit | None = None) -> None:
         if len(self._quarantined) > self._max_bad_units:
             raise DataError(
-                f"{len(self._quarantined)} units are corrupt, max_bad_units is {self._max_bad_units}: this is no "
-                f"single bad sector. Quarantined: {'; '.join(self._quarantined.values())}. Restore the files, or "
-                "raise the limit."
+                f"{len(self._quarantined)} units are corrupt, max_bad_units is {self._max_bad_units}. "
+                f"Quarantined: {'; '.join(self._quarantined.values())}. Restore the files, or raise the limit."
             ) from cause
 
     def _name(self, index: int) -> str:
@@ -298,7 +302,7 @@ def _read_only(ids: np.ndarray) -> np.ndarray:
 
 
 def sample_texts(source: DocumentSource, *, seed: int, max_bytes: int) -> Iterator[str]:
-    """Text of whole units, in the order of the first epoch, up to `max_bytes`; what a tokenizer is trained on."""
+    """Sample of a corpus to train a tokenizer on: documents in the first epoch's order of units, up to `max_bytes`."""
     used = 0
     for index in seeded_permutation(len(source), seed, _UNIT_ORDER, 0):
         for document in source.read(int(index)):

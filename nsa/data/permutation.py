@@ -126,14 +126,14 @@ class WindowedPermutation:
         self._blocks = FeistelPermutation(self._full_blocks, derive_key(key, 1)) if self._full_blocks else None
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        places = np.asarray(positions, dtype=np.int64)
-        windows = places // self._window_rows
-        rows = np.empty_like(places)
+        positions = np.asarray(positions, dtype=np.int64)
+        windows = positions // self._window_rows
+        rows = np.empty_like(positions)
         for window in np.unique(windows).tolist():
             chosen = windows == window
             start = window * self._window_rows
             inside = FeistelPermutation(min(self._window_rows, self.n - start), derive_key(self._key, 2, window))
-            shuffled = inside(places[chosen] - start)
+            shuffled = inside(positions[chosen] - start)
             blocks = window * self._window_blocks + shuffled // self._block_rows
             if self._blocks is not None:
                 full = blocks < self._full_blocks

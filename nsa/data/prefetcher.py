@@ -1,7 +1,8 @@
-"""Batches made ahead of time in a process of their own, so that reading and tokenising never wait for the model.
+"""Prefetching: builds batches in a separate process, so that reading and tokenising overlap with training.
 
-The position that is saved is that of the batches the trainer has taken, not of those already waiting: every batch
-travels with the cursor that follows it.
+Every batch is queued together with the data cursor after it, so a checkpoint saves the position of the batches the
+trainer has consumed, not of those waiting in the queue. This module imports no torch: the worker must start fast and
+stay small.
 """
 
 import atexit
@@ -30,8 +31,8 @@ _SMOKE_BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class PrefetchSettings:
-    """`warmup_batches` are collected before the first step, as far as `warmup_timeout_s` allows; at least one must
-    arrive within `timeout_s`, and so must every later one."""
+    """`warmup_batches` are collected before the first step, for at most `warmup_timeout_s`. The first batch and every
+    later one must arrive within `timeout_s`."""
 
     queue_depth: int = 8
     warmup_batches: int = 0
@@ -42,14 +43,14 @@ class PrefetchSettings:
         if self.queue_depth < 1 or self.warmup_batches < 0 or self.timeout_s <= 0 or self.warmup_timeout_s < 0:
             raise ConfigError(
                 f"queue_depth={self.queue_depth}, warmup_batches={self.warmup_batches}, timeout_s={self.timeout_s:g}, "
-                f"warmup_timeout_s={self.warmup_timeout_s:g}: queue and timeout must be positive, the others not "
-                "negative. Correct them."
+                f"warmup_timeout_s={self.warmup_timeout_s:g}: queue_depth and timeout_s must be positive, the "
+                "others must not be negative."
             )
 
 
 @dataclass(slots=True)
 class PrefetchCounters:
-    """Of this process, since it started; `documents` and `tokens` are those of this rank."""
+    """Counted in this process since it started; `documents` and `tokens` are those of this rank."""
 
     batches: int = 0
     documents: int = 0
@@ -59,7 +60,7 @@ class PrefetchCounters:
 
 
 class BatchPrefetcher:
-    """An iterator of this rank's batches. Use it as a context manager; the worker also ends with its parent."""
+    """Iterator over this rank's batches. Use it as a context manager; the worker also exits with its parent."""
 
     def __init__(
         self,
@@ -83,11 +84,13 @@ class BatchPrefetcher:
         self._worker = context.Process(
             target=produce,
             args=(self._queue, os.getpid(), data, global_rows, rank, world, state),
-            name="nsa-feeder",
+            name="nsa-prefetch",
             daemon=True,
         )
         self._worker.start()
-        atexit.register(self._worker.kill)  # it ignores the SIGTERM that multiprocessing sends and waits on at exit
+        atexit.register(
+            self._worker.kill
+        )  # the worker ignores the SIGTERM that multiprocessing sends at exit and then waits on
         self._started = time.monotonic()
 
     @property
@@ -96,17 +99,17 @@ class BatchPrefetcher:
         return self._worker.pid
 
     def warm_up(self) -> int:
-        """Collect the warm-up batches; returns how many are waiting. Raises if not even one came in time."""
+        """Collect the warm-up batches and return their number. Raises if the first one does not arrive in time."""
         settings = self._settings
-        self._ready.append(self._receive(settings.timeout_s, "the first batch"))
+        self._ready.append(self._require_batch("the first batch"))
         until = self._started + settings.warmup_timeout_s
         try:
             while len(self._ready) < settings.warmup_batches and (left := until - time.monotonic()) > 0:
-                self._ready.append(self._receive(left, "a warm-up batch"))
-        except _TooLate:
-            pass
+                if (received := self._receive(left, "a warm-up batch")) is None:
+                    break
+                self._ready.append(received)
         except NSAError as error:
-            self._failed = error  # due when the batches before it are used up
+            self._failed = error  # raised once the batches before it are used up
         return len(self._ready)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -118,7 +121,7 @@ class BatchPrefetcher:
             if self._failed is not None:
                 raise self._failed
             what = "the first batch" if self.counters.batches == 0 else f"batch {self.counters.batches}"
-            self._ready.append(self._receive(self._settings.timeout_s, what))
+            self._ready.append(self._require_batch(what))
         batch, self._state = self._ready.popleft()
         counters = self.counters
         counters.last_wait_s = time.monotonic() - start
@@ -129,7 +132,7 @@ class BatchPrefetcher:
         return batch
 
     def state_dict(self) -> State | None:
-        """The cursor after the last batch taken; what was loaded (or None) before the first."""
+        """The cursor after the last batch consumed; before the first one, the cursor that was loaded, or None."""
         return self._state
 
     def close(self) -> None:
@@ -144,10 +147,22 @@ class BatchPrefetcher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _receive(self, timeout_s: float, what: str) -> tuple[Batch, State]:
+    def _require_batch(self, what: str) -> tuple[Batch, State]:
+        timeout_s = self._settings.timeout_s
+        if (received := self._receive(timeout_s, what)) is None:
+            raise DataTimeout(
+                f"{what} from {self._data} did not come within {timeout_s:g} s (the prefetch process is alive and "
+                "waits for its source). Check the source and the network, or raise data.loader_timeout_s."
+            )
+        return received
+
+    def _receive(self, timeout_s: float, what: str) -> tuple[Batch, State] | None:
+        """The next queued batch with its cursor; None if the queue stays empty for `timeout_s`."""
         start = time.monotonic()
         while True:
-            alive = self._worker.is_alive()  # asked first: what a dying worker still sent must not be missed
+            alive = (
+                self._worker.is_alive()
+            )  # before the queue is read: a batch sent by a dying worker must not be missed
             left = timeout_s - (time.monotonic() - start)
             try:
                 item = self._queue.get(timeout=max(0.0, min(_POLL_S, left)))
@@ -156,27 +171,20 @@ class BatchPrefetcher:
                 if not alive:
                     killed = self._worker.exitcode == -signal.SIGKILL
                     raise (DataProcessKilled if killed else DataError)(
-                        f"the feeding process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
-                        "A negative code is a signal, -9 often the out-of-memory killer. Look at the system log."
+                        f"the prefetch process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
+                        "A negative code is a signal, -9 often the out-of-memory killer. Check the system log."
                     ) from None
                 if left <= 0:
-                    raise _TooLate(
-                        f"{what} from {self._data} did not come within {timeout_s:g} s (the process is alive and waits "
-                        "for its source). Check the source and the network, or raise the loader timeout."
-                    ) from None
+                    return None
         if isinstance(item, WorkerFailure):
             raise item.as_error()
         received: tuple[Batch, State] = item
         return received
 
 
-class _TooLate(DataTimeout):
-    """The queue stayed empty."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """An error of the worker, by name: the trainer raises the same class, or the nearest in `nsa.errors`, again."""
+    """A worker's error by class name: the trainer raises the same class, or its nearest base in `nsa.errors`."""
 
     kind: str
     message: str
@@ -197,10 +205,10 @@ class WorkerFailure:
 def produce(
     out: Any, parent_pid: int, data: RowData, global_rows: int, rank: int, world: int, state: State | None
 ) -> None:
-    """Put (batch, cursor after it) into the queue until the parent is gone, or a Failure and end."""
+    """Worker process: queue (batch, cursor after it) until the parent is gone, or a WorkerFailure and exit."""
     exit_with_parent(parent_pid)
-    # A signal to the whole group asks the trainer to save and leave, for which it may need another batch. The trainer
-    # ends this process with SIGKILL, which is safe because nothing here is state.
+    # A signal to the process group requests the trainer to save and stop, for which it may need another batch. The
+    # trainer ends this process with SIGKILL, which is safe because it holds no state.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     one_tokenizer_thread()
@@ -228,15 +236,15 @@ class SmokeReport:
 
 
 def smoke(source: str, *, tokenizer: str, seq_len: int, batch: int, timeout_s: float) -> SmokeReport:
-    """A few batches through the whole path, worker process included. Raises DataError when none comes in time."""
+    """Read a few batches through the whole pipeline, worker included. Raises DataError if none arrives in time."""
     data = DirectData(source, tokenizer, seq_len, loader_timeout_s=timeout_s)
     start = time.monotonic()
-    with BatchPrefetcher(data, global_rows=batch, settings=PrefetchSettings(timeout_s=timeout_s)) as feeder:
-        feeder.warm_up()
+    with BatchPrefetcher(data, global_rows=batch, settings=PrefetchSettings(timeout_s=timeout_s)) as prefetcher:
+        prefetcher.warm_up()
         first_batch_s = time.monotonic() - start
         for _ in range(_SMOKE_BATCHES):
-            next(feeder)
-        counters = feeder.counters
+            next(prefetcher)
+        counters = prefetcher.counters
         elapsed_s = time.monotonic() - start
     return SmokeReport(
         first_batch_s, counters.batches, counters.documents, counters.tokens, counters.tokens / elapsed_s

@@ -1,7 +1,7 @@
-"""Text to token ids: bytes, or any `tokenizers` JSON file.
+"""Tokenizers: UTF-8 bytes, or any `tokenizers` JSON file; training of a byte-level BPE.
 
-Every artefact made with a tokenizer carries its vocabulary size and fingerprint; `check_same` compares them before use,
-because ids of another vocabulary are valid numbers and would train silently.
+Every artifact built with a tokenizer stores its vocabulary size and fingerprint; `check_same` compares them before use,
+because token ids of another vocabulary are valid integers and would train without an error.
 """
 
 import errno
@@ -21,8 +21,8 @@ from nsa.files import replace_file, storage_errors, temporary_path
 END_OF_TEXT = "<|endoftext|>"
 # Names under which published tokenizers keep their end-of-document token, tried in this order.
 _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
-# The parts of a tokenizer JSON that decide which ids a text gets. The rest (padding, truncation, post-processor,
-# decoder) is switched off here or acts on ids that exist already.
+# The parts of a tokenizer JSON that determine the ids of a text. The rest (padding, truncation, post-processor,
+# decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
@@ -31,18 +31,18 @@ class Tokenizer(Protocol):
     def name(self) -> str: ...
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, so that an embedding of this many rows is never indexed outside."""
+        """Largest id + 1: the number of embedding rows needed."""
         ...
 
     @property
     def eos_id(self) -> int: ...
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of what decides the ids."""
+        """SHA-256, in hex, of everything that determines the ids."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids without any special token, as `token_dtype(vocab_size)`; text that spells a special token stays text."""
+        """Ids as `token_dtype(vocab_size)`, no special tokens; text that spells one is encoded as text."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
@@ -56,7 +56,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class ByteTokenizer:
     """UTF-8 bytes as ids 0–255 and the end-of-document id 256.
 
-    The vocabulary is 257 and not padded: padding an embedding for a kernel's sake is the model's business.
+    The vocabulary is 257 and not padded: padding the embedding for a kernel is up to the model.
     """
 
     name = "byte"
@@ -83,11 +83,11 @@ class JsonTokenizer:
         self._tokenizer, described = _read_json(self._path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A document that spells "<|endoftext|>" must not be able to end itself.
+        # A document that contains the text "<|endoftext|>" must not produce the special token.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         if not ids:
-            raise ConfigError(f"tokenizer file {self._path} has an empty vocabulary. Give one that was trained.")
+            raise ConfigError(f"tokenizer file {self._path} has an empty vocabulary. Use a trained tokenizer.")
         self.vocab_size = max(ids) + 1
         self.eos_id = _find_eos(self._path, self._tokenizer, eos_token)
         parts = {part: described.get(part) for part in _ID_DEFINING_PARTS}
@@ -95,8 +95,8 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Reading the file again keeps `encode_special_tokens`, which the library does not carry into a worker process.
-        return _reopen, (str(self._path), self._eos_token)
+        # Pickle the path: the library loses `encode_special_tokens` when it pickles a tokenizer for a worker process.
+        return _load_json_tokenizer, (str(self._path), self._eos_token)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
@@ -111,7 +111,7 @@ class JsonTokenizer:
 
 @contextmanager
 def _library_errors(problem: str, fix: str) -> Iterator[None]:
-    """The tokenizers library has no exception of its own: it raises plain `Exception`, or what a panic becomes."""
+    """The tokenizers library has no exception class of its own: it raises plain `Exception` or a `PanicException`."""
     try:
         yield
     except BaseException as error:
@@ -120,7 +120,7 @@ def _library_errors(problem: str, fix: str) -> Iterator[None]:
         raise ConfigError(f"{problem} ({error}). {fix}") from error
 
 
-def _reopen(path: str, eos_token: str | None) -> JsonTokenizer:
+def _load_json_tokenizer(path: str, eos_token: str | None) -> JsonTokenizer:
     return JsonTokenizer(path, eos_token=eos_token)
 
 
@@ -132,31 +132,31 @@ def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
         described = json.loads(text)
     except OSError as error:
         raise ConfigError(
-            f"tokenizer file {path} cannot be read ({error.strerror}). Give a tokenizers JSON file, train one with "
-            f"`nsa data tokenizer train`, or use byte."
+            f"tokenizer file {path} cannot be read ({error.strerror}). Use a tokenizers JSON file, train one with "
+            "`nsa data tokenizer train`, or use byte."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"tokenizer file {path} is not JSON ({error}). Give a file saved by the tokenizers library."
+            f"tokenizer file {path} is not JSON ({error}). Use a file saved by the tokenizers library."
         ) from error
     if not isinstance(described, dict) or "model" not in described:
         raise ConfigError(
-            f"tokenizer file {path} has no 'model' entry: it was not saved by the tokenizers library. Give "
+            f"tokenizer file {path} has no 'model' entry: it was not saved by the tokenizers library. Use "
             "tokenizer.json, not tokenizer_config.json or vocab.json."
         )
     fix = "Save it again with that library, or download it again."
-    with _library_errors(f"tokenizer file {path} is not one that the tokenizers library reads", fix):
+    with _library_errors(f"tokenizer file {path} cannot be loaded by the tokenizers library", fix):
         return Engine.from_str(text), described
 
 
-def _find_eos(path: Path, engine: Any, wanted: str | None) -> int:
-    # Asked of the engine, not of the file: it renumbers added tokens whose ids leave a gap.
+def _find_eos(path: Path, engine: Any, requested: str | None) -> int:
+    # From the loaded tokenizer, not the file: the library renumbers added tokens whose ids leave a gap.
     special = {t.content: int(i) for i, t in engine.get_added_tokens_decoder().items() if t.special}
-    if wanted is not None:
-        if (found := engine.token_to_id(wanted)) is not None:
+    if requested is not None:
+        if (found := engine.token_to_id(requested)) is not None:
             return int(found)
         raise ConfigError(
-            f"end-of-document token {wanted!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
+            f"end-of-document token {requested!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
         )
     for name in _EOS_NAMES:
         if name in special:
@@ -164,8 +164,8 @@ def _find_eos(path: Path, engine: Any, wanted: str | None) -> int:
     if len(special) == 1:
         return next(iter(special.values()))
     raise ConfigError(
-        f"tokenizer {path} does not say which token ends a document (special tokens: {sorted(special)}): packed "
-        "documents would run into each other. Name it with eos_token."
+        f"tokenizer {path} does not define which token ends a document (special tokens: {sorted(special)}): packed "
+        "documents would run into each other. Set eos_token."
     )
 
 
@@ -178,14 +178,14 @@ def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTokenizer:
-    """Train a byte-level BPE (any text can be encoded and decoded exactly) and save it at `path`, all or nothing."""
-    smallest = 256 + 1  # every byte, and the end of a document
+    """Train a byte-level BPE (encodes and decodes any text exactly) and save it atomically at `path`."""
+    smallest = 256 + 1  # every byte and the end-of-document token
     if vocab_size < smallest:
         raise ConfigError(f"vocab_size is {vocab_size}: a byte-level BPE needs at least {smallest}. Set e.g. 32768.")
     target = Path(path)
     unfinished = temporary_path(target)
-    problem, fix = f"tokenizer file {target} cannot be written", "Name a file in a folder that you can write."
-    with storage_errors(problem, fix=fix):  # before the training, which takes minutes
+    problem, fix = f"tokenizer file {target} cannot be written", "Choose a file in a writable folder."
+    with storage_errors(problem, fix=fix):  # check before training, which takes minutes
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -218,16 +218,16 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def check_same(artifact_vocab: int, artifact_fingerprint: str, tokenizer: Tokenizer) -> None:
-    """Refuse to mix an artefact with a tokenizer that did not make it."""
+    """Raise unless the artifact was built with this tokenizer."""
     if artifact_vocab == tokenizer.vocab_size and artifact_fingerprint == tokenizer.fingerprint:
         return
     raise DataError(
-        f"the artefact was made with vocabulary {artifact_vocab}, fingerprint {artifact_fingerprint}, but tokenizer "
+        f"the artifact was built with vocabulary {artifact_vocab}, fingerprint {artifact_fingerprint}, but tokenizer "
         f"{tokenizer.name!r} has vocabulary {tokenizer.vocab_size}, fingerprint {tokenizer.fingerprint}: its ids mean "
-        "other text. Use the tokenizer it was made with, or make it again."
+        "other text. Use the tokenizer it was built with, or build it again."
     )
 
 
 def one_tokenizer_thread() -> None:
-    """In a worker process: the other cores belong to the model, or to the other workers."""
+    """Call in a worker process: the other cores are for the model or the other workers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,12 +1,12 @@
-"""Divides direct streaming among ranks: each reads and tokenises every N-th unit and shares its tokens through files.
+"""Distributed data loading: each of N ranks reads and tokenises every N-th unit and shares the tokens through files.
 
-Rows are cut from all documents in one order, so no rank can make its rows without the lengths of everyone's documents.
-What is expensive (fetching, decompressing, tokenising) is done once per unit; tokens, a few bytes per word, go to all
-ranks through a folder they share. A unit's file is a pure function of the source, so who made it, and how many ranks
-there are, does not show in the sequence of rows.
+Rows are packed from all documents in one global order, so a rank needs the lengths of everyone's documents to build its
+own rows. The expensive work (fetching, decompressing, tokenising) is done once per unit; the tokens, a few bytes per
+word, reach all ranks through a shared folder. A unit's file is a pure function of the source, so the sequence of rows
+does not depend on which rank read it or how many ranks there are.
 
-The folder is used by one set of readers once: whoever starts them makes a new one. Nothing in it is executed; every
-file carries its SHA-256 and appears whole.
+A folder serves one set of readers once; start each with a new one. Files are data only, carry their SHA-256 and are
+written atomically.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from nsa.data.document import CorruptUnit
 from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
 from nsa.files import storage_errors, write_atomic
 
-_LOOKAHEAD = 2  # units per reader: one is being made while the one before it is used
+_LOOKAHEAD = 2  # units per reader: one is read while the one before it is used
 _POLL_S = 0.01
 _POLL_MAX_S = 0.2
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
@@ -35,8 +35,8 @@ _LENGTH_BYTES, _HASH_BYTES = 8, 32
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """`folder` is seen by all `readers`, of which this is number `reader`. `timeout_s` bounds the wait for a unit of
-    another reader; None where whoever waits for the rows has a limit of its own."""
+    """`folder` is shared by all `readers`, of which this is number `reader`. `timeout_s` limits the wait for a unit of
+    another reader; None if the consumer of the rows has its own timeout."""
 
     folder: str
     reader: int
@@ -46,7 +46,7 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenUnit:
-    """The rows of a unit, in file order: tokens, or None where the document is not wanted."""
+    """The rows of a unit, in file order: tokens, or None where the document is empty or in the other split."""
 
     ids: list[str]
     tokens: list[np.ndarray | None]
@@ -54,21 +54,21 @@ class TokenUnit:
 
 
 class UnitExchange:
-    """`make(number)` reads and tokenises a unit; numbers count units along the order of the stream, over all epochs."""
+    """`read(number)` reads and tokenises a unit; numbers count units in stream order over all epochs."""
 
-    def __init__(self, settings: ExchangeSettings, make: Callable[[int], TokenUnit | None]) -> None:
+    def __init__(self, settings: ExchangeSettings, read: Callable[[int], TokenUnit | None]) -> None:
         self._settings = settings
         self._folder = Path(settings.folder)
-        self._make = make
+        self._read = read
         self._position = 0
-        self._moved = threading.Condition()
+        self._advanced = threading.Condition()
         self._stopped = threading.Event()
         self._published: list[int] = []
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
 
     def start(self, first: int, stop: int | None) -> None:
-        """Make this reader's share of the units from `first` on, up to `stop`, in the background."""
+        """Read this reader's share of the units in [first, stop) in a background thread."""
         self.close()
         self._position, self._stopped = first, threading.Event()
         arguments = (first, stop, self._stopped)
@@ -78,24 +78,24 @@ class UnitExchange:
     def close(self) -> None:
         if self._thread is not None:
             self._stopped.set()
-            with self._moved:
-                self._moved.notify()
+            with self._advanced:
+                self._advanced.notify()
             self._thread.join()
             self._thread = None
 
     def take(self, number: int) -> TokenUnit:
-        """The unit with this number, whoever made it; a larger one than the last time. Raises what its reader met."""
-        with self._moved:
+        """Wait for unit `number` (increasing from call to call) of any rank. Re-raises the error of its reader."""
+        with self._advanced:
             self._position = number
-            self._moved.notify()
-        with self._explained():
+            self._advanced.notify()
+        with self._storage_errors():
             self._write(self._progress_name(self._settings.reader), str(number).encode())
         started, pause_s = time.monotonic(), _POLL_S
         while True:
             if self._crash is not None:
                 raise self._crash
-            with self._explained():
-                # Listed rather than opened: a network file system remembers for a while that a file was not there.
+            with self._storage_errors():
+                # Listed rather than opened: network file systems cache the absence of a file.
                 names = set(os.listdir(self._folder))
                 if (name := self._unit_name(number)) in names:
                     return _decode((self._folder / name).read_bytes(), self._folder / name)
@@ -106,7 +106,7 @@ class UnitExchange:
             if limit_s is not None and waited_s > limit_s:
                 raise DataTimeout(
                     f"unit {number} of the data, read by rank {number % self._settings.readers}, did not come within "
-                    f"{limit_s:g} s. Look at that rank, or raise data.loader_timeout_s."
+                    f"{limit_s:g} s. Check that rank, or raise data.loader_timeout_s."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
@@ -116,9 +116,9 @@ class UnitExchange:
         number = first + (settings.reader - first) % settings.readers
         try:
             while stop is None or number < stop:
-                with self._moved:
+                with self._advanced:
                     while number >= self._position + _LOOKAHEAD * settings.readers and not stopped.is_set():
-                        self._moved.wait()
+                        self._advanced.wait()
                 if stopped.is_set():
                     return
                 self._publish(number)
@@ -129,25 +129,25 @@ class UnitExchange:
             try:
                 self._write(self._failure_name(settings.reader), json.dumps(failure).encode())
             except OSError:
-                self._crash = error  # the others will miss this rank
+                self._crash = error  # other ranks then time out waiting for this one
         except BaseException as error:
-            self._crash = error  # a defect of ours: raised where rows are asked for, with its traceback
+            self._crash = error  # a bug: raised again in `take`, with its traceback
             raise
 
     def _publish(self, number: int) -> None:
         try:
-            unit = self._make(number)
+            unit = self._read(number)
             content = _encode(unit) if unit is not None else None
         except CorruptUnit as error:
-            content = _sealed({"corrupt": str(error)}, b"")
+            content = _with_checksum({"corrupt": str(error)}, b"")
         if content is not None:
-            with self._explained():
+            with self._storage_errors():
                 self._write(self._unit_name(number), content)
             self._published.append(number)
 
     def _remove_used(self) -> None:
-        """Delete this reader's units that every reader has left behind."""
-        with self._explained():
+        """Delete this reader's units that every reader has consumed."""
+        with self._storage_errors():
             names = set(os.listdir(self._folder))
             if any(self._progress_name(reader) not in names for reader in range(self._settings.readers)):
                 return
@@ -160,7 +160,7 @@ class UnitExchange:
     def _write(self, name: str, content: bytes) -> None:
         write_atomic(self._folder / name, content, many_writers=True)
 
-    def _explained(self) -> AbstractContextManager[None]:
+    def _storage_errors(self) -> AbstractContextManager[None]:
         return storage_errors(
             f"ranks cannot exchange tokens in {self._folder}",
             fix="Check that every rank can read and write the run folder.",
@@ -188,10 +188,10 @@ def _encode(unit: TokenUnit) -> bytes:
         "dtype": present[0].dtype.name if present else "uint16",
         "empty_documents": unit.empty_documents,
     }
-    return _sealed(header, b"".join(tokens.tobytes() for tokens in present))
+    return _with_checksum(header, b"".join(tokens.tobytes() for tokens in present))
 
 
-def _sealed(header: dict[str, Any], body: bytes) -> bytes:
+def _with_checksum(header: dict[str, Any], body: bytes) -> bytes:
     encoded = json.dumps(header).encode()
     content = len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded + body
     return content + hashlib.sha256(content).digest()

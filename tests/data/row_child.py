@@ -1,4 +1,4 @@
-"""One rank of a run without a model: reads batches through a Feeder, writes down what it saw, saves its cursor.
+"""One rank of a run without a model: reads batches through a BatchPrefetcher, logs them, saves its cursor.
 
 KIND SOURCE DIR RANK WORLD STEPS EXCHANGE: appends one line per batch to DIR/rank{RANK}.jsonl. As a trainer does, it
 writes its output first and its cursor, with the step, afterwards and atomically; what was seen after the last cursor is
@@ -44,11 +44,11 @@ def main() -> None:
             world=world,
             settings=settings,
             state=saved["data"],
-        ) as feeder,
+        ) as prefetcher,
         open(Path(folder, f"rank{rank}.jsonl"), "a") as seen,
     ):
         for step in range(saved["step"], steps):
-            batch = next(feeder)
+            batch = next(prefetcher)
             segments = [[[s.doc_id, s.offset, s.length] for s in row] for row in batch.provenance or ()]
             record = {
                 "step": step,
@@ -60,7 +60,7 @@ def main() -> None:
             seen.flush()
             if step % 3 == 2 or step == steps - 1:
                 unfinished = cursor.with_suffix(".tmp")
-                unfinished.write_text(json.dumps({"step": step + 1, "data": feeder.state_dict()}))
+                unfinished.write_text(json.dumps({"step": step + 1, "data": prefetcher.state_dict()}))
                 os.replace(unfinished, cursor)
             time.sleep(0.01)
 

@@ -108,23 +108,16 @@ def test_state_as_of_a_document_that_went_by_long_ago(folder):
     assert len(json.dumps(stream.state_before(docs[7]))) < 600
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 12}, "seed: saved 11, now 12"),
-        ({"held_out_fraction": 0.1}, "held_out_fraction: saved 0.0, now 0.1"),
-        ({"split": "validation"}, "split: saved 'train', now 'validation'"),
-    ],
-)
-def test_a_cursor_of_another_stream_is_refused(folder, change, named):
+@pytest.mark.parametrize(("setting", "value"), [("seed", 12), ("held_out_fraction", 0.1), ("split", "validation")])
+def test_a_cursor_of_another_stream_is_refused(folder, setting, value):
     state = make_stream(folder).state_dict()
-    with pytest.raises(DataError, match=named):
-        make_stream(folder, **change).load_state_dict(state)
+    with pytest.raises(DataError, match=setting):
+        make_stream(folder, **{setting: value}).load_state_dict(state)
 
 
 def test_a_cursor_for_other_files_is_refused(folder, tmp_path):
     write_corpus(tmp_path, files=4)
-    with pytest.raises(DataError, match="fingerprint: saved"):
+    with pytest.raises(DataError, match="fingerprint"):
         make_stream(tmp_path).load_state_dict(make_stream(folder).state_dict())
 
 
@@ -173,7 +166,7 @@ def test_too_many_corrupt_units_stop_the_stream_and_it_stays_stopped(tmp_path):
     assert len(take(make_stream(tmp_path, at_end="stop", max_bad_units=3), 10**6)) == 240
     stream = make_stream(tmp_path, max_bad_units=2)
     for _ in range(2):
-        with pytest.raises(DataError, match="3 units are corrupt, max_bad_units is 2") as caught:
+        with pytest.raises(DataError, match="max_bad_units") as caught:
             take(stream, 10**6)
     for i, group in enumerate((0, 2, 4)):
         assert f"part-{i:03d}.parquet, row group {group}" in str(caught.value)
@@ -183,12 +176,12 @@ def test_the_end_of_the_data_is_an_error_where_repeating_is_not_allowed(folder):
     stream = make_stream(folder, at_end="error")
     assert len(take(stream, 300)) == 300
     for _ in range(2):
-        with pytest.raises(DataError, match="the data ended after 300 documents"):
+        with pytest.raises(DataError, match=r"data\.on_end"):
             next(stream)
 
 
 def test_a_split_without_documents_is_an_error_and_no_endless_loop(folder):
-    with pytest.raises(DataError, match="no validation document"):
+    with pytest.raises(DataError, match="held_out_fraction"):
         next(make_stream(folder, split="validation", held_out_fraction=0.0))
 
 

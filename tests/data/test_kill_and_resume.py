@@ -32,7 +32,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _calm(kind: str, source: str) -> list[tuple[object, object]]:
-    """Rows of the global sequence, read in this process without a Feeder, from one rank."""
+    """Rows of the global sequence, read in this process without a BatchPrefetcher, from one rank."""
     stream = data_of(kind, source).open()
     rows: list[tuple[object, object]] = []
     for _ in range(STEPS):
@@ -90,7 +90,7 @@ def test_three_kills_leave_no_trace(kind: str, world: int, sources: dict[str, st
             time.sleep(0.005)
         time.sleep(rng.random() * 0.05)
         for child in ranks:
-            child.kill()  # the Feeder's process must notice by itself
+            child.kill()  # the prefetch process must notice by itself
         assert -signal.SIGKILL in [child.wait() for child in ranks]
     for child in _start(kind, sources[kind], tmp_path, world, 3):
         assert child.wait(timeout=60) == 0

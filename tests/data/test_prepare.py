@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import dill
@@ -169,8 +170,9 @@ def test_a_killed_worker_is_an_error_and_not_a_wait(
             victims.append(int(workers[-1]))
             os.kill(victims[0], signal.SIGKILL)
 
-    with pytest.raises(DataError, match="killed from outside"):
+    with pytest.raises(DataError) as caught:
         prepare(plan, str(tmp_path / "out"), workers=1, on_progress=kill_one)
+    assert isinstance(caught.value.__cause__, BrokenProcessPool)
 
 
 def test_a_finished_set_is_left_alone(corpus: Path, calm: Path) -> None:
@@ -181,22 +183,22 @@ def test_a_finished_set_is_left_alone(corpus: Path, calm: Path) -> None:
 
 def test_other_settings_never_mix_into_a_set(corpus: Path, calm: Path) -> None:
     plan = make_plan(str(corpus), "byte", **(SETTINGS | {"held_out_fraction": 0.2}))
-    with pytest.raises(ConfigError, match=r"held_out_fraction: there 0\.1, now 0\.2"):
+    with pytest.raises(ConfigError, match="held_out_fraction"):
         prepare(plan, str(calm), workers=1)
 
 
 def test_two_writers_of_one_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
     plan = make_plan(str(corpus), "byte", **SETTINGS)
-    errors: list[str] = []
+    errors: list[BaseException | None] = []
 
     def second(progress: object) -> None:
         if not errors:
-            with pytest.raises(DataError, match="another process is preparing") as caught:
+            with pytest.raises(DataError) as caught:
                 prepare(plan, str(tmp_path / "out"), workers=1)
-            errors.append(str(caught.value))
+            errors.append(caught.value.__cause__)
 
     prepare(plan, str(tmp_path / "out"), workers=1, on_progress=second)
-    assert errors
+    assert isinstance(errors[0], BlockingIOError)
 
 
 def test_a_corrupt_unit_stops_or_is_left_out_by_name(tmp_path: Path) -> None:

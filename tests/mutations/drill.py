@@ -9,7 +9,7 @@ def row(name: str) -> tuple[str, ...]:
 
 MUTATIONS = [
     Mutation("drill: damaged tokens are trained on", "nsa/data/shards/reader.py",
-             'raise _damaged(f"{self.info.name}.tok (bytes', 'print(f"{self.info.name}.tok (bytes',
+             'check_sha256(content.data, expected,', 'print(len(content.data), expected,',
              row("corrupt_shard")),
     Mutation("drill: a step that is not finite is taken", "nsa/train/bad_step_policy.py",
              "        if not reasons:\n            return", "        if True:\n            return", row("nan_gradient")),

@@ -1,4 +1,4 @@
-"""A corpus of real English text in the shape of FineWeb-Edu, made from Debian's documentation packages."""
+"""Demo corpus (`nsa data demo`): English text from Debian's documentation packages, in the format of FineWeb-Edu."""
 
 from nsa.data.demo.build import DemoCorpus, Progress, build_demo
 

@@ -1,4 +1,4 @@
-"""From packages to parquet files with FineWeb-Edu's columns."""
+"""Builds the demo corpus: downloads packages, filters and deduplicates text, writes parquet like FineWeb-Edu."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ _NAMESPACE = uuid.UUID("6d0f3f0e-52f1-5c3e-9a3f-0d6a3f1f7c55")
 
 Record = dict[str, str | float | int]
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, bytes of text so far, and bytes wanted (0: all there is)."""
+"""Called with the current activity, bytes of text so far, and bytes requested (0: all)."""
 
 
 MIN_WORDS = 50
@@ -36,7 +36,7 @@ more most must no not of on one only or other out same should so some such than 
 they this those to two up use used was we were what when where which while who will with would you your
 """
 _STOP_WORDS = frozenset(_STOP_WORD_LIST.split())
-# Headings and one-line entries recur rightly; a paragraph of this length that recurs is boilerplate.
+# Headings and one-line entries may repeat; a repeated paragraph of this length is boilerplate.
 _MIN_PARAGRAPH_CHARS = 60
 
 
@@ -53,13 +53,13 @@ def is_good_english(text: str) -> bool:
 
 
 class Deduplicator:
-    """Remembers paragraphs by hash across all documents it is shown."""
+    """Removes paragraphs that occurred in an earlier document, by hash."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
-    def fresh(self, text: str) -> str:
-        """The text without paragraphs that came before."""
+    def remove_repeated(self, text: str) -> str:
+        """The text without paragraphs seen before."""
         kept = []
         for paragraph in text.split("\n\n"):
             if len(paragraph) >= _MIN_PARAGRAPH_CHARS:
@@ -83,33 +83,33 @@ class DemoCorpus:
 def build_demo(
     folder: Path, *, megabytes: float = 0, packages: Sequence[DocPackage] = PACKAGES, progress: Progress | None = None
 ) -> DemoCorpus:
-    """Download, clean and write; the same package versions give the same bytes. `megabytes` of text, 0 for all."""
-    problem, fix = f"the demo corpus cannot be written to {folder}", "Name a new folder in a place that you can write."
+    """Build the corpus in `folder`; the same package versions give the same bytes. `megabytes` of text, 0 for all."""
+    problem, fix = f"the demo corpus cannot be written to {folder}", "Choose a new folder in a writable place."
     with storage_errors(problem, fix=fix):  # before the downloads
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty: a corpus is written once and whole. Name a new folder.")
+            raise ConfigError(f"{folder} is not empty: a corpus is written to a new folder. Choose another one.")
         probe = folder / f".{os.getpid()}.tmp"
         probe.touch()
         probe.unlink()
-    report = progress or (lambda what, done, wanted: None)
-    wanted = int(megabytes * 1e6)
+    report = progress or (lambda what, done, requested: None)
+    requested = int(megabytes * 1e6)
     records: list[Record] = []
     sources: list[dict[str, str | int]] = []
     deduplicator, done = Deduplicator(), 0
     for name, package in resolve(packages):
-        if wanted and done >= wanted:
+        if requested and done >= requested:
             break
-        report(f"downloading {name}", done, wanted)
+        report(f"downloading {name}", done, requested)
         with tempfile.TemporaryDirectory(prefix="nsa-demo-") as scratch:
             unpacked = download(name, package, Path(scratch))
-            report(f"reading {name}", done, wanted)
+            report(f"reading {name}", done, requested)
             before, first = done, len(records)
             for record in clean_records(unpacked, deduplicator):
                 records.append(record)
                 done += len(str(record["text"]).encode())
-                report(f"reading {name}", done, wanted)
-                if wanted and done >= wanted:
+                report(f"reading {name}", done, requested)
+                if requested and done >= requested:
                     break
         sources.append(
             {
@@ -120,7 +120,7 @@ def build_demo(
                 "text_bytes": done - before,
             }
         )
-    report("writing parquet", done, wanted)
+    report("writing parquet", done, requested)
     with storage_errors(problem, fix=fix):
         files = write_files(folder, records)
         (folder / SOURCES_FILE).write_text(json.dumps({"packages": sources, "columns": _COLUMN_NOTES}, indent=1) + "\n")
@@ -138,13 +138,13 @@ def clean_records(unpacked: UnpackedPackage, deduplicator: Deduplicator) -> Iter
     for path, text in extract_texts(unpacked.root, unpacked.below):
         if not is_good_english(text):
             continue
-        text = deduplicator.fresh(text)
+        text = deduplicator.remove_repeated(text)
         if not is_good_english(text):
             continue
         words = re.findall(r"[a-z']+", text.lower())
         yield {
             "text": text,
-            # Of the path without the version: a document keeps its split when the package is updated.
+            # From the path without the version: a document stays in its split when the package is updated.
             "id": f"<urn:uuid:{uuid.uuid5(_NAMESPACE, f'{unpacked.name}/{path}')}>",
             "dump": f"{unpacked.name}_{unpacked.version}",
             "url": f"deb:{unpacked.name}/{path}",
@@ -158,7 +158,7 @@ def clean_records(unpacked: UnpackedPackage, deduplicator: Deduplicator) -> Iter
 
 
 def write_files(folder: Path, records: Sequence[Record]) -> int:
-    """Mixed, so that a row group holds documents of many packages; each file appears whole or not at all."""
+    """Write shuffled records, so that a row group holds documents of many packages; each file atomically."""
     order = seeded_permutation(len(records), _SHUFFLE_SEED)
     folder.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(records), ROWS_PER_FILE)

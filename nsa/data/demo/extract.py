@@ -1,4 +1,4 @@
-"""Plain text out of the forms in which Debian ships documentation: HTML, man pages, POD, dictd dictionaries."""
+"""Extracts plain text from the formats of Debian documentation: HTML, man pages, POD, dictd dictionaries."""
 
 import gzip
 import re
@@ -18,10 +18,10 @@ _DICTD_DIGITS = {c: i for i, c in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghi
 
 
 def extract_texts(root: Path, below: str) -> Iterator[tuple[str, str]]:
-    """(path inside the package, text) of everything readable below a folder, in the order of paths."""
+    """(path inside the package, text) of every supported file below a folder, sorted by path."""
     for path in sorted(p for p in (root / below).rglob("*") if p.is_file() and not p.is_symlink()):
         name = path.relative_to(root).as_posix()
-        if "/_modules/" in name:  # source code dressed as HTML by Sphinx
+        if "/_modules/" in name:  # source code rendered as HTML by Sphinx
             continue
         if name.endswith((".html", ".htm", ".html.gz")):
             yield name, html_text(_read(path))
@@ -44,7 +44,7 @@ def _read(path: Path) -> str:
 
 
 class _ParagraphParser(HTMLParser):
-    """Collects text by paragraph; whatever lies inside a dropped element is skipped."""
+    """Collects text by paragraph and skips dropped elements."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -90,7 +90,7 @@ def html_text(html: str) -> str:
 
 
 def man_text(roff: str) -> str:
-    """Enough of roff for the man macros: words stay, requests and font changes go."""
+    """Text of a man page: enough of roff for the man macros; requests and font changes are removed."""
     lines: list[str] = []
     literal = False
     for line in roff.replace("\\\n", "").splitlines():
@@ -109,7 +109,7 @@ def man_text(roff: str) -> str:
             lines.append(_roff_characters(line))
         else:
             lines.append("")
-    # Lines of running text are one paragraph; a blank line ends it.
+    # A paragraph ends at a blank line.
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines))
     return tidy("\n\n".join(re.sub(r"\s*\n\s*", " ", p) for p in paragraphs))
 
@@ -182,5 +182,5 @@ def tidy(text: str) -> str:
     """Unix lines, no trailing blanks, no pilcrow anchors, one empty line between paragraphs."""
     text = text.replace("\r", "").replace("\u00a0", " ").replace("¶", "")
     text = re.sub(r"[ \t]+\n", "\n", text)
-    text = re.sub(r"\n (?! )", "\n", text)  # left over between two elements; code is indented further
+    text = re.sub(r"\n (?! )", "\n", text)  # between two elements; code is indented further
     return re.sub(r"\n{3,}", "\n\n", text).strip()

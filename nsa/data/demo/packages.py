@@ -1,4 +1,4 @@
-"""Debian packages with good English text: found by name, downloaded and unpacked, never installed."""
+"""Debian packages with English documentation: resolved by name, downloaded and unpacked, not installed."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ class DocPackage:
     below: str = "usr/share"
 
 
-# Small and clean ones first, so that a small corpus needs few downloads.
+# Small, clean packages first, so that a small corpus needs few downloads.
 PACKAGES = (
     DocPackage(r"debian-policy", "GPL-2+"),
     DocPackage(r"git-doc", "GPL-2", "usr/share/doc"),
@@ -54,9 +54,9 @@ class UnpackedPackage:
 
 
 def resolve(packages: Sequence[DocPackage]) -> list[tuple[str, DocPackage]]:
-    """The newest package of each pattern that apt offers, updating apt's lists if it knows of none."""
+    """The newest available package of each pattern; updates apt's package lists if they are empty."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise DataError("the demo corpus is made with apt-get and dpkg, which are not on this machine. Use Debian.")
+        raise DataError("the demo corpus needs apt-get and dpkg, which are not installed. Use Debian or Ubuntu.")
     names = _package_names()
     if not any(re.fullmatch(packages[0].pattern, name) for name in names):
         _update_lists()
@@ -67,23 +67,23 @@ def resolve(packages: Sequence[DocPackage]) -> list[tuple[str, DocPackage]]:
         if matching:
             found.append((matching[-1], package))
     if not found:
-        raise DataError("apt offers none of the documentation packages. Check its sources and run apt-get update.")
+        raise DataError("none of the documentation packages is available. Check its sources and run apt-get update.")
     return found
 
 
 def download(name: str, package: DocPackage, folder: Path) -> UnpackedPackage:
-    """Fetch `name` and unpack it below `folder`."""
+    """Download `name` and unpack it below `folder`."""
     target = folder / name
     target.mkdir(parents=True)
     try:
         _run("apt-get", *_APT_LIMITS, "download", "-q", name, cwd=target)
     except DataError:
-        # Old lists name versions that the archive has replaced.
+        # Outdated package lists may refer to versions that the archive no longer has.
         _update_lists()
         _run("apt-get", *_APT_LIMITS, "download", "-q", name, cwd=target)
     archives = list(target.glob("*.deb"))
     if len(archives) != 1:
-        raise DataError(f"`apt-get download {name}` left {len(archives)} archives instead of one. Run it by hand.")
+        raise DataError(f"`apt-get download {name}` produced {len(archives)} archives instead of one. Run it manually.")
     root = target / "root"
     _run("dpkg", "-x", str(archives[0]), str(root))
     version = _run("dpkg-deb", "-f", str(archives[0]), "Version").strip()

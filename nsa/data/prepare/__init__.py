@@ -1,1 +1,1 @@
-"""Offline: a corpus into verified token shards, restartable, on one machine or on Slurm."""
+"""Offline preparation (`nsa data prepare`): tokenises a corpus into token shards, resumable, locally or on Slurm."""

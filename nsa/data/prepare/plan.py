@@ -1,4 +1,9 @@
-"""What one `prepare` does, decided before it starts and written down, so that a rerun does exactly the same."""
+"""Plan of `nsa data prepare`: input files, division into tasks, and all settings, recorded for an identical rerun.
+
+The parent lists the source once; a worker opens only the file of its task, so that a thousand workers do not read a
+thousand footers each. Files are read by the same sources as in direct streaming: same documents, ids and corruption
+checks.
+"""
 
 import hashlib
 import json
@@ -19,14 +24,14 @@ from nsa.data.tokenizer import load_tokenizer, token_dtype
 from nsa.errors import ConfigError, DataError
 from nsa.storage import StorageFolder
 
-WORK = "_work"  # inside the output folder until the manifest is written
+WORK = "_work"  # subfolder of the output, removed after the manifest is written
 PLAN_NAME = f"{WORK}/plan.json"
 _PARQUET = ".parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareTask:
-    """Consecutive units of one file. Tasks depend on the source and the settings alone, never on the workers."""
+    """Consecutive units of one file. Tasks depend on the source and the settings, not on the number of workers."""
 
     file: str
     first_unit: int
@@ -63,7 +68,7 @@ class PreparePlan:
         ]
 
     def made_from(self) -> dict[str, Any]:
-        """What decides the output's bytes; where the tokenizer's file lies does not."""
+        """Everything that determines the bytes of the output; the path of the tokenizer file does not."""
         content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         del content["tokenizer"], content["eos_token"]
         return content
@@ -81,7 +86,7 @@ def make_plan(
     max_bad_units: int = 0,
     limit_units: int | None = None,
 ) -> PreparePlan:
-    """List the source and fix every setting. `limit_units` takes only that many units from the start."""
+    """List the source and resolve every setting. `limit_units` uses only the first units."""
     if not 0.0 <= held_out_fraction < 1.0:
         raise ConfigError(f"the held-out fraction is {held_out_fraction}: it must be in [0, 1). Set e.g. 0.0005.")
     if shard_tokens < 1 or (units_per_task is not None and units_per_task < 1):
@@ -91,7 +96,7 @@ def make_plan(
     files, source_fingerprint = list_files(source, columns)
     if limit_units is not None:
         files = _first_units(files, limit_units)
-    # 64 row groups of 1,000 documents are about 64 M tokens: a minute or two of work, which is what a kill can cost.
+    # 64 row groups of 1,000 documents are about 64 M tokens: at most a minute or two of work is lost when killed.
     default_units = 1 if units_are_whole_files(files) else 64
     return PreparePlan(
         source=source,
@@ -115,14 +120,14 @@ def make_plan(
 def _first_units(files: list[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
     kept: list[tuple[str, int]] = []
     for file, units in files:
-        if (taken := min(units, limit)) > 0:
-            kept.append((file, taken))
-        limit -= taken
+        if (used := min(units, limit)) > 0:
+            kept.append((file, used))
+        limit -= used
     return kept
 
 
 def is_finished(plan: PreparePlan, out: StorageFolder) -> bool:
-    """True when `out` already holds this plan's result; refuses to touch the result of another one."""
+    """True if `out` holds the result of this plan; raises if it holds that of another one."""
     if not out.exists(MANIFEST_NAME):
         return False
     _refuse_other(read_manifest(out).made_from, plan, out)
@@ -130,7 +135,7 @@ def is_finished(plan: PreparePlan, out: StorageFolder) -> bool:
 
 
 def record_plan(plan: PreparePlan, out: StorageFolder) -> None:
-    """Write the plan down, or find it there from a run that was stopped."""
+    """Write plan.json, or check it against the one of an interrupted run."""
     if out.exists(PLAN_NAME):
         try:
             recorded = json.loads(out.read_bytes(PLAN_NAME))
@@ -138,7 +143,7 @@ def record_plan(plan: PreparePlan, out: StorageFolder) -> None:
                 raise ValueError(f"it is {type(recorded).__name__}, not an object")
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{out.url}/{PLAN_NAME} is not the plan of a preparation ({error}). Delete {out.url} and prepare again."
+                f"{out.url}/{PLAN_NAME} is not a valid plan ({error}). Delete {out.url} and prepare again."
             ) from error
         _refuse_other(recorded, plan, out)
         return
@@ -148,10 +153,10 @@ def record_plan(plan: PreparePlan, out: StorageFolder) -> None:
 def _refuse_other(recorded: dict[str, Any], plan: PreparePlan, out: StorageFolder) -> None:
     mine = plan.made_from()
     if differing := sorted(key for key in mine.keys() | recorded.keys() if mine.get(key) != recorded.get(key)):
-        shown = ", ".join(f"{k}: there {_short(recorded.get(k))}, now {_short(mine.get(k))}" for k in differing)
+        shown = ", ".join(f"{k}: saved {_short(recorded.get(k))}, now {_short(mine.get(k))}" for k in differing)
         raise ConfigError(
-            f"{out.url} belongs to another preparation ({shown}): mixing them would give a set that is neither. Give "
-            "the same settings, or another output folder."
+            f"{out.url} belongs to another preparation ({shown}): the two cannot be mixed. Use the same settings, or "
+            "another output folder."
         )
 
 
@@ -161,8 +166,8 @@ def _short(value: object) -> str:
 
 
 def list_files(spec: str, columns: DocumentColumns) -> tuple[list[tuple[str, int]], str]:
-    """(file, units) of every file, in the order that fixes the output, and a fingerprint of all of them."""
-    if not _is_stored(spec):
+    """(file, units) of every file in output order, and a fingerprint of all of them."""
+    if not _in_object_store(spec):
         source = open_source(spec, columns=columns)
         counts: dict[str, int] = {}
         for index in range(len(source)):
@@ -175,9 +180,9 @@ def list_files(spec: str, columns: DocumentColumns) -> tuple[list[tuple[str, int
     kinds = {name.endswith(_PARQUET) for name in names}
     if len(kinds) != 1:
         what = "both parquet and JSONL files: the same documents may be in both" if kinds else "no data file"
-        raise ConfigError(f"{spec} holds {what}. Name a prefix with parquet or JSONL(.gz/.zst) files only.")
+        raise ConfigError(f"{spec} holds {what}. Use a prefix with only parquet or only JSONL(.gz/.zst) files.")
     if kinds == {False}:
-        # A stored JSONL file is fetched and read whole.
+        # A JSONL file in an object store is fetched and read whole.
         return [(name, 1) for name in names], hashlib.sha256(repr(sizes).encode()).hexdigest()
     sources = [ParquetSource([StoredFile(folder, name)], RetryPolicy(), columns=columns) for name in names]
     digest = hashlib.sha256("".join(source.fingerprint for source in sources).encode())
@@ -185,15 +190,15 @@ def list_files(spec: str, columns: DocumentColumns) -> tuple[list[tuple[str, int
 
 
 def open_file(spec: str, file: str, columns: DocumentColumns, scratch: Path) -> DocumentSource:
-    """One listed file as a source of its own. A stored JSONL file is copied to `scratch` first."""
-    if not _is_stored(spec):
+    """A source with one listed file. A JSONL file in an object store is copied to `scratch` first."""
+    if not _in_object_store(spec):
         return open_source(file, columns=columns)
     folder = StorageFolder(spec)
     if file.endswith(_PARQUET):
         return ParquetSource([StoredFile(folder, file)], RetryPolicy(), columns=columns)
     local = scratch / Path(file).name
     folder.copy_to(file, local)
-    # One block for the whole file, because the listing counted it as one unit.
+    # One block for the whole file: the listing counted it as one unit.
     return JsonlSource([LocalFile(file, local)], columns=columns, block_bytes=max(1, local.stat().st_size))
 
 
@@ -201,6 +206,6 @@ def units_are_whole_files(files: list[tuple[str, int]]) -> bool:
     return all(units == 1 and file.endswith(JSONL_SUFFIXES) for file, units in files)
 
 
-def _is_stored(spec: str) -> bool:
+def _in_object_store(spec: str) -> bool:
     scheme = urlsplit(spec).scheme
     return scheme not in ("", "file", "http", "https") and "://" in spec

@@ -1,7 +1,7 @@
-"""Prepare a corpus once, train on it many times: documents to verified token shards, in parallel and restartable.
+"""Runs `nsa data prepare`: tokenises a corpus into token shards in parallel, on this machine or on Slurm, resumable.
 
-The work is cut into tasks by the source alone. A task counts when its record exists, the set when its manifest does;
-both are written last. Killed at any moment and run again, the same command ends with the same bytes.
+Tasks are defined by the source alone. A task is done when its record exists, the set when its manifest exists; both are
+written last. If it is killed at any moment and run again, the same command produces the same bytes.
 """
 
 import os
@@ -51,17 +51,17 @@ def prepare(
     workers: int,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> ShardManifest:
-    """Run every task that has no record yet with `workers` processes on this machine, then write the manifest."""
+    """Run every unfinished task with `workers` processes on this machine, then write the manifest."""
     out = StorageFolder(out_url)
     with _output_errors(out_url):
         return _prepare(plan, out, workers, on_progress)
 
 
 def _output_errors(out_url: str) -> AbstractContextManager[None]:
-    """What is not explained nearer to its cause: the lock, datatrove's logs, the removal of what is left over."""
+    """For errors not handled closer to their cause: the lock, datatrove's logs, the cleanup."""
     return storage_errors(
         f"{out_url} cannot be written",
-        fix="Name an output folder that you can write.",
+        fix="Choose a writable output folder.",
         if_full=(DataError, "Free disk space and run the same command again; finished tasks are kept."),
     )
 
@@ -70,12 +70,12 @@ def _prepare(
     plan: PreparePlan, out: StorageFolder, workers: int, on_progress: Callable[[PrepareProgress], None]
 ) -> ShardManifest:
     if is_finished(plan, out):
-        out.delete_tree(WORK)  # a kill may have come between the manifest and this
+        out.delete_tree(WORK)  # in case it was killed right after writing the manifest
         return read_manifest(out)
-    with _only_writer(out):
+    with _single_writer(out):
         record_plan(plan, out)
         out.delete_tree(f"{WORK}/tmp")
-        # datatrove's logs and marks; whether a task is done is decided by our own record, which lies with the shards.
+        # datatrove's logs and completion marks; our own record, stored with the shards, decides whether a task is done.
         place = str(out.local_path(f"{WORK}/log")) if out.is_local else ""
         with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
             LocalExecutor(plan, out.url, workers, logs, on_progress).run()
@@ -92,9 +92,9 @@ def bootstrap(
     held_out_fraction: float = 0.0,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> ShardManifest:
-    """Prepare about `gb` gigabytes of token shards from the start of the source; continues where it was stopped."""
+    """Prepare about `gb` gigabytes of token shards from the start of the source; resumes if interrupted."""
     if gb <= 0:
-        raise ConfigError(f"gb is {gb:g}: there is nothing to stage. Give e.g. 5.")
+        raise ConfigError(f"gb is {gb:g}: it must be positive. Set e.g. 5.")
     loaded = load_tokenizer(tokenizer)
     itemsize = token_dtype(loaded.vocab_size).itemsize
     opened = open_source(source)
@@ -107,20 +107,20 @@ def bootstrap(
 
 
 def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
-    """Collect the records of all tasks into the manifest. Needs every task done; may be called again."""
+    """Write the manifest from the records of all tasks, which must be done. Idempotent."""
     tasks = len(plan.tasks())
     if missing := sorted(set(range(tasks)) - done_tasks(out)):
         raise DataError(
-            f"{len(missing)} of {tasks} tasks of {out.url} are not done (first: {missing[0]}): the set would lack "
-            "their documents. Run the same command again."
+            f"{len(missing)} of {tasks} tasks of {out.url} are not done (first: {missing[0]}): their "
+            "documents would be missing. Run the same command again."
         )
     records = [read_record(out, rank) for rank in range(tasks)]
     quarantined = [unit for record in records for unit in record["bad_units"]]
     if len(quarantined) > plan.max_bad_units:
         raise DataError(
             f"{len(quarantined)} units are corrupt, max_bad_units is {plan.max_bad_units}: "
-            f"{'; '.join(quarantined[:5])}. Fetch these files again and prepare into a new folder, or raise "
-            "max_bad_units there."
+            f"{'; '.join(quarantined[:5])}. Download these files again and prepare into a new folder, or raise "
+            "--max-bad-units."
         )
     manifest = ShardManifest(
         vocab_size=plan.vocab_size,
@@ -132,7 +132,7 @@ def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
         splits={split: [ShardInfo(**s) for record in records for s in record["shards"][split]] for split in SPLITS},
     )
     if out.is_local:
-        for unfinished in out.local_path("").glob(f".{MANIFEST_NAME}.*.tmp"):  # of a run killed right here
+        for unfinished in out.local_path("").glob(f".{MANIFEST_NAME}.*.tmp"):  # left by a run that was killed here
             unfinished.unlink()
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
     out.delete_tree(WORK)
@@ -140,10 +140,10 @@ def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
 
 
 class LocalExecutor(PipelineExecutor):
-    """datatrove's executor contract on a pool of spawned processes.
+    """datatrove executor on a pool of spawned processes.
 
-    datatrove's own local executor waits for ever when a worker is killed (by the out-of-memory killer, say), and its
-    helper process outlives a killed parent. Here a lost worker ends the run with an error, a lost parent its workers.
+    datatrove's own local executor waits forever if a worker is killed (e.g. by the out-of-memory killer), and its
+    helper process outlives a killed parent. Here a lost worker raises an error, and workers exit with their parent.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class LocalExecutor(PipelineExecutor):
         report: Report | None = None,
     ) -> None:
         if workers < 1:
-            raise ConfigError(f"workers is {workers}: at least one process must do the work. Set it to 1 or more.")
+            raise ConfigError(f"workers is {workers}: at least one is needed.")
         out = StorageFolder(out_url)
         reader = ReadUnits(plan, out_url)
         super().__init__([reader, WriteShards(plan, out_url, reader, report)], logging_dir=logs, skip_completed=False)
@@ -195,7 +195,7 @@ class LocalExecutor(PipelineExecutor):
                         future.result()
                 except BrokenProcessPool as error:
                     raise DataError(
-                        "a prepare worker was killed from outside (often by the out-of-memory killer). Use fewer "
+                        "a prepare worker was killed by a signal (often by the out-of-memory killer). Use fewer "
                         "workers or smaller tasks, and run the same command again; finished tasks are kept."
                     ) from error
                 except BaseException:
@@ -206,7 +206,7 @@ class LocalExecutor(PipelineExecutor):
                 self._on_progress(PrepareProgress(finished, self._tasks, documents, tokens, time.monotonic() - started))
 
 
-_job: tuple[Any, PreparePlan, str, str]  # of a worker process: counters, plan, output, logs
+_job: tuple[Any, PreparePlan, str, str]  # set in worker processes: counters, plan, output URL, log folder
 
 
 def _start_worker(parent_pid: int, counters: Any, plan: PreparePlan, out_url: str, logs: str) -> None:
@@ -214,7 +214,7 @@ def _start_worker(parent_pid: int, counters: Any, plan: PreparePlan, out_url: st
     exit_with_parent(parent_pid)
     _job = counters, plan, out_url, logs
     one_tokenizer_thread()
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove repeats its log there; errors come back to the parent
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove copies its log there; errors are raised in the parent
 
 
 def _count(documents: int, tokens: int) -> None:
@@ -231,7 +231,7 @@ def _run_task(rank: int) -> None:
 
 
 class FinishPreparation(PipelineStep):
-    """The last job of a Slurm preparation."""
+    """Last Slurm job: writes the manifest."""
 
     name = "manifest"
     type = "writer"
@@ -259,9 +259,9 @@ def slurm_executor(
     env_command: str | None = None,
     sbatch_args: dict[str, str] | None = None,
 ) -> SlurmPipelineExecutor:
-    """Two Slurm jobs, of which the returned one, when run, submits both: an array over the tasks, then the manifest.
+    """Executor that submits two Slurm jobs: an array over the tasks, then one that writes the manifest.
 
-    `logging_dir` must be seen by every node. Running it again submits only what is not done.
+    `logging_dir` must be on a file system shared by all nodes. Running it again submits only unfinished tasks.
     """
     out = StorageFolder(out_url)
     if not is_finished(plan, out):
@@ -295,9 +295,9 @@ def slurm_executor(
 
 
 @contextmanager
-def _only_writer(out: StorageFolder) -> Iterator[None]:
+def _single_writer(out: StorageFolder) -> Iterator[None]:
     if not out.is_local:
-        yield  # tasks write deterministic bytes under fixed names, so two writers waste work but cannot harm
+        yield  # tasks write deterministic bytes under fixed names: two writers duplicate work but do no harm
         return
     lock_path = out.local_path(f"{WORK}/lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,5 +305,7 @@ def _only_writer(out: StorageFolder) -> Iterator[None]:
         try:
             held.enter_context(file_lock(lock_path, wait=False))
         except BlockingIOError as error:
-            raise DataError(f"another process is preparing into {out.url}. Wait for it, or stop it first.") from error
+            raise DataError(
+                f"another process is preparing into {out.url}. Wait for it to finish, or stop it."
+            ) from error
         yield

@@ -1,9 +1,9 @@
-"""One task of `prepare` as datatrove pipeline steps: read units, tokenise, write shards.
+"""One task of `nsa data prepare` as datatrove pipeline steps: read units, tokenise, write shards.
 
-datatrove gives the task model, the per-task logs and the Slurm executor. Its own steps do not fit: the readers skip
-what they cannot parse with a log line, do not verify page checksums, and name documents without an id after their
-place in a file, so the held-out split would differ from the direct stream's; its DocumentTokenizer shuffles with a
-merge step, keeps no ids and no hashes, and writes in place.
+datatrove provides the task model, per-task logs and the Slurm executor. Its own steps are not used: the readers only
+log and skip what they cannot parse, do not verify page checksums, and name documents without an id by their position in
+a file, so the held-out split would differ from direct streaming; its DocumentTokenizer shuffles with a merge step,
+stores no ids and no hashes, and does not write atomically.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def is_done(out: StorageFolder, rank: int) -> bool:
 
 
 def done_tasks(out: StorageFolder) -> set[int]:
-    """One listing instead of a question per task, which an object store would take hours to answer."""
+    """Ranks of finished tasks, from one listing: a request per task would take hours on an object store."""
     return {int(name.rsplit("/", 1)[1].removesuffix(".json")) for name, _ in out.files((".json",), f"{WORK}/tasks")}
 
 
@@ -62,13 +62,13 @@ class ReadUnits(PipelineStep):
         if is_done(StorageFolder(self.out_url), rank):
             return
         plan, task = self.plan, self.plan.tasks()[rank]
-        scratch = Path(tempfile.gettempdir()) / f"nsa-prepare-{uuid.uuid4().hex}"  # made only if something is fetched
+        scratch = Path(tempfile.gettempdir()) / f"nsa-prepare-{uuid.uuid4().hex}"  # created only if a file is fetched
         try:
             source = open_file(plan.source, task.file, plan.columns, scratch)
             if len(source) < task.stop_unit:
                 raise DataError(
-                    f"{task.file} has {len(source)} units now and had at least {task.stop_unit} when it was listed: "
-                    "the source changed. Prepare into another folder."
+                    f"{task.file} has {len(source)} units but had at least {task.stop_unit} when it was listed: the "
+                    "source changed. Prepare into another folder."
                 )
             for index in range(task.first_unit, task.stop_unit):
                 try:
@@ -89,12 +89,12 @@ class ReadUnits(PipelineStep):
         if len(self.bad_units) > self.plan.max_bad_units:
             raise DataError(
                 f"{len(self.bad_units)} unit(s) of one task are corrupt, max_bad_units is {self.plan.max_bad_units}. "
-                f"Last: {error}. Fetch the file again, or raise max_bad_units to leave such units out."
+                f"Last: {error}. Download the file again, or raise --max-bad-units to skip such units."
             ) from error
 
 
 class WriteShards(PipelineStep):
-    """Tokenise and write; the task's record, written last, makes its shards count."""
+    """Tokenise and write shards; the task is done when its record, written last, exists."""
 
     name = "token shards"
     type = "writer"
@@ -111,9 +111,9 @@ class WriteShards(PipelineStep):
         if is_done(out, rank):
             return
         plan = self.plan
-        tokenizer = _load_once(plan.tokenizer, plan.eos_token)
+        tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
         check_same(plan.vocab_size, plan.fingerprint, tokenizer)
-        # A rename needs the same file system as its target; an upload can start anywhere.
+        # A rename needs the same file system as its target; an upload does not.
         scratch = out.local_path(f"{WORK}/tmp") if out.is_local else Path(tempfile.mkdtemp(prefix="nsa-shards-"))
         splits = {split: _SplitWriter(split, rank, plan, out, scratch) for split in SPLITS}
         try:
@@ -134,13 +134,13 @@ class WriteShards(PipelineStep):
             "bad_units": self.reader.bad_units,
             "empty_documents": self.reader.empty_documents,
         }
-        out.write_bytes(record_name(rank), _sealed(record))
+        out.write_bytes(record_name(rank), _with_checksum(record))
         yield from ()
 
 
 @lru_cache(maxsize=1)
-def _load_once(spec: str, eos_token: str | None) -> Tokenizer:
-    """A worker runs many tasks with one tokenizer, and reading a 32k vocabulary takes most of a second."""
+def _cached_tokenizer(spec: str, eos_token: str | None) -> Tokenizer:
+    """Cached: a worker runs many tasks, and loading a 32k vocabulary takes most of a second."""
     return load_tokenizer(spec, eos_token=eos_token)
 
 
@@ -185,8 +185,8 @@ def _batches(documents: Iterable[TroveDocument]) -> Iterator[list[TroveDocument]
         yield batch
 
 
-def _sealed(record: dict[str, Any]) -> bytes:
-    """An object store may show a cut-off record of a killed upload; its own hash tells it from a whole one."""
+def _with_checksum(record: dict[str, Any]) -> bytes:
+    """The record with its SHA-256: an object store may keep a truncated record after a killed upload."""
     body = json.dumps(record, sort_keys=True)
     return json.dumps({"record": record, "sha256": hashlib.sha256(body.encode()).hexdigest()}, indent=1).encode()
 

@@ -1,1 +1,1 @@
-"""Fixed rows of tokens in one global order, whatever they come from, with a cursor free of world size."""
+"""Datasets as fixed-length rows of tokens in one global order, with a data cursor independent of the world size."""

@@ -1,4 +1,4 @@
-"""Rows of tokens on their way to the model, and which of them belong to a rank."""
+"""A batch of packed rows with document boundaries, and the split of a global batch among ranks."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from nsa.errors import ConfigError, DataError
 
 
 class EndOfData(DataError):
-    """Every allowed epoch has been read; what an evaluation pass waits for, and an error in training."""
+    """All allowed epochs have been read: the normal end of an evaluation pass, an error in training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one document inside a row; `offset` counts tokens from the document's start."""
+    """A piece of one document inside a row; `offset` counts tokens from the document's start."""
 
     doc_id: str
     offset: int
@@ -24,24 +24,24 @@ class Segment:
 class Batch:
     """R rows of S tokens.
 
-    `cu_doc_lens[r]` holds the document boundaries inside row r, from 0 to S; padding, where there is any, lies between
-    its last two boundaries. `loss_mask` says which tokens may be predicted; None means all of them.
+    `cu_doc_lens[r]` holds the cumulative document lengths of row r, from 0 to S; padding, if any, lies between its last
+    two boundaries. `loss_mask` marks the tokens that count in the loss; None means all of them.
     """
 
     tokens: np.ndarray  # (R, S), uint16 or uint32
     cu_doc_lens: tuple[np.ndarray, ...]  # R arrays of int32
     loss_mask: np.ndarray | None  # (R, S) bool
-    row_ids: np.ndarray  # (R,) int64: place of each row in the global sequence, counted over all epochs
+    row_ids: np.ndarray  # (R,) int64: position of each row in the global sequence over all epochs
     epoch: int  # of the last row
-    documents: int  # documents that end in these rows
-    provenance: tuple[tuple[Segment, ...], ...] | None = None  # R, when it was asked for
+    documents: int  # number of documents that end in these rows
+    provenance: tuple[tuple[Segment, ...], ...] | None = None  # one entry per row, if requested
 
     @property
     def valid_tokens(self) -> int:
         return int(self.loss_mask.sum()) if self.loss_mask is not None else int(self.tokens.size)
 
     def flat_cu_doc_lens(self) -> np.ndarray:
-        """Boundaries of the whole batch laid out as one row of R × S tokens; every row ends a document."""
+        """Boundaries of the batch flattened to one row of R × S tokens; the end of a row is a boundary too."""
         seq_len = self.tokens.shape[1]
         parts = [np.zeros(1, dtype=np.int32)]
         parts += [cu[1:] + np.int32(r * seq_len) for r, cu in enumerate(self.cu_doc_lens)]
@@ -49,13 +49,13 @@ class Batch:
 
 
 def rows_of_rank(global_rows: int, rank: int, world: int) -> range:
-    """The rows of a global batch that belong to one rank: ranks in order, joined, give the batch again."""
+    """The rows of a global batch that belong to `rank`: a contiguous, equal share per rank."""
     if world < 1 or not 0 <= rank < world:
-        raise ConfigError(f"rank {rank} is not in a world of {world}. Give 0 <= rank < world.")
+        raise ConfigError(f"rank is {rank} and world size {world}: 0 <= rank < world size is required.")
     if global_rows < 1 or global_rows % world:
         raise ConfigError(
-            f"a global batch of {global_rows} rows cannot be shared by {world} ranks: every rank must get the same "
-            f"number, or the sequence would depend on the world size. Use a multiple of {world}."
+            f"a global batch of {global_rows} rows cannot be divided among {world} ranks: every rank must get the "
+            f"same number, or the sequence would depend on the world size. Use a multiple of {world}."
         )
     share = global_rows // world
     return range(rank * share, (rank + 1) * share)

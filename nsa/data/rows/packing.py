@@ -1,11 +1,12 @@
-"""Documents of any length into rows of one length, for the direct stream.
+"""Document packing: documents of any length into rows of `seq_len` tokens, for direct streaming.
 
-`ConcatPacker` lays documents end to end and cuts: no padding except after the last document, long documents continue
-in the next row. `BestFitPacker` keeps documents whole where it can: it collects a bounded group, cuts only what is
-longer than a row, and puts each piece where it leaves the least room; the rest is padding, which it counts.
+`ConcatPacker` concatenates documents and cuts them into rows: no padding except after the last document, long documents
+continue in the next row. `BestFitPacker` keeps documents whole where possible (best-fit-decreasing bin packing): it
+collects a bounded group, cuts only what is longer than a row, and puts each piece where it leaves the least room; the
+rest is padding, which is counted.
 
-Each row says how to continue after it, in a few numbers that point back into the stream of documents; no token is kept
-in a cursor. Padding is the end-of-document token, a segment of its own, and never predicted.
+Each row carries the cursor after it, a few integers that point back into the document stream; no tokens are stored in a
+cursor. Padding is the end-of-document token, forms its own segment and is excluded from the loss.
 """
 
 import bisect
@@ -24,7 +25,7 @@ Packing = Literal["concat", "best_fit"]
 
 @dataclass(frozen=True, slots=True)
 class PackerResume:
-    """Read again from `document`, then skip: tokens of it (concat), or finished rows (best fit)."""
+    """Resume by reading again from `document` and skipping tokens of it (concat) or finished rows (best fit)."""
 
     document: TokenDoc
     skip: int
@@ -36,7 +37,7 @@ class PackedRow:
     cu_doc_lens: np.ndarray
     segments: tuple[Segment, ...]
     padding: int
-    documents: int  # that end here
+    documents: int  # number of documents that end here
     epoch: int
     resume: PackerResume
 
@@ -49,7 +50,7 @@ def make_packer(packing: Packing, *, seq_len: int, eos_id: int, dtype: np.dtype,
     if packing not in get_args(Packing):
         raise ConfigError(f"packing is {packing!r}. Choose one of {list(get_args(Packing))}.")
     if seq_len < 1 or buffer_rows < 1:
-        raise ConfigError(f"seq_len is {seq_len} and buffer_rows {buffer_rows}: both must be at least 1. Raise them.")
+        raise ConfigError(f"seq_len is {seq_len} and buffer_rows {buffer_rows}: both must be at least 1.")
     if packing == "concat":
         return ConcatPacker(seq_len, eos_id, dtype)
     return BestFitPacker(seq_len, eos_id, dtype, buffer_rows)
@@ -61,7 +62,7 @@ class _DocumentPiece:
     segment: Segment
     ends_document: bool
     epoch: int
-    order: int  # place in the stream
+    order: int  # position in the stream
 
 
 def _with_eos(document: TokenDoc, eos_id: int, dtype: np.dtype) -> np.ndarray:
@@ -101,7 +102,7 @@ class ConcatPacker:
     dtype: np.dtype
 
     def rows(self, documents: Iterator[TokenDoc], skip: int = 0) -> Iterator[PackedRow]:
-        """`skip` tokens of the first document went into earlier rows."""
+        """`skip` tokens of the first document are in earlier rows."""
         pieces: list[_DocumentPiece] = []
         room = self.seq_len
         last: PackerResume | None = None
@@ -132,7 +133,7 @@ class BestFitPacker:
     buffer_rows: int
 
     def rows(self, documents: Iterator[TokenDoc], skip: int = 0) -> Iterator[PackedRow]:
-        """`skip` rows of the first group were given out before."""
+        """`skip` rows of the first group were yielded before."""
         while group := self._group(documents):
             bins = self._assign(self._cut(group))
             for number, pieces in enumerate(bins):
@@ -142,7 +143,7 @@ class BestFitPacker:
             skip = 0
 
     def _group(self, documents: Iterator[TokenDoc]) -> list[TokenDoc]:
-        """Documents for about `buffer_rows` rows; a function of where the group starts, so it can be made again."""
+        """Documents for about `buffer_rows` rows; depends only on where the group starts, so a resume rebuilds it."""
         group: list[TokenDoc] = []
         room = self.buffer_rows * self.seq_len
         for document in documents:
@@ -164,7 +165,7 @@ class BestFitPacker:
         return pieces
 
     def _assign(self, pieces: list[_DocumentPiece]) -> list[list[_DocumentPiece]]:
-        """Longest first, each into the fullest row that still takes it; rows come out in the stream's order."""
+        """Longest first, each into the fullest row with enough room; rows are returned in stream order."""
         bins: list[list[_DocumentPiece]] = []
         room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
         for piece in sorted(pieces, key=lambda p: (-len(p.tokens), p.order)):

@@ -1,8 +1,8 @@
-"""Fixed rows over a prepared set: row i is tokens [i·S, (i+1)·S) of all shards joined, in a computed shuffled order.
+"""Prepared dataset: shuffled rows of S tokens; row i is tokens [i·S, (i+1)·S) of the concatenated shards.
 
-Every token is in exactly one row. The last row of the set is filled up with the end-of-document token, which its loss
-mask excludes; it is the only row with padding. Rows are addressed by their place in the endless sequence of epochs, so
-a batch is a pure function of the settings and that place: no state, no dependence on the number of ranks.
+Every token is in exactly one row. Only the last row of the set has padding (the end-of-document token, excluded by its
+loss mask). Rows are addressed by their position in the endless sequence of epochs, so a batch is a pure function of the
+settings and that position: no state, no dependence on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from nsa.data.rows.batch import Batch, EndOfData, Segment, rows_of_rank
 from nsa.data.shards.reader import ShardReader
 from nsa.errors import ConfigError, DataError
 
-# The order is computed this many rows at a time and kept: for the few rows of one batch, numpy's overhead per call
-# would cost more than the tokens.
-_STRETCH_ROWS = 1024
+# The order is computed for this many rows at a time and cached: for the few rows of one batch, numpy's overhead per
+# call would cost more than reading the tokens.
+_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ShuffleSettings:
-    """`block_rows` keeps neighbouring rows together for a remote set larger than its cache; None mixes everything."""
+    """`block_rows` keeps neighbouring rows together, for a remote set larger than its cache; None shuffles all rows."""
 
     seed: int
     block_rows: int | None = None
@@ -43,16 +43,16 @@ class PreparedRows:
         global_rows: int | None = None,
         with_provenance: bool = False,
     ) -> None:
-        """`shuffle=None` keeps the set's own order. `max_epochs=None` repeats without end, each epoch in a new order;
-        otherwise asking for a row beyond them raises DataError. `global_rows` is what `batch` divides among ranks."""
+        """`shuffle=None` keeps the set's own order. `max_epochs=None` repeats forever, each epoch in a new order; a row
+        beyond the last epoch raises DataError. `global_rows` is the global batch size, for `batch`."""
         if seq_len < 1:
-            raise ConfigError(f"seq_len is {seq_len}: a row needs at least one token. Raise it.")
+            raise ConfigError(f"seq_len is {seq_len}: a row needs at least one token.")
         if max_epochs is not None and max_epochs < 1:
-            raise ConfigError(f"max_epochs is {max_epochs}: give at least 1, or none to repeat without end.")
+            raise ConfigError(f"max_epochs is {max_epochs}: set at least 1, or None to repeat forever.")
         if reader.total_tokens == 0:
             raise DataError(
-                f"split {reader.split!r} of {reader.folder.url} holds no tokens. Prepare more documents, or raise the "
-                "held-out fraction if this is the validation split."
+                f"split {reader.split!r} of {reader.folder.url} holds no tokens. Prepare more documents; for the "
+                "validation split, prepare with a larger --held-out."
             )
         self.reader = reader
         self.seq_len = seq_len
@@ -64,17 +64,17 @@ class PreparedRows:
         limit = reader.cache_limit_bytes
         if shuffle is not None and shuffle.block_rows is None and limit is not None and reader.total_bytes > limit:
             raise ConfigError(
-                f"{reader.folder.url} holds {reader.total_bytes} bytes of tokens but the cache {limit}: a full shuffle "
-                "would fetch a whole shard for almost every row. Set shuffle.block_rows (e.g. the rows of one shard), "
-                "raise the cache limit, or copy the set to local disk."
+                f"{reader.folder.url} holds {reader.total_bytes} bytes of tokens but the cache holds {limit}: a full "
+                "shuffle would fetch a whole shard for almost every row. Set shuffle.block_rows (e.g. the rows of one "
+                "shard), raise data.cache_gib, or copy the set to local disk."
             )
         self._order = lru_cache(maxsize=4)(self._build_order)
-        self._stretches_per_epoch = -(-self.rows_per_epoch // _STRETCH_ROWS)
-        self._stretch = lru_cache(maxsize=8)(self._compute_stretch)
+        self._chunks_per_epoch = -(-self.rows_per_epoch // _CHUNK_ROWS)
+        self._chunk = lru_cache(maxsize=8)(self._compute_chunk)
 
     @property
     def identity(self) -> dict[str, object]:
-        """What decides which tokens stand at which place; a cursor is only valid under the same."""
+        """What determines the tokens at each position; a cursor is valid only for the same values."""
         shuffle = self._shuffle
         return {
             "kind": self.kind,
@@ -85,27 +85,25 @@ class PreparedRows:
         }
 
     def batch(self, step: int, rank: int, world: int) -> Batch:
-        """The rows of one rank at one step: a pure function, whatever was asked before."""
+        """The rows of one rank at one step; a pure function of its arguments."""
         if self._global_rows is None:
-            raise ConfigError(
-                "batch(step, rank, world) needs global_rows, the rows of one step over all ranks. Set it."
-            )
+            raise ConfigError("batch(step, rank, world) needs global_rows, the global batch size in rows. Set it.")
         share = rows_of_rank(self._global_rows, rank, world)
         first = step * self._global_rows
         self.check_rows(first, first + self._global_rows)
         return self.rows(np.arange(first + share.start, first + share.stop, dtype=np.int64))
 
     def check_rows(self, first: int, stop: int) -> None:
-        """Refuse rows beyond the last epoch, for the whole global batch, so that every rank stops at the same step."""
+        """Raise for rows beyond the last epoch; for the whole global batch, so that all ranks stop at the same step."""
         if self.max_epochs is not None and stop > (end := self.max_epochs * self.rows_per_epoch):
             raise EndOfData(
-                f"rows {first} to {stop} were asked for, but {self.max_epochs} epoch(s) of {self.rows_per_epoch} rows "
+                f"rows {first} to {stop} were requested, but {self.max_epochs} epoch(s) of {self.rows_per_epoch} rows "
                 f"end at {end} ({max(end - first, 0)} rows do not fill a batch). Train fewer steps, prepare more data, "
                 "or allow more epochs."
             )
 
     def rows(self, row_ids: np.ndarray) -> Batch:
-        """The rows at these places of the endless sequence."""
+        """The rows at these positions of the endless sequence of epochs."""
         stored = self.stored_rows(row_ids)
         seq_len, total = self.seq_len, self.reader.total_tokens
         tokens = np.empty((len(stored), seq_len), dtype=self.reader.manifest.dtype)
@@ -133,22 +131,22 @@ class PreparedRows:
         )
 
     def stored_rows(self, row_ids: np.ndarray) -> np.ndarray:
-        """Which row of the set stands at each place of the endless sequence."""
+        """Row of the set at each position of the endless sequence of epochs."""
         epochs, places = np.divmod(row_ids, self.rows_per_epoch)
         if self._shuffle is None:
             return places
-        stretches = epochs * self._stretches_per_epoch + places // _STRETCH_ROWS
-        within = places % _STRETCH_ROWS
+        chunks = epochs * self._chunks_per_epoch + places // _CHUNK_ROWS
+        within = places % _CHUNK_ROWS
         stored = np.empty_like(places)
-        for stretch in set(stretches.tolist()):
-            chosen = stretches == stretch
-            stored[chosen] = self._stretch(stretch)[within[chosen]]
+        for chunk in set(chunks.tolist()):
+            chosen = chunks == chunk
+            stored[chosen] = self._chunk(chunk)[within[chosen]]
         return stored
 
-    def _compute_stretch(self, number: int) -> np.ndarray:
-        epoch, part = divmod(number, self._stretches_per_epoch)
-        first = part * _STRETCH_ROWS
-        return self._order(epoch)(np.arange(first, min(first + _STRETCH_ROWS, self.rows_per_epoch), dtype=np.int64))
+    def _compute_chunk(self, number: int) -> np.ndarray:
+        epoch, part = divmod(number, self._chunks_per_epoch)
+        first = part * _CHUNK_ROWS
+        return self._order(epoch)(np.arange(first, min(first + _CHUNK_ROWS, self.rows_per_epoch), dtype=np.int64))
 
     def _provenance(self, stored: Sequence[int]) -> tuple[tuple[Segment, ...], ...]:
         total = self.reader.total_tokens

@@ -1,8 +1,8 @@
-"""One interface for every kind of data the trainer reads: a global sequence of rows with a small cursor.
+"""Row streams: the global sequence of rows for every kind of data, with the data cursor that a run resumes from.
 
-The sequence is the same for every number of ranks; a rank takes its share of each global batch. A cursor holds the
-place in that sequence and what it was made from, so it can be loaded on another world size and another batch size, and
-is refused where it would mean other tokens.
+The sequence does not depend on the number of ranks; each rank takes its share of every global batch. A cursor holds the
+position in that sequence and the identity of the data, so it can be loaded with another world size or batch size and is
+refused if it would point at other tokens.
 """
 
 import math
@@ -21,28 +21,28 @@ State = dict[str, Any]
 
 
 class RowStream(Protocol):
-    """What the trainer and the feeding process use."""
+    """Interface used by the trainer and the prefetch process."""
 
     @property
     def kind(self) -> str: ...
     @property
     def seq_len(self) -> int: ...
     def next_batch(self, global_rows: int, rank: int = 0, world: int = 1) -> Batch:
-        """The next `global_rows` rows of the global sequence, of which this rank's share is returned."""
+        """Advance by `global_rows` rows (the global batch) and return this rank's share of them."""
         ...
 
     def state_dict(self) -> State:
-        """The place after the last batch; JSON, small, free of rank and world size."""
+        """Cursor after the last batch: small JSON, independent of rank and world size."""
         ...
 
     def load_state_dict(self, state: State) -> None: ...
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop background reading."""
         ...
 
 
 class IndexedRows(Protocol):
-    """Rows that can be computed from their place: prepared shards, synthetic tasks."""
+    """Rows that can be computed from their position: prepared shards, synthetic tasks."""
 
     @property
     def kind(self) -> str: ...
@@ -55,13 +55,13 @@ class IndexedRows(Protocol):
 
 
 class ResumableDocuments(Protocol):
-    """Tokenised documents in one seeded global order; iterating goes on from the loaded state, which the stream itself
+    """Tokenised documents in one seeded global order. Iteration continues from the loaded state, which the stream
     compares with its own source, tokenizer and seed."""
 
     def __next__(self) -> TokenDoc: ...
     def __iter__(self) -> Iterator[TokenDoc]: ...
     def state_before(self, doc: TokenDoc) -> State:
-        """A stream that loads this hands out `doc` next."""
+        """Cursor: a stream that loads it yields `doc` next."""
         ...
 
     def state_dict(self) -> State: ...
@@ -70,7 +70,7 @@ class ResumableDocuments(Protocol):
 
 
 class IndexedRowStream:
-    """A cursor of one integer over rows that can be computed."""
+    """Row stream over `IndexedRows`; its cursor is one integer."""
 
     def __init__(self, rows: IndexedRows) -> None:
         self._rows = rows
@@ -100,12 +100,12 @@ class IndexedRowStream:
         self._next_row = int(state["next_row"])
 
     def close(self) -> None:
-        """Nothing reads ahead."""
+        """Nothing reads in the background."""
 
 
 class DirectRowStream:
-    """Documents from a stream, packed on the way. Every rank packs the whole sequence of tokens and keeps its share of
-    the rows, so no rank can drift from another; reading and tokenising may be divided among them."""
+    """Row stream over packed documents. Every rank packs the whole token sequence and keeps its share of the rows, so
+    ranks cannot diverge; reading and tokenising may be divided among them."""
 
     kind = "direct"
 
@@ -127,7 +127,7 @@ class DirectRowStream:
 
     @property
     def padding_fraction(self) -> float:
-        """The waste of packing so far; `nan` before the first row."""
+        """Fraction of padding tokens so far; `nan` before the first row."""
         return self._padding_tokens / (self._next_row * self._seq_len) if self._next_row else math.nan
 
     def next_batch(self, global_rows: int, rank: int = 0, world: int = 1) -> Batch:
@@ -149,7 +149,7 @@ class DirectRowStream:
                 mine.append(row)
         assert row is not None
         batch = self._join(mine, self._next_row + share.start)
-        # Only a whole batch moves the cursor: an error in the middle leaves the place of the last good one.
+        # Only a whole batch advances the cursor: after an error it still points behind the last complete batch.
         self._resume = row.resume
         self._next_row += global_rows
         self._padding_tokens += padding
@@ -198,12 +198,12 @@ class DirectRowStream:
 
 def _check_identity(state: State, mine: dict[str, object]) -> None:
     if state.get("version") != _VERSION:
-        raise ConfigError(f"the data cursor has version {state.get('version')}, this program reads {_VERSION}.")
+        raise ConfigError(f"the data cursor has version {state.get('version')}, this version reads {_VERSION}.")
     saved: dict[str, object] = state["identity"]
     differing = sorted(key for key in saved.keys() | mine.keys() if saved.get(key) != mine.get(key))
     if differing:
         values = ", ".join(f"{key}: saved {saved.get(key)!r}, now {mine.get(key)!r}" for key in differing)
         raise ConfigError(
             f"the data cursor was saved under other settings ({values}): it would point at other tokens. Restore them, "
-            "or start the data anew on purpose."
+            "or start the data from the beginning on purpose."
         )

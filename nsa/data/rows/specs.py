@@ -1,7 +1,7 @@
-"""The kinds of data a run can read, as plain settings that open into a row stream.
+"""Dataset specs: settings of prepared, direct and synthetic data, each of which opens a row stream.
 
-They are small and picklable, because the feeding process opens its own stream. The kind is chosen by name; none stands
-in for another.
+Specs are small and picklable, because the prefetch process opens its own stream. The kind is selected explicitly; no
+kind is a fallback for another.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nsa.data.document import DocumentColumns
 from nsa.data.document_stream import AtEnd, DocumentStream, Split
+from nsa.data.rows.batch import rows_of_rank
 from nsa.data.rows.packing import Packing, make_packer
 from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
 from nsa.data.rows.row_stream import DirectRowStream, IndexedRowStream, RowStream
@@ -30,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """A set made by `nsa data prepare`. `tokenizer`, if given, must be the one that made it."""
+    """A set written by `nsa data prepare`. `tokenizer`, if given, must be the one it was prepared with."""
 
     url: str
     seq_len: int
@@ -66,7 +67,7 @@ class PreparedData:
 
 @dataclass(frozen=True, slots=True)
 class DirectData:
-    """Documents read, tokenised and packed while training. `loader_timeout_s` bounds every read of the source;
+    """Documents read, tokenised and packed during training. `loader_timeout_s` limits every read of the source;
     `cache_path` keeps a hub dataset's listing between starts, `checksum_path` the checksum of every unit read;
     `exchange` divides the reading among ranks."""
 
@@ -98,7 +99,7 @@ class DirectData:
         )
         source = open_source(
             self.source,
-            patience=RetryPolicy.below(self.loader_timeout_s),
+            retry_policy=RetryPolicy.below(self.loader_timeout_s),
             columns=DocumentColumns(self.text_column, self.id_column),
             cache_dir=Path(self.cache_path) if self.cache_path else None,
         )
@@ -143,9 +144,7 @@ RowData = PreparedData | DirectData | SyntheticData
 
 
 def check_batch(data: RowData, global_rows: int, world: int) -> None:
-    """What can be refused before a process is started for it."""
-    if data.seq_len < 1 or global_rows < 1 or global_rows % world:
-        raise ConfigError(
-            f"{global_rows} rows of {data.seq_len} tokens cannot be shared by {world} ranks: every rank needs the same "
-            f"number of rows. Use a multiple of {world}."
-        )
+    """Raise for an impossible batch before a process is started for it."""
+    if data.seq_len < 1:
+        raise ConfigError(f"seq_len is {data.seq_len}: a row needs at least one token.")
+    rows_of_rank(global_rows, 0, world)

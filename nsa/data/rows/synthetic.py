@@ -1,16 +1,17 @@
-"""Made-up rows, for tests, smoke runs and experiments: never a stand-in for missing data, always chosen by name.
+"""Synthetic data for tests, smoke runs and experiments. Never used as a fallback for missing data.
 
 Row i is a function of (task, vocabulary, length, seed, i) alone.
 
-- `uniform`: independent tokens; nothing to learn beyond the vocabulary's size.
-- `copy`:    random tokens, a separator, the same tokens again; only the repetition is predicted.
-- `needle`:  a marked key and value hidden in random tokens, then a query with the key; only the value is predicted.
+- `uniform`: independent random tokens; nothing to learn but the vocabulary size.
+- `copy`:    random tokens, a separator, the same tokens again; only the repetition counts in the loss.
+- `needle`:  a marked key and value in random tokens, then a query with the key; only the value counts in the loss.
 """
 
 import numpy as np
 
 from nsa.data.permutation import derive_key
 from nsa.data.rows.batch import Batch
+from nsa.data.tokenizer import token_dtype
 from nsa.errors import ConfigError
 from nsa.options import SYNTHETIC_TASKS, SyntheticTask
 
@@ -25,16 +26,16 @@ class SyntheticRows:
         if task not in SYNTHETIC_TASKS:
             raise ConfigError(f"synthetic task {task!r} is unknown. Choose one of {list(SYNTHETIC_TASKS)}.")
         if vocab_size < _SMALLEST_VOCAB:
-            raise ConfigError(f"vocab_size is {vocab_size}: synthetic tasks need at least {_SMALLEST_VOCAB}. Raise it.")
+            raise ConfigError(f"vocab_size is {vocab_size}: synthetic tasks need at least {_SMALLEST_VOCAB}.")
         shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}[task]
         if seq_len < shortest:
-            raise ConfigError(f"seq_len is {seq_len}: the {task} task needs at least {shortest}. Raise it.")
+            raise ConfigError(f"seq_len is {seq_len}: the {task} task needs at least {shortest}.")
         self.task = task
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self._seed = seed
         self._value_len = value_len
-        self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._dtype = token_dtype(vocab_size)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -48,7 +49,7 @@ class SyntheticRows:
         }
 
     def check_rows(self, first: int, stop: int) -> None:
-        """There is always another row."""
+        """Synthetic rows never end."""
 
     def rows(self, row_ids: np.ndarray) -> Batch:
         shape = (len(row_ids), self.seq_len)
@@ -73,7 +74,7 @@ class SyntheticRows:
     def _fill_copy(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
         separator = self.vocab_size - 1
         length = (self.seq_len - 1) // 2
-        tokens[:] = separator  # an even row keeps one more at its end, not predicted
+        tokens[:] = separator  # a row of even length has one more at its end, not in the loss
         payload = rng.integers(0, separator, length)
         tokens[:length] = payload
         tokens[length + 1 : 2 * length + 1] = payload

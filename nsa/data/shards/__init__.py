@@ -1,1 +1,1 @@
-"""Token shards on disk or in an object store: written whole, described by a manifest, verified when read."""
+"""Prepared token shards on disk or in an object store: written atomically, listed in a manifest, verified when read."""

@@ -1,4 +1,4 @@
-"""Remote shard files on local disk: bounded, shared by the ranks of a node, verified as they arrive."""
+"""Local LRU cache of remote shard files: limited size, shared by the ranks of a node, verified after download."""
 
 import hashlib
 import os
@@ -15,28 +15,28 @@ _ATTEMPTS = 3
 
 
 class ShardCache:
-    """Least recently used files go first; a file in use by another process stays readable there after its removal."""
+    """Evicts least recently used files first; a process that has an evicted file open can still read it."""
 
     def __init__(self, path: str | Path, limit_bytes: int) -> None:
         if limit_bytes < 1:
             raise ConfigError(
-                f"the shard cache limit is {limit_bytes} bytes: it must hold at least one shard. Raise it."
+                f"the shard cache limit is {limit_bytes} bytes: it must hold at least one shard. Raise data.cache_gib."
             )
         self.path = Path(path)
         self.limit_bytes = limit_bytes
-        fix = "Set data.cache_dir to a folder that can be written."
+        fix = "Set data.cache_dir to a writable folder."
         with storage_errors(f"shard cache {self.path} cannot be written", fix=fix):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, folder: StorageFolder, name: str, size: int, sha256: str) -> Path:
-        """The local copy of `name`; downloaded, compared with its hash and renamed into place if it is not there."""
-        # The hash is part of the name: two sets, or two versions of one, never meet in the same cache entry.
+        """The local copy of `name`; if missing, it is downloaded, verified by its hash and renamed into place."""
+        # The hash is part of the name: two sets, or two versions of one, never share a cache entry.
         target = self.path / f"{sha256[:32]}-{Path(name).name}"
         if self._touch(target, size):
             return target
         if size > self.limit_bytes:
             raise ConfigError(
-                f"{name} has {size} bytes but the shard cache may hold {self.limit_bytes}. Raise the cache limit."
+                f"{name} has {size} bytes but the shard cache is limited to {self.limit_bytes}. Raise data.cache_gib."
             )
         with self._lock(target.name):
             if not self._touch(target, size):  # another rank may have fetched it while we waited
@@ -76,7 +76,7 @@ class ShardCache:
                 unfinished.unlink(missing_ok=True)
         raise DataError(
             f"{name} from {folder.url} could not be fetched in {_ATTEMPTS} attempts ({problem}). Check the store; if "
-            "it holds damaged bytes, prepare this set again."
+            "the stored file is damaged, prepare this set again."
         )
 
     def _make_room(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Looking at a prepared set: whole-file verification, and how long its documents are."""
+"""Inspection of a prepared set: SHA-256 verification of every file, document length statistics, document lookup."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nsa.data.shards.manifest import ShardManifest
-from nsa.data.shards.writer import decode_ids, read_index
+from nsa.data.shards.writer import check_sha256, decode_ids, read_index
 from nsa.errors import DataError
 from nsa.storage import StorageFolder
 
@@ -23,7 +23,7 @@ class DamagedFile:
 def verify_set(
     folder: StorageFolder, manifest: ShardManifest, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Iterator[DamagedFile]:
-    """Every file of the set against size and SHA-256; yields those that fail and goes on."""
+    """Compare size and SHA-256 of every file of the set; yields those that differ."""
     for shards in manifest.splits.values():
         for shard in shards:
             for name, size, sha256 in shard.files():
@@ -48,10 +48,9 @@ def _hash_file(folder: StorageFolder, name: str, on_bytes: Callable[[int], None]
     return read, digest.hexdigest()
 
 
-def _verified(folder: StorageFolder, name: str, sha256: str) -> bytes:
+def _read_verified(folder: StorageFolder, name: str, sha256: str) -> bytes:
     raw = folder.read_bytes(name)
-    if hashlib.sha256(raw).hexdigest() != sha256:
-        raise DataError(f"{name} does not match its SHA-256. Run `nsa data verify {folder.url}`.")
+    check_sha256(raw, sha256, name)
     return raw
 
 
@@ -67,10 +66,10 @@ class LengthStats:
 
 
 def length_stats(folder: StorageFolder, manifest: ShardManifest, split: str) -> LengthStats:
-    """From the indexes alone; a histogram of lengths keeps memory bounded for any number of documents."""
+    """Reads the indexes only; memory is limited to a histogram of lengths, for any number of documents."""
     counts: dict[int, int] = {}
     for shard in manifest.shards(split):
-        index = read_index(_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+        index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
         lengths = np.diff(index.ends.astype(np.int64), prepend=0)
         for length, count in zip(*(part.tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
             counts[length] = counts.get(length, 0) + count
@@ -87,22 +86,20 @@ def length_stats(folder: StorageFolder, manifest: ShardManifest, split: str) -> 
 class FoundDocument:
     doc_id: str
     shard: str
-    start: int  # in the split's joined tokens
+    start: int  # position in the split's concatenated tokens
     tokens: int
 
 
 def find_document(folder: StorageFolder, manifest: ShardManifest, split: str, number: int) -> FoundDocument:
-    """The document with this number in the set's own order."""
+    """The document with this number in the stored order of the split."""
     left, start = number, 0
     for shard in manifest.shards(split) if number >= 0 else []:
         if left < shard.documents:
-            index = read_index(_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+            index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
             ends = index.ends.astype(np.int64)
-            ids = decode_ids(_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
+            ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
             first = int(ends[left - 1]) if left else 0
             return FoundDocument(ids[left], shard.name, start + first, int(ends[left]) - first)
         left -= shard.documents
         start += shard.tokens
-    raise DataError(
-        f"split {split!r} has {manifest.totals(split)['documents']} documents, not {number + 1}. Ask for less."
-    )
+    raise DataError(f"split {split!r} has {manifest.totals(split)['documents']} documents; {number} is out of range.")

@@ -1,6 +1,6 @@
-"""The manifest of a prepared set: what it holds, which tokenizer made it, the hash of every file, and its own.
+"""manifest.json of a prepared set: shards, token counts, tokenizer, SHA-256 of every file and of the manifest itself.
 
-It is written last and once: a folder without one is unfinished, a folder with one is complete.
+It is written once and last: a folder without a manifest is unfinished, a folder with one is complete.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 _FORMAT, _VERSION = "nsa-token-shards", 1
 _DTYPES = ("uint16", "uint32")
-# A name is a path below the set's folder and must not lead out of it.
+# A name is a path below the set's folder and must not point outside it.
 _SHARD_NAME = re.compile(r"[\w-]+(/[\w-]+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -33,7 +33,7 @@ class ShardManifest:
     tokenizer_fingerprint: str
     eos_id: int
     dtype: str
-    made_from: dict[str, Any]  # source, files and settings, as JSON; the same ones give the same bytes
+    made_from: dict[str, Any]  # source, files and settings, as JSON; the same values give the same bytes
     quarantined: list[str]  # units of the source that could not be read
     splits: dict[str, list[ShardInfo]]
 
@@ -45,7 +45,7 @@ class ShardManifest:
     def fingerprint(self) -> str:
         """SHA-256 of the content; two sets with the same one hold the same tokens in the same order.
 
-        Kept once computed: it is part of every cursor, and takes a quarter of a second for ten thousand shards.
+        Cached: it is part of every cursor and takes a quarter of a second to compute for ten thousand shards.
         """
         return hashlib.sha256(_canonical(self._content())).hexdigest()
 
@@ -95,12 +95,12 @@ def parse_manifest(raw: bytes, where: str) -> ShardManifest:
         recorded = content.pop("sha256")
         if (content["format"], content["version"], content["block_bytes"]) != (_FORMAT, _VERSION, BLOCK_BYTES):
             raise DataError(
-                f"{where} has format {content['format']!r} version {content['version']}, this program reads "
+                f"{where} has format {content['format']!r} version {content['version']}, this version reads "
                 f"{_FORMAT!r} version {_VERSION}. Prepare the data again."
             )
         if hashlib.sha256(_canonical(content)).hexdigest() != recorded:
             raise DataError(
-                f"{where} does not match its own SHA-256: it was changed or damaged. Restore or prepare again."
+                f"{where} does not match its own SHA-256: it was changed or damaged. Restore or prepare it again."
             )
         manifest = ShardManifest(
             vocab_size=content["tokenizer"]["vocab_size"],
@@ -111,15 +111,15 @@ def parse_manifest(raw: bytes, where: str) -> ShardManifest:
             quarantined=content["quarantined"],
             splits={split: [ShardInfo(**s) for s in shards] for split, shards in content["splits"].items()},
         )
-        manifest.__dict__["fingerprint"] = recorded  # just verified
+        manifest.__dict__["fingerprint"] = recorded  # verified above
         _check_values(manifest)
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{broken} ({error!r}). Name the folder that `nsa data prepare` wrote.") from error
+        raise DataError(f"{broken} ({error!r}). Use the folder that `nsa data prepare` wrote.") from error
 
 
 def _check_values(manifest: ShardManifest) -> None:
-    """Raise `ValueError` for what no writer of ours puts down: the hash shows damage, not that a value makes sense."""
+    """Raise `ValueError` for values that `prepare` never writes: the hash detects damage, not invalid values."""
     _require(_is_count(manifest.vocab_size) and 0 < manifest.vocab_size <= 2**32, "vocab_size", manifest.vocab_size)
     _require(_is_count(manifest.eos_id) and manifest.eos_id < manifest.vocab_size, "eos_id", manifest.eos_id)
     _require(isinstance(manifest.tokenizer_fingerprint, str), "fingerprint", manifest.tokenizer_fingerprint)
@@ -153,7 +153,7 @@ def _is_count(value: object) -> bool:
 def read_manifest(folder: StorageFolder) -> ShardManifest:
     if not folder.exists(MANIFEST_NAME):
         raise DataError(
-            f"{folder.url} has no {MANIFEST_NAME}: it is no prepared set, or `nsa data prepare` has not finished. "
+            f"{folder.url} has no {MANIFEST_NAME}: it is not a prepared set, or `nsa data prepare` has not finished. "
             "Run the same prepare command again; it continues where it stopped."
         )
     return parse_manifest(folder.read_bytes(MANIFEST_NAME), f"{folder.url}/{MANIFEST_NAME}")

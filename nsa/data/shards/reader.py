@@ -1,11 +1,9 @@
-"""Random access to the tokens of a prepared set, as if its shards were one long array.
+"""Random access to the tokens of a prepared set, as one concatenated array of memory-mapped shards.
 
-Local shards are memory-mapped where they are, remote ones in the cache. Nothing is handed out unverified: the index of
-a shard is compared with the manifest when the shard is opened, each 64 KiB block of tokens with the index when it is
-first touched.
+Local shards are mapped in place, remote ones from the cache. Everything returned is verified: the index of a shard
+against the manifest when the shard is opened, each 64 KiB block of tokens against the index when it is first read.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 from nsa.data.rows.batch import Segment
 from nsa.data.shards.cache import ShardCache
 from nsa.data.shards.manifest import TRAIN, ShardManifest, read_manifest
-from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, decode_ids, read_index
+from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, check_sha256, decode_ids, read_index
 from nsa.errors import ConfigError, DataError
 from nsa.storage import StorageFolder
 
@@ -27,19 +25,18 @@ _T = TypeVar("_T")
 
 
 class OpenShard:
-    """One shard, mapped, with a mark per block that has been verified."""
+    """A memory-mapped shard that records which of its blocks have been verified."""
 
     def __init__(self, path: Path, index_raw: bytes, info: ShardInfo, dtype: np.dtype) -> None:
         self.info = info
-        if hashlib.sha256(index_raw).hexdigest() != info.idx_sha256:
-            raise _damaged(f"{info.name}.idx")
+        check_sha256(index_raw, info.idx_sha256, f"{info.name}.idx")
         index = read_index(index_raw, info)
         self.ends = index.ends.astype(np.int64)
         self._block_sha256 = index.block_sha256
         actual = path.stat().st_size
         if actual != info.tok_bytes:
             raise DataError(
-                f"{info.name}.tok has {actual} bytes instead of {info.tok_bytes}: it was cut off or changed. "
+                f"{info.name}.tok has {actual} bytes instead of {info.tok_bytes}: it was truncated or changed. "
                 "Restore it or prepare the data again."
             )
         self._raw: np.ndarray = (
@@ -50,7 +47,7 @@ class OpenShard:
         self._verified = bytearray(len(self._block_sha256) // HASH_BYTES)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """A view of tokens [start, stop), verified."""
+        """A verified view of tokens [start, stop)."""
         first = start * self._itemsize // BLOCK_BYTES
         last = (stop * self._itemsize - 1) // BLOCK_BYTES
         for block in range(first, last + 1):
@@ -60,8 +57,8 @@ class OpenShard:
 
     def _verify(self, block: int) -> None:
         content = self._raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-        if hashlib.sha256(content.data).digest() != self._block_sha256[block * HASH_BYTES : (block + 1) * HASH_BYTES]:
-            raise _damaged(f"{self.info.name}.tok (bytes from {block * BLOCK_BYTES})")
+        expected = self._block_sha256[block * HASH_BYTES : (block + 1) * HASH_BYTES].hex()
+        check_sha256(content.data, expected, f"{self.info.name}.tok (bytes from {block * BLOCK_BYTES})")
         self._verified[block] = 1
 
 
@@ -82,7 +79,7 @@ class ShardReader:
         self._shards = self.manifest.shards(split)
         self.split = split
         if cache is None and not folder.is_local:
-            raise ConfigError(f"{folder.url} is remote: its shards need a local cache. Give a cache folder and limit.")
+            raise ConfigError(f"{folder.url} is remote: its shards need a local cache. Set data.cache_dir.")
         self._cache = cache
         self._dtype = self.manifest.numpy_dtype
         self.starts = np.zeros(len(self._shards) + 1, dtype=np.int64)
@@ -99,7 +96,7 @@ class ShardReader:
 
     @property
     def cache_limit_bytes(self) -> int | None:
-        """None where shards are read in place."""
+        """None if shards are read in place."""
         return None if self._cache is None or self.folder.is_local else self._cache.limit_bytes
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +123,7 @@ class ShardReader:
         return ends[0] if len(ends) == 1 else np.concatenate(ends)
 
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
-        """Which stretch of which document each token of [start, stop) is."""
+        """The pieces of documents that tokens [start, stop) belong to."""
         found: list[Segment] = []
         while start < stop:
             number = int(np.searchsorted(self.starts, start, side="right")) - 1
@@ -144,8 +141,7 @@ class ShardReader:
             info = self._shards[number]
             name = f"{info.name}.ids"
             raw = self._retry_if_evicted(lambda: self._local(name, info.ids_bytes, info.ids_sha256).read_bytes())
-            if hashlib.sha256(raw).hexdigest() != info.ids_sha256:
-                raise _damaged(name)
+            check_sha256(raw, info.ids_sha256, name)
             self._ids = (number, decode_ids(raw, info))
         return self._ids[1]
 
@@ -155,7 +151,7 @@ class ShardReader:
             shard = self._open[number] = self._open_shard(self._shards[number])
             self._open_bytes += shard.info.tok_bytes
             limit = self.cache_limit_bytes
-            # An evicted cache file keeps its disk space while it is mapped: close what the cache could not hold.
+            # An evicted cache file uses disk space as long as it is mapped: close what exceeds the cache.
             while len(self._open) > self._max_open or (limit and self._open_bytes > limit and len(self._open) > 1):
                 self._open_bytes -= self._open.popitem(last=False)[1].info.tok_bytes
         else:
@@ -171,15 +167,15 @@ class ShardReader:
         return self._retry_if_evicted(attempt)
 
     def _retry_if_evicted(self, attempt: Callable[[], _T]) -> _T:
-        """Another rank may evict a cached file after its arrival and before we open it; a local file is just gone."""
+        """Retry for cached files: another rank may evict one between its download and our opening it."""
         for _ in range(1 if self.folder.is_local else _OPEN_ATTEMPTS):
             try:
                 return attempt()
             except FileNotFoundError as error:
                 missing = error
         raise DataError(
-            f"{missing.filename} is missing: the manifest names it. Restore it or prepare again; if the set is remote, "
-            "raise the cache limit."
+            f"{missing.filename} is missing but listed in the manifest. Restore it or prepare the data again; if the "
+            "set is remote, raise data.cache_gib."
         ) from missing
 
     def _local(self, name: str, size: int, sha256: str) -> Path:
@@ -187,10 +183,3 @@ class ShardReader:
             return self.folder.local_path(name)
         assert self._cache is not None
         return self._cache.fetch(self.folder, name, size, sha256)
-
-
-def _damaged(name: str) -> DataError:
-    return DataError(
-        f"{name} does not match its SHA-256: the bytes changed after they were written. Restore the file or prepare "
-        "the data again; `nsa data verify` lists every damaged file."
-    )

@@ -1,19 +1,18 @@
-"""Prepared token shards on disk: the format and its writer.
+"""File format and writer of prepared token shards.
 
-A shard is three files. No document crosses a shard, and every document ends with the end-of-document token.
+A shard is three files. No document spans two shards, and every document ends with the end-of-document token.
 
     NAME.tok  the tokens, uint16 or uint32, little endian, nothing else
     NAME.idx  header, end of every document (uint64, in tokens), SHA-256 of every 64 KiB block of NAME.tok
-    NAME.ids  end of every document id (uint64, in bytes), then the ids in UTF-8; read only when provenance is asked for
+    NAME.ids  end of every document id (uint64, in bytes), then the ids in UTF-8; read only if provenance is requested
 
-The block hashes let a reader verify what it touches when it touches it: hashing a whole shard before its first row
-would cost a start-up hours on a large set. `manifest.py` holds the hash of each whole file.
+The block hashes let a reader verify what it reads when it reads it: hashing whole shards at start would take hours on a
+large set. `manifest.py` holds the hash of each whole file.
 """
 
 import hashlib
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from nsa.errors import DataError
-from nsa.files import fsync_path
+from nsa.files import fsync_path, storage_errors
 from nsa.storage import StorageFolder
 
 BLOCK_BYTES = 64 * 2**10
@@ -64,12 +63,12 @@ class ShardIndex:
 
 
 class ShardWriter:
-    """Collects the documents of one shard in a scratch file and hands the finished files to a folder."""
+    """Collects the documents of one shard in a scratch file and moves the finished files to a folder."""
 
     def __init__(self, name: str, dtype: np.dtype, scratch: Path) -> None:
         self.name = name
         self._dtype = dtype.newbyteorder("<")
-        # A worker that outlives its killed parent for a moment may still write the same shard: never share its file.
+        # A worker that briefly outlives its killed parent may still write the same shard: unique name.
         self._path = scratch / f"{name.replace('/', '-')}.{uuid.uuid4().hex}.tok.tmp"
         scratch.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("wb")
@@ -92,7 +91,7 @@ class ShardWriter:
         self._ids.append(doc_id.encode("utf-8", "surrogatepass"))
 
     def _write(self, content: bytes) -> None:
-        with self._explained():
+        with self._storage_errors():
             self._file.write(content)
         self._sha256.update(content)
         self._open_block += content
@@ -105,7 +104,7 @@ class ShardWriter:
             del self._open_block[:full]
 
     def finish(self, folder: StorageFolder) -> ShardInfo:
-        with self._explained():
+        with self._storage_errors():
             self._file.flush()
             fsync_path(self._path)
         tok_bytes = self._file.tell()
@@ -116,9 +115,9 @@ class ShardWriter:
         ids = encode_ids(self._ids)
         folder.put_file(self._path, f"{self.name}.tok")
         for suffix, content in ((".idx", index), (".ids", ids)):
-            # By way of the scratch folder too: an unfinished file beside the shards would outlive a kill.
+            # Via the scratch folder too: an unfinished file next to the shards would remain after a kill.
             unfinished = self._path.with_suffix(suffix)
-            with self._explained():
+            with self._storage_errors():
                 unfinished.write_bytes(content)
             folder.put_file(unfinished, f"{self.name}{suffix}")
         return ShardInfo(
@@ -134,19 +133,22 @@ class ShardWriter:
         )
 
     def discard(self) -> None:
-        with suppress(OSError):  # closing a file on a full disk flushes, and fails, again
+        with suppress(OSError):  # on a full disk, close() flushes and fails again
             self._file.close()
         self._path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"shard {self.name} cannot be written to {self._path.parent} ({error.strerror}). Make room on the disk "
-                "and run the same command again; finished tasks are kept."
-            ) from error
+    def _storage_errors(self) -> AbstractContextManager[None]:
+        fix = "Free disk space and run the same command again; finished tasks are kept."
+        problem = f"shard {self.name} cannot be written to {self._path.parent}"
+        return storage_errors(problem, fix=fix, if_full=(DataError, fix))
+
+
+def check_sha256(content: bytes | memoryview, sha256: str, name: str) -> None:
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DataError(
+            f"{name} does not match its SHA-256: the bytes changed after they were written. Restore the file or "
+            "prepare the data again; `nsa data verify` lists every damaged file."
+        )
 
 
 def encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
@@ -157,18 +159,18 @@ def encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
 def decode_index(content: bytes, name: str) -> ShardIndex:
     start = len(INDEX_MAGIC) + 8 * _HEADER_WORDS
     if content[: len(INDEX_MAGIC)] != INDEX_MAGIC or len(content) < start:
-        raise DataError(f"{name} does not begin with {INDEX_MAGIC!r}: it is no shard index. Prepare the data again.")
+        raise DataError(f"{name} does not begin with {INDEX_MAGIC!r}: it is not a shard index. Prepare the data again.")
     documents, tokens, blocks = (int(v) for v in np.frombuffer(content, "<u8", _HEADER_WORDS, len(INDEX_MAGIC)))
     expected = start + 8 * documents + HASH_BYTES * blocks
     if len(content) != expected:
         raise DataError(
-            f"{name} has {len(content)} bytes but its header describes {expected}: it was cut off. Prepare it again."
+            f"{name} has {len(content)} bytes but its header describes {expected}: it was truncated. Prepare it again."
         )
     return ShardIndex(tokens, np.frombuffer(content, "<u8", documents, start), content[start + 8 * documents :])
 
 
 def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
-    """The index of a shard, which must describe what the manifest does."""
+    """Decode the index of a shard and check it against the manifest."""
     index = decode_index(content, f"{info.name}.idx")
     blocks = -(-info.tok_bytes // BLOCK_BYTES)
     ends = index.ends
@@ -179,7 +181,7 @@ def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
     ):
         raise DataError(
             f"{info.name}.idx describes {len(ends)} documents in {index.tokens} tokens, the manifest {info.documents} "
-            f"in {info.tokens}: they are of two different sets. Restore the folder or prepare the data again."
+            f"in {info.tokens}: they belong to different sets. Restore the folder or prepare the data again."
         )
     return index
 
@@ -197,5 +199,5 @@ def decode_ids(content: bytes, info: ShardInfo) -> list[str]:
         return [text[a:b].decode("utf-8", "surrogatepass") for a, b in zip([0, *ends[:-1]], ends, strict=True)]
     except ValueError as error:
         raise DataError(
-            f"{info.name}.ids does not hold {info.documents} document ids ({error}). Restore it or prepare again."
+            f"{info.name}.ids does not hold {info.documents} document ids ({error}). Restore or prepare it again."
         ) from error

@@ -1,4 +1,4 @@
-"""Readers: a specification becomes units in a fixed order, a unit becomes documents. Order and state live elsewhere."""
+"""Document sources: parquet and JSONL files, local, over HTTP or on the Hugging Face hub. Shuffling lives elsewhere."""
 
 from nsa.data.document import CorruptUnit, DocumentColumns, DocumentSource, SourceUnit
 from nsa.data.source.resolve import open_source

@@ -1,10 +1,10 @@
-"""Checksum file of a source: what every unit held when it was first read, compared at every later read.
+"""Checksums of source units: recorded at the first read of a unit, verified at every later read.
 
-Plain JSONL, parquet without page checksums and zstd without frame checksums cannot tell a flipped bit from text. The
-first read of such a unit cannot be verified; every later one can, in a later epoch, after a restart, on another rank,
-or in another run that uses the same folder. Checksums are of the documents: other bytes of a file may change.
+In plain JSONL, parquet without page checksums and zstd without frame checksums, a flipped bit can look like valid text.
+The first read of such a unit cannot be verified; every later one can, in a later epoch, after a restart, on another
+rank, or in another run that uses the same folder. Only the documents are covered: other bytes of a file may change.
 
-One fixed-size entry per unit at a fixed place: ranks write the same file without reading it whole.
+The checksum file has one fixed-size entry per unit at a fixed offset, so ranks can share it without rewriting it.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ _ENTRY_BYTES = _DIGEST_BYTES + _CRC_BYTES
 
 
 class ChecksummedSource:
-    """A source whose units are compared with the checksum file in `folder`, which is made if it is not there."""
+    """A source whose units are verified against the checksum file in `folder`, which is created if missing."""
 
     def __init__(self, source: DocumentSource, folder: Path) -> None:
         self._source = source
-        # Named after the content that was listed: a folder serves any number of sources, wherever they lie.
+        # Named after the source's fingerprint: one folder serves any number of sources.
         self._path = folder / f"unit-checksums-{source.fingerprint[:32]}.bin"
 
     @property
@@ -48,31 +48,31 @@ class ChecksummedSource:
         return self._source.unit(index)
 
     def read(self, index: int) -> list[Document]:
-        for _ in range(2):  # without TLS, bytes can be damaged on the way and not where they lie
+        for _ in range(2):  # without TLS, bytes can be damaged in transit and not at rest
             documents = self._source.read(index)
             digest = _digest(documents)
             recorded = self._recorded_or_record(index, digest)
             if recorded == digest:
                 return documents
         raise CorruptUnit(
-            f"{self.unit(index)} is not what it was when it was first read (checksum {digest.hex()[:16]}…, recorded "
-            f"{recorded.hex()[:16]}… in {self._path}): one of the two reads was damaged. Restore the file; if it was "
-            "the first read that was wrong, delete the checksum file"
+            f"{self.unit(index)} has changed since it was first read (checksum {digest.hex()[:16]}…, recorded "
+            f"{recorded.hex()[:16]}… in {self._path}): one of the two reads was damaged. Restore the file; if the "
+            "first read was the wrong one, delete the checksum file"
         )
 
     def _recorded_or_record(self, index: int, digest: bytes) -> bytes:
-        """The digest on record; `digest` itself, now recorded, where there was none."""
-        problem = f"checksum file {self._path} cannot be written, and data that changes under a run would go unseen"
-        fix = "Set data.cache_dir to a folder that can be written."
+        """The recorded digest of a unit; records and returns `digest` if there is none yet."""
+        problem = f"checksum file {self._path} cannot be written, so changes of the data could not be detected"
+        fix = "Set data.cache_dir to a writable folder."
         with storage_errors(problem, fix=fix, if_full=(CheckpointError, "Free disk space and add --resume.")):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened anew each time: on a network file system this is what shows another node's entries.
+            # Reopened each time: on a network file system only that makes another node's entries visible.
             with file_lock(self._path) as file:
                 entry = os.pread(file, _ENTRY_BYTES, index * _ENTRY_BYTES)
                 recorded, crc = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
                 if crc and crc == _crc(index, recorded):
                     return recorded
-                # Not written yet, or damaged itself: then this read counts as the first.
+                # Missing, or the entry itself is damaged: this read counts as the first.
                 os.pwrite(file, digest + _crc(index, digest), index * _ENTRY_BYTES)
                 return digest
 

@@ -1,4 +1,4 @@
-"""A file as a source sees it: a name that fingerprints it, a place it is read from, byte ranges."""
+"""Files of a source (local, HTTP, object store), read by byte ranges."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nsa.storage import StorageFolder
 
 @dataclass(frozen=True, slots=True)
 class FileTail:
-    """The last bytes of a file and the file's whole size."""
+    """The last bytes of a file, and the size of the file."""
 
     data: bytes
     size: int
@@ -23,12 +23,12 @@ class FileTail:
 class SourceFile(Protocol):
     @property
     def name(self) -> str:
-        """The same wherever the files lie, so that a cursor survives a move of the folder or another port."""
+        """Independent of the location, so that a cursor stays valid when the folder or the server's port changes."""
         ...
 
     @property
     def where(self) -> str:
-        """Where a person would look for it."""
+        """Path or URL, for messages."""
         ...
 
     def tail(self, length: int, deadline: ReadDeadline) -> FileTail: ...
@@ -67,14 +67,14 @@ class LocalFile:
                     pieces.append(piece)
                     missing -= len(piece)
         except OSError as error:
-            raise DataError(f"{self.path} cannot be read ({error.strerror}). Check the disk it lies on.") from error
+            raise DataError(f"{self.path} cannot be read ({error.strerror}). Check the disk.") from error
         if missing:
-            raise CorruptUnit(f"{self.path} ends {missing} bytes before byte {start + length}: it was cut short")
+            raise CorruptUnit(f"{self.path} ends {missing} bytes before byte {start + length}: the file is truncated")
         return b"".join(pieces)
 
 
 class HttpFile:
-    """`immutable`: the address itself names the content, so that no tag has to be compared."""
+    """`immutable`: the URL identifies the content (a commit on the hub), so no ETag has to be compared."""
 
     def __init__(self, name: str, url: str, client: HttpClient, *, immutable: bool = False) -> None:
         self.name = name
@@ -85,7 +85,7 @@ class HttpFile:
 
     def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
         body = self._client.tail(self.where, length, deadline)
-        # A weak tag, or one from a hub's storage behind it, may differ between two servers of the same file.
+        # A weak ETag, or one from the storage behind a hub, may differ between two servers of the same file.
         if not (self.immutable or body.etag.startswith("W/")):
             self._etag = body.etag
         return FileTail(body.data, body.file_size)
@@ -95,7 +95,7 @@ class HttpFile:
 
 
 class StoredFile:
-    """A file in an object store, read by ranges; the store's client retries and has its own timeouts."""
+    """A file in an object store; the store's client has its own retries and timeouts."""
 
     def __init__(self, folder: StorageFolder, name: str) -> None:
         self._folder = folder

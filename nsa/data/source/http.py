@@ -1,8 +1,8 @@
-"""Byte ranges over HTTP with bounded patience.
+"""HTTP client for byte ranges: retries with exponential back-off, timeouts, a total deadline, resumed bodies.
 
-Own code rather than fsspec because the bounds are the point: a 500 is retried and not reported as a missing file, a
-hung server costs one read timeout, a cut body continues where it was cut, and every answer is checked against what was
-asked.
+Used instead of fsspec because its limits are strict: status 500 is retried and not reported as a missing file, a server
+that hangs costs one read timeout, an interrupted body continues where it stopped, and every response is checked against
+the request. The limits are in `retry_policy.py`.
 """
 
 import os
@@ -27,15 +27,15 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class ServerUnreachable(DataError):
-    """A server that refused, or did not answer within the patience it was given."""
+    """The server refused the request, or did not answer within the limits of the retry policy."""
 
 
 class NoAnswer(ServerUnreachable, DataTimeout):
-    """A server that did not answer within its patience, as opposed to one that refused."""
+    """The server did not answer within the limits of the retry policy (as opposed to refusing)."""
 
 
 class _RetryableError(Exception):
-    """This attempt failed in a way that another may not."""
+    """This attempt failed, another one may succeed. `after_s` is the server's Retry-After."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -44,7 +44,7 @@ class _RetryableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ResponseBody:
-    """Bytes, where they lie in the file, and what the server says about the whole file."""
+    """Bytes, their offset in the file, and the size and ETag of the file."""
 
     data: bytes
     start: int
@@ -54,9 +54,9 @@ class ResponseBody:
 
 class HttpClient:
     def __init__(
-        self, patience: RetryPolicy, *, headers: dict[str, str] | None = None, proxy_url: str | None = None
+        self, retry_policy: RetryPolicy, *, headers: dict[str, str] | None = None, proxy_url: str | None = None
     ) -> None:
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "nsa-train", **(headers or {})}
         self._proxy_url = proxy_url
         self._pool: Any = None
@@ -67,7 +67,7 @@ class HttpClient:
         return {**self.__dict__, "_pool": None, "_pool_owner": -1}
 
     def range(self, url: str, start: int, length: int, deadline: ReadDeadline, *, etag: str = "") -> bytes:
-        """`length` bytes from `start`, however many requests they take."""
+        """`length` bytes from `start`, in as many requests as needed."""
         received = bytearray()
 
         def attempt() -> None:
@@ -80,9 +80,7 @@ class HttpClient:
                 _release(response, complete=len(received) == length)
 
         if length:
-            self._persist(
-                attempt, f"{url} bytes {start}-{start + length - 1}", deadline, progress=lambda: len(received)
-            )
+            self._retry(attempt, f"{url} bytes {start}-{start + length - 1}", deadline, progress=lambda: len(received))
         return bytes(received)
 
     def tail(self, url: str, length: int, deadline: ReadDeadline) -> ResponseBody:
@@ -94,17 +92,17 @@ class HttpClient:
             try:
                 first, last, size = _content_range(response, url)
                 if last != size - 1 or first != max(0, size - length):
-                    raise _RetryableError(f"asked for the last {length} bytes, got bytes {first}-{last} of {size}")
+                    raise _RetryableError(f"requested the last {length} bytes, got bytes {first}-{last} of {size}")
                 self._receive(response, received, last - first + 1, deadline)
             finally:
                 _release(response, complete=False)
             return ResponseBody(bytes(received), first, size, response.headers.get("ETag", ""))
 
-        body: ResponseBody = self._persist(attempt, f"{url} (its end)", deadline)
+        body: ResponseBody = self._retry(attempt, f"{url} (last bytes)", deadline)
         return body
 
     def listing(self, url: str, deadline: ReadDeadline, max_bytes: int) -> tuple[bytes, str]:
-        """An answer of at most `max_bytes` and its `Link` header, by which listings name their next page."""
+        """A response of at most `max_bytes` and its `Link` header, which holds the next page of a listing."""
 
         def attempt() -> tuple[bytes, str]:
             response = self._open(url, deadline, {})
@@ -121,10 +119,10 @@ class HttpClient:
                 _release(response, complete=False)
             return bytes(received), response.headers.get("Link", "")
 
-        body: tuple[bytes, str] = self._persist(attempt, url, deadline)
+        body: tuple[bytes, str] = self._retry(attempt, url, deadline)
         return body
 
-    def _persist(self, attempt: Any, what: str, deadline: ReadDeadline, progress: Any = lambda: 0) -> Any:
+    def _retry(self, attempt: Any, what: str, deadline: ReadDeadline, progress: Any = lambda: 0) -> Any:
         from urllib3.exceptions import HTTPError
 
         fruitless, before = 0, progress()
@@ -138,12 +136,12 @@ class HttpClient:
                 why = f"{type(error).__name__}: {error}"
             now = progress()
             fruitless, before = (fruitless + 1, before) if now == before else (0, now)
-            pause_s = max(self._patience.pause_s(fruitless), min(after_s, self._patience.backoff_max_s))
-            if fruitless >= self._patience.attempts or deadline.left_s() <= pause_s:
+            pause_s = max(self._retry_policy.pause_s(fruitless), min(after_s, self._retry_policy.backoff_max_s))
+            if fruitless >= self._retry_policy.attempts or deadline.left_s() <= pause_s:
                 raise NoAnswer(
-                    f"{what} could not be read in {deadline.passed_s():.1f} s ({fruitless} attempts in a row brought "
-                    f"nothing, limits: {self._patience.attempts} attempts, {self._patience.deadline_s:g} s; last: "
-                    f"{why})"
+                    f"{what} could not be read in {deadline.passed_s():.1f} s ({fruitless} attempts in a row without "
+                    f"progress, limits: {self._retry_policy.attempts} attempts, {self._retry_policy.deadline_s:g} s; "
+                    f"last: {why})"
                 )
             self.retries += 1
             time.sleep(pause_s)
@@ -155,14 +153,15 @@ class HttpClient:
         if left_s <= 0:
             raise _RetryableError("the deadline has passed")
         timeout = Timeout(
-            connect=min(self._patience.connect_timeout_s, left_s), read=min(self._patience.read_timeout_s, left_s)
+            connect=min(self._retry_policy.connect_timeout_s, left_s),
+            read=min(self._retry_policy.read_timeout_s, left_s),
         )
-        # Redirects are followed anew each time: a hub answers with signed addresses that expire.
+        # Redirects are followed again each time: a hub redirects to signed URLs that expire.
         redirects_only = Retry(
             total=None, redirect=_MAX_REDIRECTS, connect=0, read=0, status=0, other=0, raise_on_redirect=False
         )
-        response = _within(
-            left_s + self._patience.read_timeout_s,
+        response = _with_timeout(
+            left_s + self._retry_policy.read_timeout_s,
             lambda: self._connections().request(
                 "GET",
                 url,
@@ -175,7 +174,7 @@ class HttpClient:
         if response.status in _REDIRECTS and response.headers.get("Location"):
             _release(response, complete=False)
             raise ServerUnreachable(
-                f"{url}: the server redirects more than {_MAX_REDIRECTS} times. Check the address; it may need a login"
+                f"{url}: the server redirects more than {_MAX_REDIRECTS} times. Check the URL; it may need a login"
             )
         if response.status in _RETRIED_STATUS or response.status >= 500:
             _release(response, complete=False)
@@ -184,9 +183,7 @@ class HttpClient:
             )
         if response.status >= 400:
             _release(response, complete=False)
-            raise ServerUnreachable(
-                f"{url}: the server refuses with status {response.status}, which another try cannot change"
-            )
+            raise ServerUnreachable(f"{url}: the server refuses with status {response.status}, which is not retried")
         return response
 
     def _receive(
@@ -196,7 +193,7 @@ class HttpClient:
         `max_bytes`."""
         while total is None or len(into) < total:
             if deadline.left_s() <= 0:
-                raise _RetryableError("the deadline passed while the body was still arriving")
+                raise _RetryableError("the deadline passed while the body was being received")
             chunk = response.read1(_CHUNK if total is None else min(_CHUNK, total - len(into)))
             if not chunk and total is not None:
                 raise _RetryableError(f"the body ended after {len(into)} of {total} bytes")
@@ -207,7 +204,7 @@ class HttpClient:
                 return
 
     def _connections(self) -> Any:
-        # A forked worker must not speak on its parent's sockets.
+        # A forked worker must not use its parent's sockets.
         if self._pool_owner != os.getpid():
             import urllib3
 
@@ -220,36 +217,36 @@ class HttpClient:
         return self._pool
 
 
-def _within(seconds: float, request: Callable[[], Any]) -> Any:
-    """The answer to a request, once its headers are there. The socket's timeout does not bound this: it starts again
-    with every piece, and a server can send its headers byte by byte."""
-    answer: Future[Any] = Future()
+def _with_timeout(seconds: float, request: Callable[[], Any]) -> Any:
+    """Run `request` with a timeout until its headers have arrived. The socket timeout is not enough: it restarts with
+    every received piece, and a server can send its headers byte by byte."""
+    response: Future[Any] = Future()
 
     def work() -> None:
         try:
-            answer.set_result(request())
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that asked
-            answer.set_exception(error)
+            response.set_result(request())
+        except BaseException as error:  # noqa: BLE001  raised again in the calling thread
+            response.set_exception(error)
 
     Thread(target=work, name="http-request", daemon=True).start()
     try:
-        return answer.result(seconds)
+        return response.result(seconds)
     except TimeoutError:
-        if answer.done():
-            raise  # of the request itself
-        answer.add_done_callback(lambda late: None if late.exception() else late.result().close())
-        raise _RetryableError(f"the headers of the answer did not come within {seconds:.1f} s") from None
+        if response.done():
+            raise  # raised by the request itself
+        response.add_done_callback(lambda late: None if late.exception() else late.result().close())
+        raise _RetryableError(f"the response headers did not arrive within {seconds:.1f} s") from None
 
 
 def _too_long(url: str, length: int, limit: int) -> str:
     return (
-        f"{url}: the answer has {length} bytes or more, a listing may have {limit}: this is not what was asked for. "
-        "Check the address, or download the files and give their folder"
+        f"{url}: the response has {length} bytes or more, the limit for a listing is {limit}. Check the URL, or "
+        "download the files and set the path to their folder"
     )
 
 
 def _release(response: Any, *, complete: bool) -> None:
-    """Keep the connection only if nothing unread is left on it."""
+    """Reuse the connection only if the response was read completely."""
     if complete:
         response.release_conn()
     else:
@@ -259,14 +256,14 @@ def _release(response: Any, *, complete: bool) -> None:
 def _content_range(response: Any, url: str) -> tuple[int, int, int]:
     if response.status != 206:
         raise ServerUnreachable(
-            f"{url}: asked for a byte range and got status {response.status}: the server does not support ranges. "
-            "Download the files and give their folder."
+            f"{url}: requested a byte range and got status {response.status}: the server does not support ranges. "
+            "Download the files and set the path to their folder."
         )
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise _RetryableError(f"unasked Content-Encoding {response.headers['Content-Encoding']!r}")
+        raise _RetryableError(f"unexpected Content-Encoding {response.headers['Content-Encoding']!r}")
     match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if match is None:
-        raise _RetryableError(f"unreadable Content-Range {response.headers.get('Content-Range')!r}")
+        raise _RetryableError(f"invalid Content-Range {response.headers.get('Content-Range')!r}")
     first, last, size = map(int, match.groups())
     return first, last, size
 
@@ -274,10 +271,10 @@ def _content_range(response: Any, url: str) -> tuple[int, int, int]:
 def _check_range(response: Any, url: str, first: int, last: int, etag: str) -> None:
     got = _content_range(response, url)
     if got[:2] != (first, last):
-        raise _RetryableError(f"asked for bytes {first}-{last}, got {got[0]}-{got[1]}")
+        raise _RetryableError(f"requested bytes {first}-{last}, got {got[0]}-{got[1]}")
     declared = response.headers.get("Content-Length", "")
     if declared and declared != str(last - first + 1):
-        raise _RetryableError(f"asked for {last - first + 1} bytes, announced were {declared}")
+        raise _RetryableError(f"requested {last - first + 1} bytes, Content-Length is {declared}")
     now = response.headers.get("ETag", "")
     if etag and now and now != etag:
         raise ServerUnreachable(

@@ -1,8 +1,8 @@
-"""Local JSON lines, plain or compressed.
+"""Document source for local JSONL (JSON lines) files, plain, gzip or zstd.
 
-A plain file is cut into blocks of bytes; a line belongs to the block in which it starts. A compressed file can only be
-read from its beginning, so the whole file is one unit. Plain JSONL and zstd without frame checksums cannot detect
-damage that leaves valid JSON (gzip can); `checksums.py` finds it from the second read on.
+A plain file is divided into blocks of bytes, one unit each; a line belongs to the block in which it starts. A
+compressed file can only be read from its beginning, so the whole file is one unit. Plain JSONL and zstd without frame
+checksums cannot detect damage that leaves valid JSON (gzip can); `checksums.py` detects it from the second read on.
 """
 
 import gzip
@@ -86,7 +86,7 @@ class JsonlSource:
         name = self._files[file].name
         if name.endswith(".jsonl"):
             start = block * self._block_bytes
-            # One byte back: if the block before ends in a newline, the line at `start` is this block's.
+            # One byte back: if the previous block ends in a newline, the line at `start` belongs to this block.
             raw.seek(max(0, start - 1))
             if start:
                 self._line(raw)
@@ -94,15 +94,15 @@ class JsonlSource:
                 yield line
             return
         pieces = _gzip_pieces(raw) if name.endswith(".gz") else _zstd_pieces(raw)
-        held = bytearray()
+        content = bytearray()
         for piece in pieces:
-            held += piece
-            if len(held) > self._max_unit_bytes:
+            content += piece
+            if len(content) > self._max_unit_bytes:
                 raise DataError(
                     f"{self._files[file].where} unpacks to more than max_unit_bytes={self._max_unit_bytes}: a "
-                    "compressed file is one unit and held in memory. Split it, or run `nsa data prepare`."
+                    "compressed file is one unit and is held in memory. Split it, or run `nsa data prepare`."
                 )
-        yield from bytes(held).splitlines()
+        yield from bytes(content).splitlines()
 
     def _line(self, raw: BinaryIO) -> bytes:
         line = raw.readline(self._max_unit_bytes + 1)
@@ -117,7 +117,7 @@ class JsonlSource:
             raise CorruptUnit(f"a line is not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
             raise CorruptUnit(f"a line has no text under {self._columns.text!r}")
-        # JSON can spell half a surrogate pair, which is no character and has no UTF-8.
+        # JSON can contain half a surrogate pair, which is not a character and has no UTF-8 encoding.
         text = record[self._columns.text].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         return make_document(record.get(self._columns.id) if self._columns.id else None, text)
 
@@ -135,7 +135,7 @@ def _gzip_pieces(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
-    """Frame after frame; the library's own file object takes a file cut in the middle for a complete one."""
+    """Frame by frame; the library's own file object does not notice that a file is truncated."""
     import zstandard
 
     frame, rest = None, b""

@@ -1,4 +1,4 @@
-"""From what a user writes (a folder, a pattern, addresses, a hub id) to a source."""
+"""Resolves `data.path` (folder, glob pattern, URLs, hub dataset id) to a document source."""
 
 import glob
 from collections import Counter
@@ -23,47 +23,48 @@ _SUFFIXES = (".parquet", *JSONL_SUFFIXES)
 def open_source(
     spec: str | Sequence[str],
     *,
-    patience: RetryPolicy | None = None,
+    retry_policy: RetryPolicy | None = None,
     columns: DocumentColumns | None = None,
     hub_endpoint: str | None = None,
     headers: dict[str, str] | None = None,
     proxy_url: str | None = None,
     cache_dir: Path | None = None,
 ) -> DocumentSource:
-    """List the files of `spec` and open them, in the order that fixes the units.
+    """List and open the files of `spec` in the order that defines the units.
 
-    A folder is searched for parquet and JSONL(.gz/.zst), a pattern may use `**`, addresses are parquet files, and
-    `owner/name[:config][@revision]` is a dataset on the hub, unless a folder of that name exists here. `cache_dir`
-    keeps the listing of a hub dataset between starts.
+    A folder is searched for parquet and JSONL(.gz/.zst), a pattern may use `**`, URLs are parquet files, and
+    `owner/name[:config][@revision]` is a dataset on the hub, unless a local folder has that name. `cache_dir` keeps the
+    listing of a hub dataset between starts.
     """
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
-        raise ConfigError("no data source is given. Name a folder, a pattern, addresses or a dataset id.")
-    patience = patience or RetryPolicy()
+        raise ConfigError("no data source is given. Set a folder, a glob pattern, URLs or a dataset id.")
+    retry_policy = retry_policy or RetryPolicy()
     remote = [one for one in specs if one.startswith(_HTTP)]
     is_hub_id = len(specs) == 1 and not remote and HUB_ID.fullmatch(specs[0]) and not Path(specs[0]).exists()
     if remote or is_hub_id:
-        client = HttpClient(patience, headers=headers, proxy_url=proxy_url)
+        client = HttpClient(retry_policy, headers=headers, proxy_url=proxy_url)
         if is_hub_id:
-            listed = list_hub(specs[0], client, patience, endpoint=hub_endpoint)
+            listed = list_hub(specs[0], client, retry_policy, endpoint=hub_endpoint)
             files = [HttpFile(file.name, file.url, client, immutable=True) for file in listed]
         elif len(remote) == len(specs):
-            # Named by the path alone: another port or mirror of the same files has the same fingerprint.
+            # The name is the path alone: another port or mirror of the same files has the same fingerprint.
             files = [HttpFile(urlsplit(url).path, url, client) for url in sorted(specs)]
         else:
-            raise ConfigError(f"addresses and local paths are mixed in {specs}: choose one kind.")
-        _refuse_twice([file.name for file in files])
+            raise ConfigError(f"{specs} mixes URLs and local paths. Use one kind.")
+        _refuse_duplicates([file.name for file in files])
         kept = cache_dir if is_hub_id else None
-        return ParquetSource(files, patience, client=client, columns=columns, cache_dir=kept)
+        return ParquetSource(files, retry_policy, client=client, columns=columns, cache_dir=kept)
     local = sorted((file for one in specs for file in _local(one)), key=lambda file: file.name)
-    _refuse_twice([file.name for file in local])
+    _refuse_duplicates([file.name for file in local])
     kinds = {file.name.endswith(".parquet") for file in local}
     if kinds == {True, False}:
         raise ConfigError(
-            f"{specs} holds both parquet and JSONL files: the same documents may be in both. Use a pattern."
+            f"{specs} holds both parquet and JSONL files: the same documents may be in both. Select one kind with a "
+            "glob pattern."
         )
     if kinds == {True}:
-        return ParquetSource(local, patience, columns=columns)
+        return ParquetSource(local, retry_policy, columns=columns)
     return JsonlSource(local, columns=columns)
 
 
@@ -74,18 +75,18 @@ def _local(spec: str) -> list[LocalFile]:
     elif path.is_file():
         root, found = path.parent, [path]
     else:
-        root, found = _fixed_part(path), sorted(Path(p) for p in glob.glob(spec, recursive=True))
+        root, found = _without_wildcards(path), sorted(Path(p) for p in glob.glob(spec, recursive=True))
     unreadable = [str(p) for p in found if not p.name.endswith(_SUFFIXES)]
     if not found or unreadable:
         what = f"matches {unreadable[:3]}" if unreadable else "matches no file"
         raise ConfigError(
-            f"data source {spec!r} {what}: files must end in {', '.join(_SUFFIXES)}. Check the path, or write a "
-            "dataset id as owner/name."
+            f"data source {spec!r} {what}: files must end in {', '.join(_SUFFIXES)}. Check the path; a hub "
+            "dataset id is written as owner/name."
         )
     return [LocalFile(p.relative_to(root).as_posix(), p) for p in found]
 
 
-def _fixed_part(pattern: Path) -> Path:
+def _without_wildcards(pattern: Path) -> Path:
     parts: list[str] = []
     for part in pattern.parts:
         if glob.has_magic(part):
@@ -94,6 +95,8 @@ def _fixed_part(pattern: Path) -> Path:
     return Path(*parts)
 
 
-def _refuse_twice(names: list[str]) -> None:
+def _refuse_duplicates(names: list[str]) -> None:
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ConfigError(f"{twice[0]!r} is named twice by the data source: its documents would be trained on twice.")
+        raise ConfigError(
+            f"{twice[0]!r} occurs twice in the data source: its documents would be trained on twice. Remove one."
+        )

