@@ -54,11 +54,11 @@ def is_held_out(doc_id: str, fraction: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceUnit:
-    """`index` is the position in the source's own order, `part` describes the piece of `file`."""
-
     index: int
+    """Position in the source's own order."""
     file: str
     part: str
+    """Which piece of `file`, for messages."""
 
     def __str__(self) -> str:
         return f"{self.file}, {self.part}"

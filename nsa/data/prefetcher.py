@@ -50,12 +50,14 @@ class PrefetchSettings:
 
 @dataclass(slots=True)
 class PrefetchCounters:
-    """Counted in this process since it started; `documents` and `tokens` are those of this rank."""
+    """Counted by this rank since its process started."""
 
     batches: int = 0
     documents: int = 0
     tokens: int = 0
+    """Tokens that count in the loss."""
     waited_s: float = 0.0
+    """Total time the trainer waited for batches."""
     last_wait_s: float = 0.0
 
 

@@ -16,18 +16,21 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Faults:
-    """Shares of requests, and how the rest is served."""
+    """Fractions of requests that fail in some way, and how the rest is served."""
 
     error_500: float = 0.0
     cut_body: float = 0.0
     reset: float = 0.0
+    wrong_range: float = 0.0
+    """Fraction of requests answered with other bytes than requested."""
+    flip_byte: float = 0.0
     hang_every: int = 0
+    """Every n-th request hangs for `hang_s`."""
     hang_s: float = 60.0
     bytes_per_s: float = 0.0
     status: int = 0
+    """Answer every request with this status."""
     ignore_range: bool = False
-    wrong_range: float = 0.0
-    flip_byte: float = 0.0
 
 
 @dataclass

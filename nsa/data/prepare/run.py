@@ -18,11 +18,10 @@ from typing import Any
 
 from datatrove.executor.base import DistributedEnvVars, PipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
-from datatrove.pipeline.base import PipelineStep
 
 from nsa.data.child_process import exit_with_parent
 from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
-from nsa.data.prepare.task import ReadUnits, Report, WriteShards, done_tasks, read_record
+from nsa.data.prepare.task import PrepareStep, ReadUnits, Report, WriteShards, done_tasks, read_record
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
 from nsa.data.source.resolve import open_source
@@ -230,16 +229,11 @@ def _run_task(rank: int) -> None:
         LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
 
 
-class FinishPreparation(PipelineStep):
+class FinishPreparation(PrepareStep):
     """Last Slurm job: writes the manifest."""
 
     name = "manifest"
     type = "writer"
-
-    def __init__(self, plan: PreparePlan, out_url: str) -> None:
-        super().__init__()
-        self.plan = plan
-        self.out_url = out_url
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         finish(self.plan, StorageFolder(self.out_url))

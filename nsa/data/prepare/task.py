@@ -45,16 +45,23 @@ def done_tasks(out: StorageFolder) -> set[int]:
     return {int(name.rsplit("/", 1)[1].removesuffix(".json")) for name, _ in out.files((".json",), f"{WORK}/tasks")}
 
 
-class ReadUnits(PipelineStep):
+class PrepareStep(PipelineStep):
+    """A datatrove pipeline step of one preparation."""
+
+    def __init__(self, plan: PreparePlan, out_url: str) -> None:
+        super().__init__()
+        self.plan = plan
+        self.out_url = out_url
+
+
+class ReadUnits(PrepareStep):
     """The documents of one task, in file order."""
 
     name = "units of a source"
     type = "reader"
 
     def __init__(self, plan: PreparePlan, out_url: str) -> None:
-        super().__init__()
-        self.plan = plan
-        self.out_url = out_url
+        super().__init__(plan, out_url)
         self.bad_units: list[str] = []
         self.empty_documents = 0
 
@@ -93,16 +100,14 @@ class ReadUnits(PipelineStep):
             ) from error
 
 
-class WriteShards(PipelineStep):
+class WriteShards(PrepareStep):
     """Tokenise and write shards; the task is done when its record, written last, exists."""
 
     name = "token shards"
     type = "writer"
 
     def __init__(self, plan: PreparePlan, out_url: str, reader: ReadUnits, report: Report | None = None) -> None:
-        super().__init__()
-        self.plan = plan
-        self.out_url = out_url
+        super().__init__(plan, out_url)
         self.reader = reader
         self._report = report or (lambda documents, tokens: None)
 

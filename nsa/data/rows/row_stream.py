@@ -73,16 +73,10 @@ class IndexedRowStream:
     """Row stream over `IndexedRows`; its cursor is one integer."""
 
     def __init__(self, rows: IndexedRows) -> None:
+        self.kind = rows.kind
+        self.seq_len = rows.seq_len
         self._rows = rows
         self._next_row = 0
-
-    @property
-    def kind(self) -> str:
-        return self._rows.kind
-
-    @property
-    def seq_len(self) -> int:
-        return self._rows.seq_len
 
     def next_batch(self, global_rows: int, rank: int = 0, world: int = 1) -> Batch:
         share = rows_of_rank(global_rows, rank, world)
@@ -112,7 +106,7 @@ class DirectRowStream:
     def __init__(self, documents: ResumableDocuments, packer: RowPacker, *, seq_len: int, packing: str) -> None:
         self._documents = documents
         self._packer = packer
-        self._seq_len = seq_len
+        self.seq_len = seq_len
         self._identity = {"kind": self.kind, "seq_len": seq_len, "packing": packing}
         self._next_row = 0
         self._padding_tokens = 0
@@ -122,13 +116,9 @@ class DirectRowStream:
         self._iterator: Iterator[PackedRow] | None = None
 
     @property
-    def seq_len(self) -> int:
-        return self._seq_len
-
-    @property
     def padding_fraction(self) -> float:
         """Fraction of padding tokens so far; `nan` before the first row."""
-        return self._padding_tokens / (self._next_row * self._seq_len) if self._next_row else math.nan
+        return self._padding_tokens / (self._next_row * self.seq_len) if self._next_row else math.nan
 
     def next_batch(self, global_rows: int, rank: int = 0, world: int = 1) -> Batch:
         share = rows_of_rank(global_rows, rank, world)
@@ -158,9 +148,9 @@ class DirectRowStream:
     def _join(self, rows: list[PackedRow], first_row: int) -> Batch:
         mask = None
         if any(row.padding for row in rows):
-            mask = np.ones((len(rows), self._seq_len), dtype=bool)
+            mask = np.ones((len(rows), self.seq_len), dtype=bool)
             for r, row in enumerate(rows):
-                mask[r, self._seq_len - row.padding :] = False
+                mask[r, self.seq_len - row.padding :] = False
         return Batch(
             tokens=np.stack([row.tokens for row in rows]),
             cu_doc_lens=tuple(row.cu_doc_lens for row in rows),

@@ -26,12 +26,9 @@ class ChecksummedSource:
 
     def __init__(self, source: DocumentSource, folder: Path) -> None:
         self._source = source
+        self.fingerprint = source.fingerprint
         # Named after the source's fingerprint: one folder serves any number of sources.
         self._path = folder / f"unit-checksums-{source.fingerprint[:32]}.bin"
-
-    @property
-    def fingerprint(self) -> str:
-        return self._source.fingerprint
 
     @property
     def retries(self) -> int:

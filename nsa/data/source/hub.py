@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 
 import yaml
 
+from nsa.data.source.file import HttpFile
 from nsa.data.source.http import HttpClient
 from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.errors import DataError
@@ -23,14 +24,6 @@ from nsa.errors import DataError
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 _NEXT_PAGE = re.compile(r'<([^>]+)>;\s*rel="next"')
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """`name` starts with the commit, so that revisions have different fingerprints."""
-
-    name: str
-    url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,8 @@ def list_hub(
     *,
     endpoint: str | None = None,
     limits: ListingLimits | None = None,
-) -> list[HubFile]:
+) -> list[HttpFile]:
+    """The parquet files of a dataset. Names start with the commit, so that revisions have different fingerprints."""
     match = HUB_ID.fullmatch(spec)
     if match is None:
         raise DataError(f"{spec!r} is not a dataset id: expected owner/name, owner/name:config or owner/name@revision.")
@@ -67,7 +61,7 @@ def list_hub(
     paths = sorted(p for p in files if p.endswith(".parquet") and any(fnmatch.fnmatchcase(p, q) for q in patterns))
     if not paths:
         raise DataError(f"{spec} at commit {commit} has no parquet file matching {patterns}. Choose another config.")
-    return [HubFile(f"{commit}/{path}", hub.url(commit, path)) for path in paths]
+    return [HttpFile(f"{commit}/{path}", hub.url(commit, path), client, immutable=True) for path in paths]
 
 
 class _HubClient:

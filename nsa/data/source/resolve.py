@@ -45,8 +45,7 @@ def open_source(
     if remote or is_hub_id:
         client = HttpClient(retry_policy, headers=headers, proxy_url=proxy_url)
         if is_hub_id:
-            listed = list_hub(specs[0], client, retry_policy, endpoint=hub_endpoint)
-            files = [HttpFile(file.name, file.url, client, immutable=True) for file in listed]
+            files = list_hub(specs[0], client, retry_policy, endpoint=hub_endpoint)
         elif len(remote) == len(specs):
             # The name is the path alone: another port or mirror of the same files has the same fingerprint.
             files = [HttpFile(urlsplit(url).path, url, client) for url in sorted(specs)]

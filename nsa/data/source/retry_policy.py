@@ -9,18 +9,16 @@ from nsa.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Limits of one read (a unit, or one entry of a listing).
-
-    `attempts` limits consecutive attempts without a new byte; `deadline_s` limits the whole read, so that a server that
-    sends one byte per second is given up too.
-    """
+    """Limits of one read (a unit, or one entry of a listing)."""
 
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 10.0
     attempts: int = 8
+    """Consecutive attempts without a new byte before giving up."""
     backoff_s: float = 0.2
     backoff_max_s: float = 5.0
     deadline_s: float = 90.0
+    """Limit of the whole read, so that a server that sends one byte per second is given up too."""
 
     def __post_init__(self) -> None:
         if self.deadline_s <= 2 * self.read_timeout_s:
