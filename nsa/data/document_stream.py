@@ -1,4 +1,4 @@
-"""Direct streaming: shuffled, tokenised documents of a source in one seeded global order, with a resumable cursor.
+"""Direct streaming: shuffled, tokenized documents of a source in one seeded global order, with a resumable cursor.
 
 The shuffling order is a permutation of units per epoch and a permutation of rows per unit (`permutation.py`). There is
 no shuffle buffer, so the cursor is three integers, and it does not depend on ranks: every rank walks the same sequence
@@ -47,7 +47,7 @@ class StreamPosition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenDoc:
-    """A tokenised document, without the end-of-document token, which packing appends."""
+    """A tokenized document, without the end-of-document token, which packing appends."""
 
     doc_id: str
     tokens: np.ndarray

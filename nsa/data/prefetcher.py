@@ -1,4 +1,4 @@
-"""Prefetching: builds batches in a separate process, so that reading and tokenising overlap with training.
+"""Prefetching: builds batches in a separate process, so that reading and tokenizing overlap with training.
 
 Every batch is queued together with the data cursor after it, so a checkpoint saves the position of the batches the
 trainer has consumed, not of those waiting in the queue. This module imports no torch: the worker must start fast and
@@ -90,9 +90,8 @@ class BatchPrefetcher:
             daemon=True,
         )
         self._worker.start()
-        atexit.register(
-            self._worker.kill
-        )  # the worker ignores the SIGTERM that multiprocessing sends at exit and then waits on
+        # The worker ignores SIGTERM, which multiprocessing sends at exit before it waits for the process.
+        atexit.register(self._worker.kill)
         self._started = time.monotonic()
 
     @property
@@ -162,9 +161,8 @@ class BatchPrefetcher:
         """The next queued batch with its cursor; None if the queue stays empty for `timeout_s`."""
         start = time.monotonic()
         while True:
-            alive = (
-                self._worker.is_alive()
-            )  # before the queue is read: a batch sent by a dying worker must not be missed
+            # Checked before the queue is read: a batch sent by a dying worker must not be missed.
+            alive = self._worker.is_alive()
             left = timeout_s - (time.monotonic() - start)
             try:
                 item = self._queue.get(timeout=max(0.0, min(_POLL_S, left)))

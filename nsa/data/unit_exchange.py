@@ -1,7 +1,7 @@
-"""Distributed data loading: each of N ranks reads and tokenises every N-th unit and shares the tokens through files.
+"""Distributed data loading: each of N ranks reads and tokenizes every N-th unit and shares the tokens through files.
 
 Rows are packed from all documents in one global order, so a rank needs the lengths of everyone's documents to build its
-own rows. The expensive work (fetching, decompressing, tokenising) is done once per unit; the tokens, a few bytes per
+own rows. The expensive work (fetching, decompressing, tokenizing) is done once per unit; the tokens, a few bytes per
 word, reach all ranks through a shared folder. A unit's file is a pure function of the source, so the sequence of rows
 does not depend on which rank read it or how many ranks there are.
 
@@ -54,7 +54,7 @@ class TokenUnit:
 
 
 class UnitExchange:
-    """`read(number)` reads and tokenises a unit; numbers count units in stream order over all epochs."""
+    """`read(number)` reads and tokenizes a unit; numbers count units in stream order over all epochs."""
 
     def __init__(self, settings: ExchangeSettings, read: Callable[[int], TokenUnit | None]) -> None:
         self._settings = settings

@@ -112,7 +112,7 @@ def test_the_rows_are_those_of_a_single_reader_for_any_number_and_change_of_rank
         assert state == alone.state()
 
 
-def test_each_rank_reads_and_tokenises_its_part_only(corpus: Path, tmp_path: Path) -> None:
+def test_each_rank_reads_and_tokenizes_its_part_only(corpus: Path, tmp_path: Path) -> None:
     """Measured where the bytes are served: one server per rank, the same files behind all of them."""
     served: dict[int, list[int]] = {}
     tokenized: dict[int, list[int]] = {}

@@ -1,1 +1,1 @@
-"""Offline preparation (`nsa data prepare`): tokenises a corpus into token shards, resumable, locally or on Slurm."""
+"""Offline preparation (`nsa data prepare`): tokenizes a corpus into token shards, resumable, locally or on Slurm."""

@@ -1,4 +1,4 @@
-"""Runs `nsa data prepare`: tokenises a corpus into token shards in parallel, on this machine or on Slurm, resumable.
+"""Runs `nsa data prepare`: tokenizes a corpus into token shards in parallel, on this machine or on Slurm, resumable.
 
 Tasks are defined by the source alone. A task is done when its record exists, the set when its manifest exists; both are
 written last. If it is killed at any moment and run again, the same command produces the same bytes.

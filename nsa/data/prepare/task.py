@@ -1,4 +1,4 @@
-"""One task of `nsa data prepare` as datatrove pipeline steps: read units, tokenise, write shards.
+"""One task of `nsa data prepare` as datatrove pipeline steps: read units, tokenize, write shards.
 
 datatrove provides the task model, per-task logs and the Slurm executor. Its own steps are not used: the readers only
 log and skip what they cannot parse, do not verify page checksums, and name documents without an id by their position in
@@ -101,7 +101,7 @@ class ReadUnits(PrepareStep):
 
 
 class WriteShards(PrepareStep):
-    """Tokenise and write shards; the task is done when its record, written last, exists."""
+    """Tokenize and write shards; the task is done when its record, written last, exists."""
 
     name = "token shards"
     type = "writer"

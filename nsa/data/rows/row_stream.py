@@ -55,7 +55,7 @@ class IndexedRows(Protocol):
 
 
 class ResumableDocuments(Protocol):
-    """Tokenised documents in one seeded global order. Iteration continues from the loaded state, which the stream
+    """Tokenized documents in one seeded global order. Iteration continues from the loaded state, which the stream
     compares with its own source, tokenizer and seed."""
 
     def __next__(self) -> TokenDoc: ...
@@ -99,7 +99,7 @@ class IndexedRowStream:
 
 class DirectRowStream:
     """Row stream over packed documents. Every rank packs the whole token sequence and keeps its share of the rows, so
-    ranks cannot diverge; reading and tokenising may be divided among them."""
+    ranks cannot diverge; reading and tokenizing may be divided among them."""
 
     kind = "direct"
 

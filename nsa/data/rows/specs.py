@@ -67,7 +67,7 @@ class PreparedData:
 
 @dataclass(frozen=True, slots=True)
 class DirectData:
-    """Documents read, tokenised and packed during training. `loader_timeout_s` limits every read of the source;
+    """Documents read, tokenized and packed during training. `loader_timeout_s` limits every read of the source;
     `cache_path` keeps a hub dataset's listing between starts, `checksum_path` the checksum of every unit read;
     `exchange` divides the reading among ranks."""
 
