@@ -90,7 +90,7 @@ class DocumentStream:
         self._tokenize_batch = tokenize_batch
         self._quarantined: dict[int, str] = {}
         self._next = StreamPosition(epoch=0, unit=0, row=0, documents=0, tokens=0)
-        self._flow: Iterator[TokenDoc] | None = None
+        self._iterator: Iterator[TokenDoc] | None = None
         self._unit_order = lru_cache(maxsize=2)(self._compute_unit_order)
         self._exchange = UnitExchange(exchange, self._tokenize_unit) if exchange is not None else None
         self._tokenized_documents = 0
@@ -121,12 +121,12 @@ class DocumentStream:
         return self
 
     def __next__(self) -> TokenDoc:
-        if self._flow is None:
-            self._flow = self._documents(self._next)
+        if self._iterator is None:
+            self._iterator = self._documents(self._next)
         try:
-            doc = next(self._flow)
+            doc = next(self._iterator)
         except DataError:
-            self._flow = None  # a generator that has raised then stops, which would look like the end of the data
+            self._iterator = None  # a generator that has raised then stops, which would look like the end of the data
             raise
         self._next = _after(doc)
         return doc
@@ -153,7 +153,7 @@ class DocumentStream:
             )
         self._next = StreamPosition(*(int(state[key]) for key in ("epoch", "unit", "row", "documents", "tokens")))
         self._quarantined = {int(index): self._name(int(index)) for index in state["quarantined"]}
-        self._flow = None
+        self._iterator = None
 
     def _identity(self) -> dict[str, Any]:
         return {

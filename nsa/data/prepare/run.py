@@ -21,7 +21,7 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 
 from nsa.data.child_process import exit_with_parent
 from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
-from nsa.data.prepare.task import PrepareStep, ReadUnits, Report, WriteShards, done_tasks, read_record
+from nsa.data.prepare.task import CountCallback, PrepareStep, ReadUnits, WriteShards, done_tasks, read_record
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
 from nsa.data.source.resolve import open_source
@@ -152,13 +152,13 @@ class LocalExecutor(PipelineExecutor):
         workers: int,
         logs: str,
         on_progress: Callable[[PrepareProgress], None],
-        report: Report | None = None,
+        on_count: CountCallback | None = None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers is {workers}: at least one is needed.")
         out = StorageFolder(out_url)
         reader = ReadUnits(plan, out_url)
-        super().__init__([reader, WriteShards(plan, out_url, reader, report)], logging_dir=logs, skip_completed=False)
+        super().__init__([reader, WriteShards(plan, out_url, reader, on_count)], logging_dir=logs, skip_completed=False)
         self.plan = plan
         self.out = out
         self.workers = workers

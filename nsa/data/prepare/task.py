@@ -29,7 +29,7 @@ from nsa.errors import DataError
 from nsa.storage import StorageFolder
 
 _BATCH_DOCUMENTS = 128
-Report = Callable[[int, int], None]  # documents, tokens
+CountCallback = Callable[[int, int], None]  # documents, tokens
 
 
 def record_name(rank: int) -> str:
@@ -106,10 +106,12 @@ class WriteShards(PrepareStep):
     name = "token shards"
     type = "writer"
 
-    def __init__(self, plan: PreparePlan, out_url: str, reader: ReadUnits, report: Report | None = None) -> None:
+    def __init__(
+        self, plan: PreparePlan, out_url: str, reader: ReadUnits, on_count: CountCallback | None = None
+    ) -> None:
         super().__init__(plan, out_url)
         self.reader = reader
-        self._report = report or (lambda documents, tokens: None)
+        self._on_count = on_count or (lambda documents, tokens: None)
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
         out = StorageFolder(self.out_url)
@@ -127,7 +129,7 @@ class WriteShards(PrepareStep):
                 for document, ids in zip(documents, tokens, strict=True):
                     split = VALIDATION if is_held_out(document.id, plan.held_out_fraction) else TRAIN
                     splits[split].add(document.id, ids)
-                self._report(len(documents), sum(len(ids) + 1 for ids in tokens))
+                self._on_count(len(documents), sum(len(ids) + 1 for ids in tokens))
             shards = {split: writer.close() for split, writer in splits.items()}
         finally:
             for writer in splits.values():

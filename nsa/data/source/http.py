@@ -30,7 +30,7 @@ class ServerUnreachable(DataError):
     """The server refused the request, or did not answer within the limits of the retry policy."""
 
 
-class NoAnswer(ServerUnreachable, DataTimeout):
+class ServerTimeout(ServerUnreachable, DataTimeout):
     """The server did not answer within the limits of the retry policy (as opposed to refusing)."""
 
 
@@ -125,7 +125,7 @@ class HttpClient:
     def _retry(self, attempt: Any, what: str, deadline: ReadDeadline, progress: Any = lambda: 0) -> Any:
         from urllib3.exceptions import HTTPError
 
-        fruitless, before = 0, progress()
+        failures, before = 0, progress()
         while True:
             why, after_s = "", 0.0
             try:
@@ -135,11 +135,11 @@ class HttpClient:
             except (HTTPError, OSError) as error:
                 why = f"{type(error).__name__}: {error}"
             now = progress()
-            fruitless, before = (fruitless + 1, before) if now == before else (0, now)
-            pause_s = max(self._retry_policy.pause_s(fruitless), min(after_s, self._retry_policy.backoff_max_s))
-            if fruitless >= self._retry_policy.attempts or deadline.left_s() <= pause_s:
-                raise NoAnswer(
-                    f"{what} could not be read in {deadline.passed_s():.1f} s ({fruitless} attempts in a row without "
+            failures, before = (failures + 1, before) if now == before else (0, now)
+            pause_s = max(self._retry_policy.pause_s(failures), min(after_s, self._retry_policy.backoff_max_s))
+            if failures >= self._retry_policy.attempts or deadline.left_s() <= pause_s:
+                raise ServerTimeout(
+                    f"{what} could not be read in {deadline.passed_s():.1f} s ({failures} attempts in a row without "
                     f"progress, limits: {self._retry_policy.attempts} attempts, {self._retry_policy.deadline_s:g} s; "
                     f"last: {why})"
                 )
