@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -91,13 +91,10 @@ def demo(
 
     Example: `nsa data demo data/demo --mb 20`
     """
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
     from nsa.data.demo import build_demo
 
     columns = (TextColumn("{task.description:<36}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Bar(*columns, transient=True) as bar:
+    with Progress(*columns, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(what: str, done: int, requested: int) -> None:
