@@ -99,7 +99,8 @@ def compress_block(tokens: list[Array], weights: dict[str, Array], group: int) -
 def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups: int, d_k: int, d_v: int, l: int,
               d: int, l_sel: int, n_sel: int, w: int, gate: str = "softmax", gate_per: str = "head",
               gate_temperature: float = 1.0, rope_base: float = 500_000.0, rope_scale: float = 1.0,
-              rope_compressed: str = "auto", **_: object) -> Array:  # fmt: skip
+              rope_compressed: str = "auto", kv: str = "per_branch", qk_norm_eps: float = 1e-6,
+              **_: object) -> Array:  # fmt: skip
     """A whole NSAAttention on one document x [S, D], from its state dict."""
     n_tokens, heads_per_group, scale = len(x), n_heads // n_kv_groups, 1 / math.sqrt(d_k)
     out = np.zeros((n_tokens, n_heads * d_v))
@@ -110,15 +111,24 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
     def turn(vector: Array, pos: float) -> Array:
         return rotated(vector, pos, rope_base, rope_scale)
 
+    def projected(name: str, row: int, width: int, token: Array) -> Array:
+        """`width` rows of a projection, normalised where the layer has QK-norm."""
+        out = weights[f"{name}.weight"][row : row + width] @ token
+        if f"{name}.bias" in weights:
+            out = out + weights[f"{name}.bias"][row : row + width]
+        norm = name.replace("w_", "") + "_norm.weight"
+        if norm in weights:
+            out = out / math.sqrt(float(out @ out) / len(out) + qk_norm_eps) * weights[norm]
+        return out
+
     for g in range(n_kv_groups):
         keys, values = {}, {}
         for b, branch in enumerate(("cmp", "sel", "win")):
-            row = (g * 3 + b) * d_k
-            raw = [weights["w_k.weight"][row : row + d_k] @ x[t] for t in range(n_tokens)]
+            place = g if kv == "shared" else g * 3 + b
+            raw = [projected("w_k", place * d_k, d_k, x[t]) for t in range(n_tokens)]
             straight = branch == "cmp" and rope_compressed == "after"
             keys[branch] = raw if straight else [turn(k, t) for t, k in enumerate(raw)]
-            row = (g * 3 + b) * d_v
-            values[branch] = [weights["w_v.weight"][row : row + d_v] @ x[t] for t in range(n_tokens)]
+            values[branch] = [projected("w_v", place * d_v, d_v, x[t]) for t in range(n_tokens)]
 
         phi_k = {name[6:]: value for name, value in weights.items() if name.startswith("phi_k.")}
         phi_v = {name[6:]: value for name, value in weights.items() if name.startswith("phi_v.")}
@@ -132,7 +142,7 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
             heads = []
             for r in range(heads_per_group):
                 row = (g * heads_per_group + r) * d_k
-                heads.append(turn(weights["w_q.weight"][row : row + d_k] @ x[t], t))
+                heads.append(turn(projected("w_q", row, d_k, x[t]), t))
             blocks = chosen_blocks(heads, c_keys, t, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=scale)
             picked = [i for i in range(t + 1) if i // l_sel in blocks]
             near = window_tokens(t, w)
@@ -150,4 +160,4 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
                 shares = softmax_row(list(logits)) if gate == "softmax" else [1 / (1 + math.exp(-z)) for z in logits]
                 for share, part in zip(shares, parts, strict=True):
                     out[t, h * d_v : h * d_v + d_v] += share * part
-    return out @ weights["w_out.weight"].T
+    return out @ weights["w_out.weight"].T + weights.get("w_out.bias", np.zeros(1))

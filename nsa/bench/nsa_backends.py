@@ -1,4 +1,4 @@
-"""Our backends as contenders: the module's own code between its projections, on tensors that are given."""
+"""NSA backends to benchmark: the functional attention, its parts, and a cached forward between its projections."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import GRADIENTS, TORCH_DTYPES, BenchCase, BenchTask
-from nsa.bench.given import GivenAttention
-from nsa.bench.runner import BenchRunner, Results, leaf
+from nsa.bench.runner import BenchRunner, leaf
 from nsa.core.document_layout import plain_layout
-from nsa.core.kv_cache import BranchStreams
-from nsa.core.nsa_attention import Positions
+from nsa.core.functional import nsa_attention
+from nsa.core.kv_cache import BranchStreams, LayerCache
+from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BACKENDS, BRANCHES
 
 PREFILL_CHUNK = 2048
-_NOWHERE = Positions(None, ())  # type: ignore[arg-type]  # nothing is rotated here: the tensors are given
 
 
 def attention(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
@@ -27,20 +26,18 @@ def attention(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
 
 
 def _whole(case: BenchCase, backend: str) -> BenchRunner:
-    module = GivenAttention(case, backend)
     leaves = {name: leaf(x) for name, x in case.inputs().items()}
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = leaves.values()
-    streams = BranchStreams(case.raw.k_cmp, case.raw.v_cmp, k_sel, v_sel, k_win, v_win)
-    module.give(q, streams, gates, (k_cmp, v_cmp))
-    nothing_B_S_1 = case.q_BSGRK.new_empty(1, case.length, 1)
-    where = Positions(plain_layout(1, case.length, case.shape.geometry, case.device), ())  # type: ignore[arg-type]
 
     def forward() -> Tensor:
-        return module(nothing_B_S_1, where=where)
+        out = nsa_attention(
+            q.flatten(2, 3), (None, k_sel, k_win), (None, v_sel, v_win), gates.flatten(2, 3),
+            compressed=(k_cmp, v_cmp), geometry=case.shape.geometry, scale=case.scale, kernels=backend,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out.view(case.dout_BSGRV.shape)
 
-    return BenchRunner(
-        forward, leaves, case.dout_BSGRV.flatten(2), lambda results: _unflatten(results, case), chooser(case, backend)
-    )
+    return BenchRunner(forward, leaves, case.dout_BSGRV, chosen=chooser(case, backend))
 
 
 def _part(case: BenchCase, backend: str, part: str) -> BenchRunner:
@@ -63,38 +60,32 @@ def _part(case: BenchCase, backend: str, part: str) -> BenchRunner:
 
 
 def prefill(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
-    """A new cache takes in the prompt in chunks, φ included, and each chunk attends."""
+    """Append the prompt to a new cache in chunks, φ included; each chunk attends."""
 
     def make(case: BenchCase, task: BenchTask) -> BenchRunner:
-        module = GivenAttention(case, backend)
-        parts = [slice(at, at + PREFILL_CHUNK) for at in range(0, case.length, PREFILL_CHUNK)]
-        given = [_rows(case, part) for part in parts]
+        module = _module(case, backend)
+        chunks = [_rows(case, slice(at, at + PREFILL_CHUNK)) for at in range(0, case.length, PREFILL_CHUNK)]
 
         def forward() -> Tensor:
-            cache, outputs = module.new_cache(1, case.length), []
-            for q, streams, gates, nothing in given:
-                module.give(q, streams, gates, None)
-                outputs.append(module(nothing, cache=cache, where=_NOWHERE))
-            return torch.cat(outputs, 1)
+            cache = module.new_cache(1, case.length)
+            return torch.cat([_attend(module, cache, *chunk) for chunk in chunks], 1)
 
-        return BenchRunner(
-            forward, to_case=lambda results: _unflatten(results, case), chosen=chooser(case, backend, True)
-        )
+        return BenchRunner(forward, chosen=chooser(case, backend, True))
 
     return make
 
 
 def decode(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
-    """One token at a time after as many as the task says: append, φ where a block is full, select, attend, mix.
+    """One token at a time after `task.length` tokens: append, φ where a block is full, select, attend, mix.
 
     The cache grows by as many tokens as the case has room for, then its counters are set back; what its rings hold
-    from then on is no longer the case's data, so results are judged on the first pass.
+    from then on is no longer the case's data, so results are checked on the first pass.
     """
 
     def make(case: BenchCase, task: BenchTask) -> BenchRunner:
-        module = GivenAttention(case, backend)
+        module = _module(case, backend)
         cache = module.new_cache(1, case.length)
-        module.fill(cache, _rows(case, slice(0, task.length))[1])
+        module.fill_cache(cache, _rows(case, slice(0, task.length))[1])
         counters = [(counter, counter.clone()) for counter in (cache.length_B, cache.n_compressed_B)]
         steps = [_rows(case, slice(t, t + 1)) for t in range(task.length, case.length)]
         step = 0
@@ -105,16 +96,24 @@ def decode(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
                 step = 0
                 for counter, at_first in counters:
                     counter.copy_(at_first)
-            q, streams, gates, nothing = steps[step]
             step += 1
-            module.give(q, streams, gates, None)
-            return module(nothing, cache=cache, where=_NOWHERE)
+            return _attend(module, cache, *steps[step - 1])
 
-        return BenchRunner(
-            forward, to_case=lambda results: _unflatten(results, case), chosen=chooser(case, backend, True)
-        )
+        return BenchRunner(forward, chosen=chooser(case, backend, True))
 
     return make
+
+
+def _module(case: BenchCase, backend: str) -> NSAAttention:
+    """For its cache and φ; its projections are not used."""
+    s, g = case.shape, case.shape.geometry
+    sizes = (s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
+    return NSAAttention(1, *sizes, kernels=backend).to(case.device, case.dtype)
+
+
+def _attend(module: NSAAttention, cache: LayerCache, q: Tensor, new: BranchStreams, gates: Tensor) -> Tensor:
+    with torch.no_grad(), cache.exclusive:
+        return module.attend_cached(q, new, gates, cache)[0]
 
 
 def chooser(case: BenchCase, backend: str, by_phi: bool = False) -> Callable[[Tensor], Tensor]:
@@ -142,14 +141,8 @@ def compressed_by_phi(case: BenchCase) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _rows(case: BenchCase, part: slice) -> tuple[Tensor, BranchStreams, Tensor, Tensor]:
-    q = case.q_BSGRK[:, part]
-    return q, BranchStreams(*(x[:, part] for x in case.raw)), case.gates_BSGR3[:, part], q.new_empty(1, q.shape[1], 1)
-
-
-def _unflatten(results: Results, case: BenchCase) -> Results:
-    heads = (case.shape.n_kv_groups, case.shape.heads_per_group, case.shape.d_v)
-    return results | {"out": results["out"].unflatten(-1, heads)}
+def _rows(case: BenchCase, part: slice) -> tuple[Tensor, BranchStreams, Tensor]:
+    return case.q_BSGRK[:, part], BranchStreams(*(x[:, part] for x in case.raw)), case.gates_BSGR3[:, part]
 
 
 def needs_bytes(backend: str) -> Callable[[BenchTask], int]:

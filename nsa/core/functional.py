@@ -22,7 +22,7 @@ from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
 
-DEFAULT_GEOMETRY = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
+DEFAULT_GEOMETRY = Geometry()  # the paper's
 
 Kernels = str | Mapping[str, str] | BackendRequest
 BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]

@@ -1,20 +1,21 @@
-"""What decode must remember, per branch: everything preallocated, nothing ever copied to grow.
+"""Preallocated KV cache for the three branches: append, crop, reorder, reset.
 
 Selected: all raw keys and values, in pages of l_sel, a page being a selection block. Window: a ring of the last w.
-Compressed: one entry per d tokens, emitted once its l tokens have come. Tail: the raw tokens that the next compressed
-blocks still need. Rows of a batch may have different lengths; what is padding goes to a spare slot at the end.
+Compressed: one entry per d tokens, appended when its l tokens are there. Tail: a ring of the last l raw tokens of the
+compressed branch, which its next entries need. Branches that share keys and values share slots: then window and tail
+are the selected branch's pages. Rows of a batch may have different lengths; padding goes to a spare slot at the end.
 
 B batch · S new tokens · G kv groups · X width · E compressed blocks that S tokens may complete
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.core.cache_slots import CacheSlots, ExclusiveUse, KeySlots
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.decoder import CacheView, TokenDecoder
@@ -45,34 +46,14 @@ class BranchKeys(NamedTuple):
     start_BS: Tensor
 
 
-class ExclusiveUse:
-    """`with cache.exclusive:` one thread at a time; another one is refused rather than kept waiting.
+class LayerCache:
+    """The cache of one layer.
 
-    A cache holds one continuation of its rows: tokens of two threads would mix, and the compiled kernels keep addresses
-    of the step that is running. The same thread may enter again.
+    rewind: `crop` can remove up to this many tokens at any time; it costs copies of w + l + 2 · rewind tokens. Without
+        it a row can be cropped only while its rings have lost nothing (see `crop`).
+    shared: whether the window's, and the compressed branch's, raw keys and values are those of the selected branch.
     """
 
-    __slots__ = ("_acquire", "_release")
-
-    def __init__(self) -> None:
-        lock = RLock()
-        self._acquire, self._release = lock.acquire, lock.release
-
-    def __enter__(self) -> None:
-        if not self._acquire(False):
-            raise ConfigError(
-                "the cache is in use by another thread: it holds one continuation, which two threads would mix. "
-                "Give each thread a cache of its own (new_cache, or copy.deepcopy of this one)."
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
-
-    def __reduce__(self) -> tuple[type["ExclusiveUse"], tuple[()]]:
-        return ExclusiveUse, ()  # a copy belongs to whoever made it
-
-
-class LayerCache:
     def __init__(
         self,
         geometry: Geometry,
@@ -84,30 +65,39 @@ class LayerCache:
         d_v: int,
         device: torch.device,
         dtype: torch.dtype,
+        rewind: int = 0,
+        shared: tuple[bool, bool] = (False, False),
     ) -> None:
-        if batch < 1 or max_len < 1:
+        if batch < 1 or max_len < 1 or rewind < 0:
             raise ConfigError(
-                f"a cache for {batch} rows of {max_len} tokens was asked for: it needs one of each at least. "
-                f"Set batch and max_len to 1 or more."
+                f"a cache for {batch} rows of {max_len} tokens with rewind {rewind} was requested. Set batch and "
+                f"max_len to 1 or more, rewind to 0 or more."
             )
         self.geometry, self.max_len, self.dtype = geometry, max_len, dtype
         self.batch, self.n_groups, self.d_k, self.d_v = batch, n_groups, d_k, d_v
+        self.rewind, self.shared = rewind, shared
         self.exclusive = ExclusiveUse()
 
-        def slots(n: int, width: int) -> "_CacheSlots":
-            return _CacheSlots(torch.zeros(batch, n_groups, n + 1, width, device=device, dtype=dtype))
+        def slots(n: int) -> KeySlots:
+            shape = (batch, n_groups, n + 1)
+            k, v = (CacheSlots(torch.zeros(*shape, width, device=device, dtype=dtype)) for width in (d_k, d_v))
+            return k, v
 
         n_raw = geometry.n_blocks(max_len) * geometry.l_sel
         n_compressed = geometry.n_compressed(max_len)
-        self.selected = slots(n_raw, d_k), slots(n_raw, d_v)
-        self.window = slots(geometry.w, d_k), slots(geometry.w, d_v)
-        self.compressed = slots(n_compressed, d_k), slots(n_compressed, d_v)
-        self.tail = slots(geometry.l, d_k), slots(geometry.l, d_v)
+        self.selected = slots(n_raw)
+        self.window = self.selected if shared[0] else slots(geometry.w)
+        self.compressed = slots(n_compressed)
+        self.tail = self.selected if shared[1] else slots(geometry.l)
+        # Longer rings of the same tokens, from which `crop` fills the short ones again.
+        self._past_window = None if shared[0] or not rewind else slots(geometry.w + rewind)
+        self._past_tail = None if shared[1] or not rewind else slots(geometry.l + rewind)
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.device = self.length_B.device
         self.n_compressed_B = torch.zeros_like(self.length_B)
         self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._window_pos_B1 = torch.zeros_like(self._pos_B1)
+        self._highest_B = torch.zeros_like(self.length_B)  # length before the last crop, if it was greater
         self._decoders: dict[MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
         self.prepared: tuple[object, TokenDecoder | None] = (None, None)
         """Whoever decoded last with this cache, and the decoder it was given: asking anew at every step takes time."""
@@ -120,10 +110,10 @@ class LayerCache:
     def append(
         self, new: BranchStreams, new_lens_B: Tensor | None, compress: Compress, decoder: TokenDecoder | None = None
     ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
-        """Take in the new tokens; return what the compressed, selected and window branches attend over.
+        """Append the new tokens; return what the compressed, selected and window branches attend over.
 
-        `new_lens_B` says how many tokens of each row are real (default all); the rest of a row is padding. `decoder`
-        may take in one token per row faster than is done here.
+        `new_lens_B`: how many tokens of each row are real (default all); the rest of a row is padding. `decoder` may
+        append one token per row faster than is done here.
         """
         with self.exclusive:
             return self.append_held(new, new_lens_B, compress, decoder)
@@ -137,6 +127,8 @@ class LayerCache:
             self._check_room(n_new, None)
             if decoder.take_in(new):  # refuses what does not fit, as is done below
                 self._emit_compressed(compress)
+            if self.rewind:
+                self._append_past(new, self._pos_B1, self.length_B[:, None])
             return self._newest
         self._check_shapes(new)
         new_lens_B = None if new_lens_B is None else self._checked_lengths(new_lens_B, n_new)
@@ -154,6 +146,8 @@ class LayerCache:
         k_sel, v_sel = (slots.content() for slots in self.selected)
 
         window = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
+        if self.rewind:
+            self._append_past(new, pos_BS, end_B1)
         self.length_B += end_B1[:, 0] - self.length_B
         inside_BS = pos_BS.clamp(max=self.max_len - 1)  # padding may stand past the end, where there are no keys
         if n_new == 1:
@@ -189,8 +183,95 @@ class LayerCache:
         }
 
     def n_bytes(self) -> int:
-        streams = (*self.selected, *self.window, *self.compressed, *self.tail)
-        return sum(slots.data.nbytes for slots in streams)
+        return sum(slots.data.nbytes for slots in self._all_slots())
+
+    def reset(self) -> None:
+        """Empty every row."""
+        with self.exclusive:
+            for counter in (self.length_B, self.n_compressed_B, self._highest_B):
+                counter.zero_()
+            self._longest = 0
+
+    def crop(self, length: int | Sequence[int] | Tensor) -> None:
+        """Keep the first `length` tokens of each row (one number, or one per row); shorter rows stay as they are. A
+        negative number removes that many tokens.
+
+        Possible for up to `rewind` tokens, and without it while the rings still hold what the next tokens need: always
+        if branches share keys and values, else as long as a row never had more than w tokens (or than the compressed
+        branch's tail holds); to length 0 always. Refused otherwise, with nothing changed.
+        """
+        with self.exclusive:
+            before = self.length_B.tolist()
+            after = [
+                min(had, n) if n >= 0 else max(0, had + n) for had, n in zip(before, self._per_row(length), strict=True)
+            ]
+            highest = [max(pair) for pair in zip(self._highest_B.tolist(), before, strict=True)]
+            for row, (had, keep, high) in enumerate(zip(before, after, highest, strict=True)):
+                if keep < had:
+                    self._check_croppable(row, keep, high)
+            self._highest_B.copy_(torch.tensor([high if n else 0 for high, n in zip(highest, after, strict=True)]))
+            self.length_B.copy_(torch.tensor(after))
+            self.n_compressed_B.copy_(torch.tensor([self.geometry.n_compressed(n) for n in after]))
+            for ring, past in ((self.window, self._past_window), (self.tail, self._past_tail)):
+                if past is not None:
+                    self._refill(ring, past)
+            self._longest = max(after)
+
+    def reorder(self, rows: Sequence[int] | Tensor) -> None:
+        """Replace row i by row rows[i], as beam search needs it. In place: prepared decoders keep addresses."""
+        index_B = torch.as_tensor(rows, device=self.device)
+        if index_B.shape != (self.batch,) or index_B.dtype not in _LENGTH_DTYPES:
+            raise ConfigError(
+                f"reorder was given {index_B.dtype} of shape {list(index_B.shape)}: it needs the old row of each of "
+                f"{self.batch} rows. Pass int64 of shape [{self.batch}]."
+            )
+        if index_B.is_cpu and not all(0 <= row < self.batch for row in index_B.tolist()):
+            raise ConfigError(f"reorder was given rows {index_B.tolist()[:8]} and the cache has 0 to {self.batch - 1}.")
+        with self.exclusive:
+            for slots in self._all_slots():
+                used = slots.data[:, :, : min(slots.n, self._longest)]
+                used.copy_(used.index_select(0, index_B))
+            for counter in (self.length_B, self.n_compressed_B, self._highest_B):
+                counter.copy_(counter.index_select(0, index_B))
+
+    def _all_slots(self) -> Iterator[CacheSlots]:
+        """Every stream once, whatever is shared."""
+        streams = (self.selected, self.window, self.compressed, self.tail, self._past_window, self._past_tail)
+        yield from {id(slots): slots for stream in streams for slots in stream or ()}.values()
+
+    def _per_row(self, length: int | Sequence[int] | Tensor) -> list[int]:
+        given = length.tolist() if isinstance(length, Tensor) else length
+        rows = list(given) if isinstance(given, Sequence) else [given] * self.batch
+        if len(rows) != self.batch or not all(isinstance(n, int) for n in rows):
+            raise ConfigError(f"crop was given {length!r}: it needs a length, or one for each of {self.batch} rows.")
+        return rows
+
+    def _check_croppable(self, row: int, length: int, highest: int) -> None:
+        """Refuse if a ring has overwritten tokens that the row would need again."""
+        g = self.geometry
+        needs = (
+            (self.shared[0], self._past_window or self.window, max(0, length - g.w)),
+            (self.shared[1], self._past_tail or self.tail, g.n_compressed(length) * g.d),
+        )
+        for in_pages, ring, first_needed in needs:
+            if not in_pages and first_needed < min(length, highest - ring[0].n):
+                raise ConfigError(
+                    f"row {row} cannot be cropped to {length} tokens: it had {highest}, the cache was made with "
+                    f"rewind={self.rewind}, and tokens from {first_needed} on that the next ones need are overwritten. "
+                    f"Make it with rewind={highest - length} or more, or reset it and run the tokens again."
+                )
+
+    def _refill(self, ring: KeySlots, past: KeySlots) -> None:
+        """A ring's last tokens before the rows' lengths, from the longer ring."""
+        n = ring[0].n
+        pos_BS = self.length_B[:, None] - n + torch.arange(n, device=self.device)
+        for short, long in zip(ring, past, strict=True):
+            short.write(pos_BS % n, pos_BS >= 0, long.last(n, self.length_B))
+
+    def _append_past(self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor) -> None:
+        for past, x in ((self._past_tail, new[:2]), (self._past_window, new[4:])):
+            for slots, values in zip(past or (), x, strict=past is not None):
+                slots.write_ring(pos_BS, end_B1, values)
 
     def _append_compressed(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor, compress: Compress) -> None:
         g, n_new, before_B1 = self.geometry, pos_BS.shape[1], self.length_B[:, None]
@@ -204,8 +285,9 @@ class LayerCache:
         for slots, x in zip(self.compressed, compress(raw_k, raw_v, begin_BE, block_pos_BE), strict=True):
             slots.write(block_BE, complete_BE, x)
         self.n_compressed_B += complete_BE.sum(1)
-        for tail, x in zip(self.tail, (k, v), strict=True):
-            tail.write_ring(pos_BS, end_B1, x)
+        if not self.shared[1]:
+            for tail, x in zip(self.tail, (k, v), strict=True):
+                tail.write_ring(pos_BS, end_B1, x)
 
     def _emit_compressed(self, compress: Compress) -> None:
         """The entries of blocks that end with the newest token, for the rows where one does."""
@@ -220,14 +302,17 @@ class LayerCache:
 
     def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> BranchKeys:
         w = self.geometry.w
-        if pos_BS.shape[1] == 1:  # the ring is the window: read it in place, in whatever order it lies
+        seen = []
+        if pos_BS.shape[1] > 1:
+            # With shared slots the new tokens are already there; those before them are read the same way.
+            rings = zip(self.window, (k, v), strict=True)
+            seen = [torch.cat((ring.last(w - 1, self.length_B), x), 1) for ring, x in rings]
+        if not self.shared[0]:
             for ring, x in zip(self.window, (k, v), strict=True):
                 ring.write_ring(pos_BS, end_B1, x)
-            self._window_pos_B1.copy_(pos_BS.clamp(max=w - 1))
+        if not seen:  # the ring is the window: read it in place, in whatever order it lies
+            self._window_pos_B1.copy_(pos_BS.clamp(max=self.window[0].n - 1))
             return self._newest[2]
-        seen = [torch.cat((ring.last(w - 1, self.length_B), x), 1) for ring, x in zip(self.window, (k, v), strict=True)]
-        for ring, x in zip(self.window, (k, v), strict=True):
-            ring.write_ring(pos_BS, end_B1, x)
         return BranchKeys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
 
     def _check_shapes(self, new: BranchStreams) -> None:
@@ -245,7 +330,7 @@ class LayerCache:
         """The number of real tokens per row, such that no row takes in fewer than none or more than there are."""
         if new_lens_B.shape != (self.batch,) or new_lens_B.dtype not in _LENGTH_DTYPES:
             raise ConfigError(
-                f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it says how many of the {n_new} "
+                f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it is how many of the {n_new} "
                 f"new tokens are real in each of the cache's {self.batch} rows. Pass int64 of shape [{self.batch}]."
             )
         if new_lens_B.device != self.length_B.device:
@@ -287,30 +372,20 @@ class NSACache:
     def n_bytes(self) -> int:
         return sum(layer.n_bytes() for layer in self.layers)
 
+    def reset(self) -> None:
+        """Empty every row."""
+        self._each(lambda layer: layer.reset())
 
-class _CacheSlots:
-    """n addressable slots and a spare one where writes that must not happen go: [B, G, n + 1, X].
+    def crop(self, length: int | Sequence[int] | Tensor) -> None:
+        """Keep the first `length` tokens of each row; see `LayerCache.crop`."""
+        self._each(lambda layer: layer.crop(length))
 
-    A group's slots lie next to each other, because a group is what attends over them.
-    """
+    def reorder(self, rows: Sequence[int] | Tensor) -> None:
+        """Replace row i by row rows[i], as beam search needs it."""
+        self._each(lambda layer: layer.reorder(rows))
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
-        self.n = data.shape[2] - 1
-        self._row_B1 = torch.arange(data.shape[0], device=data.device)[:, None]
-
-    def content(self) -> Tensor:
-        """[B, n, G, X], in place."""
-        return self.data[:, :, : self.n].transpose(1, 2)
-
-    def write(self, slot_BS: Tensor, keep_BS: Tensor, x_BSGX: Tensor) -> None:
-        self.data.transpose(1, 2)[self._row_B1, torch.where(keep_BS, slot_BS, self.n)] = x_BSGX.to(self.data.dtype)
-
-    def write_ring(self, pos_BS: Tensor, end_B1: Tensor, x_BSGX: Tensor) -> None:
-        """Keep the last n tokens before `end`: two tokens never land in one slot, so order does not matter."""
-        self.write(pos_BS % self.n, (pos_BS < end_B1) & (pos_BS >= end_B1 - self.n), x_BSGX)
-
-    def last(self, count: int, length_B: Tensor) -> Tensor:
-        """The `count` tokens before position `length` of a ring, oldest first; zeros or leftovers before position 0."""
-        slot_BN = (length_B[:, None] - count + torch.arange(count, device=length_B.device)) % self.n
-        return self.data.transpose(1, 2)[self._row_B1, slot_BN]
+    def _each(self, change: Callable[[LayerCache], None]) -> None:
+        """All layers have the same sizes and lengths: what one refuses, the first refuses before anything changed."""
+        with self.exclusive:
+            for layer in self.layers:
+                change(layer)

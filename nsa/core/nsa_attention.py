@@ -1,43 +1,48 @@
-"""Native Sparse Attention as one module: project, rotate, remember, compress, select, attend three times, mix.
+"""Native Sparse Attention (NSA) as a module: projections, QK-norm, RoPE, KV cache and gates around the functional core.
 
 B batch · S tokens · D model dim · G kv groups · R heads per group · K key dim · V value dim
 C compressed blocks · N chosen blocks
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
+from nsa.core.functional import attend_branches
 from nsa.core.gates import BRANCH_ORDER, BranchGates
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import BranchKeys, BranchStreams, LayerCache
-from nsa.core.probe import Probe
-from nsa.core.reads import compressed_reads, selected_reads, sliding_reads
-from nsa.core.rope import RotaryEmbedding, rotate
+from nsa.core.positions import PositionOptions, Positions, checked_position_ids, padding_of
+from nsa.core.probe import Probe, count_reads
+from nsa.core.rope import RotaryEmbedding, Tables, given_tables, rotate
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry, broken_rope_rule, resolve_rope_compressed
 from nsa.kernels.decoder import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
 from nsa.options import ROPE_COMPRESSED
 
-
-class Positions(NamedTuple):
-    """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
-
-    layout: DocumentLayout | None
-    """None with a cache: the cache knows."""
-    tables: tuple[Tensor, Tensor]
+KV_PROJECTIONS = ("per_branch", "shared")
+_THREE_BRANCHES = tuple[BranchKeys, BranchKeys, BranchKeys]
 
 
 class NSAAttention(nn.Module):
     """Causal self-attention through three branches mixed by learned gates (arXiv 2502.11089).
 
-    One forward serves training, prefill and decode: a cache only says how many tokens came before. Each branch has its
-    own keys and values; `w_k` and `w_v` hold all three, ordered (group, branch, width) so that they shard by group.
+    One forward serves training, prefill and decode; a cache holds the tokens that came before. The attention between
+    the projections is `nsa.core.functional`.
+
+    kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
+        (group, branch, width) so that they shard by group. `shared` has one set for all branches, in the cache too.
+    qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
+    bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
+    rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
+        `nsa.core.rope`. rope_scale: divides positions.
+    kernels: a backend's name, or a name per branch; `auto` takes the fastest that can run.
     """
 
     def __init__(
@@ -61,29 +66,45 @@ class NSAAttention(nn.Module):
         rope_base: float = 500_000.0,
         rope_scale: float = 1.0,
         rope_compressed: str = "auto",
+        rope_scaling: Mapping[str, Any] | None = None,
+        kv: str = "per_branch",
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
+        bias: bool = False,
+        out_bias: bool = False,
         kernels: str | Mapping[str, str] | BackendRequest = BackendRequest(),  # noqa: B008 - an immutable tuple of names
     ) -> None:
         super().__init__()
         _check_heads(n_heads, n_kv_groups, d_k)
         _check_rope(phi, rope_compressed)
+        if kv not in KV_PROJECTIONS:
+            raise ConfigError(f"kv is {kv!r}: there is no such choice. Use one of: {', '.join(KV_PROJECTIONS)}.")
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
-        self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale)
+        self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale, rope_scaling)
         self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
-        self.kernels = wanted(kernels)
+        self.kernels, self.kv = wanted(kernels), kv
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
 
-        n_branches = len(BRANCH_ORDER)
-        self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
-        self.w_k = nn.Linear(dim, n_kv_groups * n_branches * d_k, bias=False)
-        self.w_v = nn.Linear(dim, n_kv_groups * n_branches * d_v, bias=False)
+        n_kv = n_kv_groups * (1 if kv == "shared" else len(BRANCH_ORDER))
+        self.w_q = nn.Linear(dim, n_heads * d_k, bias=bias)
+        self.w_k = nn.Linear(dim, n_kv * d_k, bias=bias)
+        self.w_v = nn.Linear(dim, n_kv * d_v, bias=bias)
+        self.q_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
         self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
         self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
         self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, gate, gate_per, gate_temperature)
-        self.w_out = nn.Linear(n_heads * d_v, dim, bias=False)
+        self.w_out = nn.Linear(n_heads * d_v, dim, bias=out_bias)
         init_weights(self)
+
+    def extra_repr(self) -> str:
+        g, heads = self.geometry, f"dim={self.dim}, n_heads={self.n_heads}, n_kv_groups={self.n_kv_groups}"
+        blocks = f"l={g.l}, d={g.d}, l_sel={g.l_sel}, n_sel={g.n_sel}, w={g.w}"
+        rope = f"rope_compressed={self.rope_compressed!r}, rope_type={self.rotary.scaling['rope_type']!r}"
+        return f"{heads}, d_k={self.d_k}, d_v={self.d_v}, {blocks}, phi={self.phi_k.phi!r}, kv={self.kv!r}, {rope}"
 
     def forward(
         self,
@@ -92,27 +113,45 @@ class NSAAttention(nn.Module):
         cache: LayerCache | None = None,
         new_lens_B: Tensor | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        position_embeddings: Sequence[Tensor] | None = None,
         where: Positions | None = None,
     ) -> Tensor:
         """Attend; the result has the input's shape.
 
-        `cache`: the tokens before these; it takes in the new ones, without gradients. `new_lens_B`: with a cache, how
-        many tokens of each row are real. `cu_doc_lens`: cumulative lengths of the documents packed into the batch, rows
-        end to end; they do not see each other. `where`: positions from `locate`, if the caller already has them.
+        cache: the tokens before these; the new ones are appended, without gradients.
+        new_lens_B: with a cache, how many tokens of each row are real; they come first.
+        cu_doc_lens: cumulative lengths of the documents packed into the batch, rows end to end; they do not see each
+            other.
+        attention_mask: padding mask of 0 and 1, [batch, tokens]; with a cache it may also cover earlier tokens. Output
+            at padding is zero. Other masks are refused.
+        position_ids: [batch, tokens], positions for RoPE if they are not 0, 1, 2, … (with a cache: those that follow).
+        position_embeddings: (cos, sin) instead of the module's own RoPE.
+        where: positions from `locate`, if the caller already has them, in place of the last three.
         """
+        given: PositionOptions = {}
+        if attention_mask is not None or position_ids is not None or position_embeddings is not None:
+            given = dict(
+                attention_mask=attention_mask, position_ids=position_ids, position_embeddings=position_embeddings
+            )
+            if where is not None:
+                raise ConfigError(
+                    "`where` was given together with attention_mask, position_ids or position_embeddings, which it "
+                    "already contains. Pass either."
+                )
         if cache is not None:
             self._check_cache(x_BSD, cache, cu_doc_lens)
-            with torch.no_grad():
-                if torch.compiler.is_compiling():  # a graph cannot look into a lock
-                    return self._forward(x_BSD, where or self.locate(x_BSD, cache=cache), cache, new_lens_B)
-                with cache.exclusive:
-                    return self._forward(x_BSD, where or self.locate(x_BSD, cache=cache), cache, new_lens_B)
+            # A graph cannot enter a lock.
+            with torch.no_grad(), nullcontext() if torch.compiler.is_compiling() else cache.exclusive:
+                where = where or self.locate(x_BSD, cache=cache, **given)
+                return self._forward(x_BSD, where, cache, new_lens_B)
         if new_lens_B is not None:
             raise ConfigError(
-                "new_lens_B was given without a cache: it says how many new tokens a cache takes in for each row. Pass "
-                "cache too, or cu_doc_lens for documents packed into a batch."
+                "new_lens_B was given without a cache: it is how many tokens the cache appends to each row. Pass cache "
+                "too, attention_mask for a padded batch, or cu_doc_lens for documents packed into a batch."
             )
-        where = where or self.locate(x_BSD, cu_doc_lens=cu_doc_lens)
+        where = where or self.locate(x_BSD, cu_doc_lens=cu_doc_lens, **given)
         if cu_doc_lens is not None:
             return self._forward(x_BSD.flatten(0, 1)[None], where, None, None).view(x_BSD.shape)
         return self._forward(x_BSD, where, None, None)
@@ -123,28 +162,65 @@ class NSAAttention(nn.Module):
         *,
         cache: LayerCache | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        position_embeddings: Sequence[Tensor] | None = None,
     ) -> Positions:
-        """The positions of these tokens."""
+        """The positions of these tokens. Arguments as for `forward`."""
         if x_BSD.dim() != 3:
             raise ConfigError(f"the input has shape {list(x_BSD.shape)}: it must be [batch, tokens, dim].")
         batch, length = x_BSD.shape[:2]
+        padding = padding_of(attention_mask, batch, length, cache is not None, cu_doc_lens is not None)
+        layout = None
         if cache is not None:
-            self._check_cache(x_BSD, cache, cu_doc_lens)
-            return Positions(None, self.rotary.tables(cache.positions(length)))
-        if cu_doc_lens is not None:
-            cu_doc_lens = torch.as_tensor(cu_doc_lens, device=x_BSD.device)
-            layout = packed_layout(cu_doc_lens, batch * length, self.geometry)
+            pos_BS = cache.positions(length)
+        elif cu_doc_lens is not None:
+            layout = packed_layout(torch.as_tensor(cu_doc_lens, device=x_BSD.device), batch * length, self.geometry)
+            pos_BS = layout.pos_BS
         else:
             layout = plain_layout(batch, length, self.geometry, x_BSD.device)
-        return Positions(layout, self.rotary.tables(layout.pos_BS))
+            pos_BS = layout.pos_BS
+        if position_ids is None and position_embeddings is None:
+            return Positions(layout, self.rotary.tables(pos_BS), padding)
 
-    def new_cache(self, batch: int, max_len: int) -> LayerCache:
-        """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype."""
+        def as_rows(x: Tensor) -> Tensor:
+            x = x if padding is None else padding.to_front(x)
+            return x if cu_doc_lens is None else x.flatten(0, 1)[None]
+
+        if position_embeddings is not None:
+            self._check_foreign_positions("position_embeddings", cache)
+            cos, sin = given_tables(position_embeddings, batch, length, self.d_k)
+            return Positions(layout, (as_rows(cos), as_rows(sin)), padding)
+        assert position_ids is not None
+        given_BS = as_rows(checked_position_ids(position_ids, batch, length))
+        if cache is not None and self.rope_compressed == "after":
+            differs_BS = given_BS != pos_BS
+            if padding is not None:
+                differs_BS = differs_BS & padding.to_front(padding.real_BS)
+            if torch.compiler.is_compiling() or bool(differs_BS.any()):
+                self._check_foreign_positions("position_ids", cache)
+        return Positions(layout, self.rotary.tables(given_BS), padding)
+
+    def new_cache(self, batch: int, max_len: int, rewind: int = 0) -> LayerCache:
+        """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
+
+        rewind: how many tokens `cache.crop` can remove at any time, e.g. rejected drafts of speculative decoding.
+        """
         weight = self.w_k.weight
         return LayerCache(
             self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
-            device=weight.device, dtype=weight.dtype,
+            device=weight.device, dtype=weight.dtype, rewind=rewind, shared=self._shared_streams,
         )  # fmt: skip
+
+    @property
+    def _shared_streams(self) -> tuple[bool, bool]:
+        """Whether the window's and the compressed branch's raw keys and values are those of the selected branch."""
+        return self.kv == "shared", self.kv == "shared" and self.rope_compressed == "before"
+
+    def fill_cache(self, cache: LayerCache, new: BranchStreams) -> None:
+        """Append tokens to a cache without attending to anything."""
+        with torch.no_grad():
+            cache.append(new, None, self._compress)
 
     def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
         """The backend that computes each branch there, and why."""
@@ -164,53 +240,84 @@ class NSAAttention(nn.Module):
             **{branch: per_read * n for branch, n in reads.items()},
         }
 
+    def attend_cached(
+        self, q_BSGRK: Tensor, new: BranchStreams, gates: Tensor, cache: LayerCache, new_lens_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, _THREE_BRANCHES]:
+        """A cached forward between its projections, for a caller that holds `cache.exclusive`: append the new tokens,
+        attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
+        decoder = self._decoder(cache, q_BSGRK)
+        keys = cache.append_held(new, new_lens_B, self._compress, decoder)
+        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)
+        return mixed_BSGRV, idx_BSGN, keys
+
     def _forward(self, x_BSD: Tensor, where: Positions, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
+        padding = where.padding
+        if padding is not None:
+            x_BSD, new_lens_B = padding.to_front(x_BSD), padding.lengths_for(cache, new_lens_B)
         q_BSGRK, streams = self._project(x_BSD, where.tables)
-        gates, decoder = self.gates(x_BSD), None
+        gates = self.gates(x_BSD)
         if cache is None:
-            keys = self._lay_out(streams, self._checked_layout(where.layout, x_BSD))
+            keys = self._lay_out(streams, self._checked_layout(where.layout, x_BSD), where.tables)
+            mixed_BSGRV, idx_BSGN = self._attend(q_BSGRK, gates, *keys)
         else:
             if where.layout is not None:
                 raise ConfigError(
-                    "`where` has a layout and a cache is given: the cache knows. Pass locate(x, cache=cache)."
+                    "`where` has a layout and a cache is given, which has its own. Pass locate(x, cache=cache)."
                 )
             q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else self._in_dtype_of(cache, q_BSGRK, x_BSD)
-            decoder = self._decoder(cache, q_BSGRK)
-            keys = cache.append_held(streams, new_lens_B, self._compress, decoder)
-        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)
+            mixed_BSGRV, idx_BSGN, keys = self.attend_cached(q_BSGRK, streams, gates, cache, new_lens_B)
         if self.probe is not None:
-            reads_BSG = self._count_reads(idx_BSGN, *keys)
+            reads_BSG = count_reads(idx_BSGN, *keys, self.geometry)
             self.probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry)
-        return self.w_out(mixed_BSGRV.flatten(2))
+        out_BSD = self.w_out(mixed_BSGRV.flatten(2))
+        return out_BSD if padding is None else padding.back(out_BSD)
 
-    def _project(self, x_BSD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, BranchStreams]:
+    def _project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
         heads = (self.n_kv_groups, -1)
         if tables[0].shape != (*x_BSD.shape[:2], self.d_k // 2):
             raise ConfigError(
                 f"`where` rotates {list(tables[0].shape)} and the input needs {[*x_BSD.shape[:2], self.d_k // 2]}: "
                 f"these are the positions of other tokens. Pass what this module's locate gives for this input."
             )
-        q_BSGRK = rotate(self.w_q(x_BSD).unflatten(-1, (*heads, self.d_k)), tables)
-        k_cmp, k_sel, k_win = self.w_k(x_BSD).unflatten(-1, (*heads, self.d_k)).unbind(-2)
-        v_cmp, v_sel, v_win = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v)).unbind(-2)
+        q_BSGRK = self.w_q(x_BSD).unflatten(-1, (*heads, self.d_k))
+        k_BSGbK = self.w_k(x_BSD).unflatten(-1, (*heads, self.d_k))  # b: one per branch, or one for all
+        v_BSGbV = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSGRK, k_BSGbK = self.q_norm(q_BSGRK).to(q_BSGRK.dtype), self.k_norm(k_BSGbK).to(k_BSGbK.dtype)
+        q_BSGRK = rotate(q_BSGRK, tables)
+        if self.kv == "shared":
+            k, v = k_BSGbK.squeeze(-2), v_BSGbV.squeeze(-2)
+            rotated = rotate(k, tables)
+            return q_BSGRK, BranchStreams(rotated if self.rope_compressed == "before" else k, v, rotated, v, rotated, v)
+        k_cmp, k_sel, k_win = k_BSGbK.unbind(-2)
+        v_cmp, v_sel, v_win = v_BSGbV.unbind(-2)
         if self.rope_compressed == "before":
             k_cmp = rotate(k_cmp, tables)
         return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
 
-    def _lay_out(self, new: BranchStreams, layout: DocumentLayout) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+    def _lay_out(self, new: BranchStreams, layout: DocumentLayout, tables: Tables) -> _THREE_BRANCHES:
         pos, start, first, begin, block_pos = layout
-        k_cmp, v_cmp = self._compress(new.k_cmp, new.v_cmp, begin, block_pos)
+        k_cmp, v_cmp = self._compress(new.k_cmp, new.v_cmp, begin, block_pos, tables)
         return (
             BranchKeys(k_cmp, v_cmp, pos, first),
             BranchKeys(new.k_sel, new.v_sel, pos, start),
             BranchKeys(new.k_win, new.v_win, pos, start),
         )
 
-    def _compress(self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor) -> tuple[Tensor, Tensor]:
+    def _compress(
+        self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor, tables: Tables | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Entries of the blocks that begin at `begin` in k and v. A key rotated afterwards is rotated as its block's
+        last token: as `tables` rotate that token, or by its position in the document."""
         k_BCGK, v_BCGV = self.phi_k(k, begin_BC), self.phi_v(v, begin_BC)
         if self.rope_compressed == "after":
-            last_token_BC = block_pos_BC + self.geometry.l - 1
-            k_BCGK = rotate(k_BCGK, self.rotary.tables(last_token_BC))
+            if tables is None:
+                tables = self.rotary.tables(block_pos_BC + self.geometry.l - 1)
+            else:
+                last_token_BC1 = (begin_BC + self.geometry.l - 1)[..., None]
+                cos, sin = (x.gather(1, last_token_BC1.expand(-1, -1, x.shape[-1])) for x in tables)
+                tables = cos, sin
+            k_BCGK = rotate(k_BCGK, tables)
         return k_BCGK, v_BCGV
 
     def _check_cache(self, x_BSD: Tensor, cache: LayerCache, cu_doc_lens: object = None) -> None:
@@ -220,17 +327,25 @@ class NSAAttention(nn.Module):
         if x_BSD.shape[0] == cache.batch:
             if cache.geometry is self.geometry and x_BSD.is_cpu:  # of this very module; the rest is seen in its shapes
                 return
-            if (cache.geometry, cache.n_groups, cache.d_k, cache.d_v, cache.device) == (
-                *(self.geometry, self.n_kv_groups, self.d_k, self.d_v),
+            if (cache.geometry, cache.n_groups, cache.d_k, cache.d_v, cache.shared, cache.device) == (
+                *(self.geometry, self.n_kv_groups, self.d_k, self.d_v, self._shared_streams),
                 x_BSD.device,
             ):
                 return
         raise ConfigError(
             f"the cache is for {cache.batch} rows on {cache.device}, {cache.n_groups} groups, keys of {cache.d_k}, "
-            f"values of {cache.d_v}, {cache.geometry}; here are {x_BSD.shape[0]} rows on {x_BSD.device}, "
-            f"{self.n_kv_groups} groups, {self.d_k}, {self.d_v}, {self.geometry}. Make it with this module's "
-            f"new_cache({x_BSD.shape[0]}, …)."
+            f"values of {cache.d_v}, shared streams {cache.shared}, {cache.geometry}; the input has {x_BSD.shape[0]} "
+            f"rows on {x_BSD.device}, and the module {self.n_kv_groups} groups, {self.d_k}, {self.d_v}, "
+            f"{self._shared_streams}, {self.geometry}. Make it with this module's new_cache({x_BSD.shape[0]}, …)."
         )
+
+    def _check_foreign_positions(self, name: str, cache: LayerCache | None) -> None:
+        if cache is not None and self.rope_compressed == "after":
+            raise ConfigError(
+                f"{name} that are not the cache's own were given with rope_compressed 'after': the cache rotates "
+                f"compressed keys later, by its own positions. Leave {name} out, or use phi='avg' with "
+                f"rope_compressed='before'."
+            )
 
     def _in_dtype_of(self, cache: LayerCache, q_BSGRK: Tensor, x_BSD: Tensor) -> Tensor:
         if x_BSD.dtype != cache.dtype and not torch.is_autocast_enabled(x_BSD.device.type):
@@ -273,25 +388,10 @@ class NSAAttention(nn.Module):
         self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
     ) -> tuple[Tensor, Tensor]:
         """The three branches mixed by the gates, and the chosen blocks."""
-        g, scale = self.geometry, self.scale
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
-        compressed_out, idx_BSGN = run.compressed_and_select(q_BSGRK, *compressed, geometry=g, scale=scale)
-        k, v, pos, start = selected
-        selected_out = run.functions.selected(q_BSGRK, k, v, idx_BSGN, pos, start, geometry=g, scale=scale)
-        sliding_out = run.functions.sliding(q_BSGRK, *window, geometry=g, scale=scale)
-        assert isinstance(selected_out, Tensor)
-        assert isinstance(sliding_out, Tensor)
-        return run.mix(gates_BSGR3, compressed_out, selected_out, sliding_out), idx_BSGN
-
-    def _count_reads(
-        self, idx_BSGN: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
-    ) -> Tensor:
-        g = self.geometry
-        shared_BS = sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
-        shared_BS = shared_BS + compressed_reads(
-            compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d
-        )
-        return shared_BS[..., None] + selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
+        keys = compressed, selected, window
+        made = attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
+        return made.out, made.blocks
 
 
 def _check_heads(n_heads: int, n_kv_groups: int, d_k: int) -> None:

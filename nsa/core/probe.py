@@ -1,4 +1,4 @@
-"""Health figures of one attention layer, as device tensors. Computed only while a probe is attached.
+"""Probe: gate entropy, selection and read counts of one attention layer, as device tensors, while it is attached.
 
 B batch · S tokens · G kv groups · N chosen blocks
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.core.gates import BRANCH_ORDER
-from nsa.core.reads import selected_reads
+from nsa.core.kv_cache import BranchKeys
 from nsa.geometry import Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
@@ -48,6 +48,15 @@ def probing(model: nn.Module) -> Iterator[dict[str, Probe]]:
             module.probe = None
 
 
+def count_reads(
+    idx_BSGN: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys, g: Geometry
+) -> Tensor:
+    """Keys each query and group reads, counted from the kernels' arguments rather than from the formula: [B, S, G]."""
+    shared_BS = _sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
+    shared_BS = shared_BS + _compressed_reads(compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d)
+    return shared_BS[..., None] + _selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
+
+
 def _gate_figures(gates: Tensor) -> dict[str, Tensor]:
     """Entropy in nats (ln 3 is uniform), largest share, share per branch, fraction of collapsed gates.
 
@@ -65,7 +74,7 @@ def _gate_figures(gates: Tensor) -> dict[str, Tensor]:
 
 
 def _selection_figures(idx_BSGN: Tensor, pos_BS: Tensor, geometry: Geometry) -> dict[str, Tensor]:
-    keys_BSG = selected_reads(idx_BSGN, pos_BS, geometry.l_sel)
+    keys_BSG = _selected_reads(idx_BSGN, pos_BS, geometry.l_sel)
     union = _union_sizes(idx_BSGN)
     return {
         "sel_k_mean": keys_BSG.double().mean(),
@@ -91,3 +100,22 @@ def _predicted_reads(pos_BS: Tensor, g: Geometry) -> Tensor:
     n = pos_BS + 1
     whole_blocks = (pos_BS // g.l_sel).clamp(max=g.n_sel - 1)
     return n.clamp(max=g.w) + ((n - g.l) // g.d + 1).clamp(min=0) + whole_blocks * g.l_sel + pos_BS % g.l_sel + 1
+
+
+def _sliding_reads(pos_BS: Tensor, start_BS: Tensor, n_keys: int, w: int) -> Tensor:
+    end = (start_BS + pos_BS + 1).clamp(max=n_keys)
+    begin = (start_BS + pos_BS + 1 - w).maximum(start_BS).clamp(min=0)
+    return (end - begin).clamp(min=0)
+
+
+def _compressed_reads(pos_BS: Tensor, first_BS: Tensor, n_keys: int, l: int, d: int) -> Tensor:
+    complete = ((pos_BS + 1 - l) // d + 1).clamp(min=0)
+    return ((first_BS + complete).clamp(max=n_keys) - first_BS).clamp(min=0)
+
+
+def _selected_reads(idx_BSGN: Tensor, pos_BS: Tensor, l_sel: int) -> Tensor:
+    """Tokens at or before the query in the chosen blocks, per group; a block listed twice is read once."""
+    repeated = torch.zeros_like(idx_BSGN, dtype=torch.bool)
+    repeated[..., 1:] = idx_BSGN[..., 1:] == idx_BSGN[..., :-1]
+    tokens = (pos_BS[..., None, None] + 1 - idx_BSGN.long() * l_sel).clamp(0, l_sel)
+    return tokens.masked_fill(repeated | (idx_BSGN < 0), 0).sum(-1)

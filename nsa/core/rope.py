@@ -1,26 +1,86 @@
-"""Rotary position embedding, rotate-half convention.
+"""Rotary position embedding (RoPE), rotate-half convention, with linear, llama3 and yarn scaling.
 
-B batch · S positions · H any head axes · K key dim
+B batch · S positions · H any head axes · K key dim · F frequencies (K / 2)
 """
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.errors import ConfigError
+
+Tables = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles: [B, S, F]."""
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+ROPE_TYPES = tuple(_REQUIRED)
+
 
 class RotaryEmbedding:
-    """Angles pos / scale · base^(−2i/K). No state on a device: tables are made from the positions of each call."""
+    """Angles pos / scale · frequency, where frequency i is base^(−2i/K), changed by `scaling`.
 
-    def __init__(self, d_k: int, base: float, scale: float) -> None:
+    `scaling` is a mapping as in a Hugging Face config (`rope_scaling` or `rope_parameters`). No state on a device:
+    tables are made from the positions of each call.
+    """
+
+    def __init__(self, d_k: int, base: float, scale: float, scaling: Mapping[str, Any] | None = None) -> None:
         self.d_k, self.base, self.scale = d_k, base, scale
+        self.scaling = _checked_scaling(scaling, base, scale)
+        self.attention_factor = _yarn_attention_factor(self.scaling) if self.scaling["rope_type"] == "yarn" else 1.0
 
-    def tables(self, pos_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, pos_BS: Tensor) -> Tables:
         # fp64 angles: at position 1,000,000 an fp32 angle is off by up to 0.06 rad in the fastest pair.
-        exponent = torch.arange(0, self.d_k, 2, dtype=torch.float64, device=pos_BS.device) / self.d_k
-        angle = (pos_BS.double() / self.scale)[..., None] * self.base**-exponent
-        return angle.cos(), angle.sin()
+        angle_BSF = (pos_BS.double() / self.scale)[..., None] * self.frequencies(pos_BS.device)
+        if self.attention_factor == 1:
+            return angle_BSF.cos(), angle_BSF.sin()
+        return angle_BSF.cos() * self.attention_factor, angle_BSF.sin() * self.attention_factor
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position of each pair: [F], fp64."""
+        exponent_F = torch.arange(0, self.d_k, 2, dtype=torch.float64, device=device) / self.d_k
+        plain_F, s = self.base**-exponent_F, self.scaling
+        if s["rope_type"] == "default":
+            return plain_F
+        slow_F = plain_F / s["factor"]
+        if s["rope_type"] == "linear":
+            return slow_F
+        if s["rope_type"] == "llama3":
+            turns_F = s["original_max_position_embeddings"] * plain_F / (2 * math.pi)
+            keep_F = (turns_F - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        else:
+            first, last = self._yarn_range()
+            keep_F = 1 - (torch.arange(self.d_k // 2, device=device).double() - first) / (last - first)
+        keep_F = keep_F.clamp(0, 1)
+        return slow_F * (1 - keep_F) + plain_F * keep_F
+
+    def _yarn_range(self) -> tuple[float, float]:
+        """Pairs up to the first keep their frequency, pairs from the last on are slowed down by `factor`."""
+        s = self.scaling
+
+        def pair(turns: float) -> float:
+            """The pair that makes so many turns within the original length."""
+            length = s["original_max_position_embeddings"]
+            return self.d_k * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
+        first, last = pair(s.get("beta_fast") or 32.0), pair(s.get("beta_slow") or 1.0)
+        if s.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.d_k - 1)
+        return first, last + 0.001 if first == last else last
 
 
-def rotate(x_BSHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BSHK: Tensor, tables: Tables) -> Tensor:
     """Rotate the pairs (i, i + K/2) of the last axis; any number of axes may lie between S and K."""
     wide = torch.promote_types(x_BSHK.dtype, torch.float32)
     batch, length, half = tables[0].shape
@@ -28,3 +88,62 @@ def rotate(x_BSHK: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (table.to(wide).view(shape) for table in tables)
     a, b = x_BSHK.to(wide).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BSHK.dtype)
+
+
+def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, d_k: int) -> Tables:
+    """Tables made elsewhere as [B, S, F]: the caller's may have K columns (both halves alike) and no batch axis."""
+    half, made = d_k // 2, []
+    for name, x in zip(("cos", "sin"), cos_sin, strict=True):
+        if x.dim() not in (2, 3) or x.shape[-1] not in (half, d_k) or x.shape[-2] != length:
+            raise ConfigError(
+                f"position_embeddings: {name} has shape {list(x.shape)} and the input {batch} rows of {length} tokens "
+                f"with keys of {d_k}. Pass [{batch}, {length}, {half}], or {d_k} columns whose halves are equal."
+            )
+        if x.dim() == 3 and x.shape[0] not in (1, batch):
+            raise ConfigError(f"position_embeddings: {name} has {x.shape[0]} rows and the input {batch}. Pass as many.")
+        made.append(x[..., :half].expand(batch, length, half))
+    return made[0], made[1]
+
+
+def _checked_scaling(given: Mapping[str, Any] | None, base: float, scale: float) -> dict[str, Any]:
+    """The mapping with its type as `rope_type`, nothing missing and nothing unknown."""
+    scaling = {key: value for key, value in (given or {}).items() if value is not None}
+    kind = scaling.pop("type", None)
+    kind = scaling.pop("rope_type", kind) or "default"
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"rope_scaling has rope_type {kind!r}, which is not available. Use one of: {', '.join(ROPE_TYPES)}; for "
+            f"others pass position_embeddings=(cos, sin)."
+        )
+    if scaling.pop("rope_theta", base) != base:
+        raise ConfigError(f"rope_scaling has a rope_theta other than rope_base ({base}). Set rope_base to it.")
+    known = {*_REQUIRED[kind], *_OPTIONAL.get(kind, ())}
+    if unknown := sorted(set(scaling) - known):
+        raise ConfigError(
+            f"rope_scaling of type {kind!r} has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
+        )
+    if missing := [key for key in _REQUIRED[kind] if key not in scaling]:
+        raise ConfigError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}. Set it as in the model's config.")
+    if kind != "default" and scale != 1:
+        raise ConfigError(f"rope_scale is {scale} and rope_scaling is {kind!r}: two scalings. Leave one of them out.")
+    if kind != "default" and scaling["factor"] <= 0:
+        raise ConfigError(f"rope_scaling.factor is {scaling['factor']}: frequencies are divided by it. Set it above 0.")
+    if kind == "llama3" and not 0 < scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise ConfigError(
+            f"rope_scaling.low_freq_factor ({scaling['low_freq_factor']}) must be above 0 and below high_freq_factor "
+            f"({scaling['high_freq_factor']}). Set them as in the model's config."
+        )
+    return {"rope_type": kind, **scaling}
+
+
+def _yarn_attention_factor(s: Mapping[str, Any]) -> float:
+    """By which yarn multiplies cosines and sines."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(s["factor"]) + 1 if s["factor"] > 1 else 1.0
+
+    if "attention_factor" in s:
+        return float(s["attention_factor"])
+    if s.get("mscale") and s.get("mscale_all_dim"):
+        return mscale(s["mscale"]) / mscale(s["mscale_all_dim"])
+    return mscale(1.0)

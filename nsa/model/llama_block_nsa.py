@@ -3,16 +3,15 @@
 B batch · S tokens · D model dim · F feed-forward dim
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.config.schema import default_ffn_dim
 from nsa.core.init import init_weights
-from nsa.core.kv_cache import LayerCache
-from nsa.core.nsa_attention import NSAAttention, Positions
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import ForwardOptions
 
 
 class FeedForward(nn.Module):
@@ -39,17 +38,7 @@ class LlamaBlockNSA(nn.Module):
         self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim))
         init_weights(self)
 
-    def forward(
-        self,
-        x_BSD: Tensor,
-        *,
-        cache: LayerCache | None = None,
-        new_lens_B: Tensor | None = None,
-        cu_doc_lens: Tensor | Sequence[int] | None = None,
-        where: Positions | None = None,
-    ) -> Tensor:
-        """See `NSAAttention.forward`."""
-        x_BSD = x_BSD + self.attention(
-            self.attention_norm(x_BSD), cache=cache, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where
-        )
+    def forward(self, x_BSD: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
+        """`options` are those of `NSAAttention.forward`: cache, cu_doc_lens, attention_mask, …"""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), **options)
         return x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))

@@ -4,13 +4,14 @@ B batch · S tokens · D model dim · V vocabulary
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache, NSACache
+from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import linear_cross_entropy
@@ -52,26 +53,19 @@ class NSATransformer(nn.Module):
         init_weights(self, n_layers)
 
     def forward(
-        self,
-        tokens_BS: Tensor,
-        *,
-        cache: NSACache | None = None,
-        new_lens_B: Tensor | None = None,
-        cu_doc_lens: Tensor | Sequence[int] | None = None,
+        self, tokens_BS: Tensor, *, cache: NSACache | None = None, **options: Unpack[SequenceOptions]
     ) -> Tensor:
-        """Logits [B, S, V]. The other arguments are those of `NSAAttention.forward`."""
-        return self.lm_head(self._hidden(tokens_BS, cache, new_lens_B, cu_doc_lens))
+        """Logits [B, S, V]. `options` are those of `NSAAttention.forward`: cu_doc_lens, attention_mask, …"""
+        return self.lm_head(self._hidden(tokens_BS, cache, options))
 
-    def loss(
-        self, tokens_BS: Tensor, labels_BS: Tensor, *, cu_doc_lens: Tensor | Sequence[int] | None = None
-    ) -> Tensor:
+    def loss(self, tokens_BS: Tensor, labels_BS: Tensor, **options: Unpack[SequenceOptions]) -> Tensor:
         """Mean cross-entropy in fp32 over the labels that are not −100; the full logits never exist."""
-        x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, None, cu_doc_lens))
+        x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options))
         return linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
 
-    def new_cache(self, batch: int, max_len: int) -> NSACache:
-        """An empty cache for `batch` rows of at most `max_len` tokens."""
-        return NSACache([block.attention.new_cache(batch, max_len) for block in self._blocks()])
+    def new_cache(self, batch: int, max_len: int, rewind: int = 0) -> NSACache:
+        """An empty cache for `batch` rows of at most `max_len` tokens; `rewind` as for `NSAAttention.new_cache`."""
+        return NSACache([block.attention.new_cache(batch, max_len, rewind) for block in self._blocks()])
 
     def num_params(self) -> int:
         """Parameters, tied ones once."""
@@ -86,38 +80,40 @@ class NSATransformer(nn.Module):
             total += 3 * (feed_forward + sum(attention.values())) - 2 * attention["select"]
         return total
 
-    def _hidden(
-        self,
-        tokens_BS: Tensor,
-        cache: NSACache | None,
-        new_lens_B: Tensor | None,
-        cu_doc_lens: Tensor | Sequence[int] | None,
-    ) -> Tensor:
+    def _hidden(self, tokens_BS: Tensor, cache: NSACache | None, options: SequenceOptions) -> Tensor:
         if cache is None:
-            return self._through_blocks(tokens_BS, [None] * len(self.blocks), new_lens_B, cu_doc_lens)
+            return self._through_blocks(tokens_BS, [None] * len(self.blocks), **options)
         if len(cache.layers) != len(self.blocks):
             raise ConfigError(
                 f"the cache has {len(cache.layers)} layers and the model {len(self.blocks)}: it is of another model. "
                 f"Make it with this model's new_cache."
             )
-        if torch.compiler.is_compiling():  # a graph cannot look into a lock
-            return self._through_blocks(tokens_BS, cache.layers, new_lens_B, cu_doc_lens)
+        if torch.compiler.is_compiling():  # a graph cannot enter a lock
+            return self._through_blocks(tokens_BS, cache.layers, **options)
         with cache.exclusive:
-            return self._through_blocks(tokens_BS, cache.layers, new_lens_B, cu_doc_lens)
+            return self._through_blocks(tokens_BS, cache.layers, **options)
 
     def _through_blocks(
         self,
         tokens_BS: Tensor,
         layers: Sequence[LayerCache | None],
-        new_lens_B: Tensor | None,
-        cu_doc_lens: Tensor | Sequence[int] | None,
+        *,
+        new_lens_B: Tensor | None = None,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
+        **positions: Unpack[PositionOptions],
     ) -> Tensor:
-        x_BSD = self.embeddings(tokens_BS)
-        blocks = self._blocks()
-        where = blocks[0].attention.locate(x_BSD, cache=layers[0], cu_doc_lens=cu_doc_lens) if blocks else None
+        x_BSD, blocks = self.embeddings(tokens_BS), self._blocks()
+        if not blocks:
+            return x_BSD
+        # Positions and padding are the same for all layers.
+        where = blocks[0].attention.locate(x_BSD, cache=layers[0], cu_doc_lens=cu_doc_lens, **positions)
+        padding = where.padding
+        if padding is not None:
+            x_BSD, where = padding.to_front(x_BSD), where._replace(padding=None)
+            new_lens_B = padding.lengths_for(layers[0], new_lens_B)
         for block, layer in zip(blocks, layers, strict=True):
             x_BSD = block(x_BSD, cache=layer, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)
-        return x_BSD
+        return x_BSD if padding is None else padding.back(x_BSD)
 
     def _blocks(self) -> list[LlamaBlockNSA]:
         return list(self.blocks)  # type: ignore[arg-type]

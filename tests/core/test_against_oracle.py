@@ -48,6 +48,9 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
         (90, attention_args("tiny", gate="sigmoid", gate_per="group", gate_temperature=0.5)),
         (90, attention_args("tiny", gate_per="group", gate_temperature=2.0)),
         (40, attention_args("tiny", (16, 1), dim=32, d_k=192, d_v=128)),  # the paper's group
+        (90, attention_args("tiny", kv="shared", bias=True)),
+        (90, attention_args("tiny", kv="shared", phi="linear", qk_norm=True, out_bias=True)),
+        (90, attention_args("long_blocks", qk_norm=True, qk_norm_eps=0.1, bias=True)),
         (3, attention_args("tiny")),
         (1, attention_args("tiny")),
         *[(50, attention_args("tiny", heads)) for heads in HEADS],
@@ -75,6 +78,9 @@ def cases(draw):
         n_sel=draw(st.integers(3, 6)),
         w=draw(st.integers(1, 20)),
         phi=draw(st.sampled_from(["avg", "linear", "mlp"])),
+        kv=draw(st.sampled_from(["per_branch", "shared"])),
+        qk_norm=draw(st.booleans()),
+        bias=draw(st.booleans()),
     )
     args["rope_compressed"] = draw(st.sampled_from(["auto", "after"] + ["before"] * (args["phi"] == "avg")))
     args["n_heads"] = args["n_kv_groups"] * draw(st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""Functional NSA on plain tensors: against the oracle and the module, gradients, packing, given blocks, lse."""
+"""Functional NSA: against the oracle and the module, gradients, packed documents, given blocks, log-sum-exps."""
 
 import math
 from itertools import pairwise

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from nsa.core.kv_cache import _CacheSlots
+from nsa.core.cache_slots import CacheSlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from tests.shapes import GEOMETRIES, attention_args
@@ -108,13 +108,13 @@ def test_a_cache_computes_in_its_own_dtype_under_autocast():
 def test_no_slot_is_written_twice_by_one_chunk(monkeypatch):
     """A device may write in any order; only a slot that is addressed once is defined."""
     written = []
-    write = _CacheSlots.write
+    write = CacheSlots.write
 
     def spy(self, slot_BS, keep_BS, x_BSGX):
         written.extend((slot_BS[b][keep_BS[b]], self.n) for b in range(len(slot_BS)))
         write(self, slot_BS, keep_BS, x_BSGX)
 
-    monkeypatch.setattr(_CacheSlots, "write", spy)
+    monkeypatch.setattr(CacheSlots, "write", spy)
     module = make(**attention_args("tiny"))
     cache = module.new_cache(2, 100)
     for size in (60, 1, 20):
@@ -150,3 +150,199 @@ def test_cache_is_barely_larger_than_a_dense_one():
 def test_cached_forward_keeps_no_graph():
     module = make(**attention_args("tiny"))
     assert not module(torch.randn(1, 8, 24, requires_grad=True), cache=module.new_cache(1, 8)).requires_grad
+
+
+# Shared keys and values
+
+
+VARIANTS = [
+    dict(),
+    dict(phi="mlp", phi_pos_emb=True),
+    dict(kv="shared"),
+    dict(kv="shared", phi="linear", qk_norm=True, bias=True, out_bias=True),
+]
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [1000], [3, 1, 50, 1, 1, 9]], ids=str)
+@pytest.mark.parametrize("geometry", ["tiny", "no_overlap", "long_blocks", "odd"])
+@pytest.mark.parametrize("changes", VARIANTS[2:], ids=str)
+def test_chunks_equal_the_whole_with_shared_keys(geometry, sizes, changes):
+    module = make(**attention_args(geometry, **changes))
+    x = torch.randn(2, 211, 24)
+    with torch.no_grad():
+        got, _ = in_chunks(module, x, sizes)
+        torch.testing.assert_close(got, module(x), atol=2e-5, rtol=1e-5)
+
+
+def test_shared_keys_are_stored_once():
+    args = attention_args("seed", (12, 2))
+    apart, together = (make(**args, kv=kv).new_cache(1, 2048).n_bytes() for kv in ("per_branch", "shared"))
+    per_token = 2 * (8 + 6) * 4
+    saved = apart - together
+    assert saved == (512 + 32 + 2) * per_token  # window, tail, and their spare slots
+
+
+def test_a_cache_of_the_other_kind_is_refused():
+    args = attention_args("tiny")
+    shared, apart = make(**args, kv="shared"), make(**args)
+    for module, other in ((shared, apart), (apart, shared)):
+        with pytest.raises(ConfigError, match="shared streams"):
+            module(torch.randn(1, 1, 24), cache=other.new_cache(1, 8))
+
+
+# Reset, reorder, crop
+
+
+def follow(module, cache, x_BSD, begin: list[int], n: int) -> torch.Tensor:
+    """Outputs of the next n tokens of every row, in a chunk and then one by one."""
+    rows = [x_BSD[b, at : at + n] for b, at in enumerate(begin)]
+    new = torch.stack(rows)
+    parts = [module(part, cache=cache) for part in new.split([n // 2, *[1] * (n - n // 2)], 1)]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "portable"])
+def test_a_reset_cache_is_as_new(changes, backend):
+    module = make(**attention_args("tiny", **changes), kernels=backend)
+    cache = module.new_cache(2, 80, rewind=3)
+    with torch.no_grad():
+        for length in (70, 33):
+            x = torch.randn(2, 60, 24)
+            module(torch.randn(2, length, 24), cache=cache)
+            module(torch.randn(2, 1, 24), cache=cache)
+            cache.reset()
+            assert cache.length_B.tolist() == [0, 0]
+            torch.testing.assert_close(follow(module, cache, x, [0, 0], 40), module(x)[:, :40], atol=1e-5, rtol=1e-5)
+            cache.reset()
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "portable"])
+def test_reordered_rows_go_on_as_the_rows_they_were(changes, backend):
+    """As in beam search: rows of different lengths, one of them twice, between steps of a prepared decoder."""
+    module = make(**attention_args("tiny", **changes), kernels=backend)
+    lengths, order = torch.tensor([50, 9, 31]), [2, 0, 2]
+    x = torch.randn(3, 90, 24)
+    cache = module.new_cache(3, 90, rewind=5)
+    with torch.no_grad():
+        module(x[:, :50], cache=cache, new_lens_B=lengths)
+        before = [int(n) + 1 for n in lengths]
+        module(torch.stack([x[b, n - 1] for b, n in enumerate(before)])[:, None], cache=cache)
+        cache.reorder(order)
+        x, begin = x[order], [before[row] for row in order]
+        x[2, begin[2] :] += 1  # the twins part
+        got = follow(module, cache, x, begin, 20)
+        assert cache.length_B.tolist() == [n + 20 for n in begin]
+        for b, at in enumerate(begin):
+            want = module(x[b : b + 1, : at + 20])[0, at:]
+            torch.testing.assert_close(got[b], want, atol=1e-5, rtol=1e-5)
+        cache.crop(-5)
+        begin = [at + 15 for at in begin]
+        got = follow(module, cache, x, begin, 5)
+        for b, at in enumerate(begin):
+            torch.testing.assert_close(got[b], module(x[b : b + 1, : at + 5])[0, at:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], [0, 2], [-1, 0], [0.0, 1.0]], ids=str)
+def test_rows_that_are_none_are_refused(rows):
+    with pytest.raises(ConfigError, match="reorder"):
+        make(**attention_args("tiny")).new_cache(2, 8).reorder(rows)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+@pytest.mark.parametrize("geometry", ["tiny", "no_overlap", "long_blocks", "odd"])
+@pytest.mark.parametrize("backend", ["auto", "portable"])
+def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes):
+    """Drafts are appended, some rejected, per row, again and again: what follows equals the whole."""
+    module = make(**attention_args(geometry, **changes), kernels=backend)
+    x = torch.randn(2, 330, 24)
+    cache = module.new_cache(2, 330, rewind=9)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        want = module(x)
+        module(x[:, :180], cache=cache)
+        at = [180, 180]
+        for step in range(12):
+            n = int(torch.randint(1, 10, (), generator=generator))
+            drafts = torch.stack(
+                [torch.cat((x[b, t : t + n - n // 2], torch.randn(n // 2, 24))) for b, t in enumerate(at)]
+            )
+            parts = drafts.split(1, 1) if step % 2 else (drafts,)
+            out = torch.cat([module(part, cache=cache) for part in parts], 1)
+            good = [int(torch.randint(0, n - n // 2 + 1, (), generator=generator)) for _ in at]
+            for b, t in enumerate(at):
+                torch.testing.assert_close(out[b, : n - n // 2], want[b, t : t + n - n // 2], atol=2e-5, rtol=1e-5)
+            at = [t + kept for t, kept in zip(at, good, strict=True)]
+            cache.crop(at)
+            assert cache.length_B.tolist() == at
+        got = follow(module, cache, x, at, 30)
+        for b, t in enumerate(at):
+            torch.testing.assert_close(got[b], want[b, t : t + 30], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, 159])
+@pytest.mark.parametrize("phi", ["avg", "linear"])
+def test_shared_keys_can_be_cropped_to_any_length_without_copies(length, phi):
+    """With rope_compressed=before; after it, the compressed branch's keys are in a ring of their own."""
+    module = make(**attention_args("tiny", kv="shared", phi=phi))
+    x = torch.randn(1, 200, 24)
+    cache = module.new_cache(1, 200)
+    with torch.no_grad():
+        module(x[:, :160], cache=cache)
+        if phi == "linear" and length not in (0, 159):
+            with pytest.raises(ConfigError, match="rewind"):
+                cache.crop(length)
+            return
+        cache.crop(length)
+        torch.testing.assert_close(
+            follow(module, cache, x, [length], 30), module(x)[:, length : length + 30], atol=1e-5, rtol=1e-5
+        )
+
+
+def test_what_a_ring_has_overwritten_cannot_be_cropped_and_nothing_changes():
+    module = make(**attention_args("tiny"))  # w = 12, l = 8, d = 4
+    x = torch.randn(2, 60, 24)
+    cache = module.new_cache(2, 60)
+    with torch.no_grad():
+        want = module(x)
+        module(x[:, :11], cache=cache)
+        cache.crop(9)  # the rings have lost nothing that is needed: the tail's last 8 tokens begin at 3
+        torch.testing.assert_close(follow(module, cache, x, [9, 9], 20), want[:, 9:29], atol=1e-5, rtol=1e-5)
+        with pytest.raises(ConfigError, match="rewind=0"):
+            cache.crop([29, 28])
+        assert cache.length_B.tolist() == [29, 29]
+        cache.crop(40)  # nothing to remove
+        torch.testing.assert_close(follow(module, cache, x, [29, 29], 9), want[:, 29:38], atol=1e-5, rtol=1e-5)
+        cache.crop([38, 0])
+        assert cache.length_B.tolist() == [38, 0]
+        got = follow(module, cache, x, [38, 0], 10)
+        torch.testing.assert_close(got[0], want[0, 38:48], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[1], want[1, :10], atol=1e-5, rtol=1e-5)
+
+
+def test_rewinding_twice_does_not_reach_further_than_promised():
+    module = make(**attention_args("tiny"))
+    x = torch.randn(1, 60, 24)
+    cache = module.new_cache(1, 60, rewind=4)
+    with torch.no_grad():
+        module(x[:, :40], cache=cache)
+        cache.crop(-3)
+        with pytest.raises(ConfigError, match="rewind=4"):
+            cache.crop(-2)
+        cache.crop(-1)
+        module(x[:, 36:40], cache=cache)
+        module(x[:, 40:44], cache=cache)
+        cache.crop(-4)
+        torch.testing.assert_close(follow(module, cache, x, [40], 10), module(x)[:, 40:50], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [[1], [1, 2, 3], 1.5, "3"], ids=str)
+def test_lengths_that_are_none_are_refused(length):
+    with pytest.raises(ConfigError, match="crop"):
+        make(**attention_args("tiny")).new_cache(2, 8).crop(length)
+
+
+def test_a_cache_cannot_be_made_with_a_negative_rewind():
+    with pytest.raises(ConfigError, match="rewind"):
+        make(**attention_args("tiny")).new_cache(2, 8, rewind=-1)

@@ -1,8 +1,14 @@
+"""Rotary position embedding: relative positions, exact angles, and the published scaling formulas."""
+
 import math
 
+import pytest
 import torch
 
 from nsa.core.rope import RotaryEmbedding, rotate
+from nsa.errors import ConfigError
+
+CPU = torch.device("cpu")
 
 
 def test_scores_depend_on_distance_alone():
@@ -26,3 +32,95 @@ def test_angles_are_exact_at_a_million_tokens():
     cos, _ = RotaryEmbedding(64, 500_000.0, 1.0).tables(torch.tensor([[1_000_003]]))
     for i, value in enumerate(cos[0, 0].tolist()):
         assert abs(value - math.cos(1_000_003 / 500_000.0 ** (2 * i / 64))) < 1e-8
+
+
+# Scaling: frequencies computed here one by one, as the formulas of Llama 3 and YaRN are published.
+
+
+def plain(i: int, d_k: int, base: float) -> float:
+    return base ** (-2 * i / d_k)
+
+
+def llama3(i, d_k, base, *, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
+    frequency = plain(i, d_k, base)
+    wavelength = 2 * math.pi / frequency
+    if wavelength < original_max_position_embeddings / high_freq_factor:
+        return frequency
+    if wavelength > original_max_position_embeddings / low_freq_factor:
+        return frequency / factor
+    smooth = original_max_position_embeddings / wavelength - low_freq_factor
+    smooth /= high_freq_factor - low_freq_factor
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def yarn(i, d_k, base, *, factor, original_max_position_embeddings, beta_fast=32, beta_slow=1, truncate=True, **_):
+    def dimension(rotations):
+        return d_k * math.log(original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(beta_fast), dimension(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d_k - 1)
+    ramp = min(1.0, max(0.0, (i - low) / (high - low)))
+    return plain(i, d_k, base) / factor * ramp + plain(i, d_k, base) * (1 - ramp)
+
+
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+YARN = dict(factor=4.0, original_max_position_embeddings=32_768)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "formula", "attention_factor"),
+    [
+        ("default", {}, plain, 1.0),
+        ("linear", dict(factor=4.0), lambda i, d_k, base, factor: plain(i, d_k, base) / factor, 1.0),
+        ("llama3", LLAMA3, llama3, 1.0),
+        ("yarn", YARN, yarn, 0.1 * math.log(4) + 1),
+        ("yarn", YARN | dict(beta_fast=16, beta_slow=2, truncate=False), yarn, 0.1 * math.log(4) + 1),
+        ("yarn", YARN | dict(attention_factor=0.9), yarn, 0.9),
+        ("yarn", YARN | dict(mscale=0.7, mscale_all_dim=2.0), yarn, (0.07 * math.log(4) + 1) / (0.2 * math.log(4) + 1)),
+        ("yarn", YARN | dict(factor=0.5), yarn, 1.0),
+    ],
+)
+def test_scaled_frequencies_are_the_published_ones(kind, options, formula, attention_factor):
+    d_k, base = 128, 500_000.0
+    rotary = RotaryEmbedding(d_k, base, 1.0, {"rope_type": kind, **options})
+    cos, sin = rotary.tables(torch.tensor([[777]]))
+    for i in range(d_k // 2):
+        angle = 777 * formula(i, d_k, base, **options)
+        assert cos[0, 0, i].item() == pytest.approx(math.cos(angle) * attention_factor, abs=1e-9), i
+        assert sin[0, 0, i].item() == pytest.approx(math.sin(angle) * attention_factor, abs=1e-9), i
+    assert rotary.frequencies(torch.device("cpu"))[0].item() == pytest.approx(formula(0, d_k, base, **options))
+
+
+def test_llama3_has_all_three_ranges():
+    frequencies = RotaryEmbedding(128, 500_000.0, 1.0, {"rope_type": "llama3", **LLAMA3}).frequencies(CPU)
+    ratio = RotaryEmbedding(128, 500_000.0, 1.0).frequencies(CPU) / frequencies
+    assert ratio[0] == 1
+    assert ratio[-1] == 8
+    assert ((ratio > 1) & (ratio < 8)).any()
+
+
+def test_the_older_key_and_the_theta_of_a_config_are_understood():
+    old = RotaryEmbedding(8, 100.0, 1.0, {"type": "linear", "factor": 4.0, "rope_theta": 100.0})
+    new = RotaryEmbedding(8, 100.0, 4.0)
+    torch.testing.assert_close(old.tables(torch.tensor([[40]])), new.tables(torch.tensor([[40]])))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "scale"),
+    [
+        (dict(rope_type="dynamic", factor=2.0), 1.0),
+        (dict(rope_type="linear"), 1.0),
+        (dict(rope_type="linear", factor=2.0, beta_fast=3), 1.0),
+        (dict(rope_type="linear", factor=0.0), 1.0),
+        (dict(rope_type="linear", factor=2.0), 2.0),
+        (dict(rope_type="linear", factor=2.0, rope_theta=7.0), 1.0),
+        (dict(rope_type="llama3", **LLAMA3) | dict(low_freq_factor=4.0), 1.0),
+        (dict(factor=2.0), 1.0),
+    ],
+    ids=str,
+)
+def test_scaling_that_cannot_be_meant_is_refused(scaling, scale):
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        RotaryEmbedding(8, 100.0, scale, scaling)

@@ -28,7 +28,7 @@ def make(branch: str, **changes) -> NSAAttention:
 
 def located(module: NSAAttention, x_BSD: torch.Tensor, shift: int, **kwargs) -> Positions:
     """The positions of these tokens, `shift` later: everything a rotation is made from is moved."""
-    layout, _ = module.locate(x_BSD, **kwargs)
+    layout = module.locate(x_BSD, **kwargs).layout
     assert layout is not None
     moved = layout._replace(block_pos_BC=layout.block_pos_BC + shift)
     return Positions(moved, module.rotary.tables(layout.pos_BS + shift))

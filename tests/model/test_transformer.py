@@ -80,7 +80,7 @@ def test_it_learns_to_copy():
 
 
 def test_flops_count_what_the_profiler_counts_plus_the_attention():
-    """Projections are counted by torch; what the sparse branches read is checked in tests/core/test_reads.py."""
+    """Projections are counted by torch; what the sparse branches read is checked in tests/core/test_probe.py."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = make()

@@ -10,7 +10,7 @@ LSE = ("tests/kernels/test_lse_gradients.py",)
 ORACLE = ("tests/core/test_against_oracle.py",)
 CACHE = ("tests/core/test_kv_cache.py",)
 ATTENTION = ("tests/core/test_attention.py", *ORACLE)
-READS = ("tests/core/test_reads.py", "tests/core/test_probe.py")
+READS = ("tests/core/test_probe.py",)
 MODEL = ("tests/model/test_transformer.py", "tests/model/test_loss.py", "tests/model/test_block.py")
 
 REFERENCE, OPS, PRECISION = "nsa/kernels/reference.py", "nsa/kernels/ops.py", "nsa/kernels/precision.py"
@@ -18,6 +18,7 @@ SHARED, SELECTED, SELECTION, CHUNK = (
     f"nsa/kernels/portable/{name}.py" for name in ("range_attention", "selected", "selection", "chunk")
 )
 LAYOUT, CACHE_PY, NSA = "nsa/core/document_layout.py", "nsa/core/kv_cache.py", "nsa/core/nsa_attention.py"
+SLOTS, FUNCTIONAL = "nsa/core/cache_slots.py", "nsa/core/functional.py"
 
 MUTATIONS = [
     # kernels/reference.py
@@ -94,10 +95,10 @@ MUTATIONS = [
              "block_pos_C = block_C * geometry.d - cu[doc_C]", ATTENTION),
     Mutation("layout: next document is visible", LAYOUT, "torch.searchsorted(cu[1:], token_S, right=True)",
              "torch.searchsorted(cu[1:], token_S)", ATTENTION),
-    Mutation("cache: stale ring slot", CACHE_PY, "self.write(pos_BS % self.n,", "self.write((pos_BS + 1) % self.n,", CACHE),
-    Mutation("cache: ring keeps padding", CACHE_PY, "(pos_BS < end_B1) & (pos_BS >= end_B1 - self.n)",
+    Mutation("cache: stale ring slot", SLOTS, "self.write(pos_BS % self.n,", "self.write((pos_BS + 1) % self.n,", CACHE),
+    Mutation("cache: ring keeps padding", SLOTS, "(pos_BS < end_B1) & (pos_BS >= end_B1 - self.n)",
              "(pos_BS >= end_B1 - self.n)", CACHE),
-    Mutation("cache: long chunk overwrites itself", CACHE_PY, "(pos_BS < end_B1) & (pos_BS >= end_B1 - self.n)",
+    Mutation("cache: long chunk overwrites itself", SLOTS, "(pos_BS < end_B1) & (pos_BS >= end_B1 - self.n)",
              "(pos_BS < end_B1)", CACHE),
     Mutation("cache: compressed block emitted one token early", CACHE_PY, "block_pos_BE + g.l <= end_B1",
              "block_pos_BE + g.l <= end_B1 + 1", CACHE),
@@ -107,13 +108,15 @@ MUTATIONS = [
              "(w - self.length_B[:, None])", CACHE),
     Mutation("cache: positions do not move on", CACHE_PY, "self.length_B[:, None] + torch.arange(n_new,",
              "0 * self.length_B[:, None] + torch.arange(n_new,", CACHE),
-    Mutation("attention: gates in another order", NSA, "run.mix(gates_BSGR3, ",
-             "run.mix(gates_BSGR3.flip(-1), ", ATTENTION),
-    Mutation("attention: a branch is dropped", NSA, "selected_out, sliding_out), idx",
-             "selected_out, 0 * sliding_out), idx", ATTENTION),
+    Mutation("attention: gates in another order", FUNCTIONAL, "run.mix(gates_BSGX3, ",
+             "run.mix(gates_BSGX3.flip(-1), ", ATTENTION),
+    Mutation("attention: a branch is dropped", FUNCTIONAL, "compressed_out, selected_out, sliding_out)",
+             "compressed_out, selected_out, 0 * sliding_out)", ATTENTION),
     Mutation("attention: selected keys not rotated", NSA, "rotate(k_sel, tables)", "k_sel", ATTENTION),
-    Mutation("attention: compressed key rotated at its first token", NSA, "block_pos_BC + self.geometry.l - 1",
-             "block_pos_BC", ATTENTION),
+    Mutation("attention: compressed key rotated at its first token", NSA, "(begin_BC + self.geometry.l - 1)",
+             "(begin_BC)", ATTENTION),
+    Mutation("attention: cached compressed key rotated at its first token", NSA, "block_pos_BC + self.geometry.l - 1",
+             "block_pos_BC", CACHE),
     Mutation("attention: values of two branches exchanged", NSA, "v_cmp, v_sel, v_win =", "v_cmp, v_win, v_sel =",
              ATTENTION),
     Mutation("compression: value position embedding dropped", "nsa/core/compression.py",
@@ -122,7 +125,7 @@ MUTATIONS = [
     Mutation("rope: interleaved pairs", "nsa/core/rope.py", "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
              "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)", ORACLE),
     Mutation("gates: temperature multiplies", "nsa/core/gates.py", ") / self.temperature", ") * self.temperature", ORACLE),
-    Mutation("reads: counted reads copy the prediction's window", "nsa/core/reads.py",
+    Mutation("reads: counted reads copy the prediction's window", "nsa/core/probe.py",
              "(start_BS + pos_BS + 1 - w).maximum(start_BS)", "(start_BS + pos_BS - w).maximum(start_BS)", READS),
     Mutation("probe: union counts every choice", "nsa/core/probe.py", "tiled[..., 1:] != tiled[..., :-1]",
              "tiled[..., 1:] == tiled[..., 1:]", READS),

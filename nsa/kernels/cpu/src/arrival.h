@@ -36,7 +36,8 @@ inline bool arrive(const Arrival& a) {
         memcpy(slot(a, stream.slots, b, at % stream.n_slots, g), slot(a, stream.fresh, b, 0, g),
                stream.width * (a.dtype == kFloat ? 4 : 2));
     a.pos[b] = at;
-    a.window_pos[b] = at < a.w ? at : a.w - 1;
+    // Of a ring of w tokens, or of all tokens where the window shares the selected branch's slots.
+    a.window_pos[b] = std::min(at, a.streams[4].n_slots - 1);
     const int64_t length = a.length[b] = at + 1;
     if (length < a.l || (length - a.l) % a.d != 0) continue;
     if (a.means) {

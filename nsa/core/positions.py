@@ -1,0 +1,112 @@
+"""Positions of a forward pass: RoPE tables, position ids, padding masks, and the keyword arguments that carry them.
+
+B batch · S tokens · D model dim
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from nsa.core.document_layout import DocumentLayout
+from nsa.core.kv_cache import LayerCache
+from nsa.core.rope import Tables
+from nsa.errors import ConfigError
+
+
+class RowPadding:
+    """A padding mask [B, S] of 0 and 1: moves each row's real tokens to its front, and back.
+
+    Causal attention over real tokens that come first needs no mask: what follows them changes nothing. A token that is
+    masked out does not exist: it has no position and no key, wherever it lies in the row.
+    """
+
+    def __init__(self, attention_mask: Tensor, batch: int, length: int, cached: bool) -> None:
+        """With a cache the mask may also cover earlier tokens: its last S columns count."""
+        shape, kind = list(attention_mask.shape), attention_mask.dtype
+        long_enough = len(shape) == 2 and (shape[1] >= length if cached else shape[1] == length)
+        if not long_enough or shape[0] != batch or kind.is_floating_point or kind.is_complex:
+            raise ConfigError(
+                f"attention_mask is {kind} of shape {shape} for {batch} rows of {length} tokens: only a padding mask "
+                f"of 0 and 1 is possible, int or bool [batch, tokens]. The branches define what a query sees. Pass "
+                f"the padding mask; for documents packed into rows pass cu_doc_lens."
+            )
+        mask_BS = attention_mask[:, shape[1] - length :]
+        if mask_BS.is_cpu and not torch.compiler.is_compiling() and not bool(((mask_BS == 0) | (mask_BS == 1)).all()):
+            raise ConfigError("attention_mask has values other than 0 (padding) and 1 (token). Pass those alone.")
+        self.real_BS = mask_BS != 0
+        self.new_lens_B = self.real_BS.sum(1)
+        self._order_BS = torch.argsort(self.real_BS.int(), dim=1, descending=True, stable=True)
+        self._back_BS = torch.argsort(self._order_BS, dim=1)
+
+    def lengths_for(self, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor | None:
+        """What a cache needs to know of the padding; without one nothing."""
+        if new_lens_B is not None:
+            raise ConfigError("new_lens_B and attention_mask were both given: each marks padding. Pass one of them.")
+        return None if cache is None else self.new_lens_B
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """[B, S, …] with each row's real tokens first."""
+        return x.gather(1, self._order_BS.view(*self._order_BS.shape, *[1] * (x.dim() - 2)).expand_as(x))
+
+    def back(self, x_BSD: Tensor) -> Tensor:
+        """The way back; zeros where the mask is 0."""
+        return x_BSD.gather(1, self._back_BS[..., None].expand_as(x_BSD)).masked_fill(~self.real_BS[..., None], 0)
+
+
+class Positions(NamedTuple):
+    """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
+
+    layout: DocumentLayout | None
+    """None with a cache, which has its own."""
+    tables: Tables
+    padding: RowPadding | None = None
+    """Of an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
+
+
+class PositionOptions(TypedDict, total=False):
+    """Arguments of `NSAAttention.forward` that say where tokens stand, if not one after the other."""
+
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    position_embeddings: Sequence[Tensor] | None
+
+
+class SequenceOptions(PositionOptions, total=False):
+    """And which tokens of a batch belong together; also arguments of the models around it."""
+
+    new_lens_B: Tensor | None
+    cu_doc_lens: Tensor | Sequence[int] | None
+
+
+class ForwardOptions(SequenceOptions, total=False):
+    """The keyword arguments of `NSAAttention.forward`."""
+
+    cache: LayerCache | None
+    where: Positions | None
+
+
+def padding_of(attention_mask: Tensor | None, batch: int, length: int, cached: bool, packed: bool) -> RowPadding | None:
+    """None if nothing is known to be padding. On an accelerator reading the mask would stall it at every step."""
+    if attention_mask is None:
+        return None
+    if packed:
+        raise ConfigError(
+            "attention_mask and cu_doc_lens were both given: packed rows have no padding. Pass one of them."
+        )
+    padding = RowPadding(attention_mask, batch, length, cached)
+    if attention_mask.is_cpu and not torch.compiler.is_compiling() and bool(padding.real_BS.all()):
+        return None
+    return padding
+
+
+def checked_position_ids(position_ids: Tensor, batch: int, length: int) -> Tensor:
+    """[B, S]; a row for all is enough."""
+    shape = position_ids.shape
+    if shape not in ((length,), (1, length), (batch, length)) or position_ids.is_floating_point():
+        raise ConfigError(
+            f"position_ids are {position_ids.dtype} of shape {list(shape)} for {batch} rows of {length} tokens. Pass "
+            f"int64 of shape [{batch}, {length}]."
+        )
+    return position_ids.expand(batch, length)
