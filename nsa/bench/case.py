@@ -1,8 +1,9 @@
-"""The tensors of one measurement, the same for every contender.
+"""One benchmark case: the task, its input tensors (the same for every implementation), and what is timed on them.
 
 B batch · S tokens · T raw keys · C compressed blocks · G kv groups · R heads per group · K key dim · V value dim
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ GRADIENTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What is asked of a contender."""
+    """Operation, sizes, dtype and device that are timed."""
 
     op: str
     shape: BenchShape
@@ -38,9 +39,9 @@ class BenchTask:
 class BenchCase:
     """Random queries, keys, values and gates.
 
-    `random`: every token independent, so that neighbouring queries choose unrelated blocks: the worst case for
-    kernels that share loads between queries. `smooth`: neighbours resemble each other, as they do in text.
-    Drawn on the CPU whatever the device, so that the numbers are the same everywhere.
+    `random`: every token independent, so that neighbouring queries select unrelated blocks: the worst case for
+    kernels that share loads between queries. `smooth`: neighbours are similar, as in text.
+    Drawn on the CPU for every device, so that the numbers are the same everywhere.
     """
 
     shape: BenchShape
@@ -85,7 +86,7 @@ class BenchCase:
         return float(self.shape.d_k**-0.5)
 
     def inputs(self) -> dict[str, Tensor]:
-        """What gradients are asked for, in the order of GRADIENTS."""
+        """Inputs that gradients are computed for, in the order of GRADIENTS."""
         raw = self.raw
         tensors = (
             self.q_BSGRK, self.k_BCGK, self.v_BCGV, raw.k_sel, raw.v_sel, raw.k_win, raw.v_win, self.gates_BSGR3
@@ -104,3 +105,40 @@ def _smooth(length: int, rest: tuple[int, ...], every: int, generator: torch.Gen
     low, share = at.long(), (at - at.long()).view(-1, *[1] * len(rest))
     path = anchors[low] * (1 - share) + anchors[low + 1] * share
     return (path + _JITTER * torch.randn(length, *rest, generator=generator))[None]
+
+
+Results = dict[str, Tensor]
+"""`out` and gradients by input name, laid out as in `BenchCase`."""
+
+
+@dataclass
+class BenchRunner:
+    """One implementation on one case: the callables to time, and how its results map to the case's layout."""
+
+    forward: Callable[[], Tensor]
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    """Inputs that backward computes gradients for, in the implementation's own layout."""
+    dout: Tensor | None = None
+    to_case: Callable[[Results], Results] = lambda results: results
+    chosen: Callable[[Tensor], Tensor] | None = None
+    """The blocks that these query rows select: [rows] → [1, rows, G, N]. None: nothing is selected."""
+    note: str = ""
+    """Shown below the table, e.g. the variant that is timed."""
+
+    def forward_only(self) -> Tensor:
+        with torch.no_grad():
+            return self.forward()
+
+    def forward_backward(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        out = self.forward()
+        return out, torch.autograd.grad(out, tuple(self.leaves.values()), self.dout)
+
+    def results(self, backward: bool) -> Results:
+        if not backward:
+            return self.to_case({"out": self.forward_only()})
+        out, gradients = self.forward_backward()
+        return self.to_case({"out": out.detach(), **dict(zip(self.leaves, gradients, strict=True))})
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()

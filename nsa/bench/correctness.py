@@ -1,9 +1,10 @@
-"""The gate: no speed is divided by another unless both gave the right answer, in this run, on this machine.
+"""Correctness check that must pass before `nsa bench` prints a speed-up.
 
-The truth is the reference in fp64 on the very tensors that were timed. Up to a few blocks more than selection needs to
-matter, all queries are judged, with all gradients. Beyond, the reference would not fit: a short case of the same shape
-and dtype is judged whole, and of the long one some query rows, which the reference computes exactly, alone. Among them
-are the last ones: keys that only they see have gradients that only they make, so those are judged at full length too.
+Outputs and gradients are compared with the reference in fp64 on the tensors that are timed. Up to a few blocks more
+than selection needs to matter, all queries and gradients are checked. Beyond, the reference would not fit into memory:
+a short case of the same shape and dtype is checked completely, and of the long one some query rows, which the reference
+computes exactly. The last rows are among them: keys that only they see get gradients from them alone, so those
+gradients are checked at full length too.
 
 B batch · S queries · C compressed blocks · J selection blocks · G kv groups · N chosen blocks
 """
@@ -13,10 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nsa.bench.case import BenchCase, BenchTask
+from nsa.bench.case import BenchCase, BenchRunner, BenchTask, Results
 from nsa.bench.implementations import BenchImplementation
 from nsa.bench.nsa_backends import compressed_by_phi
-from nsa.bench.runner import BenchRunner, Results
 from nsa.core.gates import BRANCH_ORDER
 from nsa.geometry import Geometry
 from nsa.kernels import reference
@@ -31,46 +31,48 @@ _FLOOR = 0.1  # a row's error is relative to its own length, but at least to thi
 class CorrectnessCheck:
     agrees: bool
     errors: dict[str, float] = field(default_factory=dict)
-    """The worst row's relative error: of the output, of each gradient, of the chosen blocks' scores."""
+    """Relative error of the worst row: output, each gradient, scores of the chosen blocks."""
     limit: float = 0.0
     judged: str = ""
     reason: str = ""
-    """Why not, if it does not agree."""
+    """Why it does not agree; empty if it does."""
 
     @property
     def worst(self) -> float:
         return max(self.errors.values(), default=0.0)
 
 
-def judge(contender: BenchImplementation, task: BenchTask, case: BenchCase, runner: BenchRunner) -> CorrectnessCheck:
-    """Run the contender once, which also warms it up, and compare."""
-    if contender.kind == "other":
+def check_correctness(
+    implementation: BenchImplementation, task: BenchTask, case: BenchCase, runner: BenchRunner
+) -> CorrectnessCheck:
+    """Run the implementation once, which also warms it up, and compare."""
+    if implementation.kind == "other":
         runner.results(task.backward)
-        return CorrectnessCheck(False, reason=contender.differs)
+        return CorrectnessCheck(False, reason=implementation.differs)
     if task.op == "decode":
         steps = min(DECODE_STEPS, case.length - task.length)
         outputs = [runner.results(False)["out"] for _ in range(steps)]
         rows = torch.arange(task.length, task.length + steps)
-        errors = _errors(contender, task, case, runner, {"out": torch.cat(outputs, 1)}, rows, rows_only=True)
-        return _verdict(errors, case, f"{steps} steps after {task.length} tokens, exactly")
+        errors = _errors(implementation, task, case, runner, {"out": torch.cat(outputs, 1)}, rows, rows_only=True)
+        return _compare_with_limit(errors, case, f"{steps} steps after {task.length} tokens, exactly")
     short = short_length(case)
     if case.length <= short:
-        errors = _errors(contender, task, case, runner, runner.results(task.backward), torch.arange(case.length))
-        return _verdict(errors, case, f"all {case.length} queries")
+        errors = _errors(implementation, task, case, runner, runner.results(task.backward), torch.arange(case.length))
+        return _compare_with_limit(errors, case, f"all {case.length} queries")
     short_case = BenchCase(case.shape, short, case.dtype, case.data, device=case.device)
     short_task = replace(task, length=short)
-    short_runner = contender.make[task.op](short_case, short_task)
+    short_runner = implementation.make[task.op](short_case, short_task)
     errors = _errors(
-        contender, short_task, short_case, short_runner, short_runner.results(task.backward), torch.arange(short)
+        implementation, short_task, short_case, short_runner, short_runner.results(task.backward), torch.arange(short)
     )
     rows = sampled_rows(case.length)
-    at_length = _errors(contender, task, case, runner, runner.results(task.backward), rows)
+    at_length = _errors(implementation, task, case, runner, runner.results(task.backward), rows)
     errors = {name: max(errors[name], at_length[name]) for name in errors}
-    return _verdict(errors, case, f"all {short} queries of a short case and {len(rows)} of {case.length}")
+    return _compare_with_limit(errors, case, f"all {short} queries of a short case and {len(rows)} of {case.length}")
 
 
 def short_length(case: BenchCase) -> int:
-    """Some queries choose among blocks, the window has moved on, and the last block is partial."""
+    """Long enough that some queries choose among blocks, the window is full, and the last block is partial."""
     g = case.shape.geometry
     return g.n_sel * g.l_sel + g.w + g.l_sel + 1
 
@@ -81,7 +83,7 @@ def sampled_rows(length: int) -> Tensor:
     return torch.cat((scattered.sort().values, torch.arange(begin, length)))
 
 
-def _verdict(errors: dict[str, float], case: BenchCase, judged: str) -> CorrectnessCheck:
+def _compare_with_limit(errors: dict[str, float], case: BenchCase, judged: str) -> CorrectnessCheck:
     limit = LIMITS[case.dtype]
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
     reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
@@ -89,7 +91,7 @@ def _verdict(errors: dict[str, float], case: BenchCase, judged: str) -> Correctn
 
 
 def _errors(
-    contender: BenchImplementation,
+    implementation: BenchImplementation,
     task: BenchTask,
     case: BenchCase,
     runner: BenchRunner,
@@ -102,12 +104,12 @@ def _errors(
     errors = {}
     compressed = compressed_by_phi(case) if task.op in ("prefill", "decode") else (case.k_BCGK, case.v_BCGV)
     idx_BSGN = runner.chosen(rows) if runner.chosen else None
-    if task.part == "select" and contender.kind == "nsa":
+    if task.part == "select" and implementation.kind == "nsa":
         return {"blocks": choice_error(case, compressed[0], rows, got["out"][:, rows])}
     if idx_BSGN is not None:
         errors["blocks"] = choice_error(case, compressed[0], rows, idx_BSGN)
-    want = exact(case, contender.kind, task.part, rows, idx_BSGN, compressed)
-    # The first key that only the judged rows can see: all of them where every query is judged.
+    want = exact(case, implementation.kind, task.part, rows, idx_BSGN, compressed)
+    # The first key that only the checked rows can see; 0 where every query is checked.
     seen_from = 0 if len(rows) == case.length else case.length - TAIL_ROWS
     first_block = max(0, -(-(seen_from - case.shape.geometry.l + 1) // case.shape.geometry.d))
     for name, x in got.items():
@@ -120,7 +122,7 @@ def _errors(
 
 
 def row_error(got: Tensor, want: Tensor) -> float:
-    """The worst row's distance from the truth, relative to its length. Rows are along dimension 1."""
+    """Relative error of the worst row, in norm. Rows are along dimension 1."""
     if want.numel() == 0:
         return 0.0
     got, want = got.cpu().double().flatten(2), want.cpu().double().flatten(2)

@@ -1,6 +1,6 @@
-"""The limit to beat: PyTorch's scaled_dot_product_attention, causal, grouped, in the layout and form it likes best.
+"""Dense baseline: causal, grouped scaled_dot_product_attention in its fastest layout.
 
-Keys and values are one set per group. Of the forms that compute the same thing the fastest here is raced against:
+Keys and values are one set per group. Of the variants that compute the same function, the fastest here is timed:
 `enable_gqa`, heads repeated beforehand, on a GPU cuDNN's kernel instead of PyTorch's own choice (flash attention where
 there is one), or, for one query, the heads of a group as rows of one matrix.
 
@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
-from nsa.bench.device import clock_of
-from nsa.bench.runner import BenchRunner, Results, leaf
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask, Results, leaf
+from nsa.bench.machine import clock_of
 from nsa.bench.shapes import BenchShape
 
 _TRIAL_LENGTH, _TRIALS = 2048, 3
@@ -99,7 +98,7 @@ def _fastest(trials: dict[str, Callable[[], object]], device: torch.device) -> s
             try:
                 run()
             except RuntimeError:
-                if name not in GPU_FORMS:  # a kernel that is insisted on may not exist for this GPU, dtype or width
+                if name not in GPU_FORMS:  # cuDNN may have no kernel for this GPU, dtype or width
                     raise
                 continue
             best[name] = min(best[name], now() - start)
@@ -135,7 +134,7 @@ DECODE_FORMS = {"enable_gqa": _grouped_decode, "heads as rows": _rows_decode}
 
 
 def _tensors(case: BenchCase) -> dict[str, Tensor]:
-    """q, k, v as SDPA wants them. Without a kernel for d_k ≠ d_v the values are stored padded, which costs it least."""
+    """q, k, v in SDPA's layout. It has no kernel for d_k ≠ d_v, so values are stored padded, which costs least."""
     q, k, v = (_heads_first(x) for x in (case.q_BSGRK.flatten(2, 3), case.raw.k_sel, case.raw.v_sel))
     if case.shape.d_v < case.shape.d_k:
         v = F.pad(v, (0, case.shape.d_k - case.shape.d_v))

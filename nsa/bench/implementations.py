@@ -1,4 +1,4 @@
-"""Who races: dense attention, every registered backend, and peers where installed."""
+"""Implementations to benchmark: dense SDPA, every registered backend, and installed third-party packages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from nsa.bench import dense, nsa_backends, peers
-from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
-from nsa.bench.device import free_bytes
-from nsa.bench.runner import BenchRunner
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask
+from nsa.bench.machine import free_bytes
 from nsa.bench.shapes import spell
 from nsa.kernels.registry import BACKENDS, BRANCHES
 
@@ -19,15 +18,15 @@ DENSE = "dense SDPA"
 class BenchImplementation:
     name: str
     kind: str
-    """`dense`, `nsa`, or `other`: it computes something else, so it is timed but never divided by."""
+    """`dense`, `nsa`, or `other`: computes a different function, so it is timed and gets no ratio."""
     make: dict[str, Callable[[BenchCase, BenchTask], BenchRunner]]
-    """By operation, from the case's tensors and the task; a decode case has the task's length and room to grow."""
+    """By operation: case and task → runner. A decode case has the task's length plus room to grow."""
     why_not: Callable[[BenchTask], str | None]
     needs_bytes: Callable[[BenchTask], int]
     differs: str = ""
 
     def refusal(self, task: BenchTask) -> str | None:
-        """Why it does not race, memory included: a benchmark must not take the machine down."""
+        """Why it cannot be timed here, or None. Memory counts: a benchmark must not exhaust the machine."""
         if reason := self.why_not(task):
             return reason
         if task.op not in self.make:
@@ -57,7 +56,7 @@ def _dense_why_not(task: BenchTask) -> str | None:
     return None if task.shape.d_v <= task.shape.d_k else "it has no kernel for d_v above d_k"
 
 
-def contenders() -> dict[str, BenchImplementation]:
+def all_implementations() -> dict[str, BenchImplementation]:
     """Dense first; backends in the registry's order of preference."""
     dense_ops: dict[str, Callable[[BenchCase, BenchTask], BenchRunner]] = {
         "attention": dense.attention,
@@ -79,4 +78,4 @@ def contenders() -> dict[str, BenchImplementation]:
     every.append(
         BenchImplementation("fla naive", "nsa", {"attention": peers.fla}, peers.fla_why_not, peers.fla_needs_bytes)
     )
-    return {contender.name: contender for contender in every}
+    return {implementation.name: implementation for implementation in every}

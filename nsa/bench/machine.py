@@ -1,8 +1,9 @@
-"""Where a figure was measured: processor, torch, commit, load; and holding the process to so many cores."""
+"""The machine a benchmark runs on: CPU, GPU, software, commit, load, free memory; and pinning to cores."""
 
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 
 from nsa import __version__
+from nsa.bench.timing import Now
 from nsa.errors import ConfigError
 
-# The instruction sets that decide how fast attention can be; the rest of the flags is noise.
-TELLING_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+# The instruction sets that decide how fast attention can be.
+ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -25,7 +27,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": cpuinfo.get("model name") or platform.processor() or platform.machine(),
         "cores": len(available_cores()),
-        "isa": [flag for flag in TELLING_FLAGS if flag in flags],
+        "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "memory_gib": round(_meminfo("MemTotal") / 2**30, 1),
         "load_average": list(os.getloadavg()),
         "system": f"{platform.system()} {platform.release()}",
@@ -44,18 +46,18 @@ def available_cores() -> set[int]:
 
 
 def available_bytes() -> int:
-    """Memory that could be had without swapping."""
+    """Memory available without swapping."""
     return _meminfo("MemAvailable")
 
 
 @contextmanager
 def pinned(threads: int) -> Iterator[None]:
-    """Compute on so many threads, confined to as many cores: the lowest-numbered ones that we may use."""
+    """Set the number of threads and pin the process to as many cores, the lowest-numbered available ones."""
     cores, threads_before = available_cores(), torch.get_num_threads()
     if threads > len(cores):
         raise ConfigError(
-            f"--threads is {threads} and this process may use {len(cores)} cores: threads that share a core measure "
-            f"each other. Set --threads {len(cores)} or fewer."
+            f"--threads is {threads} and this process may use {len(cores)} cores: threads that share a core slow "
+            f"each other down. Set --threads {len(cores)} or fewer."
         )
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(cores)[:threads])
@@ -98,4 +100,85 @@ def _meminfo(field: str) -> int:
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError(f"/proc/meminfo has no {field}: benchmarks guard the machine's memory by it. Run them on Linux.")
+    raise ConfigError(
+        f"/proc/meminfo has no {field}: benchmarks need it to protect the machine's memory. Run them on Linux."
+    )
+
+
+DEVICES = ("cpu", "cuda")
+"""`cuda` is also what PyTorch calls an AMD GPU."""
+
+
+def device_named(name: str) -> torch.device:
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
+        raise ConfigError(f"--device is {name!r}: there is no such device. Use one of: {', '.join(DEVICES)}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device is {name!r} and torch {torch.__version__} sees no GPU here: nothing can be run on it. "
+            f"Use --device cpu, or install torch's GPU build on a machine with a GPU and its driver."
+        )
+    return torch.device(name)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock_of(device: torch.device) -> Now:
+    """A clock that synchronizes with the device first: a GPU continues to work after a call returns."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def now() -> float:
+        wait_for(device)
+        return time.perf_counter()
+
+    return now
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory, including what PyTorch's allocator has reserved and not used."""
+    if device.type == "cpu":
+        return available_bytes()
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + reserved
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Name, capability, memory and software of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}",
+        "units": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": _driver(),
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "triton": triton_version(),
+    }
+
+
+def triton_version() -> str | None:
+    try:
+        import triton
+    except ModuleNotFoundError:
+        return None
+    return str(triton.__version__)
+
+
+def _driver() -> str:
+    """Driver version from the vendor's tool; PyTorch does not have it."""
+    commands = (
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        ["rocm-smi", "--showdriverversion", "--csv"],
+    )
+    for words in commands[1:] if torch.version.hip else commands[:1]:
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()[-1].rpartition(",")[2].strip()
+    return "unknown"

@@ -1,4 +1,4 @@
-"""One figure: a task, everyone who raced, what they took, and which ratios may be printed."""
+"""One benchmark result: the case, each implementation's time, and the speed-up ratios."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -7,23 +7,22 @@ from typing import Any
 import torch
 
 from nsa.bench import roofline
-from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
-from nsa.bench.correctness import CorrectnessCheck, judge
-from nsa.bench.device import clock_of
-from nsa.bench.implementations import DENSE, BenchImplementation, contenders
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask
+from nsa.bench.correctness import CorrectnessCheck, check_correctness
+from nsa.bench.implementations import DENSE, BenchImplementation, all_implementations
+from nsa.bench.machine import clock_of
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.runner import BenchRunner
 from nsa.bench.timing import Now, TimingSpread, interleave, ratio, spread
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BACKENDS
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 FAILURES_OF_PEERS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
-"""Somebody else's code must not end a race that is about ours."""
+"""Errors of third-party packages that exclude them from a benchmark instead of ending it."""
 
-RACED_ON = {"cuda": ("triton",)}
-"""Backends that a race on this kind of device is about, also while `auto` does not choose them."""
+ALSO_TIMED_ON = {"cuda": ("triton",)}
+"""Backends timed by default on a kind of device although `auto` does not choose them there."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class ImplementationResult:
     name: str
     kind: str
     absent: str = ""
-    """Why it did not race."""
+    """Why it was not timed."""
     agreement: CorrectnessCheck = field(default_factory=lambda: CorrectnessCheck(False))
     samples_s: list[float] = field(default_factory=list)
     ratio: TimingSpread | None = None
-    """How many times faster than dense; None where it may not be said."""
+    """Speed-up over dense; None if it is withheld."""
     refused: str = ""
     """Why the ratio is withheld."""
     achieved: float | None = None
@@ -68,57 +67,57 @@ class BenchMeasurement:
         return asdict(self) | {"entries": rows}
 
 
-def chosen_contenders(backends: Iterable[str], with_peers: bool, device: str = "cpu") -> list[BenchImplementation]:
-    """Dense, the backends named (or all that are chosen by default there), and peers if wanted."""
-    every, wanted = contenders(), list(backends)
+def choose_implementations(backends: Iterable[str], with_peers: bool, device: str = "cpu") -> list[BenchImplementation]:
+    """Dense, the backends named (or the default ones of the device), and third-party packages if requested."""
+    every, wanted = all_implementations(), list(backends)
     for name in wanted:
         if name not in BACKENDS:
             raise ConfigError(f"--backend is {name!r}: there is no such backend. Use one of: {', '.join(BACKENDS)}.")
     by_default = [name for name, backend in BACKENDS.items() if backend.by_default]
-    named = wanted or [*by_default, *(name for name in RACED_ON.get(device, ()) if name not in by_default)]
+    named = wanted or [*by_default, *(name for name in ALSO_TIMED_ON.get(device, ()) if name not in by_default)]
     peers = [name for name in every if name != DENSE and name not in BACKENDS] if with_peers else []
     return [every[name] for name in (DENSE, *named, *peers)]
 
 
 def measure(
     task: BenchTask,
-    who: list[BenchImplementation],
+    implementations: list[BenchImplementation],
     *,
     data: str,
     threads: int,
     budget_s: float,
     peaks: MachinePeaks | None,
-    say: Say,
+    log: Log,
     now: Now | None = None,
 ) -> BenchMeasurement:
-    """Judge each contender, then time all of them side by side."""
+    """Check each implementation for correctness, then time all of them in interleaved rounds."""
     device = torch.device(task.device)
     room = min(1024, max(64, task.length // 16)) if task.op == "decode" else 0
-    refusals = {c.name: c.refusal(task) for c in who}
+    refusals = {c.name: c.refusal(task) for c in implementations}
     entries, runners = {}, {}
-    racing = [c for c in who if not refusals[c.name]]
-    case = BenchCase(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data, device=device) if racing else None
-    for contender in who:
-        if case is None or refusals[contender.name]:
-            entries[contender.name] = ImplementationResult(
-                contender.name, contender.kind, absent=refusals[contender.name] or ""
+    timed = [c for c in implementations if not refusals[c.name]]
+    case = BenchCase(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data, device=device) if timed else None
+    for implementation in implementations:
+        if case is None or refusals[implementation.name]:
+            entries[implementation.name] = ImplementationResult(
+                implementation.name, implementation.kind, absent=refusals[implementation.name] or ""
             )
             continue
-        say(f"judging {contender.name}")
+        log(f"checking {implementation.name}")
         try:
-            runner = contender.make[task.op](case, task)
-            agreement = judge(contender, task, case, runner)
+            runner = implementation.make[task.op](case, task)
+            agreement = check_correctness(implementation, task, case, runner)
         except FAILURES_OF_PEERS as error:
-            if contender.name in (DENSE, *BACKENDS):
+            if implementation.name in (DENSE, *BACKENDS):
                 raise
             reason = f"it failed here: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            entries[contender.name] = ImplementationResult(contender.name, contender.kind, absent=reason)
+            entries[implementation.name] = ImplementationResult(implementation.name, implementation.kind, absent=reason)
             continue
-        runners[contender.name] = runner
-        entries[contender.name] = ImplementationResult(
-            contender.name, contender.kind, agreement=agreement, note=runner.note
+        runners[implementation.name] = runner
+        entries[implementation.name] = ImplementationResult(
+            implementation.name, implementation.kind, agreement=agreement, note=runner.note
         )
-    say(f"timing {', '.join(runners)}")
+    log(f"timing {', '.join(runners)}")
     samples = interleave(
         {name: _subject(runner, task) for name, runner in runners.items()},
         budget_s=budget_s,
@@ -141,7 +140,7 @@ def finish(
     task: BenchTask,
     peaks: MachinePeaks | None,
 ) -> ImplementationResult:
-    """Add times, and the ratio if both sides gave the right answer."""
+    """Add times, and the ratio if both sides are correct."""
     if entry.name not in samples:
         return entry
     mine, dense = samples[entry.name], entries.get(DENSE)
@@ -149,7 +148,7 @@ def finish(
     if entry.kind == "dense" or not entry.agreement.agrees:
         refused = entry.agreement.reason
     elif dense is None or DENSE not in samples:
-        refused = f"{DENSE} did not race: {dense.absent if dense else 'it was not asked to'}"
+        refused = f"{DENSE} was not timed: {dense.absent if dense else 'it was not requested'}"
     elif not dense.agreement.agrees:
         refused = f"{DENSE} {dense.agreement.reason}"
     else:

@@ -1,6 +1,6 @@
-"""Memory of forward and backward above the inputs, measured in a process of its own so that nothing else counts.
+"""Peak memory of forward and backward above the inputs, measured in a separate process.
 
-On a CPU what is resident; on a GPU what PyTorch's allocator has handed out.
+On a CPU resident memory; on a GPU what PyTorch's allocator has allocated.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
-from nsa.bench.implementations import BenchImplementation, contenders
+from nsa.bench.implementations import BenchImplementation, all_implementations
 from nsa.bench.machine import pinned
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
@@ -24,42 +24,42 @@ _WARM_LENGTH = 256
 
 
 def measure_memory(
-    contender: BenchImplementation, task: BenchTask, shape: str, *, threads: int, timeout_s: float
+    implementation: BenchImplementation, task: BenchTask, shape: str, *, threads: int, timeout_s: float
 ) -> dict[str, Any]:
     """Peak memory above what the inputs take, in MiB."""
     answer: dict[str, Any] = dict(
-        length=task.length, dtype=task.dtype, shape=shape, contender=contender.name, peak_mib=None, absent=""
+        length=task.length, dtype=task.dtype, shape=shape, contender=implementation.name, peak_mib=None, absent=""
     )
-    if reason := contender.refusal(task):
+    if reason := implementation.refusal(task):
         return answer | {"absent": reason}
-    asked = json.dumps([contender.name, shape, task.length, task.dtype, threads, task.device])
+    arguments = json.dumps([implementation.name, shape, task.length, task.dtype, threads, task.device])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "nsa.bench.memory", asked], capture_output=True, text=True, timeout=timeout_s
+            [sys.executable, "-m", "nsa.bench.memory", arguments], capture_output=True, text=True, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
         return answer | {"absent": f"not done after {timeout_s:.0f} s"}
     if done.returncode:
-        last_words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return answer | {"absent": last_words[0]}
+        last_line = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return answer | {"absent": last_line[0]}
     return answer | {"peak_mib": json.loads(done.stdout)}
 
 
 def peak_above_inputs_mib(
     name: str, shape: str, length: int, dtype: str, threads: int, device_name: str = "cpu"
 ) -> float:
-    """To be called in a process that has done nothing else."""
-    contender = contenders()[name]
+    """Call this in a process that has done nothing else."""
+    implementation = all_implementations()[name]
     task = BenchTask("attention", SHAPES[shape], length, dtype, backward=True, device=device_name)
     device = torch.device(device_name)
     with pinned(threads):
         warm = BenchCase(task.shape, _WARM_LENGTH, TORCH_DTYPES[dtype], device=device)
-        contender.make["attention"](warm, replace(task, length=_WARM_LENGTH)).forward_backward()
+        implementation.make["attention"](warm, replace(task, length=_WARM_LENGTH)).forward_backward()
         case = BenchCase(task.shape, length, TORCH_DTYPES[dtype], device=device)
-        runner = contender.make["attention"](case, task)
+        runner = implementation.make["attention"](case, task)
         del warm
         gc.collect()
-        before = _forget_peak_mib(device)
+        before = _reset_peak_mib(device)
         kept = runner.forward_backward()
         peak = _peak_mib(device)
         del kept
@@ -70,10 +70,10 @@ def _peak_mib(device: torch.device) -> float:
     return _status_mib("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated(device) / 2**20
 
 
-def _forget_peak_mib(device: torch.device) -> float:
-    """Set the high-water mark of this process back to what it holds now, and return that.
+def _reset_peak_mib(device: torch.device) -> float:
+    """Reset the process's peak memory to its current memory and return that.
 
-    On a CPU the allocator first gives back what earlier work freed: reused, it would not show.
+    On a CPU the allocator first returns freed memory to the system: reused, it would not count.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nsa.bench.case import GRADIENTS, TORCH_DTYPES, BenchCase, BenchTask
-from nsa.bench.runner import BenchRunner, leaf
+from nsa.bench.case import GRADIENTS, TORCH_DTYPES, BenchCase, BenchRunner, BenchTask, leaf
 from nsa.core.document_layout import plain_layout
 from nsa.core.functional import nsa_attention
 from nsa.core.kv_cache import BranchStreams, LayerCache

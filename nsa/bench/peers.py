@@ -1,4 +1,4 @@
-"""Other implementations, where they are installed. Never a dependency: what is absent says so and is left out."""
+"""Third-party NSA packages for `nsa bench attention`, used where installed; never a dependency."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.bench.case import BenchCase, BenchTask
+from nsa.bench.case import BenchCase, BenchRunner, BenchTask, leaf
 from nsa.bench.nsa_backends import chooser
-from nsa.bench.runner import BenchRunner, leaf
 
 LUCIDRAINS = "native_sparse_attention_pytorch"
 LUCIDRAINS_DIFFERS = (
@@ -36,7 +35,7 @@ def lucidrains_needs_bytes(task: BenchTask) -> int:
 
 
 def lucidrains(case: BenchCase, task: BenchTask) -> BenchRunner:
-    """Its module with the projections taken out and the mean as compression, like ours."""
+    """Its module without projections and with the mean as compression, like ours."""
     s, g = case.shape, case.shape.geometry
     width = (s.n_heads + 2 * s.n_kv_groups) * s.d_k
     module = import_module(LUCIDRAINS).SparseAttention(

@@ -1,4 +1,4 @@
-"""The ratios of a report over length, as an SVG that reads on light and dark pages alike."""
+"""SVG chart of a report's speed-ups over length, readable on light and dark pages."""
 
 from math import log2
 from pathlib import Path
@@ -14,14 +14,14 @@ Line = dict[int, tuple[float, float, float]]
 
 
 def lines(report: BenchReport) -> tuple[dict[str, Line], dict[str, dict[int, float]]]:
-    """Measured ratios by contender, operation and dtype; allowed ratios by operation."""
+    """Measured ratios by implementation, operation and dtype; allowed ratios by operation."""
     measured: dict[str, Line] = {}
     allowed: dict[str, dict[int, float]] = {}
-    for figure in report.figures:
-        task = figure.task
+    for measurement in report.figures:
+        task = measurement.task
         op = task.op + (f" {task.part}" if task.part != "all" else "")
-        allowed.setdefault(f"{figure.bound} allow, {op}", {})[task.length] = figure.allowed
-        for entry in figure.entries:
+        allowed.setdefault(f"{measurement.bound} allow, {op}", {})[task.length] = measurement.allowed
+        for entry in measurement.entries:
             if entry.ratio is not None:
                 name = f"{entry.name}, {op}{' fwd+bwd' * task.backward}, {task.dtype}"
                 measured.setdefault(name, {})[task.length] = (entry.ratio.median, entry.ratio.low, entry.ratio.high)

@@ -1,4 +1,4 @@
-"""A run of figures as JSON (the record), as rows of a table, and as Markdown."""
+"""Benchmark report: the measurements of one command as JSON, as table rows and as Markdown."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -11,12 +11,24 @@ from nsa.bench.shapes import spell
 from nsa.bench.timing import TimingSpread
 
 SCHEMA = 1
-COLUMNS = ("op", "dtype", "length", "contender", "median", "spread", "rounds", "× dense", "allowed", "of peak", "error")
+COLUMNS = (
+    "op",
+    "dtype",
+    "length",
+    "implementation",
+    "median",
+    "spread",
+    "rounds",
+    "× dense",
+    "allowed",
+    "of peak",
+    "error",
+)
 
 
 @dataclass
 class BenchReport:
-    """What a command measured, with where and how."""
+    """Measurements of one command, with the machine and the command line."""
 
     command: str
     machine: dict[str, Any]
@@ -25,7 +37,7 @@ class BenchReport:
     memory: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> str:
-        body = asdict(self) | {"schema": SCHEMA, "figures": [figure.to_json() for figure in self.figures]}
+        body = asdict(self) | {"schema": SCHEMA, "figures": [measurement.to_json() for measurement in self.figures]}
         return json.dumps(body, indent=1, ensure_ascii=False)
 
     def write(self, path: Path) -> None:
@@ -37,8 +49,8 @@ class BenchReport:
         lines += [warning, ""] if (warning := busy(self.machine)) else []
         lines += [*map(peaks_line, self.peaks), ""] if self.peaks else []
         if self.figures:
-            lines += to_markdown_table(COLUMNS, [row for figure in self.figures for row in rows(figure)])
-            lines += ["", *dict.fromkeys(note for figure in self.figures for note in notes(figure))]
+            lines += to_markdown_table(COLUMNS, [row for measurement in self.figures for row in rows(measurement)])
+            lines += ["", *dict.fromkeys(note for measurement in self.figures for note in notes(measurement))]
         if self.memory:
             lines += to_markdown_table(MEMORY_COLUMNS, [memory_row(measured) for measured in self.memory])
         return "\n".join(lines).rstrip() + "\n"
@@ -70,13 +82,13 @@ def peaks_line(peaks: MachinePeaks) -> str:
     )
 
 
-def rows(figure: BenchMeasurement) -> list[tuple[str, ...]]:
-    """One row per contender that raced, as text; ours beside what the least work allows."""
-    task = figure.task
+def rows(measurement: BenchMeasurement) -> list[tuple[str, ...]]:
+    """One table row per implementation that was timed, with the ratio that the least work allows."""
+    task = measurement.task
     op = task.op + (f" {task.part}" if task.part != "all" else "") + (" fwd+bwd" if task.backward else "")
     body: list[tuple[str, ...]] = []
-    for entry in figure.entries:
-        allowed = f"{figure.allowed:.2f}× ({figure.bound})" if entry.kind == "nsa" else ""
+    for entry in measurement.entries:
+        allowed = f"{measurement.allowed:.2f}× ({measurement.bound})" if entry.kind == "nsa" else ""
         head = (op, task.dtype, spell(task.length), entry.name)
         if entry.time_s is None:
             continue
@@ -88,10 +100,10 @@ def rows(figure: BenchMeasurement) -> list[tuple[str, ...]]:
     return body
 
 
-def notes(figure: BenchMeasurement) -> list[str]:
-    """What a reader must know besides the numbers: who did not race, which ratio is withheld, and why."""
-    absent = [f"{entry.name} did not race: {entry.absent}." for entry in figure.entries if entry.absent]
-    withheld = [f"{entry.name}: ratio withheld, {entry.refused}." for entry in figure.entries if entry.refused]
+def notes(measurement: BenchMeasurement) -> list[str]:
+    """Lines below the table: implementations that were not timed, ratios that are withheld, and why."""
+    absent = [f"{entry.name} was not timed: {entry.absent}." for entry in measurement.entries if entry.absent]
+    withheld = [f"{entry.name}: ratio withheld, {entry.refused}." for entry in measurement.entries if entry.refused]
     return absent + withheld
 
 
@@ -99,7 +111,7 @@ def busy(machine: dict[str, Any]) -> str | None:
     """A warning if other work shared the machine when the run began."""
     if machine["load_average"][0] < 0.5 * machine["cores"]:
         return None
-    return f"The machine was busy (load {machine['load_average'][0]:.1f}): these figures are not for quoting."
+    return f"The machine was busy (load {machine['load_average'][0]:.1f}): do not quote these measurements."
 
 
 def seconds(value: float) -> str:
@@ -120,10 +132,10 @@ def _spread(spread: TimingSpread) -> str:
 
 
 def _error(entry: ImplementationResult) -> str:
-    return f"{entry.agreement.worst:.1g}" if entry.agreement.errors else "not judged"
+    return f"{entry.agreement.worst:.1g}" if entry.agreement.errors else "not checked"
 
 
-MEMORY_COLUMNS = ("length", "dtype", "contender", "peak above inputs", "per 1,000 tokens")
+MEMORY_COLUMNS = ("length", "dtype", "implementation", "peak above inputs", "per 1,000 tokens")
 
 
 def memory_row(measured: dict[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the machine and the algorithm allow: measured peaks, least work, and the share of it that was reached."""
+"""Roofline: measured peaks of the machine, least FLOPs and bytes of a task, and the share of peak reached."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa.bench.case import CPU, TORCH_DTYPES, BenchTask
-from nsa.bench.device import clock_of
-from nsa.bench.machine import pinned
+from nsa.bench.machine import clock_of, pinned
 from nsa.bench.timing import Now
 
 BACKWARD_FACTOR = 2.5  # five matrix products against forward's two: the scores are computed again
@@ -16,7 +15,7 @@ _MATRIX, _STREAM_BYTES, _REPEATS = {"cpu": 2048, "cuda": 8192}, 1 << 29, 5
 
 @dataclass(frozen=True)
 class MachinePeaks:
-    """The best of several tries: what the machine can do when left alone."""
+    """Peak arithmetic and bandwidth, the best of several tries."""
 
     threads: int
     fp32_gflops: float
@@ -25,7 +24,7 @@ class MachinePeaks:
     """Bytes read plus bytes written."""
     read_gb_s: float
     fp16_gflops: float | None = None
-    """None on a CPU, where nobody trains in it and it may take minutes."""
+    """None on a CPU, where it is not used for training and may take minutes."""
     device: str = "cpu"
 
     def gflops(self, dtype: str) -> float | None:
@@ -62,7 +61,7 @@ def _best_s(run: Callable[[], object], now: Now) -> float:
 
 
 def flops(task: BenchTask, kind: str) -> float:
-    """Least operations; multiply-adds count two. Selection costs none: it can share the branch's scores."""
+    """Least operations; multiply-adds count two. Selection costs none: it can reuse the compressed branch's scores."""
     s, n = task.shape, task.length
     per_read = 2 * s.n_heads * (s.d_k + s.d_v)
     if task.op == "decode":

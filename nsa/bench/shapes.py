@@ -1,4 +1,4 @@
-"""The registry of what is measured: shapes by name, lengths and dtypes as a user spells them."""
+"""Benchmark shapes by name, and parsing of lengths and dtypes from the command line."""
 
 from dataclasses import dataclass
 

@@ -1,12 +1,11 @@
-"""A command's worth of figures: hold the threads, measure the machine, race at each length, keep the record."""
+"""Benchmark suite behind `nsa bench`: measures the machine, then every requested length and dtype, into one report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nsa.bench.case import BenchTask
-from nsa.bench.device import describe_device, device_named
-from nsa.bench.machine import available_cores, describe_machine, pinned
-from nsa.bench.measurement import BenchMeasurement, Say, chosen_contenders, measure
+from nsa.bench.machine import available_cores, describe_device, describe_machine, device_named, pinned
+from nsa.bench.measurement import BenchMeasurement, Log, choose_implementations, measure
 from nsa.bench.memory import measure_memory
 from nsa.bench.report import BenchReport
 from nsa.bench.roofline import MachinePeaks, measure_peaks
@@ -17,7 +16,7 @@ from nsa.errors import ConfigError
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the user asked for, in the command line's words."""
+    """One `nsa bench` command, options as they were typed."""
 
     op: str
     lengths: str
@@ -58,48 +57,56 @@ class BenchRequest:
 
 
 def run(
-    wish: BenchRequest, report: BenchReport, say: Say
+    request: BenchRequest, report: BenchReport, log: Log
 ) -> Iterator[BenchMeasurement | MachinePeaks | dict[str, object]]:
-    """Yield each result once it is in the report: the machine's peaks, then a figure per task."""
-    threads, device = wish.threads or len(available_cores()), device_named(wish.device)
-    if wish.op == "machine":
+    """Yield each result once it is in the report: the machine's peaks, then a measurement per task."""
+    threads, device = request.threads or len(available_cores()), device_named(request.device)
+    if request.op == "machine":
         for n in sorted({1, threads}) if device.type == "cpu" else [threads]:
-            say(f"measuring the machine with {n} thread{'s' * (n > 1)}")
+            log(f"measuring the machine with {n} thread{'s' * (n > 1)}")
             report.peaks.append(measure_peaks(n, device))
             yield report.peaks[-1]
         return
-    tasks = list(wish.tasks())
-    who = chosen_contenders(wish.backends, wish.peers, device.type)
-    if wish.op == "memory":
+    tasks = list(request.tasks())
+    implementations = choose_implementations(request.backends, request.peers, device.type)
+    if request.op == "memory":
         for task in tasks:
-            for contender in who:
-                say(f"{contender.name}, {task.dtype}, {spell(task.length)}")
+            for implementation in implementations:
+                log(f"{implementation.name}, {task.dtype}, {spell(task.length)}")
                 measured = measure_memory(
-                    contender, task, wish.shape, threads=threads, timeout_s=max(60.0, 20 * wish.budget_s)
+                    implementation, task, request.shape, threads=threads, timeout_s=max(60.0, 20 * request.budget_s)
                 )
                 report.memory.append(measured)
                 yield measured
         return
-    say("measuring the machine")
+    log("measuring the machine")
     peaks = measure_peaks(threads, device)
     report.peaks.append(peaks)
     yield peaks
     with pinned(threads):
         for task in tasks:
-            tell = _about(task, say)
+            task_log = _for_task(task, log)
             if task.op == "train":
-                figure = measure_train(task, who, threads=threads, budget_s=wish.budget_s, say=tell)
-            else:
-                figure = measure(
-                    task, who, data=wish.data, threads=threads, budget_s=wish.budget_s, peaks=peaks, say=tell
+                measurement = measure_train(
+                    task, implementations, threads=threads, budget_s=request.budget_s, log=task_log
                 )
-            report.figures.append(figure)
-            yield figure
+            else:
+                measurement = measure(
+                    task,
+                    implementations,
+                    data=request.data,
+                    threads=threads,
+                    budget_s=request.budget_s,
+                    peaks=peaks,
+                    log=task_log,
+                )
+            report.figures.append(measurement)
+            yield measurement
 
 
-def _about(task: BenchTask, say: Say) -> Say:
+def _for_task(task: BenchTask, log: Log) -> Log:
     what = f"{task.op}{' fwd+bwd' * task.backward}, {task.dtype}, {spell(task.length)}"
-    return lambda text: say(f"{what}: {text}")
+    return lambda text: log(f"{what}: {text}")
 
 
 def new_report(command: str, device: str = "cpu") -> BenchReport:

@@ -1,7 +1,7 @@
-"""Time several callables side by side: A B C A B C …, so that whatever else the machine does hits all of them alike.
+"""Interleaved timing of several callables (A B C A B C …), so that other load on the machine affects all of them alike.
 
-Nothing is dropped: every sample is kept and reported. A figure is the median, its spread the quartiles. A ratio is the
-median of the ratios within each round, whose two sides ran next to each other.
+Every sample is kept and reported. A time is the median, its spread the quartiles. A ratio is the median of the ratios
+within each round, whose two sides ran next to each other.
 """
 
 import time
@@ -36,7 +36,7 @@ def spread(samples: list[float]) -> TimingSpread:
 
 
 def ratio(of: list[float], to: list[float]) -> TimingSpread:
-    """How many times `to` fits into `of`, round by round."""
+    """`of` divided by `to`, round by round."""
     return spread([a / b for a, b in zip(of, to, strict=True)])
 
 

@@ -1,6 +1,6 @@
-"""One optimizer step of the 125M configuration, against the same model with dense attention in NSA's place.
+"""Training step benchmark: one optimizer step of the 125M configuration, with NSA and with dense attention.
 
-Both in one process on the same tokens: forward, loss, backward, clip, AdamW, as `nsa train` takes them (bf16 is
+Both in one process on the same tokens: forward, loss, backward, clip, AdamW, as `nsa train` does them (bf16 is
 autocast over fp32 weights). The dense layer has the same queries, one set of keys and values per group, RoPE, SDPA.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from nsa.bench.case import BenchCase, BenchTask
 from nsa.bench.correctness import CorrectnessCheck, short_length
-from nsa.bench.device import clock_of
 from nsa.bench.implementations import DENSE, BenchImplementation
-from nsa.bench.measurement import BenchMeasurement, ImplementationResult, Say, finish
+from nsa.bench.machine import clock_of
+from nsa.bench.measurement import BenchMeasurement, ImplementationResult, Log, finish
 from nsa.bench.roofline import BACKWARD_FACTOR
 from nsa.bench.shapes import BenchShape
 from nsa.bench.timing import interleave
@@ -40,7 +40,7 @@ def sdpa(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> T
 
 
 def plain(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> Tensor:
-    """The same by the reference: a window over everything."""
+    """Dense attention by the reference: a sliding window over the whole row."""
     pos_BS = torch.arange(q_BSHK.shape[1], device=q_BSHK.device).expand(q_BSHK.shape[0], -1)
     q_BSGRK = q_BSHK.unflatten(2, (shape.n_kv_groups, -1))
     everything = replace(shape.geometry, w=q_BSHK.shape[1])
@@ -52,7 +52,7 @@ def plain(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> 
 
 
 class DenseAttention(nn.Module):
-    """What a grouped-query layer has: w_q, one w_k and w_v, RoPE, causal attention, w_out."""
+    """A grouped-query attention layer: w_q, one w_k and w_v, RoPE, causal attention, w_out."""
 
     def __init__(self, nsa: NSAAttention, shape: BenchShape, attend: Attend) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class DenseAttention(nn.Module):
 
 
 def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: str | Attend) -> NSATransformer:
-    """The model with a backend's kernels, or dense with that function; the same seed whichever it is."""
+    """The model with a backend's kernels, or dense with the function given; the same random seed for both."""
     torch.manual_seed(0)
     s, g = shape, shape.geometry
     model = NSATransformer(
@@ -88,7 +88,7 @@ def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: 
 
 
 class TrainStep:
-    """One training step, again and again on the same tokens."""
+    """A callable that does one training step on fixed tokens."""
 
     def __init__(self, model: NSATransformer, length: int, dtype: str, device: str = "cpu") -> None:
         self.model, self.dtype, self.device = model.to(device), dtype, torch.device(device)
@@ -115,13 +115,13 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def judge_step(
+def check_step(
     shape: BenchShape, kernels: str | Attend, truth: str | Attend, dtype: str, dim: int, device: str = "cpu"
 ) -> CorrectnessCheck:
     """Gradients of every weight of a one-layer model on a short row, against the reference's in fp32.
 
-    Not against its gradients in bf16: there the reference itself is off, on small models by more than the limit, so
-    twice its own error is allowed too.
+    Not against its gradients in bf16: there the reference itself differs, on small models by more than the limit,
+    so twice its own error is allowed too.
     """
     length = short_length(BenchCase(shape, 1, torch.float32))
     want, plain_got, got = (
@@ -149,32 +149,34 @@ def judge_step(
 
 def measure_train(
     task: BenchTask,
-    who: list[BenchImplementation],
+    implementations: list[BenchImplementation],
     *,
     threads: int,
     budget_s: float,
-    say: Say,
+    log: Log,
     n_layers: int = LAYERS,
     dim: int = DIM,
     vocabulary: int = VOCABULARY,
 ) -> BenchMeasurement:
     entries, steps = {}, {}
-    for contender in who:
-        kernels = sdpa if contender.name == DENSE else contender.name
-        if contender.kind == "other" or "decode" not in contender.make:
+    for implementation in implementations:
+        kernels = sdpa if implementation.name == DENSE else implementation.name
+        if implementation.kind == "other" or "decode" not in implementation.make:
             continue
-        if reason := contender.refusal(replace(task, op="attention")):
-            entries[contender.name] = ImplementationResult(contender.name, contender.kind, absent=reason)
+        if reason := implementation.refusal(replace(task, op="attention")):
+            entries[implementation.name] = ImplementationResult(implementation.name, implementation.kind, absent=reason)
             continue
-        say(f"judging {contender.name}")
-        truth = plain if contender.name == DENSE else "reference"
-        agreement = judge_step(task.shape, kernels, truth, task.dtype, dim, task.device)
-        entries[contender.name] = ImplementationResult(contender.name, contender.kind, agreement=agreement)
+        log(f"checking {implementation.name}")
+        truth = plain if implementation.name == DENSE else "reference"
+        agreement = check_step(task.shape, kernels, truth, task.dtype, dim, task.device)
+        entries[implementation.name] = ImplementationResult(
+            implementation.name, implementation.kind, agreement=agreement
+        )
         model = build(task.shape, n_layers, dim, vocabulary, kernels)
-        steps[contender.name] = TrainStep(model, task.length, task.dtype, task.device)
-        say(f"warming up {contender.name}")
-        steps[contender.name]()
-    say(f"timing {', '.join(steps)}")
+        steps[implementation.name] = TrainStep(model, task.length, task.dtype, task.device)
+        log(f"warming up {implementation.name}")
+        steps[implementation.name]()
+    log(f"timing {', '.join(steps)}")
     samples = interleave(steps, budget_s=budget_s, now=clock_of(torch.device(task.device)))
     nsa = build_meta(task.shape, n_layers, dim, vocabulary)
     dense_flops, nsa_flops = step_flops(nsa, task, dense=True), step_flops(nsa, task, dense=False)
@@ -188,7 +190,7 @@ def build_meta(shape: BenchShape, n_layers: int, dim: int, vocabulary: int) -> N
 
 
 def step_flops(model: NSATransformer, task: BenchTask, *, dense: bool) -> float:
-    """Least FLOPs per token of a step: weights six times, attention forward and backward; selection shares scores."""
+    """Least FLOPs per token of a step: 6 per weight, attention forward and backward; selection reuses scores."""
     s, n = task.shape, task.length
     reads = n * (n + 1) / 2 if dense else sum(s.geometry.total_reads(n).values())
     attention = 2 * s.n_heads * (s.d_k + s.d_v) * reads / n * (1 + BACKWARD_FACTOR)

@@ -1,10 +1,11 @@
-"""`nsa bench`: what the attention costs on this machine, beside dense attention."""
+"""`nsa bench`: time the attention on this machine beside dense attention."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,135 +14,109 @@ from rich.table import Table
 from nsa.cli.outputs import require_writable_file
 from nsa.errors import ConfigError
 
-if TYPE_CHECKING:
-    from nsa.bench.suite import BenchRequest
-
 app = typer.Typer(
-    help="Measure the attention beside dense SDPA: one process, interleaved rounds, no ratio without a right answer.",
+    help="Time the attention beside dense SDPA, in interleaved rounds. No speed-up is printed for a wrong result.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 
 Lengths = Annotated[str, typer.Option(help="Tokens, e.g. 2k,4k,8k; k is 1,024.")]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, several with commas; all contenders in the same one.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16, several with commas; the same for all implementations.")]
 ShapeName = Annotated[
     str,
     typer.Option(help="base (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), tiny."),
 ]
 Backend = Annotated[
-    list[str] | None, typer.Option(help="Race this backend; repeat for more. Default: all that `auto` may choose.")
+    list[str] | None, typer.Option(help="Time this backend; repeat for more. Default: all that `auto` may choose.")
 ]
-Peers = Annotated[bool, typer.Option(help="Race other implementations too, where they are installed.")]
+Peers = Annotated[bool, typer.Option(help="Also time third-party packages that are installed.")]
+Part = Annotated[str, typer.Option(help="all, or one of compressed, select, selected, sliding alone.")]
+Passes = Annotated[str, typer.Option(help="forward, backward (forward and backward), or both, timed separately.")]
 Data = Annotated[
     str,
-    typer.Option(help="random: neighbours choose unrelated blocks, the worst case; smooth: they resemble each other."),
+    typer.Option(help="random: neighbours select unrelated blocks, the worst case; smooth: neighbours are similar."),
 ]
-Device = Annotated[str, typer.Option(help="cpu, or cuda: a GPU, with its own clock, memory and peaks.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads, on as many cores; 0: all cores.")]
-Budget = Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds of timing per figure; at least one round.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the record here: every sample, machine, commit.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the ratios over length here (SVG).")]
+Budget = Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds of timing per case; at least one round.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample, the machine and the commit here.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the speed-ups over length here (SVG).")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the table here.")]
 
+OPTIONS: dict[str, Any] = dict(
+    lengths=Lengths, dtype=Dtype, shape=ShapeName, backend=Backend, peers=Peers, part=Part, passes=Passes, data=Data,
+    device=Device, threads=Threads, budget_s=Budget, json=JsonFile, plot=PlotFile, markdown=MarkdownFile,
+)  # fmt: skip
+"""Options of the subcommands, in the order of --help."""
+_EVERYWHERE: dict[str, Any] = dict(device="cpu", threads=0, json=None)
 
-@app.command()
-def attention(
-    lengths: Lengths = "2k,4k,8k",
-    dtype: Dtype = "fp32,bf16",
-    shape: ShapeName = "base",
-    backend: Backend = None,
-    peers: Peers = True,
-    part: Annotated[str, typer.Option(help="all, or one of compressed, select, selected, sliding alone.")] = "all",
-    passes: Annotated[str, typer.Option(help="forward, backward (forward and backward), or both figures.")] = "both",
-    data: Data = "random",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    budget_s: Budget = 30.0,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-    markdown: MarkdownFile = None,
-) -> None:
+
+def _subcommand(**defaults: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a benchmark under the function's name and docstring; `defaults` names its options of OPTIONS."""
+
+    def register(documented: Callable[[], None]) -> Callable[[], None]:
+        def command(**options: Any) -> None:
+            _run(documented.__name__, **options)
+
+        given = _EVERYWHERE | defaults
+        command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given[name], annotation=option)
+            for name, option in OPTIONS.items()
+            if name in given
+        ])  # fmt: skip
+        command.__doc__ = documented.__doc__
+        app.command(documented.__name__)(command)
+        return documented
+
+    return register
+
+
+@_subcommand(
+    lengths="2k,4k,8k", dtype="fp32,bf16", shape="base", backend=None, peers=True, part="all", passes="both",
+    data="random", budget_s=30.0, plot=None, markdown=None,
+)  # fmt: skip
+def attention() -> None:
     """Attention on given queries, keys and values, forward and with backward, against dense causal SDPA.
 
-    **Ours**: select, compressed, selected and sliding attention, mixed by gates; each branch has its own keys and
-    values, compressed ones are given. **Dense**: SDPA over one set of keys and values per group, in its fastest form
-    and layout here. Projections are in neither. A ratio is printed only if, in this run, outputs and gradients of both
-    sides match the reference.
+    **NSA**: select, compressed, selected and sliding attention, mixed by gates; each branch has its own keys and
+    values, compressed ones are given. **Dense**: SDPA over one set of keys and values per group, in the form and layout
+    that is fastest here. Projections are in neither. A speed-up is printed only if, in this run, outputs and gradients
+    of both match the reference.
 
     **Example:** `nsa bench attention --lengths 2k,4k --dtype bf16 --threads 1 --json result.json --plot result.svg`
     """
-    from nsa.bench.suite import BenchRequest
-
-    _run(BenchRequest("attention", lengths, dtype, shape, tuple(backend or ()), peers, part, passes, data, threads,
-    budget_s,
-              device), json, plot, markdown)  # fmt: skip
 
 
-@app.command()
-def prefill(
-    lengths: Lengths = "2k,4k,8k",
-    dtype: Dtype = "fp32,bf16",
-    shape: ShapeName = "base",
-    backend: Backend = None,
-    data: Data = "random",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    budget_s: Budget = 30.0,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-    markdown: MarkdownFile = None,
-) -> None:
-    """A prompt into a new cache, without projections, against SDPA over the whole prompt at once.
+@_subcommand(
+    lengths="2k,4k,8k", dtype="fp32,bf16", shape="base", backend=None, data="random", budget_s=30.0, plot=None,
+    markdown=None,
+)  # fmt: skip
+def prefill() -> None:
+    """Prefill of a new cache, without projections, against SDPA over the whole prompt at once.
 
-    **Ours** takes chunks of 2,048 tokens: append to the cache, compress, select, attend, mix. **Dense** copies keys
-    and values into its cache and attends once, causally, which suits it best.
+    **NSA** processes chunks of 2,048 tokens: append to the cache, compress, select, attend, mix. **Dense** copies keys
+    and values into its cache and attends once, causally, which is its fastest way.
 
     **Example:** `nsa bench prefill --lengths 4k --dtype fp32`
     """
-    from nsa.bench.suite import BenchRequest
-
-    _run(BenchRequest("prefill", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
-              budget_s=budget_s, device=device), json, plot, markdown)  # fmt: skip
 
 
-@app.command()
-def decode(
-    lengths: Lengths = "4k,8k,16k,32k,64k",
-    dtype: Dtype = "fp32,bf16",
-    shape: ShapeName = "base",
-    backend: Backend = None,
-    data: Data = "random",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    budget_s: Budget = 10.0,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-    markdown: MarkdownFile = None,
-) -> None:
-    """One token, batch 1, on a cache that already holds so many, against SDPA with one query over a cache as long.
+@_subcommand(
+    lengths="4k,8k,16k,32k,64k", dtype="fp32,bf16", shape="base", backend=None, data="random", budget_s=10.0,
+    plot=None, markdown=None,
+)  # fmt: skip
+def decode() -> None:
+    """Decode of one token, batch 1, with a cache of the given length, against SDPA with one query and such a cache.
 
-    **Ours** is the module's cached step without projections: append, compress where a block is full, select, attend,
-    mix. **Dense** writes the key and value into a preallocated contiguous cache and attends over what it holds.
+    **NSA** is the module's cached step without projections: append, compress where a block is full, select, attend,
+    mix. **Dense** writes the key and value into a preallocated contiguous cache and attends over it.
 
     **Example:** `nsa bench decode --lengths 4k,64k --dtype bf16`
     """
-    from nsa.bench.suite import BenchRequest
-
-    _run(BenchRequest("decode", lengths, dtype, shape, tuple(backend or ()), False, data=data, threads=threads,
-              budget_s=budget_s, device=device), json, plot, markdown)  # fmt: skip
 
 
-@app.command()
-def train(
-    lengths: Lengths = "2k",
-    dtype: Dtype = "bf16",
-    backend: Backend = None,
-    device: Device = "cpu",
-    threads: Threads = 0,
-    budget_s: Budget = 60.0,
-    json: JsonFile = None,
-    markdown: MarkdownFile = None,
-) -> None:
+@_subcommand(lengths="2k", dtype="bf16", backend=None, budget_s=60.0, markdown=None)
+def train() -> None:
     """A training step of the 125M configuration against the same model with dense attention: 12 layers, dim 768.
 
     Forward, loss, backward, clipping and AdamW on one row of tokens, vocabulary 32,768; bf16 is autocast over fp32
@@ -149,45 +124,24 @@ def train(
 
     **Example:** `nsa bench train --lengths 2k --dtype bf16`
     """
-    from nsa.bench.suite import BenchRequest
-
-    _run(BenchRequest("train", lengths, dtype, "base", tuple(backend or ()), False, threads=threads, budget_s=budget_s,
-              device=device), json, None, markdown)  # fmt: skip
 
 
-@app.command()
-def memory(
-    lengths: Lengths = "4k,8k,16k,32k",
-    dtype: Dtype = "fp32",
-    shape: ShapeName = "base",
-    backend: Backend = None,
-    device: Device = "cpu",
-    threads: Threads = 0,
-    budget_s: Budget = 60.0,
-    json: JsonFile = None,
-    markdown: MarkdownFile = None,
-) -> None:
-    """Memory of forward and backward above the inputs, by length, each in a process of its own.
+@_subcommand(lengths="4k,8k,16k,32k", dtype="fp32", shape="base", backend=None, budget_s=60.0, markdown=None)
+def memory() -> None:
+    """Peak memory of forward and backward above the inputs, by length, each measured in a separate process.
 
-    Linear means that the last column does not grow. A measurement is given up after 20 times `--budget-s`.
+    Memory is linear in length if the last column does not grow. A measurement is stopped after 20 times `--budget-s`.
 
     **Example:** `nsa bench memory --lengths 4k,8k,16k`
     """
-    from nsa.bench.suite import BenchRequest
-
-    _run(BenchRequest("memory", lengths, dtype, shape, tuple(backend or ()), False, threads=threads, budget_s=budget_s,
-              device=device), json, None, markdown)  # fmt: skip
 
 
-@app.command()
-def machine(device: Device = "cpu", threads: Threads = 0, json: JsonFile = None) -> None:
-    """What the machine can do: matrix products in fp32 and bf16, memory bandwidth, with one thread and with all.
+@_subcommand()
+def machine() -> None:
+    """Peak speed of the machine: matrix products in fp32 and bf16, memory bandwidth, with one thread and with all.
 
     **Example:** `nsa bench machine --json machine.json`
     """
-    from nsa.bench.suite import BenchRequest
-
-    _run(BenchRequest("machine", "1", threads=threads, device=device), json, None, None)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -199,27 +153,39 @@ def model() -> None:
     )
 
 
-def _run(wish: "BenchRequest", json: Path | None, plot: Path | None, markdown: Path | None) -> None:
+def _run(
+    op: str,
+    *,
+    json: Path | None,
+    plot: Path | None = None,
+    markdown: Path | None = None,
+    lengths: str = "1",
+    dtype: str = "fp32",
+    backend: list[str] | None = None,
+    peers: bool = False,
+    **rest: Any,
+) -> None:
     require_writable_file(json, plot, markdown)
 
     from nsa.bench import plot as plotting
     from nsa.bench import report as reports
-    from nsa.bench.suite import new_report, run
+    from nsa.bench.suite import BenchRequest, new_report, run
 
-    report = new_report(" ".join(["nsa", *sys.argv[1:]]), wish.device)
+    request = BenchRequest(op, lengths, dtype, backends=tuple(backend or ()), peers=peers, **rest)
+    report = new_report(" ".join(["nsa", *sys.argv[1:]]), request.device)
     console = stdout_console()
     console.print(reports.machine_line(report.machine))
     if warning := reports.busy(report.machine):
         console.print(warning, style="yellow")
-    with progress() as say:
-        for result in run(wish, report, say):
+    with progress() as log:
+        for result in run(request, report, log):
             if isinstance(result, reports.MachinePeaks):
                 console.print(reports.peaks_line(result))
-            elif json is not None:  # a run that is cut short leaves what it had
+            elif json is not None:  # an interrupted run keeps what it measured
                 report.write(json)
     if report.figures:
-        _print_table(console, reports.COLUMNS, [row for figure in report.figures for row in reports.rows(figure)])
-        for note in dict.fromkeys(note for figure in report.figures for note in reports.notes(figure)):
+        _print_table(console, reports.COLUMNS, [row for found in report.figures for row in reports.rows(found)])
+        for note in dict.fromkeys(note for found in report.figures for note in reports.notes(found)):
             console.print(note, markup=False)
     if report.memory:
         _print_table(console, reports.MEMORY_COLUMNS, [reports.memory_row(measured) for measured in report.memory])
@@ -233,7 +199,7 @@ def _run(wish: "BenchRequest", json: Path | None, plot: Path | None, markdown: P
 
 
 def stdout_console() -> Console:
-    """Tables piped to a file keep their rows whole."""
+    """Wide where output is piped, so that table rows are not wrapped."""
     return Console(width=None if Console().is_terminal else 200, highlight=False)
 
 
@@ -250,7 +216,7 @@ def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[st
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line that changes on a terminal; lines that follow each other elsewhere."""
+    """A status line on a terminal; one line per message elsewhere."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda text: console.print(text, markup=False)

@@ -1,4 +1,4 @@
-"""`nsa doctor`: what this machine has, and which kernel each branch would run on it."""
+"""`nsa doctor`: hardware and software of this machine, and the kernel backend chosen for each branch."""
 
 import platform
 from typing import TYPE_CHECKING
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    device: str = typer.Option(None, help="Device to ask about (default: cuda if there is one, else cpu)."),
+    device: str = typer.Option(None, help="Device (default: cuda if available, else cpu)."),
     dtype: str = typer.Option("bf16", help="bf16, fp16 or fp32."),
     n_heads: int = typer.Option(12, help="Query heads."),
     n_kv_groups: int = typer.Option(2, help="Key/value groups."),
     d_k: int = typer.Option(64, help="Key width per head."),
     d_v: int = typer.Option(64, help="Value width per head."),
-    prove: bool = typer.Option(False, "--prove", help="Also prove on this device that the attention is right."),
+    prove: bool = typer.Option(False, "--prove", help="Also check on this device that attention is correct."),
 ) -> None:
-    """Print, for each branch, the kernel that would run here and why every other one would not.
+    """Print the kernel backend chosen for each branch, and why the others were not.
 
-    With `--prove`, also run them: against dense attention, decode against prefill, packed against separate, causality
-    by poisoning the future, reads counted against predicted, repeatable gradients. Exit code 1 if any claim fails.
+    With `--prove`, also run them: against dense attention, decode against prefill, packed against separate documents,
+    causality by changing later tokens, counted against predicted reads, repeatable gradients. Exit code 1 if any fails.
 
     **Example:** `nsa doctor --prove --dtype fp32 --n-heads 16 --n-kv-groups 1`
     """
@@ -42,7 +42,7 @@ def doctor(
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     if where.type == "cpu" and not build.is_built():
         console.print("compiling the CPU kernels, once for this machine …")
-    with torch.device("meta"):  # only its shape is asked for
+    with torch.device("meta"):  # only its shape is needed
         attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
     chosen = {choice.branch: choice for choice in attention.plan(where, dtypes[dtype]).choices}
 
@@ -58,7 +58,7 @@ def doctor(
             elif reason := backend.why_not(branch, where, dtypes[dtype], attention.shape):
                 verdict, why = "cannot", reason
             elif not backend.by_default:
-                verdict, why = "can", "only by name: it is for checking, and slow"
+                verdict, why = "can", "only by name: for checking, slow"
             else:
                 verdict, why = "can", f"after {chosen[branch].backend} in preference"
             style = "bold" if verdict == "chosen" else "dim"
@@ -66,7 +66,7 @@ def doctor(
     console.print(table)
     if prove and not _print_proofs(console, where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v):
         raise typer.Exit(1)
-    console.print(f"\nInsist on one with kernels.{BRANCHES[0]}=NAME in a config; it then runs or the run is refused.")
+    console.print(f"\nRequire one with kernels.{BRANCHES[0]}=NAME in a config: it is used, or the run is refused.")
 
 
 def _print_proofs(

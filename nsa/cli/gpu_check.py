@@ -1,4 +1,4 @@
-"""`nsa gpu-check`: everything that must be proven on a GPU, in one command, as two files to commit."""
+"""`nsa gpu-check`: correctness and speed of the kernels on a GPU, written as two files to commit."""
 
 import shlex
 import sys
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from nsa.verify.gpu_check.report import GpuCheckReport
     from nsa.verify.gpu_check.runner import GpuCheckRunner
 
-INTERRUPTED = 130  # as a shell counts it
+INTERRUPTED = 130  # exit code of a shell for SIGINT
 _WIDTH = 240  # of a table that goes to a file
 
 
 def gpu_check(
-    full: bool = typer.Option(False, "--full", help="Also the benchmark: 2k to 64k tokens beside dense attention."),
+    full: bool = typer.Option(False, "--full", help="Also benchmark 2k to 64k tokens against dense attention."),
     rehearse: bool = typer.Option(False, "--rehearse", help="The same checks without a GPU: interpreted, tiny shapes."),
-    only: list[str] = typer.Option(None, "--only", metavar="SUBJECT", help="This subject alone (may be repeated)."),
-    out: Path = typer.Option(None, "--out", metavar="DIR", help="Folder of the files (default: bench/results)."),
+    only: list[str] = typer.Option(None, "--only", metavar="SUBJECT", help="Only this subject (may be repeated)."),
+    out: Path = typer.Option(None, "--out", metavar="DIR", help="Folder for the files (default: bench/results)."),
 ) -> None:
-    """Prove the kernels on this GPU: parity, autocast, causality, determinism, compile, decode; `--full` adds speed.
+    """Check the kernels on this GPU: parity, autocast, causality, determinism, compile, decode; `--full` adds speed.
 
-    Every row says what was measured and what it may be at most. A row that fails, crashes or hangs does not stop the
-    others. Exit code 0 only if all hold, else 1. Writes `gpu_NAME.json` and `gpu_NAME.md`, ready to commit; Ctrl-C
-    leaves what there is. Subjects: environment, parity, autocast, causality, determinism, compile, decode, speed.
+    Each row shows the measured value and its limit. A check that fails, crashes or hangs does not stop the others.
+    Exit code 0 only if all hold, else 1. Writes `gpu_NAME.json` and `gpu_NAME.md`, ready to commit; Ctrl-C keeps what
+    is finished. Subjects: environment, parity, autocast, causality, determinism, compile, decode, speed.
 
-    `--rehearse` runs the same code on a CPU under Triton's interpreter: rows that need a GPU say so, and its files are
-    no result.
+    `--rehearse` runs the same code on a CPU under Triton's interpreter: rows that need a GPU are marked, and its files
+    do not count as a result.
 
     **Example:** `nsa gpu-check --full`
     """
@@ -45,20 +45,19 @@ def gpu_check(
 
     from nsa.bench.machine import describe_machine
     from nsa.config.env import without_settings
-    from nsa.verify.gpu_check.program import program, scope_of
     from nsa.verify.gpu_check.report import GpuCheckReport, refuse_rehearsal_among_results
-    from nsa.verify.gpu_check.runner import GpuCheckRequest, GpuCheckRunner
+    from nsa.verify.gpu_check.runner import GpuCheckRequest, GpuCheckRunner, check_sizes, select_checks
 
     require_writable_folder(out)
     if rehearse:
         refuse_rehearsal_among_results(out)
     else:
-        _demand_gpu()
+        _require_gpu()
     if find_spec("triton") is None:
         raise ConfigError("the package triton is not installed, and its kernels are what is checked. It comes with "
                           "torch's GPU builds; for a rehearsal: pip install triton==3.8.0.")  # fmt: skip
     wanted = tuple(only or ())
-    checks = program(scope_of(rehearse=rehearse, full=full), wanted)
+    checks = select_checks(check_sizes(rehearse=rehearse, full=full), wanted)
     environ = {name: value for name, value in without_settings().items() if name != "TRITON_INTERPRET"}
     runner = GpuCheckRunner(
         GpuCheckRequest(rehearse, full, wanted), checks, environ | ({"TRITON_INTERPRET": "1"} if rehearse else {})
@@ -69,7 +68,7 @@ def gpu_check(
     console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False, markup=False, soft_wrap=True)
     try:
         with polite_end():
-            _play(runner, record, console)
+            _run_checks(runner, record, console)
         record.complete = True
     except KeyboardInterrupt:
         console.print("interrupted")
@@ -80,7 +79,7 @@ def gpu_check(
     raise typer.Exit(0 if record.holds else 1 if record.complete else INTERRUPTED)
 
 
-def _demand_gpu() -> None:
+def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
@@ -91,8 +90,8 @@ def _demand_gpu() -> None:
         )
 
 
-def _play(runner: "GpuCheckRunner", record: "GpuCheckReport", console: "Console") -> None:
-    """Print each row when it is there; below, on a terminal, what is being done."""
+def _run_checks(runner: "GpuCheckRunner", record: "GpuCheckReport", console: "Console") -> None:
+    """Print each result as it arrives; on a terminal, the current check below."""
     from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck
 
     n, begun, began = len(runner.checks), 0, time.monotonic()
@@ -102,7 +101,7 @@ def _play(runner: "GpuCheckRunner", record: "GpuCheckReport", console: "Console"
                 begun += 1
                 status.update(f"{begun} of {n}, {time.monotonic() - began:.0f} s · {result.subject}: {result.name}")
                 continue
-            record.take(result)
+            record.add(result)
             if isinstance(result, CheckResult):
                 console.print(_line(result), style=_style(result))
 

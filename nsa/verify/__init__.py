@@ -1,1 +1,1 @@
-"""Correctness of attention on this machine: quick proofs (`nsa doctor --prove`) and the GPU check."""
+"""Correctness checks on this machine: `nsa doctor --prove` (seconds) and `nsa gpu-check`."""

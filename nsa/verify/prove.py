@@ -1,6 +1,6 @@
-"""Proofs that the attention is right on this device, with the kernels that would run here: seconds, not a test suite.
+"""Quick correctness checks of attention on this device with the kernels that would run here (`nsa doctor --prove`).
 
-Each measures something against its definition rather than against another implementation of ours.
+Each compares with a definition (dense attention, the whole sequence, counted reads), not with another backend.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ from nsa.core.probe import probing
 from nsa.core.rope import rotate
 
 _LENGTH = 601  # odd, several chunks and blocks
-_DENSE: dict[str, dict[str, int]] = {"sliding": dict(w=_LENGTH), "selected": dict(n_sel=10)}  # branches that see all
+_DENSE: dict[str, dict[str, int]] = {"sliding": dict(w=_LENGTH), "selected": dict(n_sel=10)}  # attend to all keys
 AUTOCAST_LIMIT = 2.0
-_SHARP = 2.0  # standard deviation of queries and keys: logits of ±10 and more, which feel a rounded score
+_SHARP = 2.0  # standard deviation of queries and keys: logits of ±10 and more, sensitive to rounded scores
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ProofResult:
 def prove(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_groups: int, d_k: int, d_v: int
 ) -> Iterator[ProofResult]:
-    """Yield each proof as it is finished. Errors are relative to the largest value."""
+    """Yield each result as soon as it is known. Errors are relative to the largest value."""
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 2e-2)
 
     def module(**changes: Any) -> NSAAttention:
@@ -65,15 +65,15 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 def _against_dense(module: NSAAttention, branch: str, x: Tensor) -> float:
-    """One branch let through whole, against PyTorch's attention in fp64 over that branch's keys and values."""
-    _let_through(module, branch)
+    """One branch alone (gate 1, others 0) against PyTorch attention in fp64 over that branch's keys and values."""
+    _open_one_gate(module, branch)
     dense = _dense(module, *(y.double() for y in _projected(module, branch, x)))
     return _error(module(x), F.linear(dense.flatten(2), module.w_out.weight.double()))
 
 
 def autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
-    """The error of a branch that sees everything, fp32 weights, under bf16 autocast, in units of the error of PyTorch's
-    attention in the same mode on the same queries, keys and values: of output, dq, dk or dv, whichever is worst."""
+    """Error under bf16 autocast of a branch that attends to all keys, fp32 weights, divided by the error of PyTorch's
+    attention on the same inputs in the same mode: the worst of output, dq, dk and dv."""
     with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
         for weight in (module.w_q.weight, module.w_k.weight):
             weight *= _SHARP / (weight.std() * weight.shape[1] ** 0.5)
@@ -88,7 +88,7 @@ def autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
     )
 
 
-def _let_through(module: NSAAttention, branch: str) -> None:
+def _open_one_gate(module: NSAAttention, branch: str) -> None:
     module.gates.proj.weight.zero_()
     module.gates.proj.bias.view(-1, len(BRANCH_ORDER)).fill_(-1e4)[:, BRANCH_ORDER.index(branch)] = 1e4
 
@@ -103,7 +103,7 @@ def _projected(module: NSAAttention, branch: str, x: Tensor) -> tuple[Tensor, Te
 
 
 def _dense(module: NSAAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By PyTorch, whose fused kernels want one width for keys and values: [B, S, G, R, V]."""
+    """PyTorch attention, [B, S, G, R, V]; its fused kernels need one width for keys and values."""
     k, v = (y.repeat_interleave(module.shape.heads_per_group, 2) for y in (k, v))
     width = max(module.d_k, module.d_v)
     q, k, v = (F.pad(y.transpose(1, 2), (0, width - y.shape[-1])) for y in (q.flatten(2, 3), k, v))
@@ -112,7 +112,7 @@ def _dense(module: NSAAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _branch(module: NSAAttention, q: Tensor, k: Tensor, v: Tensor, branch: str) -> Tensor:
-    """By the kernels that run here."""
+    """One branch by the kernels that run here."""
     run, g = module.plan(q.device, q.dtype).functions, module.geometry
     pos_BS = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
     start_BS = torch.zeros_like(pos_BS)

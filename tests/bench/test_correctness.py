@@ -1,15 +1,14 @@
-"""A ratio is printed only for a right answer: planted errors must withhold it, and right contenders must keep it."""
+"""Correctness check: planted errors must withhold the ratio, and correct implementations must keep it."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from nsa.bench.case import BenchCase, BenchTask
-from nsa.bench.correctness import choice_error, judge, sampled_rows, short_length
-from nsa.bench.implementations import DENSE, contenders
-from nsa.bench.measurement import chosen_contenders, measure
-from nsa.bench.runner import BenchRunner
+from nsa.bench.case import BenchCase, BenchRunner, BenchTask
+from nsa.bench.correctness import check_correctness, choice_error, sampled_rows, short_length
+from nsa.bench.implementations import DENSE, all_implementations
+from nsa.bench.measurement import choose_implementations, measure
 from nsa.bench.shapes import SHAPES
 from nsa.kernels.registry import BACKENDS
 
@@ -21,18 +20,18 @@ def task(op="attention", **changes):
     return replace(BenchTask(op, TINY, LENGTH, "fp32", backward=op == "attention"), **changes)
 
 
-def run(who, what):
-    figure = measure(what, who, data="random", threads=1, budget_s=0.0, peaks=None, say=lambda text: None)
-    return {entry.name: entry for entry in figure.entries}
+def run(implementations, what):
+    found = measure(what, implementations, data="random", threads=1, budget_s=0.0, peaks=None, log=lambda text: None)
+    return {entry.name: entry for entry in found.entries}
 
 
-def spoiled(contender, spoil, op="attention"):
-    """The contender with its results changed by `spoil(runner, case)`."""
+def spoiled(implementation, spoil, op="attention"):
+    """The implementation with its results changed by `spoil(runner, case)`."""
 
     def make(case, task):
-        return spoil(contender.make[op](case, task), case)
+        return spoil(implementation.make[op](case, task), case)
 
-    return replace(contender, make=contender.make | {op: make})
+    return replace(implementation, make=implementation.make | {op: make})
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -81,8 +80,8 @@ def wrong_gradient(name, rows=slice(None)):
 
 @pytest.mark.parametrize("op", ["attention", "prefill", "decode"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_right_contenders_get_a_ratio(op, dtype):
-    entries = run(chosen_contenders(BACKENDS, with_peers=False), task(op, dtype=dtype))
+def test_correct_implementations_get_a_ratio(op, dtype):
+    entries = run(choose_implementations(BACKENDS, with_peers=False), task(op, dtype=dtype))
     assert entries.keys() == {DENSE, *BACKENDS}
     assert "GPU" in entries["triton"].absent
     for name in BACKENDS.keys() - {"triton"}:
@@ -93,13 +92,13 @@ def test_right_contenders_get_a_ratio(op, dtype):
 
 @pytest.mark.parametrize("part", ["compressed", "select", "selected", "sliding"])
 def test_parts_are_judged_too(part):
-    entries = run(chosen_contenders(["portable"], with_peers=False), task(part=part, backward=part != "select"))
+    entries = run(choose_implementations(["portable"], with_peers=False), task(part=part, backward=part != "select"))
     assert entries["portable"].ratio is not None, entries["portable"].refused
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(LENGTH - 1, LENGTH), slice(40, 41)], ids=["all", "last", "middle"])
 def test_a_wrong_output_withholds_the_ratio(rows):
-    every = contenders()
+    every = all_implementations()
     entry = run([every[DENSE], spoiled(every["portable"], wrong_output(rows))], task(backward=False))["portable"]
     assert entry.ratio is None
     assert "out by" in entry.refused
@@ -108,7 +107,7 @@ def test_a_wrong_output_withholds_the_ratio(rows):
 
 @pytest.mark.parametrize("name", ["q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates"])
 def test_a_right_output_with_a_wrong_gradient_withholds_the_ratio(name):
-    every = contenders()
+    every = all_implementations()
     entry = run([every[DENSE], spoiled(every["portable"], wrong_gradient(name))], task())["portable"]
     assert entry.ratio is None
     assert f"{name} by" in entry.refused
@@ -117,7 +116,7 @@ def test_a_right_output_with_a_wrong_gradient_withholds_the_ratio(name):
 
 @pytest.mark.parametrize("name", ["q", "k_cmp", "v_sel", "k_win"])
 def test_a_gradient_that_is_wrong_at_full_length_only_is_seen(name):
-    every = contenders()
+    every = all_implementations()
 
     def only_long(runner, case):
         return wrong_gradient(name, slice(-1, None))(runner, case) if case.length == LENGTH else runner
@@ -127,7 +126,7 @@ def test_a_gradient_that_is_wrong_at_full_length_only_is_seen(name):
 
 
 def test_a_wrong_gradient_inside_backward_itself_is_seen():
-    every = contenders()
+    every = all_implementations()
 
     def spoil(runner, case):
         forward = runner.forward
@@ -139,13 +138,13 @@ def test_a_wrong_gradient_inside_backward_itself_is_seen():
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 def test_a_wrong_cached_output_withholds_the_ratio(op):
-    every = contenders()
+    every = all_implementations()
     wrong = spoiled(every["portable"], wrong_output(slice(-1, None)), op)
     assert run([every[DENSE], wrong], task(op))["portable"].ratio is None
 
 
 def test_not_a_number_withholds_the_ratio():
-    every = contenders()
+    every = all_implementations()
 
     def spoil(runner, case):
         forward = runner.forward
@@ -155,7 +154,7 @@ def test_not_a_number_withholds_the_ratio():
 
 
 def test_a_wrong_dense_withholds_everyones_ratio():
-    every = contenders()
+    every = all_implementations()
     entries = run([spoiled(every[DENSE], wrong_gradient("v_sel")), every["portable"]], task())
     assert entries["portable"].agreement.agrees
     assert entries["portable"].ratio is None
@@ -163,7 +162,7 @@ def test_a_wrong_dense_withholds_everyones_ratio():
 
 
 def test_a_peer_that_computes_something_else_is_timed_without_a_ratio():
-    every = contenders()
+    every = all_implementations()
     peer = replace(every["portable"], name="peer", kind="other", differs="it computes another function")
     entry = run([every[DENSE], peer], task(backward=False))["peer"]
     assert entry.samples_s
@@ -171,7 +170,7 @@ def test_a_peer_that_computes_something_else_is_timed_without_a_ratio():
 
 
 def test_a_peer_that_fails_is_left_out_and_a_backend_that_fails_is_not_hidden():
-    every = contenders()
+    every = all_implementations()
 
     def fail(case, task):
         raise RuntimeError("no kernel for this\ndetails")
@@ -203,7 +202,7 @@ def test_a_choice_of_worse_blocks_is_seen():
 
 
 def test_a_backend_that_attends_rightly_to_the_wrong_blocks_gets_no_ratio():
-    every = contenders()
+    every = all_implementations()
 
     def spoil(runner, case):
         choose = runner.chosen
@@ -219,23 +218,23 @@ def test_the_last_queries_are_always_among_the_sampled():
     assert rows.unique().numel() == rows.numel()
 
 
-def test_a_contender_that_would_exhaust_memory_does_not_race():
-    entry = contenders()["reference"]
+def test_an_implementation_that_would_exhaust_memory_is_not_timed():
+    entry = all_implementations()["reference"]
     reason = entry.refusal(BenchTask("attention", SHAPES["base"], 65_536, "fp32", backward=True))
     assert reason is not None
     assert "GiB" in reason
 
 
-def test_every_registered_backend_is_a_contender():
-    assert set(BACKENDS) <= contenders().keys()
+def test_every_registered_backend_is_an_implementation():
+    assert set(BACKENDS) <= all_implementations().keys()
     for name in BACKENDS:
-        assert contenders()[name].make.keys() == {"attention", "prefill", "decode"}
+        assert all_implementations()[name].make.keys() == {"attention", "prefill", "decode"}
 
 
 def test_judging_reports_what_was_judged():
     case, what = BenchCase(TINY, LENGTH, torch.float32), task()
-    portable = contenders()["portable"]
-    agreement = judge(portable, what, case, portable.make["attention"](case, what))
+    portable = all_implementations()["portable"]
+    agreement = check_correctness(portable, what, case, portable.make["attention"](case, what))
     assert agreement.agrees
     assert agreement.errors.keys() == {"blocks", "out", *case.inputs()}
     assert f"of {LENGTH}" in agreement.judged

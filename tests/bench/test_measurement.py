@@ -14,7 +14,7 @@ from nsa.bench.case import BenchTask
 from nsa.bench.correctness import CorrectnessCheck
 from nsa.bench.implementations import DENSE
 from nsa.bench.machine import available_cores, describe_machine, pinned
-from nsa.bench.measurement import BenchMeasurement, ImplementationResult, chosen_contenders, finish
+from nsa.bench.measurement import BenchMeasurement, ImplementationResult, choose_implementations, finish
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks
 from nsa.bench.shapes import SHAPES, parse_lengths, shape_named, spell
@@ -126,7 +126,7 @@ def test_lengths_are_read_as_written():
 def test_a_training_step_is_judged_and_timed_against_the_dense_model():
     task = BenchTask("train", SHAPES["tiny"], 64, "bf16", backward=True)
     measured = measure_train(
-        task, chosen_contenders(["portable"], False), threads=1, budget_s=0.0, say=lambda text: None,
+        task, choose_implementations(["portable"], False), threads=1, budget_s=0.0, log=lambda text: None,
         n_layers=1, dim=24, vocabulary=64,
     )  # fmt: skip
     dense, ours = measured.entries
@@ -136,9 +136,9 @@ def test_a_training_step_is_judged_and_timed_against_the_dense_model():
 
 
 def test_memory_is_measured_above_the_inputs_in_a_child():
-    (contender,) = chosen_contenders(["portable"], False)[1:]
+    (implementation,) = choose_implementations(["portable"], False)[1:]
     task = BenchTask("attention", BASE, 1024, "fp32", backward=True)
-    measured = measure_memory(contender, task, "base", threads=1, timeout_s=120)
+    measured = measure_memory(implementation, task, "base", threads=1, timeout_s=120)
     assert measured["absent"] == ""
     kept = (2 * 1024 * 768 + 4 * 2 * 1024 * 64) * 4 / 2**20  # output and gradients of the largest inputs, at least
     assert kept < measured["peak_mib"] < 40 * kept

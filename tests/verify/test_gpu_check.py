@@ -1,4 +1,4 @@
-"""What a GPU user will run, rehearsed on a CPU: right kernels hold, planted bugs turn exactly their rows red."""
+"""GPU check, rehearsed on a CPU: correct kernels hold, planted bugs fail exactly their rows."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import device as devices
+from nsa.bench import machine as devices
 from nsa.bench.case import BenchTask
 from nsa.bench.correctness import blocks_error
 from nsa.bench.shapes import SHAPES
@@ -23,9 +23,8 @@ from nsa.verify.gpu_check import report as records
 from nsa.verify.gpu_check import speed
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded
 from nsa.verify.gpu_check.kernel_call import KernelCall
-from nsa.verify.gpu_check.program import SUBJECTS, program
 from nsa.verify.gpu_check.report import GpuCheckReport, read_result
-from nsa.verify.gpu_check.runner import GpuCheckRequest, GpuCheckRunner
+from nsa.verify.gpu_check.runner import SUBJECTS, GpuCheckRequest, GpuCheckRunner, select_checks
 from nsa.verify.gpu_check.sizes import on_gpu, rehearsal
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +43,10 @@ def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
 def rehearsed(out: Path, *words: str, root: Path = ROOT) -> tuple[int, dict, str]:
     """Exit code, record and what was printed."""
     running = command("--rehearse", "--out", str(out), *words, root=root)
-    said, _ = running.communicate(timeout=280)
+    output, _ = running.communicate(timeout=280)
     file = out / "gpu_check_rehearsal.json"
-    assert file.exists(), said
-    return running.returncode, json.loads(file.read_text()), said
+    assert file.exists(), output
+    return running.returncode, json.loads(file.read_text()), output
 
 
 def claims(record: dict, verdict: CheckStatus) -> set[str]:
@@ -64,8 +63,8 @@ def planted(tmp_path: Path, **bugs: str) -> Path:
 
 
 def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path):
-    code, record, said = rehearsed(tmp_path, "--full")
-    assert claims(record, CheckStatus.FAILS) == set(), said
+    code, record, output = rehearsed(tmp_path, "--full")
+    assert claims(record, CheckStatus.FAILS) == set(), output
     assert code == 0
     assert {row["subject"] for row in record["rows"]} == set(SUBJECTS)
     waiting = claims(record, CheckStatus.NEEDS_GPU)
@@ -84,7 +83,7 @@ def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path)
 
 
 def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
-    (check,) = (c for c in program(rehearsal(full=False), ["autocast"]) if "portable" in c.name)
+    (check,) = (c for c in select_checks(rehearsal(full=False), ["autocast"]) if "portable" in c.name)
     assert {row.verdict for row in check.run()} == {CheckStatus.HOLDS}
 
     def leaky(x, run, *args):  # but where the dtypes that autocast makes would not even fit together
@@ -127,12 +126,12 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
                 return _both(q, *args)
         """,
     )
-    code, record, said = rehearsed(tmp_path / "out", "--only", "parity", root=root)
+    code, record, output = rehearsed(tmp_path / "out", "--only", "parity", root=root)
     wrong = [claim.removeprefix("parity: ") for claim in claims(record, CheckStatus.FAILS)]
     assert sorted(", ".join(claim.split(", ")[:2]) for claim in wrong) == sorted([
         *(f"sliding {what}, {dtype}" for what in ("output", "gradients") for dtype in ("fp32", "fp16", "bf16")),
         "selected output, bf16", "selected gradients, bf16", "selected, bf16", "choice of blocks, fp16",
-    ]), said  # fmt: skip
+    ]), output  # fmt: skip
     notes = {row["claim"]: row["note"] for row in record["rows"]}
     assert "SIGABRT" in notes["choice of blocks, fp16"]
     assert "out of resource: shared memory" in notes["selected, bf16, sizes that do not fit on the GPU"]
@@ -157,12 +156,12 @@ def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
                 return dq * (1 + 1e-3 * torch.rand(())), dk, dv
         """,
     )
-    code, record, said = rehearsed(tmp_path / "out", "--only", "causality", "--only", "determinism", root=root)
+    code, record, output = rehearsed(tmp_path / "out", "--only", "causality", "--only", "determinism", root=root)
     assert claims(record, CheckStatus.FAILS) == {
         "causality: values before a changed token that change, fp32",
         "determinism: values that differ between two runs, fp32",
         "determinism: values that differ in memory that held NaN, fp32",
-    }, said
+    }, output
     assert code == 1
 
 
@@ -187,8 +186,8 @@ def test_an_interrupt_leaves_what_there_is_and_no_process(tmp_path):
     assert "holds" in first, first
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     running.send_signal(signal.SIGINT)
-    said, _ = running.communicate(timeout=60)
-    assert running.returncode == 130, said
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130, output
     record = json.loads((tmp_path / "gpu_check_rehearsal.json").read_text())
     assert record["rows"]
     assert not record["complete"]
@@ -200,7 +199,7 @@ def finished(**changes) -> GpuCheckReport:
     machine = dict(cpu="a CPU", cores=2, isa=[], memory_gib=1, torch="2", commit=None, uncommitted_changes=None,
                    load_average=[0.0], time="now")  # fmt: skip
     record = GpuCheckReport("nsa gpu-check --full", machine, complete=True, rows=[bounded("a claim", 0, 0)])
-    record.take(MeasuredTable(dict(name="NVIDIA A100-SXM4-80GB", capability="sm_80", units=108, memory_gib=79.2,
+    record.add(MeasuredTable(dict(name="NVIDIA A100-SXM4-80GB", capability="sm_80", units=108, memory_gib=79.2,
     driver="1",
                               runtime="CUDA 13", triton="3.8.0"), [], [], "gpu"))  # fmt: skip
     for name, value in changes.items():
@@ -252,13 +251,13 @@ def test_a_run_holds_only_if_every_row_does_and_something_was_judged(rows, compl
 
 
 def test_a_child_that_is_silent_too_long_is_killed_and_the_row_says_so():
-    runner = GpuCheckRunner(GpuCheckRequest(rehearse=True, only=("environment",)), program(rehearsal(full=False),
+    runner = GpuCheckRunner(GpuCheckRequest(rehearse=True, only=("environment",)), select_checks(rehearsal(full=False),
     ["environment"]),
                     dict(os.environ), silence_s=0.01)  # fmt: skip
     (row,) = runner.run()
     assert isinstance(row, CheckResult)
     assert (row.verdict, row.subject) == (CheckStatus.FAILS, "environment")
-    assert "no sign of life" in row.note
+    assert "killed" in row.note
 
 
 def test_the_program_on_a_gpu_covers_what_users_have():
@@ -269,7 +268,7 @@ def test_the_program_on_a_gpu_covers_what_users_have():
     assert {(size.d_k, size.d_v) for size in sizes} == {(64, 64), (128, 128), (192, 128)}
     assert all(size.length % 2 for size in sizes)
     assert any(size.documents for size in sizes)
-    checks = program(scope)
+    checks = select_checks(scope)
     assert [subject for subject in SUBJECTS if any(check.subject == subject for check in checks)] == list(SUBJECTS)
     names = {check.name for check in checks if check.subject == "speed"}
     assert {"attention fwd+bwd, bf16, 64k", "attention, fp16, 2k", "decode, bf16, 64k"} <= names
@@ -279,9 +278,9 @@ def test_the_program_on_a_gpu_covers_what_users_have():
 
 def test_unknown_subjects_and_speed_without_full_are_refused():
     with pytest.raises(ConfigError, match="parity"):
-        program(rehearsal(full=False), ["party"])
+        select_checks(rehearsal(full=False), ["party"])
     with pytest.raises(ConfigError, match="--full"):
-        program(rehearsal(full=False), ["speed"])
+        select_checks(rehearsal(full=False), ["speed"])
 
 
 def test_exchanged_blocks_are_judged_in_packed_documents_too():

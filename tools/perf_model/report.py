@@ -74,7 +74,7 @@ def model(
     data: str,
     as_triton: bool,
     launch_us: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Iterator[PredictionPair]:
     """A pair of predictions per dtype and length, from overlap that are measured once per length."""
     gpu_named(gpu)
@@ -85,11 +85,11 @@ def model(
     sizes, asked = shape_named(shape), parse_lengths(lengths)
     overlap = {}
     for length in asked:
-        say(f"measuring what neighbouring queries choose at {spell(length)}")
+        log(f"measuring what neighbouring queries choose at {spell(length)}")
         overlap[length] = measure_overlap(sizes, length, data)
     for dtype in wanted:
         for length in asked:
-            say(f"modelling {dtype}, {spell(length)}")
+            log(f"modelling {dtype}, {spell(length)}")
             forward, both = (
                 predict(
                     gpu, sizes, length, dtype, backward, overlap[length], as_triton=as_triton, launch_s=launch_us * 1e-6

@@ -1,1 +1,1 @@
-"""Is everything that a GPU does here right, and how fast is it? One command on the device, rehearsed without one."""
+"""`nsa gpu-check`: correctness and speed of the Triton kernels on a GPU, or a rehearsal on a CPU."""

@@ -1,6 +1,6 @@
-"""Under autocast on the device: the kernels compute in the dtype they are given, and a module as well as PyTorch's.
+"""Autocast check: kernels compute in their inputs' dtype under autocast, and a module is as accurate as PyTorch's.
 
-The portable backend is checked too: it is the default on a GPU, and made of matrix products that autocast would reach.
+The portable backend is checked too: it is the default on a GPU, and autocast would change its matrix products.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def _kernels(scope: CheckSizes, backend: str) -> Iterator[CheckResult | Measured
 
 def _module(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
     claim = "bf16 from fp32 weights, window over everything, × PyTorch attention's error"
-    if not scope.is_gpu:  # the interpreter multiplies bf16 wrongly
+    if not scope.is_gpu:  # Triton's interpreter computes bf16 products wrongly
         yield needs_gpu(claim)
         return
     module = attention(scope, torch.float32, w=scope.module.length)

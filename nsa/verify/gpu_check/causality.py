@@ -1,4 +1,4 @@
-"""Causality of the whole module on the device, observed: what comes later changes no bit and gets no gradient."""
+"""Causality check of the module: later tokens change no bit of earlier outputs and get no gradient from them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +9,7 @@ from nsa.bench.case import TORCH_DTYPES
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded
 from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
 
-_LOUD = 30.0  # the changed future is this many times larger than the past, and still finite in fp16
+_LARGE = 30.0  # the changed future is this many times larger than the past, and still finite in fp16
 
 
 def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
@@ -20,18 +20,18 @@ def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
 
 def _outputs(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
     module, x = attention(scope, TORCH_DTYPES[dtype]), tokens(scope, TORCH_DTYPES[dtype])
-    changed, deaf = 0, []
+    changed, ignored = 0, []
     with torch.no_grad():
         clean = module(x)
         for cut in scope.module.cuts:
             other = x.clone()
-            other[:, cut:] = _LOUD * tokens(scope, TORCH_DTYPES[dtype], seed=2)[:, cut:]
+            other[:, cut:] = _LARGE * tokens(scope, TORCH_DTYPES[dtype], seed=2)[:, cut:]
             out = module(other)
             changed += int((out[:, :cut] != clean[:, :cut]).sum())
             if torch.equal(out[:, cut:], clean[:, cut:]):
-                deaf.append(cut)
+                ignored.append(cut)
     yield bounded(f"values before a changed token that change, {dtype}", changed, 0)
-    yield bounded(f"changed tokens that change nothing after them, {dtype}", len(deaf), 0)
+    yield bounded(f"changed tokens that change nothing after them, {dtype}", len(ignored), 0)
 
 
 def _gradients(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:

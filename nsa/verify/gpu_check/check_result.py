@@ -1,4 +1,4 @@
-"""One line of the table: a claim, what was measured, and what it may be at most."""
+"""Result of one GPU check: claim, status, measured value, limit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class CheckResult:
     limit: float | None = None
     note: str = ""
     subject: str = ""
-    """Filled in, like the seconds, by whoever runs the check."""
+    """Filled in, like the seconds, by the worker."""
     seconds: float = 0.0
 
 
 def bounded(claim: str, measured: float, limit: float, note: str = "") -> CheckResult:
-    """Holds while measured ≤ limit; what is not a number does not."""
+    """Holds if measured ≤ limit; NaN fails."""
     return CheckResult(claim, CheckStatus.HOLDS if measured <= limit else CheckStatus.FAILS, measured, limit, note)
 
 
@@ -40,18 +40,18 @@ def needs_gpu(claim: str) -> CheckResult:
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """What belongs in the report beside the rows: its record, and a table's rows and notes as text."""
+    """A measurement for the report: its JSON record, and table rows and notes as text."""
 
     record: dict[str, Any]
     rows: list[tuple[str, ...]]
     notes: list[str]
     kind: str = "figures"
-    """Where it belongs: gpu, peaks, figures or memory."""
+    """Section of the report: gpu, peaks, figures or memory."""
 
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """A piece of work that yields one or more rows. If it dies, the next one still runs."""
+    """A check that yields one or more results. If it crashes, the next one still runs."""
 
     subject: str
     name: str

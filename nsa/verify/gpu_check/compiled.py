@@ -1,4 +1,4 @@
-"""The module under torch.compile, in one graph, against itself; and no step of it may make the host wait."""
+"""torch.compile check: one graph, same results as eager; and no host synchronization in a step."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
-from nsa.verify.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, limit, same_choice
+from nsa.verify.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, limit, same_selection
 from nsa.verify.gpu_check.parity import relative_rms
 from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
 
@@ -32,8 +32,8 @@ def _compiled(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredT
     want = RecordedForward(want_out, module.idx_BSGN)
     claim = f"compiled ({scope.compiler}) = eager, {dtype}"
     yield from compared(claim, module, got, want)
-    # Queries whose choice was exchanged are left out of the loss, and so out of every gradient.
-    dout = torch.ones_like(want_out) * same_choice(got, want)[..., None]
+    # Queries whose selection differs are left out of the loss, and so out of every gradient.
+    dout = torch.ones_like(want_out) * same_selection(got, want)[..., None]
     leaves = (x, *module.parameters())
     mine, its = (torch.autograd.grad(out, leaves, dout) for out in (got_out, want_out))
     figures = {name: relative_rms(a, b) for name, a, b in zip(_names(module), mine, its, strict=True)}
@@ -46,7 +46,7 @@ def _names(module: torch.nn.Module) -> list[str]:
 
 
 def _host_waits(scope: CheckSizes, dtype: str, packed: bool) -> Iterator[CheckResult | MeasuredTable]:
-    """With PyTorch's own watch for synchronising calls, which raises at the first one and so ends this check."""
+    """PyTorch's sync debug mode raises at the first synchronizing call, which ends this check as failed."""
     claim = f"calls that make the host wait, forward and backward{', packed documents' * packed}, {dtype}"
     if not scope.is_gpu:
         yield needs_gpu(claim)
@@ -54,7 +54,7 @@ def _host_waits(scope: CheckSizes, dtype: str, packed: bool) -> Iterator[CheckRe
     module = attention(scope, TORCH_DTYPES[dtype])
     x, n = tokens(scope, TORCH_DTYPES[dtype]).requires_grad_(), scope.module.length
     ends = torch.tensor([0, 1, n // 3, n // 3, n], dtype=torch.int32, device=scope.device) if packed else None
-    _step(module, x, ends)  # compiling a kernel may wait
+    _step(module, x, ends)  # compiling a kernel may synchronize
     torch.cuda.synchronize(scope.device)
     torch.cuda.set_sync_debug_mode("error")
     _step(module, x, ends)

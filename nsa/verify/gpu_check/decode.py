@@ -1,4 +1,4 @@
-"""Decode against the whole on the device: token by token, rows of different lengths, and as a CUDA graph."""
+"""Decode check: token by token, ragged batches and CUDA graphs give the same output as the whole sequence."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -28,16 +28,16 @@ def _token_by_token(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | Mea
     module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
     x = tokens(scope, TORCH_DTYPES[dtype])
     cache, prompt = module.new_cache(1, x.shape[1]), scope.module.prompt
-    parts = [_told(module, part, cache) for part in x.split([prompt, *[1] * (x.shape[1] - prompt)], 1)]
+    parts = [_record(module, part, cache) for part in x.split([prompt, *[1] * (x.shape[1] - prompt)], 1)]
     got = RecordedForward(
         torch.cat([part.out_BSD for part in parts], 1), torch.cat([part.idx_BSGN for part in parts], 1)
     )
-    yield from compared(f"token by token = whole, {dtype}", module, got, _told(module, x))
+    yield from compared(f"token by token = whole, {dtype}", module, got, _record(module, x))
 
 
 @torch.no_grad()
 def _ragged(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
-    """Each row takes what it has of a first chunk, then its tokens one by one; what is not a token is loud."""
+    """Each row gets its part of a first chunk, then its tokens one by one; padding has large values."""
     module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
     lengths = torch.tensor(scope.module.ragged, device=scope.device)
     x, prompt = tokens(scope, TORCH_DTYPES[dtype], len(lengths)), scope.module.prompt
@@ -53,24 +53,24 @@ def _ragged(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTab
     for row, length in enumerate(scope.module.ragged):
         got = RecordedForward(*(torch.cat([getattr(p, name)[row : row + 1] for p in parts], 1)[:, :length]
                      for name in ("out_BSD", "idx_BSGN")))  # fmt: skip
-        want = _told(module, x[row : row + 1, :length])
+        want = _record(module, x[row : row + 1, :length])
         found.append(list(compared(claim, module, got, want)))
-    yield from (max(rows, key=_badness) for rows in zip(*found, strict=True))
+    yield from (max(rows, key=_severity) for rows in zip(*found, strict=True))
 
 
-def _badness(row: CheckResult) -> tuple[bool, float]:
+def _severity(row: CheckResult) -> tuple[bool, float]:
     assert isinstance(row.measured, float)
     return row.verdict is CheckStatus.FAILS, row.measured
 
 
-def _told(module: RecordingAttention, x: Tensor, cache: LayerCache | None = None) -> RecordedForward:
+def _record(module: RecordingAttention, x: Tensor, cache: LayerCache | None = None) -> RecordedForward:
     out = module(x, cache=cache)
     return RecordedForward(out, module.idx_BSGN)
 
 
 @torch.no_grad()
 def _graph(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
-    """One step captured once and replayed: the cache counts on the device, so that every replay is the next token."""
+    """One step captured once and replayed: the cache's counters are on the device, so each replay is the next token."""
     claim = f"values of a replayed step that differ from the eager step, {dtype}"
     if not scope.is_gpu:
         yield needs_gpu(claim)
@@ -84,7 +84,7 @@ def _graph(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTabl
     token = x[:, prompt : prompt + 1].clone()
     stream = torch.cuda.Stream(scope.device)
     stream.wait_stream(torch.cuda.current_stream(scope.device))
-    with torch.cuda.stream(stream):  # kernels are compiled, and libraries warm, before anything is captured
+    with torch.cuda.stream(stream):  # compile kernels and warm up libraries before capturing
         for _ in range(3):
             module(token, cache=spare)
     torch.cuda.current_stream(scope.device).wait_stream(stream)

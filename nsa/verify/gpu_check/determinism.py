@@ -1,4 +1,4 @@
-"""The same bits every time: outputs, choice of blocks, gradients of every weight and of the input."""
+"""Determinism check: outputs, selected blocks and all gradients are bitwise equal between runs."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
-from nsa.bench.device import wait_for
+from nsa.bench.machine import wait_for
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import plain_layout
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded, needs_gpu
@@ -16,7 +16,7 @@ from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
 
 Bits = dict[str, Tensor]
 
-_REPEATS = 20  # an order that is left to chance is the same one often enough
+_REPEATS = 20  # a random order may be the same by chance
 
 
 def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
@@ -31,14 +31,14 @@ def _runs(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable
     run = partial(_run, module, tokens(scope, TORCH_DTYPES[dtype]).requires_grad_())
     first = run()
     yield _compared(f"values that differ between two runs, {dtype}", first, run())
-    _make_noise(scope.device)
+    _poison_free_memory(scope.device)
     yield _compared(f"values that differ in memory that held NaN, {dtype}", first, run())
     stream = f"values that differ on a second stream, {dtype}"
     yield _compared(stream, first, _on_second_stream(scope, run)) if scope.is_gpu else needs_gpu(stream)
 
 
 def _overlapping(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
-    """A token in three blocks or more gets a sum of as many gradients, which depends on their order."""
+    """The gradient of a token in three or more blocks is a sum that depends on its order."""
     g, m = scope.overlapping, scope.module
     raw = tokens(scope, TORCH_DTYPES[dtype]).unflatten(-1, (m.n_heads, m.d_k)).requires_grad_()
     phi = BlockCompressor("avg", g.l, g.d, m.n_heads, m.d_k, pos_emb=False)
@@ -68,8 +68,8 @@ def _compared(claim: str, want: Bits, got: Bits) -> CheckResult:
     return bounded(claim, sum(differing.values()), 0, ", ".join(f"{name}: {n}" for name, n in differing.items() if n))
 
 
-def _make_noise(device: torch.device) -> None:
-    """Leave freed memory full of NaN behind, in pieces of many sizes: the next allocations get it."""
+def _poison_free_memory(device: torch.device) -> None:
+    """Fill memory of many sizes with NaN and free it, so that the next allocations reuse it."""
     pieces = [torch.full((1 << power,), torch.nan, device=device) for power in range(4, 22) for _ in range(4)]
     wait_for(device)
     pieces.clear()

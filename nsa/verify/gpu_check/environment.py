@@ -1,12 +1,11 @@
-"""What this is run on, and whether every kernel can run there."""
+"""Environment check: hardware and software versions, and whether every kernel can run here."""
 
 from collections.abc import Iterator
 
 import torch
 
 from nsa.bench.case import TORCH_DTYPES
-from nsa.bench.device import describe_device, triton_version
-from nsa.bench.machine import describe_machine
+from nsa.bench.machine import describe_device, describe_machine, triton_version
 from nsa.kernels.registry import BACKENDS, BRANCHES, KernelShape
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, fact, needs_gpu
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes

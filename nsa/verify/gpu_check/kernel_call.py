@@ -1,4 +1,4 @@
-"""The tensors of one call of each kernel, and that call three ways: the truth, the kernel, plain PyTorch.
+"""Inputs of one kernel call, computed three ways: reference in fp64, the kernel, plain PyTorch.
 
 B batch · S queries · T keys of the branch · G kv groups · R heads per group · K key dim · V value dim
 """
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class KernelCall:
-    """Drawn on the CPU, rounded to the dtype; the blocks are the reference's choice, whoever attends to them."""
+    """Inputs drawn on the CPU and rounded to the dtype; the selected blocks are always the reference's."""
 
     def __init__(self, sizes: KernelSizes, dtype: torch.dtype) -> None:
         g = self.geometry = sizes.geometry

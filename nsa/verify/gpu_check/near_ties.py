@@ -1,7 +1,7 @@
-"""Comparing two ways through the module, where rounding may exchange blocks that score the same.
+"""Compares two forward passes where rounding may exchange selected blocks with nearly equal scores (near ties).
 
-An exchanged block changes its query's output visibly though nothing is wrong. So outputs are compared for the queries
-whose choice is the same, and an exchange must itself be one that rounding explains.
+An exchanged block changes its query's output although nothing is wrong. So outputs are compared for queries with the
+same selection, and the scores of exchanged blocks must be equal up to rounding.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ MOST_EXCHANGED = 0.1  # of the queries: a comparison of the others must still me
 
 
 class _BlockRecorder(Probe):
-    """Hears what every forward chose, whichever way it went."""
+    """Probe that keeps the selected blocks of the last forward."""
 
     idx_BSGN: Tensor
 
@@ -33,7 +33,7 @@ class _BlockRecorder(Probe):
 
 
 class RecordingAttention(NSAAttention):
-    """`NSAAttention` that leaves behind what its last forward chose, and, without a cache, by what."""
+    """`NSAAttention` that keeps the selected blocks of its last forward and, without a cache, q and compressed keys."""
 
     q_BSGRK: Tensor
     k_BCGK: Tensor
@@ -54,22 +54,22 @@ class RecordingAttention(NSAAttention):
 
 @dataclass(frozen=True)
 class RecordedForward:
-    """One way through the module: [B, S, D], [B, S, G, N]."""
+    """Output [B, S, D] and selected blocks [B, S, G, N] of one forward pass."""
 
     out_BSD: Tensor
     idx_BSGN: Tensor
 
 
-def same_choice(got: RecordedForward, want: RecordedForward) -> Tensor:
-    """Queries that chose the same blocks: bool [B, S]."""
+def same_selection(got: RecordedForward, want: RecordedForward) -> Tensor:
+    """Queries with the same selected blocks: bool [B, S]."""
     return (got.idx_BSGN == want.idx_BSGN).flatten(2).all(-1)
 
 
 def compared(
     claim: str, module: RecordingAttention, got: RecordedForward, want: RecordedForward
 ) -> Iterator[CheckResult]:
-    """Rows for output and choice; `module` has just computed `want`, every row a document of its own."""
-    same_BS = same_choice(got, want)
+    """Results for output and selection; `module` must have computed `want` last, one document per row."""
+    same_BS = same_selection(got, want)
     exchanged = int((~same_BS).sum())
     dtype = want.out_BSD.dtype
     note = f"{exchanged} of {same_BS.numel()} queries chose another block of the same score" if exchanged else ""

@@ -1,7 +1,7 @@
-"""Every kernel against the reference in fp64 on the CPU: outputs, all gradients, the choice of blocks.
+"""Parity check: every kernel against the reference in fp64 on the CPU: outputs, all gradients, selected blocks.
 
-In fp32 the error itself is bounded. In half precision it may be twice what PyTorch's own operators make of the same
-formula, every intermediate rounded to that dtype, on the same device.
+In fp32 the error itself is bounded. In half precision it may be twice the error of plain PyTorch operators for the
+same formula on the same device, every intermediate rounded to that dtype.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes, KernelSizes
 
 FP32_LIMIT = 1e-5  # relative RMS
 HALF_LIMIT = 2.0  # times plain PyTorch's error
-CHOICE_LIMIT = 1e-4  # relative, of scores, which are computed in fp32 whatever the inputs' dtype
+SELECTION_LIMIT = 1e-4  # relative, of scores, which are computed in fp32 whatever the inputs' dtype
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -28,7 +28,7 @@ def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
     for dtype in dtypes:
         for branch in (branch for branch in BRANCHES if branch != "select"):
             yield GpuCheck("parity", f"{branch}, {dtype}", partial(_attention, scope, branch, dtype))
-        yield GpuCheck("parity", f"choice of blocks, {dtype}", partial(_choice, scope, dtype))
+        yield GpuCheck("parity", f"choice of blocks, {dtype}", partial(_selection, scope, dtype))
 
 
 def _sizes(scope: CheckSizes, dtype: str) -> Iterator[KernelSizes]:
@@ -43,16 +43,16 @@ def _attention(scope: CheckSizes, branch: str, dtype: str) -> Iterator[CheckResu
     for sizes in _sizes(scope, dtype):
         try:
             figures = _figures(KernelCall(sizes, TORCH_DTYPES[dtype]), branch, scope.device)
-        except OutOfResources as error:  # nothing was launched, so that the other sizes can still be judged
+        except OutOfResources as error:  # nothing was launched, so the other sizes can still be checked
             too_large.append(f"{sizes}: {error}")
             continue
         for name, figure in zip(NAMES, figures, strict=True):
             kind = "output" if name == "out" else "gradients"
-            if kind not in worst or not figure <= worst[kind][0]:  # what is not a number is the worst there is
+            if kind not in worst or not figure <= worst[kind][0]:  # NaN is the worst
                 worst[kind] = (figure, f"{name}: {sizes}")
     limit, unit = (FP32_LIMIT, "relative RMS") if dtype == "fp32" else (HALF_LIMIT, "× plain PyTorch's error")
     for kind in ("output", "gradients"):
-        figure, where = worst.get(kind, (torch.inf, "nothing could be judged"))
+        figure, where = worst.get(kind, (torch.inf, "nothing could be checked"))
         yield bounded(f"{branch} {kind}, {dtype}, {unit}", figure, limit, where)
     yield bounded(f"{branch}, {dtype}, sizes that do not fit on the GPU", len(too_large), 0, "; ".join(too_large))
 
@@ -66,24 +66,24 @@ def _figures(call: KernelCall, branch: str, device: torch.device) -> list[float]
     return [mine / max(its, torch.finfo(torch.float64).tiny) for mine, its in zip(ours, plain, strict=True)]
 
 
-def _choice(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
+def _selection(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
     worst, where = 0.0, ""
     for sizes in _sizes(scope, dtype):
         call = KernelCall(sizes, TORCH_DTYPES[dtype])
         q, k = (x.to(scope.device) for x in (call.q_BSGRK, call.compressed[0]))
         pos, first = (x.to(scope.device) for x in (call.layout.pos_BS, call.layout.first_BS))
         choices = {"with the compressed branch": _with_the_compressed_branch(call, q, k, pos, first)}
-        if dtype == "fp32":  # the module takes the way above; this one differs from it in where its scale comes from
+        if dtype == "fp32":  # the module uses the call above; this one has its own log-sum-exp
             choices["alone"] = BACKENDS[BACKEND].functions.select(q, k, pos, first, **call.choosing)
         for how, idx_BSGN in choices.items():
             error = blocks_error(q, k, pos, first, idx_BSGN, sizes.geometry, call.scale).max().item()
             if not error <= worst:
                 worst, where = error, f"{how}: {sizes}"
-    yield bounded(f"scores of other blocks than the reference's, {dtype}, relative", worst, CHOICE_LIMIT, where)
+    yield bounded(f"scores of other blocks than the reference's, {dtype}, relative", worst, SELECTION_LIMIT, where)
 
 
 def _with_the_compressed_branch(call: KernelCall, q: Tensor, k: Tensor, pos: Tensor, first: Tensor) -> Tensor:
-    """The module's own path: one pass gives the branch's output and the choice."""
+    """As in the module: one pass computes the branch's output and the selection."""
     both = BACKENDS[BACKEND].compressed_and_select
     assert both is not None
     return both(q, k, call.compressed[1].to(q.device), pos, first, **call.choosing)[1]

@@ -1,4 +1,4 @@
-"""What a run of the check leaves, one JSON file and one Markdown file, and whether it may be called a result."""
+"""GPU check report: JSON and Markdown files, and whether they count as a result."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, Measured
 
 SCHEMA = 1
 RESULTS = Path("bench/results")
-ELSEWHERE = Path("artifacts/gpu_check")
+NOT_A_RESULT = Path("artifacts/gpu_check")
 COLUMNS = ("verdict", "subject", "claim", "measured", "at most", "seconds", "note")
 REHEARSAL = "REHEARSAL"
 
@@ -32,7 +32,7 @@ class GpuCheckReport:
     memory: list[MeasuredTable] = field(default_factory=list)
     traces: dict[str, str] = field(default_factory=dict)
 
-    def take(self, result: CheckResult | MeasuredTable) -> None:
+    def add(self, result: CheckResult | MeasuredTable) -> None:
         if isinstance(result, CheckResult):
             self.rows.append(result)
         elif result.kind == "gpu":
@@ -48,7 +48,7 @@ class GpuCheckReport:
         return self.complete and self.count(CheckStatus.HOLDS) > 0 and not self.count(CheckStatus.FAILS)
 
     def flaws(self) -> list[str]:
-        """Why this says nothing final about a GPU; nothing, if it does."""
+        """Why this is not a complete result of a GPU; empty if it is."""
         return flaws(dict(rehearsal=self.rehearsal, only=self.only, complete=self.complete))
 
     def title(self) -> str:
@@ -58,7 +58,7 @@ class GpuCheckReport:
         return f"GPU check: {self.gpu['name'] if self.gpu else 'unknown GPU'}{part}"
 
     def summary(self) -> str:
-        """In one sentence."""
+        """Counts of results and total time, in one line."""
         judged = self.count(CheckStatus.HOLDS) + self.count(CheckStatus.FAILS)
         waiting = self.count(CheckStatus.NEEDS_GPU)
         return (
@@ -74,7 +74,7 @@ class GpuCheckReport:
         return "gpu_" + name.removeprefix("nvidia_").removeprefix("amd_") + ("_incomplete" if self.flaws() else "")
 
     def write(self, folder: Path | None) -> tuple[Path, Path]:
-        folder = folder or (ELSEWHERE if self.flaws() else RESULTS)
+        folder = folder or (NOT_A_RESULT if self.flaws() else RESULTS)
         folder.mkdir(parents=True, exist_ok=True)
         files = folder / f"{self.stem()}.json", folder / f"{self.stem()}.md"
         for file, text in zip(files, (self.to_json(), self.to_markdown()), strict=True):
@@ -125,11 +125,11 @@ def flaws(body: dict[str, Any]) -> list[str]:
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A record that may be quoted: of a real GPU, whole. Anything else is refused."""
+    """Read a complete report of a real GPU; refuse a rehearsal, a selection of subjects or an interrupted run."""
     body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if found := flaws(body):
         raise ConfigError(
-            f"{file} is no result ({'; '.join(found)}): it says nothing final about a GPU. "
+            f"{file} is no result ({'; '.join(found)}): it is not a complete check of a GPU. "
             f"Run nsa gpu-check to its end on one, without --rehearse and --only."
         )
     return body
@@ -138,6 +138,6 @@ def read_result(file: Path) -> dict[str, Any]:
 def refuse_rehearsal_among_results(folder: Path | None) -> None:
     if folder is not None and folder.absolute().parts[-2:] == RESULTS.parts:
         raise ConfigError(
-            f"--out is {folder} and --rehearse was given: results there are of GPUs, and a rehearsal is none. "
-            f"Leave --out away (then {ELSEWHERE} is used) or name another folder."
+            f"--out is {folder} and --rehearse was given: that folder is for results of GPUs. "
+            f"Leave --out out (then {NOT_A_RESULT} is used) or name another folder."
         )

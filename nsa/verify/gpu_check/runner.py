@@ -1,4 +1,4 @@
-"""Runs the checks in a child and goes on after whatever happens to it: an exception, a crash, a hang."""
+"""The GPU checks in order, and their runner: a child process that is restarted after an exception, crash or hang."""
 
 import json
 import os
@@ -8,22 +8,47 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable
+import torch
 
-SILENCE_S = 1800.0  # no check is silent for longer: then it hangs
-_PATIENCE_S = 20.0
-_LAST_WORDS = 300  # characters
+from nsa.errors import ConfigError
+from nsa.verify.gpu_check import autocast, causality, compiled, decode, determinism, environment, parity, speed
+from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable
+from nsa.verify.gpu_check.sizes import CheckSizes, on_gpu, rehearsal
+
+SUBJECTS = {
+    "environment": environment, "parity": parity, "autocast": autocast, "causality": causality,
+    "determinism": determinism, "compile": compiled, "decode": decode, "speed": speed,
+}  # fmt: skip
+
+SILENCE_TIMEOUT_S = 1800.0  # a child without a message for this long hangs
+_EXIT_GRACE_S = 20.0
+_MOST_CHARACTERS = 300
 _MOST_LINES = 40
+
+
+def check_sizes(*, rehearse: bool, full: bool) -> CheckSizes:
+    return rehearsal(full=full) if rehearse else on_gpu(torch.device("cuda"), full=full)
+
+
+def select_checks(scope: CheckSizes, only: Iterable[str] = ()) -> list[GpuCheck]:
+    """The checks of these subjects, or of all, in their order."""
+    wanted = list(only) or list(SUBJECTS)
+    for name in wanted:
+        if name not in SUBJECTS:
+            raise ConfigError(f"--only is {name!r}: there is no such subject. Use one of: {', '.join(SUBJECTS)}.")
+    if "speed" in only and not scope.full:
+        raise ConfigError("--only speed without --full times nothing: the benchmark is what --full adds. Add --full.")
+    return [check for name, module in SUBJECTS.items() if name in wanted for check in module.checks(scope)]
 
 
 @dataclass(frozen=True)
 class GpuCheckRequest:
-    """What the child is to do."""
+    """Options of `nsa gpu-check` that the child needs."""
 
     rehearse: bool = False
     full: bool = False
@@ -32,47 +57,47 @@ class GpuCheckRequest:
 
 @dataclass
 class GpuCheckRunner:
-    asked: GpuCheckRequest
+    request: GpuCheckRequest
     checks: list[GpuCheck]
     environ: Mapping[str, str]
-    """Of the child: whether Triton interprets is decided when it is imported."""
-    silence_s: float = SILENCE_S
+    """Of the child; Triton reads TRITON_INTERPRET when it is imported."""
+    silence_s: float = SILENCE_TIMEOUT_S
     traces: dict[str, str] = field(default_factory=dict)
-    """By check that died: the end of what the child said."""
+    """By check that ended the child: the last lines of its output."""
 
     def run(self) -> Iterator[GpuCheck | CheckResult | MeasuredTable]:
-        """Each check as it begins, then its results; a check that dies yields a row that fails."""
+        """Yield each check as it begins, then its results; a check that ends the child yields a failed result."""
         first = 0
         while first < len(self.checks):
             reached, began = -1, time.monotonic()
-            with tempfile.TemporaryFile() as said:
-                for message in self._messages(first, said):
+            with tempfile.TemporaryFile() as output:
+                for message in self._messages(first, output):
                     if message["kind"] == "begin":
                         reached, began = message["number"], time.monotonic()
                         yield self.checks[reached]
-                    elif message["kind"] == "row":
-                        yield CheckResult(**message["row"] | {"verdict": CheckStatus(message["row"]["verdict"])})
+                    elif message["kind"] == "result":
+                        yield CheckResult(**message["result"] | {"verdict": CheckStatus(message["result"]["verdict"])})
                     elif message["kind"] == "measured":
                         yield MeasuredTable(**message["measured"])
-                    elif message["kind"] == "dead":
+                    elif message["kind"] == "exited":
                         check = self.checks[max(reached, first)]
-                        why = message["why"] or _last_words(said)
-                        self.traces[f"{check.subject}: {check.name}"] = "\n".join(_lines(said)[-_MOST_LINES:])
+                        why = message["why"] or _exception_line(output)
+                        self.traces[f"{check.subject}: {check.name}"] = "\n".join(_lines(output)[-_MOST_LINES:])
                         yield CheckResult(check.name, CheckStatus.FAILS, note=why, subject=check.subject,
                                   seconds=time.monotonic() - began)  # fmt: skip
                     else:
                         return
-            if reached < first:  # it cannot even start, and would not the next time
+            if reached < first:  # the child cannot even start
                 return
             first = reached + 1
 
-    def _messages(self, first: int, said: IO[bytes]) -> Iterator[dict[str, Any]]:
+    def _messages(self, first: int, output: IO[bytes]) -> Iterator[dict[str, Any]]:
         reading, writing = os.pipe()
-        asked = vars(self.asked) | {"to": writing, "first": first}
+        arguments = vars(self.request) | {"to": writing, "first": first}
         child = subprocess.Popen(
-            [sys.executable, "-m", "nsa.verify.gpu_check.worker", json.dumps(asked)],
-            stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=(writing,), env=dict(self.environ),
-            start_new_session=True,  # Ctrl-C reaches the parent, which ends the child after writing down what it has
+            [sys.executable, "-m", "nsa.verify.gpu_check.worker", json.dumps(arguments)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,), env=dict(self.environ),
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
         )  # fmt: skip
         os.close(writing)
         why, left = "", False
@@ -81,37 +106,37 @@ class GpuCheckRunner:
                 waiting = b""
                 while not left:
                     if not select.select([pipe], [], [], self.silence_s)[0]:
-                        why = f"no sign of life for {self.silence_s:.0f} s: it was killed"
+                        why = f"no message for {self.silence_s:.0f} s: killed"
                         break
                     read = pipe.read(1 << 16)
                     left = not read
                     *lines, waiting = (waiting + read).split(b"\n")
                     yield from map(json.loads, lines)
         finally:
-            _end(child, patience_s=_PATIENCE_S if left else 0.0)
+            _end(child, grace_s=_EXIT_GRACE_S if left else 0.0)
         if child.returncode:
             if not why and child.returncode < 0:
                 why = f"the process died of {signal.Signals(-child.returncode).name}"
-            yield {"kind": "dead", "why": why}
+            yield {"kind": "exited", "why": why}
 
 
-def _end(child: "subprocess.Popen[bytes]", patience_s: float) -> None:
-    """The child and whatever it started; one that is about to leave by itself gets a moment."""
+def _end(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    """Kill the child and its process group after a grace period."""
     with suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=patience_s)
+        child.wait(timeout=grace_s)
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
-def _lines(said: IO[bytes]) -> list[str]:
-    said.seek(0)
-    return [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+def _lines(output: IO[bytes]) -> list[str]:
+    output.seek(0)
+    return [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
 
 
-def _last_words(said: IO[bytes]) -> str:
+def _exception_line(output: IO[bytes]) -> str:
     """The exception of the last traceback: its first line that is not indented."""
-    lines = _lines(said)
+    lines = _lines(output)
     begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback")), default=-1)
-    found = next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "it died without a word")
-    return found[:_LAST_WORDS]
+    found = next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "it exited without output")
+    return found[:_MOST_CHARACTERS]

@@ -1,4 +1,4 @@
-"""What is checked: sizes that users have on a GPU, and sizes that an interpreter finishes in seconds."""
+"""Sizes and dtypes of the GPU check: realistic ones for a GPU, tiny ones for a rehearsal in the interpreter."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +47,9 @@ class ModuleSizes:
     length: int
     geometry: Geometry
     cuts: tuple[int, ...]
-    """Tokens from which on the future is changed."""
+    """Positions from which on later tokens are changed."""
     prompt: int
-    """Tokens that a cache takes in at once before they come one by one."""
+    """Tokens of the prefill before decode steps."""
     ragged: tuple[int, ...]
     """Lengths of the rows of a batch that ends token by token."""
 
@@ -69,7 +69,7 @@ class SpeedSizes:
     memory_lengths: tuple[int, ...]
     dtypes: tuple[str, ...]
     backward: tuple[bool, ...]
-    """Forward alone, with backward, or both as figures of their own."""
+    """Forward alone, with backward, or both."""
     budget_s: float
 
 
@@ -78,7 +78,7 @@ class CheckSizes:
     device: torch.device
     full: bool
     kernels: tuple[tuple[KernelSizes, tuple[str, ...]], ...]
-    """Sizes, and the dtypes that each is checked in."""
+    """Sizes and the dtypes to check each in."""
     module: ModuleSizes
     overlapping: Geometry
     """Blocks that overlap more than twice: their gradients are sums of more than two terms."""
@@ -135,14 +135,14 @@ def rehearsal(*, full: bool) -> CheckSizes:
 
 
 def attention(scope: CheckSizes, dtype: torch.dtype, kind: type[NSAAttention] = NSAAttention, **changes: Any) -> Any:
-    """The module on the device with our kernels in every branch; the same weights whichever device it is."""
+    """The module on the device with the Triton kernels in every branch; the same weights on every device."""
     m = scope.module
     torch.manual_seed(0)
     sizes = vars(m.geometry) | changes
     module = kind(m.dim, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, **sizes, kernels=BackendRequest(*[BACKEND] * 4))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.startswith(("w_q", "w_k", "w_v")):  # scores that differ, so that the choice is one
+            if name.startswith(("w_q", "w_k", "w_v")):  # spread scores, so that selection is not a tie
                 parameter.mul_(1.5 / (0.02 * m.dim**0.5))
     return module.to(scope.device, dtype)
 

@@ -1,4 +1,4 @@
-"""The benchmark of the attention on the GPU: judged, timed beside dense, with what the roofline model foretold."""
+"""Speed check: attention, decode and memory on the GPU, beside dense attention and the modelled time."""
 
 import json
 import re
@@ -9,10 +9,9 @@ from pathlib import Path
 
 from nsa.bench import report
 from nsa.bench.case import BenchTask
-from nsa.bench.device import describe_device
-from nsa.bench.implementations import contenders
-from nsa.bench.machine import available_cores, pinned
-from nsa.bench.measurement import BenchMeasurement, chosen_contenders, measure
+from nsa.bench.implementations import all_implementations
+from nsa.bench.machine import available_cores, describe_device, pinned
+from nsa.bench.measurement import BenchMeasurement, choose_implementations, measure
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks, measure_peaks
 from nsa.bench.shapes import SHAPES, spell
@@ -33,17 +32,17 @@ def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
         for length in s.lengths:
             for backward in s.backward:
                 task = BenchTask("attention", s.shape, length, dtype, backward, device=device)
-                yield GpuCheck("speed", _spelled(task), partial(_figure, scope, task))
+                yield GpuCheck("speed", _describe(task), partial(_measure, scope, task))
     for dtype in s.dtypes:
         for length in s.decode_lengths:
             task = BenchTask("decode", s.shape, length, dtype, device=device)
-            yield GpuCheck("speed", _spelled(task), partial(_figure, scope, task))
+            yield GpuCheck("speed", _describe(task), partial(_measure, scope, task))
     for length in s.memory_lengths:
         task = BenchTask("attention", s.shape, length, s.dtypes[0], True, device=device)
-        yield GpuCheck("speed", f"memory, {_spelled(task)}", partial(_memory, scope, task))
+        yield GpuCheck("speed", f"memory, {_describe(task)}", partial(_memory, scope, task))
 
 
-def _spelled(task: BenchTask) -> str:
+def _describe(task: BenchTask) -> str:
     return f"{task.op}{' fwd+bwd' * task.backward}, {task.dtype}, {spell(task.length)}"
 
 
@@ -59,48 +58,48 @@ def _peaks(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
     yield MeasuredTable(asdict(peaks), [], [line], "peaks")
 
 
-def _figure(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
+def _measure(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
     threads = len(available_cores())
     peaks = _measured_peaks(scope) if scope.is_gpu else None
     with pinned(threads):
-        figure = measure(
-            task, chosen_contenders([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
-            budget_s=scope.speed.budget_s, peaks=peaks, say=lambda text: None,
+        measurement = measure(
+            task, choose_implementations([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
+            budget_s=scope.speed.budget_s, peaks=peaks, log=lambda text: None,
         )  # fmt: skip
     model = modelled(task, describe_device(scope.device)["name"]) if scope.is_gpu else None
-    record = figure.to_json() | {"modelled": model}
-    rows = [(*row, _beside(model) if row[3] == BACKEND else "") for row in report.rows(figure)]
-    yield MeasuredTable(record, rows, report.notes(figure))
-    yield _judged(figure, model, scope)
+    record = measurement.to_json() | {"modelled": model}
+    rows = [(*row, _modelled_cell(model) if row[3] == BACKEND else "") for row in report.rows(measurement)]
+    yield MeasuredTable(record, rows, report.notes(measurement))
+    yield _result(measurement, model, scope)
 
 
-def _judged(figure: BenchMeasurement, model: dict[str, float] | None, scope: CheckSizes) -> CheckResult:
-    """A speed is no claim: what must hold is that it is the speed of a right answer."""
-    ours = next(entry for entry in figure.entries if entry.name == BACKEND)
-    claim = f"{_spelled(figure.task)}, × dense"
+def _result(measurement: BenchMeasurement, model: dict[str, float] | None, scope: CheckSizes) -> CheckResult:
+    """Holds if the timed implementation is correct; the ratio itself has no limit."""
+    ours = next(entry for entry in measurement.entries if entry.name == BACKEND)
+    claim = f"{_describe(measurement.task)}, × dense"
     if ours.absent or not ours.agreement.agrees:
         return CheckResult(claim, CheckStatus.FAILS, None, None, ours.absent or ours.agreement.reason)
     if not scope.is_gpu:
         return CheckResult(
-            claim, CheckStatus.HOLDS, None, None, "the answer is right; interpreted kernels have no speed"
+            claim, CheckStatus.HOLDS, None, None, "the output is correct; interpreted kernels are not timed"
         )
     took = report.seconds(ours.time_s.median) if ours.time_s else "–"
-    foretold = f"modelled {_beside(model)}" if model else "not modelled"
+    prediction = f"modelled {_modelled_cell(model)}" if model else "not modelled"
     ratio = ours.ratio.median if ours.ratio else None
-    return CheckResult(claim, CheckStatus.HOLDS, ratio, None, "; ".join(filter(None, (took, foretold, ours.refused))))
+    return CheckResult(claim, CheckStatus.HOLDS, ratio, None, "; ".join(filter(None, (took, prediction, ours.refused))))
 
 
-def _beside(model: dict[str, float] | None) -> str:
+def _modelled_cell(model: dict[str, float] | None) -> str:
     return f"{report.seconds(model['seconds'])}, {model['ratio']:.2f}×" if model else "–"
 
 
 def _memory(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
     measured = measure_memory(
-        contenders()[BACKEND], task, scope.speed.shape_name, threads=len(available_cores()),
+        all_implementations()[BACKEND], task, scope.speed.shape_name, threads=len(available_cores()),
         timeout_s=_MEMORY_TIMEOUT_S,
     )  # fmt: skip
     yield MeasuredTable(measured, [report.memory_row(measured)], [], "memory")
-    claim = f"memory above the inputs, {_spelled(task)}, MiB"
+    claim = f"memory above the inputs, {_describe(task)}, MiB"
     verdict = CheckStatus.FAILS if measured["absent"] else CheckStatus.HOLDS
     yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
 
