@@ -1,4 +1,4 @@
-"""`nsa drill`: play every fault against this installation and print what its safety net did."""
+"""`nsa drill`: checks that this installation detects each fault and recovers."""
 
 import json
 import os
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from nsa.drill.result import DrillResult
 
 _WIDTH = 170  # of a table that goes to a file
-_ONLY = "Play this scenario (may be repeated); `--list` names them."
+_ONLY = "Run only this scenario (may be repeated); `--list` names them."
 
 
 def drill(
     only: list[str] = typer.Option(None, "--only", metavar="NAME", help=_ONLY),
-    keep: Path = typer.Option(None, "--keep", metavar="DIR", help="New folder for everything that the runs leave."),
-    as_json: bool = typer.Option(False, "--json", help="Print rows as JSON; progress goes to stderr."),
+    keep: Path = typer.Option(None, "--keep", metavar="DIR", help="New folder in which to keep the runs."),
+    as_json: bool = typer.Option(False, "--json", help="Print results as JSON; progress goes to stderr."),
     jobs: int = typer.Option(None, "--jobs", min=1, help="Scenarios at a time (default: 2, on one core 1)."),
-    list_only: bool = typer.Option(False, "--list", help="Name the scenarios and exit."),
+    list_only: bool = typer.Option(False, "--list", help="List the scenarios and exit."),
 ) -> None:
-    """Prove that the safety net works here: real runs of a tiny model, real faults, what found each and what was left.
+    """Check that this installation detects each fault and recovers: real runs of a tiny model, real faults.
 
-    Exit 0 only if every demand of every row holds; else 1, and what the runs left is kept. Needs no GPU.
+    Prints what detected each fault, what was left behind and whether the run resumed. Exit code 0 if every requirement
+    of every scenario holds; else 1, and the run folders are kept. Needs no GPU.
 
     **Example:** `nsa drill --only killed_rank --only full_disk --keep artifacts/drill`
     """
@@ -53,7 +54,7 @@ def drill(
     console = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     began, rows = time.monotonic(), {}
     with polite_end():
-        for name, row in _play(names, folder, jobs or min(2, len(os.sched_getaffinity(0))), console):
+        for name, row in _run(names, folder, jobs or min(2, len(os.sched_getaffinity(0))), console):
             rows[name] = row
     ordered = [rows[name] for name in names]
     if as_json:
@@ -70,7 +71,7 @@ def drill(
     if keep is None and not bad:
         shutil.rmtree(folder)
     else:
-        console.print(f"what the runs left: {folder}")
+        console.print(f"runs kept in {folder}")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -79,22 +80,22 @@ def _folder(keep: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="nsa-drill-"))
     require_writable_folder(keep)
     if keep.exists() and any(keep.iterdir()):
-        raise ConfigError(f"--keep {keep} is not empty: the drill's runs need folders of their own. Name a new one.")
+        raise ConfigError(f"--keep {keep} is not empty: the drill needs an empty folder. Name a new one.")
     keep.mkdir(parents=True, exist_ok=True)
     return keep.absolute()
 
 
-def _play(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iterator[tuple[str, DrillResult]]":
-    """Tell of each row as it is finished; on a terminal the table grows below."""
+def _run(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iterator[tuple[str, DrillResult]]":
+    """Print each result when it is ready; on a terminal the table grows below."""
     from rich.live import Live
 
     from nsa.drill.suite import SCENARIOS, DrillSuite
 
     done: dict[str, DrillResult] = {}
-    with DrillSuite(folder, jobs) as playing, Live(console=console, transient=True, auto_refresh=False) as live:
+    with DrillSuite(folder, jobs) as suite, Live(console=console, transient=True, auto_refresh=False) as live:
         if not console.is_terminal:
             console.print(f"{len(names)} scenarios, {jobs} at a time, in {folder}")
-        for name, row in playing.play(names):
+        for name, row in suite.run(names):
             done[name] = row
             if console.is_terminal:
                 rows = [done.get(other) or SCENARIOS[other].title for other in names]

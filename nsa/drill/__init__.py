@@ -1,1 +1,1 @@
-"""The fault drill: real runs, real faults, and a table of what the safety net of this installation did about each."""
+"""Fault drill (`nsa drill`): injects faults into real runs and checks that each is detected and the run resumes."""

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read as an operator would: files and processes, never the run's own memory."""
+"""Reads a run folder's artifacts for the drill: heartbeat, events, checkpoints, stack dumps, weights."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from nsa.observe import names
 from nsa.observe.events import EventKind, RunEvent, read_events
 from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 
-Story = dict[int, tuple[float | None, float | None]]
+StepHistory = dict[int, tuple[float | None, float | None]]
 
 
 def beats(folder: Path, rank: int = 0, msg: str = names.PROGRESS) -> list[HeartbeatRecord]:
@@ -21,8 +21,8 @@ def last_beat_at(folder: Path, rank: int = 0) -> float:
 
 
 def last_step(folder: Path, rank: int = 0) -> int:
-    told = beats(folder, rank)
-    return told[-1].step if told else 0
+    records = beats(folder, rank)
+    return records[-1].step if records else 0
 
 
 def events(folder: Path, kind: EventKind) -> list[RunEvent]:
@@ -30,14 +30,14 @@ def events(folder: Path, kind: EventKind) -> list[RunEvent]:
 
 
 def launcher_verdicts(folder: Path) -> list[RunEvent]:
-    """What the launcher wrote down about lives that ended."""
+    """The launcher's events about processes that exited."""
     return [event for event in read_events(folder) if "launcher" in event.details]
 
 
 def findings(folder: Path) -> list[RunEvent]:
-    """What the watchdog found, in the order in which it did."""
-    told = [event for event in read_events(folder) if event.kind in (EventKind.FINDING, EventKind.STALL)]
-    return [event for event in told if not event.details.get("over")]
+    """The watchdog's findings in order."""
+    found = [event for event in read_events(folder) if event.kind in (EventKind.FINDING, EventKind.STALL)]
+    return [event for event in found if not event.details.get("over")]
 
 
 def found(folder: Path, *conditions: str) -> list[RunEvent]:
@@ -45,13 +45,13 @@ def found(folder: Path, *conditions: str) -> list[RunEvent]:
 
 
 def anomaly(folder: Path) -> str:
-    """What the watchdog wrote into `.anomaly_type`; empty without one."""
+    """Content of `.anomaly_type`; empty without one."""
     path = folder / names.ANOMALY
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def stack_dumps(folder: Path) -> dict[str, str]:
-    """File name → stacks, of the dumps that say something."""
+    """File name → stacks, of the dumps that are not empty."""
     texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in folder.glob(names.STACKDUMPS)}
     return {name: text for name, text in texts.items() if text}
 
@@ -61,17 +61,17 @@ def checkpoints(folder: Path) -> CheckpointFolder:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Checkpoints that are whole; nothing is hashed."""
+    """Steps of complete checkpoints; hashes are not checked."""
     return checkpoints(folder).committed_steps()
 
 
 def newest_good_step(folder: Path) -> int | None:
-    """Every file of it compared with its hash."""
+    """Step of the newest checkpoint whose files all match their hashes."""
     return checkpoints(folder).find_resumable().step
 
 
-def story(folder: Path) -> Story:
-    """Loss and gradient norm of every step, as the last process that did it told them."""
+def step_history(folder: Path) -> StepHistory:
+    """Loss and gradient norm of every step, from the last process that logged it."""
     return {beat.step: (beat.loss, beat.grad_norm) for beat in beats(folder)}
 
 
@@ -82,12 +82,12 @@ def finite_weights(folder: Path) -> bool:
     return all(bool(np.isfinite(values).all()) for values in load_file(folder / names.MODEL_SAFETENSORS).values())
 
 
-def same_end(folder: Path, calm: Path) -> bool:
-    """Whether two runs told the same losses and ended with the same weights, bit for bit."""
+def same_end(folder: Path, other: Path) -> bool:
+    """Whether two runs logged the same losses and have bitwise equal final weights."""
     from safetensors.numpy import load_file
 
-    ours, theirs = (load_file(path / names.MODEL_SAFETENSORS) for path in (folder, calm))
+    ours, theirs = (load_file(path / names.MODEL_SAFETENSORS) for path in (folder, other))
     same_weights = ours.keys() == theirs.keys() and all(
         ours[name].tobytes() == theirs[name].tobytes() and ours[name].shape == theirs[name].shape for name in theirs
     )
-    return bool(theirs) and same_weights and story(folder) == story(calm)
+    return bool(theirs) and same_weights and step_history(folder) == step_history(other)

@@ -1,4 +1,4 @@
-"""Made-up text for the drill's runs, the same each time, in the forms that runs read."""
+"""Synthetic text for the drill's runs, as JSONL and parquet files; deterministic."""
 
 import json
 import random
@@ -19,7 +19,7 @@ def write_jsonl(path: Path, count: int) -> None:
 
 
 def write_parquet(path: Path, count: int) -> None:
-    """Four documents per row group, which is what one fetch brings: it lasts for a few steps only."""
+    """Four documents per row group, so that one fetch is enough for a few steps only."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""A data server on the loopback that can be made to hang: it accepts a request and never answers."""
+"""HTTP data server on localhost that can hang: it accepts requests and does not answer."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,7 +37,7 @@ class DataServer:
             daemon_threads = True
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """A client that hung up while it waited is what this server is for."""
+                """Ignore clients that disconnected while they waited."""
 
         self._server = HangingServer(("127.0.0.1", 0), HangingHandler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -59,8 +59,8 @@ class DataServer:
         self._server.server_close()
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        size, asked = len(self._content), request.headers.get("Range", "bytes=0-")
-        first_word, _, last_word = asked.removeprefix("bytes=").partition("-")
+        size, requested = len(self._content), request.headers.get("Range", "bytes=0-")
+        first_word, _, last_word = requested.removeprefix("bytes=").partition("-")
         first = int(first_word) if first_word else max(0, size - int(last_word))
         last = min(int(last_word), size - 1) if first_word and last_word else size - 1
         body = self._content[first : last + 1]

@@ -1,6 +1,6 @@
-"""Ranks with a fault in them: `python -m nsa.drill.faulty_rank train|launch FAULT NPROC CONFIG KEY=VALUE …`.
+"""`nsa train` or `nsa launch` with an injected fault; the only entry point that injects one.
 
-What `nsa train` and `nsa launch` do, with a fault planted first. It is the only way to plant one.
+python -m nsa.drill.faulty_rank train|launch FAULT NPROC CONFIG KEY=VALUE …
 """
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nsa.config import load
 from nsa.config.schema import RunConfig
-from nsa.drill.fault import PlantedFault
+from nsa.drill.inject import PlantedFault
 from nsa.errors import NSAError
 
 _MODULE = "nsa.drill.faulty_rank"
@@ -19,10 +19,10 @@ def _config(words: list[str]) -> RunConfig:
 
 
 def _train(fault: str, words: list[str], *, resume: bool) -> int:
-    from nsa.drill.inject import plant
+    from nsa.drill.inject import inject
     from nsa.train.run import train
 
-    plant(PlantedFault.from_json(fault))
+    inject(PlantedFault.from_json(fault))
     return train(_config(words), resume=resume)
 
 
@@ -33,21 +33,21 @@ def _launch(fault: str, nproc: int, words: list[str]) -> int:
         return [sys.executable, "-m", _MODULE, "resume" if again else "train", fault, "1", *words]
 
     plan = LaunchSettings(program=program, run_folder=Path(_config(words).train.out_dir), nproc=nproc)
-    return launch(plan, lambda text: _say(f"launch: {text}"))
+    return launch(plan, lambda text: _log(f"launch: {text}"))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
 def main(arguments: list[str]) -> int:
-    act, fault, nproc, *words = arguments
+    command, fault, nproc, *words = arguments
     try:
-        if act == "launch":
+        if command == "launch":
             return _launch(fault, int(nproc), words)
-        return _train(fault, words, resume=act == "resume")
+        return _train(fault, words, resume=command == "resume")
     except NSAError as error:
-        _say(f"{type(error).__name__}: {error}")
+        _log(f"{type(error).__name__}: {error}")
         return error.exit_code
 
 

@@ -1,35 +1,75 @@
-"""Faults that only arise inside a rank. They are planted by the drill's own entry point (`nsa.drill.faulty_rank`).
+"""Fault injection inside a rank: NaN gradients, collapsed gates, a slow rank, uneven data loading.
 
-A run started by `nsa train` or `nsa launch` never imports this module: training has no hook, no setting and no
-variable that could make it fail on purpose.
+Only the drill's entry point (`nsa.drill.faulty_rank`) injects a fault. `nsa train` and `nsa launch` never import this
+module: training has no hook, setting or variable that could make it fail on purpose. torch and the engine are imported
+where a fault is injected, since the process that describes a fault does not need them.
 """
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-from nsa.core.gates import BranchGates
-from nsa.drill.fault import FaultKind, PlantedFault
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
-from nsa.train.engine.data_loader import RowLoader
-from nsa.train.engine.mixer import NSAMixer
+    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
+    from nsa.train.engine.data_loader import RowLoader
 
 
-def plant(fault: PlantedFault) -> None:
-    """For the rest of this process, if it is the rank that the fault is for."""
+class FaultKind(StrEnum):
+    NAN_GRADIENT = "nan_gradient"
+    GATE_COLLAPSE = "gate_collapse"
+    SLOW_RANK = "slow_rank"
+    BENIGN_NOISE = "benign_noise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedFault:
+    """A fault to start a rank with. Passed as JSON on a command line."""
+
+    kind: FaultKind
+    marker: str
+    """File that is written, with the time in it, when the fault first takes effect."""
+    first_batch: int = 0
+    """First affected batch of the process, counted from 0; all later ones are affected too."""
+    also: tuple[int, ...] = ()
+    """Single affected batches before that."""
+    rank: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "PlantedFault":
+        values = json.loads(text)
+        return cls(**{**values, "kind": FaultKind(values["kind"]), "also": tuple(values["also"])})
+
+    def hits(self, batch: int) -> bool:
+        return batch >= self.first_batch or batch in self.also
+
+    def mark(self) -> None:
+        if not Path(self.marker).exists():
+            Path(self.marker).write_text(repr(time.time()), encoding="utf-8")
+
+
+def inject(fault: PlantedFault) -> None:
+    """Inject the fault into this process, if it is the rank that the fault is for."""
+    from nsa.train.distributed import RankInfo
+
     if RankInfo.from_environment().rank == fault.rank:
-        _PLANTS[fault.kind](fault)
+        _INJECTORS[fault.kind](fault)
 
 
 def _nan_gradient(fault: PlantedFault) -> None:
-    """One value of one gradient, after the backward pass: nothing in the loss shows it."""
+    """Set one value of one gradient to NaN after the backward pass; the loss stays finite."""
 
-    def after(module: StepSkippingTrainModule) -> None:
+    def after(module: "StepSkippingTrainModule") -> None:
         gradient = next(p.grad for p in module.model.parameters() if p.grad is not None)
         gradient.flatten()[0] = float("nan")
 
@@ -37,10 +77,13 @@ def _nan_gradient(fault: PlantedFault) -> None:
 
 
 def _gate_collapse(fault: PlantedFault) -> None:
-    """Every gate takes the first branch, whatever it sees."""
+    """Every gate takes the first branch for every input."""
+    import torch
+
+    from nsa.core.gates import BranchGates
 
     @torch.no_grad()
-    def before(module: StepSkippingTrainModule) -> None:
+    def before(module: "StepSkippingTrainModule") -> None:
         for gates in module.model.modules():
             if isinstance(gates, BranchGates):
                 gates.proj.weight.zero_()
@@ -50,10 +93,12 @@ def _gate_collapse(fault: PlantedFault) -> None:
 
 
 def _slow_rank(fault: PlantedFault) -> None:
-    """The rank's own computing takes longer; what it sends and receives does not."""
+    """The rank's computation takes longer; its communication does not."""
+    from nsa.train.engine.mixer import NSAMixer
+
     forward = NSAMixer.forward
 
-    def slowed(mixer: nn.Module, x_BSD: Tensor, **more: Any) -> Tensor:
+    def slowed(mixer: "nn.Module", x_BSD: "Tensor", **more: Any) -> "Tensor":
         fault.mark()
         time.sleep(fault.seconds)
         return forward(mixer, x_BSD, **more)  # type: ignore[arg-type]
@@ -62,11 +107,13 @@ def _slow_rank(fault: PlantedFault) -> None:
 
 
 def _benign_noise(fault: PlantedFault) -> None:
-    """What healthy machines do: steps of uneven length, now and then a batch that takes up to `seconds` to come."""
+    """Variation of a healthy machine: steps of uneven length, now and then a batch that takes up to `seconds`."""
+    from nsa.train.engine.data_loader import RowLoader
+
     chance = random.Random(7)
     read = RowLoader._read
 
-    def uneven(loader: RowLoader) -> Iterator[Any]:
+    def uneven(loader: "RowLoader") -> Iterator[Any]:
         for number, pair in enumerate(read(loader)):
             if number % 60 == 59:
                 time.sleep(chance.uniform(0.3, 1.0) * fault.seconds)
@@ -76,7 +123,7 @@ def _benign_noise(fault: PlantedFault) -> None:
     _around_batches(fault, before=lambda module: time.sleep(chance.uniform(0.0, 0.02)))
 
 
-_PLANTS: dict[FaultKind, Callable[[PlantedFault], None]] = {
+_INJECTORS: dict[FaultKind, Callable[[PlantedFault], None]] = {
     FaultKind.NAN_GRADIENT: _nan_gradient,
     FaultKind.GATE_COLLAPSE: _gate_collapse,
     FaultKind.SLOW_RANK: _slow_rank,
@@ -86,9 +133,11 @@ _PLANTS: dict[FaultKind, Callable[[PlantedFault], None]] = {
 
 def _around_batches(
     fault: PlantedFault,
-    before: Callable[[StepSkippingTrainModule], None] = lambda module: None,
-    after: Callable[[StepSkippingTrainModule], None] = lambda module: None,
+    before: "Callable[[StepSkippingTrainModule], None]" = lambda module: None,
+    after: "Callable[[StepSkippingTrainModule], None]" = lambda module: None,
 ) -> None:
+    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
+
     train_batch, taken = StepSkippingTrainModule.train_batch, 0
 
     def faulty(module: StepSkippingTrainModule, batch: dict[str, Any], dry_run: bool = False) -> None:

@@ -1,20 +1,20 @@
-"""One row of the table: what a fault did, what was demanded, and whether it was so."""
+"""Result of one drill scenario: what detected the fault, what was left behind, which requirements failed."""
 
 from dataclasses import dataclass, field
 
 
 class NotObserved(Exception):
-    """Something that had to happen did not, so the rest of the scenario has no meaning."""
+    """Something that had to happen did not; the scenario ends."""
 
 
 @dataclass
 class DrillResult:
-    """Filled in while a scenario is played; `unmet` lists every demand that did not hold."""
+    """Filled in while a scenario runs; `unmet` lists every requirement that failed."""
 
     fault: str
     detected_by: str = ""
     after_s: float | None = None
-    """From the fault to the record that tells of it."""
+    """Seconds from the fault to the record that reports it."""
     left_behind: str = ""
     resumed: str = ""
     unmet: list[str] = field(default_factory=list)
@@ -24,13 +24,13 @@ class DrillResult:
     def holds(self) -> bool:
         return not self.unmet
 
-    def demand(self, holds: object, otherwise: str) -> None:
+    def require(self, holds: object, otherwise: str) -> None:
         if not holds:
             self.unmet.append(otherwise)
 
-    def demand_equal(self, what: str, found: object, wanted: object) -> None:
-        self.demand(found == wanted, f"{what} is {found!r}, not {wanted!r}")
+    def require_equal(self, what: str, found: object, wanted: object) -> None:
+        self.require(found == wanted, f"{what} is {found!r}, not {wanted!r}")
 
     def detected(self, by: str, after_s: float, *, within_s: float) -> None:
         self.detected_by, self.after_s = by, after_s
-        self.demand(0 <= after_s <= within_s, f"found after {after_s:.1f} s, not within {within_s:.1f} s")
+        self.require(0 <= after_s <= within_s, f"found after {after_s:.1f} s, not within {within_s:.1f} s")

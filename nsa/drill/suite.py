@@ -1,4 +1,4 @@
-"""The drill's programme: which faults, in which order, and how they are played."""
+"""The drill's scenarios in order, and the suite that runs them in parallel."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from nsa.errors import ConfigError
 @dataclass(frozen=True)
 class DrillScenario:
     title: str
-    play: Callable[[DrillHarness, DrillResult], None]
+    run: Callable[[DrillHarness, DrillResult], None]
 
 
 SCENARIOS = {
@@ -36,7 +36,7 @@ SCENARIOS = {
 
 
 def choose(wanted: Iterable[str]) -> list[str]:
-    """The scenarios asked for, in the programme's order; all of them if none is named."""
+    """The requested scenarios in the suite's order; all if none is named."""
     names = list(wanted)
     if unknown := [name for name in names if name not in SCENARIOS]:
         raise ConfigError(f"--only {unknown[0]}: there is no such scenario. Choose among {', '.join(SCENARIOS)}.")
@@ -44,32 +44,32 @@ def choose(wanted: Iterable[str]) -> list[str]:
 
 
 class DrillSuite:
-    """`jobs` scenarios are played at a time. Leaving the block ends every process that was started in it."""
+    """Runs `jobs` scenarios at a time. Leaving the block ends every process that it started."""
 
     def __init__(self, folder: Path, jobs: int) -> None:
-        self._folder, self._curtain = folder, threading.Event()
-        self._calm = UndisturbedRuns(folder / "calm", self._curtain)
+        self._folder, self._stop_event = folder, threading.Event()
+        self._undisturbed = UndisturbedRuns(folder / "calm", self._stop_event)
         self._pool = ThreadPoolExecutor(jobs)
 
     def __enter__(self) -> "DrillSuite":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._curtain.set()
+        self._stop_event.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def play(self, names: Iterable[str]) -> Iterator[tuple[str, DrillResult]]:
-        """Rows in the order in which they are finished."""
-        playing = {self._pool.submit(self._play, name): name for name in names}
-        for future in as_completed(playing):
-            yield playing[future], future.result()
+    def run(self, names: Iterable[str]) -> Iterator[tuple[str, DrillResult]]:
+        """Yield results in the order in which scenarios finish."""
+        running = {self._pool.submit(self._run, name): name for name in names}
+        for future in as_completed(running):
+            yield running[future], future.result()
 
-    def _play(self, name: str) -> DrillResult:
-        scenario, row, began = SCENARIOS[name], DrillResult(SCENARIOS[name].title), time.monotonic()
+    def _run(self, name: str) -> DrillResult:
+        scenario, result, began = SCENARIOS[name], DrillResult(SCENARIOS[name].title), time.monotonic()
         try:
-            with DrillHarness(self._folder / name, self._curtain, self._calm) as stage:
-                scenario.play(stage, row)
+            with DrillHarness(self._folder / name, self._stop_event, self._undisturbed) as harness:
+                scenario.run(harness, result)
         except (NotObserved, OSError) as problem:
-            row.unmet.append(str(problem))
-        row.took_s = time.monotonic() - began
-        return row
+            result.unmet.append(str(problem))
+        result.took_s = time.monotonic() - began
+        return result

@@ -1,4 +1,4 @@
-"""The drill as an operator runs it: two scenarios by default, all of them when slow tests are asked for."""
+"""`nsa drill` as a command: two scenarios by default, all of them with -m slow."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_a_killed_trainer_and_a_full_disk(tmp_path):
     killed, full = rows
     assert killed["detected_by"] == "watchdog: process_gone"
     assert killed["after_s"] >= 2
-    assert "bits of the calm run" in killed["resumed"]
+    assert "bitwise equal" in killed["resumed"]
     assert full["left_behind"].startswith("exit 22, verified checkpoint")
     assert {"calm", "full_disk", "killed_trainer"} == {path.name for path in keep.iterdir()}
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(keep) in line]

@@ -1,4 +1,4 @@
-"""A drill that could not fail would prove nothing: every kind of trouble must end in a row that says so."""
+"""The drill itself: every kind of failure must end in a result that does not hold."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ from nsa.cli.main import app
 from nsa.config.env import without_settings
 from nsa.drill import artifacts, suite
 from nsa.drill.data_server import DataServer
-from nsa.drill.fault import FaultKind, PlantedFault
 from nsa.drill.harness import DrillHarness, DrillProcess
+from nsa.drill.inject import FaultKind, PlantedFault
 from nsa.drill.result import DrillResult, NotObserved
 from nsa.drill.suite import DrillScenario, DrillSuite, choose
 from nsa.errors import ConfigError
@@ -27,39 +27,39 @@ from nsa.observe import names
 from nsa.observe.heartbeat import HeartbeatRecord
 
 
-def good(stage, row):
-    row.detected("a test", 1.0, within_s=2.0)
+def good(harness, result):
+    result.detected("a test", 1.0, within_s=2.0)
 
 
-def too_late(stage, row):
-    row.detected("a test", 3.0, within_s=2.0)
+def too_late(harness, result):
+    result.detected("a test", 3.0, within_s=2.0)
 
 
-def unmet(stage, row):
-    row.demand_equal("exit code", 1, 22)
+def unmet(harness, result):
+    result.require_equal("exit code", 1, 22)
 
 
-def never(stage, row):
-    stage.wait_for("the end of the world", lambda: False, stage.start("nsa.cli", "--version"))
+def never(harness, result):
+    harness.wait_for("the end of the world", lambda: False, harness.start("nsa.cli", "--version"))
 
 
-def vanished(stage, row):
+def vanished(harness, result):
     raise ProcessLookupError("no such process")
 
 
 @pytest.fixture
 def scenarios(monkeypatch):
-    known = {play.__name__: DrillScenario(play.__name__, play) for play in (good, too_late, unmet, never, vanished)}
+    known = {run.__name__: DrillScenario(run.__name__, run) for run in (good, too_late, unmet, never, vanished)}
     monkeypatch.setattr(suite, "SCENARIOS", known)
 
 
 def test_every_kind_of_trouble_is_a_row_that_does_not_hold(scenarios, tmp_path):
     with DrillSuite(tmp_path, jobs=2) as drill:
-        rows = dict(drill.play(choose([])))
+        rows = dict(drill.run(choose([])))
     assert {name for name, row in rows.items() if row.holds} == {"good"}
     assert rows["too_late"].unmet == ["found after 3.0 s, not within 2.0 s"]
     assert rows["unmet"].unmet == ["exit code is 1, not 22"]
-    assert rows["never"].unmet[0].startswith("0---version ended with 0 before the end of the world: nsa ")
+    assert rows["never"].unmet[0].startswith("0---version exited with 0 before the end of the world: nsa ")
 
 
 @pytest.mark.parametrize(("only", "code"), [("good", 0), ("unmet", 1)])
@@ -72,28 +72,28 @@ def test_the_exit_code_and_what_is_kept(scenarios, monkeypatch, tmp_path, only, 
 
 
 def test_an_unknown_scenario_is_refused():
-    with pytest.raises(ConfigError, match="--only earthquake: there is no such scenario"):
+    with pytest.raises(ConfigError, match="--only earthquake"):
         choose(["sigterm", "earthquake"])
 
 
-def test_scenarios_keep_the_order_of_the_programme():
+def test_scenarios_keep_the_order_of_the_suite():
     assert choose(["sigterm", "nan_gradient"]) == ["nan_gradient", "sigterm"]
 
 
-def test_leaving_the_stage_ends_its_processes(tmp_path):
-    with DrillHarness(tmp_path, threading.Event()) as stage:
-        process = stage.start("http.server", "--bind", "127.0.0.1", "0")
+def test_leaving_the_harness_ends_its_processes(tmp_path):
+    with DrillHarness(tmp_path, threading.Event()) as harness:
+        process = harness.start("http.server", "--bind", "127.0.0.1", "0")
         assert process.running
     assert not process.running
 
 
-def test_a_fallen_curtain_ends_every_wait(tmp_path):
-    curtain = threading.Event()
-    threading.Timer(0.2, curtain.set).start()
-    process = DrillProcess(["http.server", "--bind", "127.0.0.1", "0"], tmp_path / "log", curtain)
+def test_a_stop_event_ends_every_wait(tmp_path):
+    stop_event = threading.Event()
+    threading.Timer(0.2, stop_event.set).start()
+    process = DrillProcess(["http.server", "--bind", "127.0.0.1", "0"], tmp_path / "log", stop_event)
     began = time.monotonic()
-    with pytest.raises(NotObserved, match="broken off"):
-        process.end()
+    with pytest.raises(NotObserved, match="stopped"):
+        process.wait()
     assert time.monotonic() - began < 5
     process.kill()
 
@@ -141,28 +141,28 @@ def test_a_killed_drill_takes_its_runs_along(tmp_path):
     wait_until(lambda: not processes_with(str(keep)), f"still there: {processes_with(str(keep))}", 20)
 
 
-def test_leaving_the_stage_ends_what_a_killed_process_has_started(tmp_path):
+def test_leaving_the_harness_ends_what_a_killed_process_has_started(tmp_path):
     child = f"import subprocess, sys; subprocess.Popen(['sleep', '600.{os.getpid()}'])"
-    with DrillHarness(tmp_path, threading.Event()) as stage:
-        process = stage.start("timeit", "-n1", "-s", child, "import time; time.sleep(600)")
+    with DrillHarness(tmp_path, threading.Event()) as harness:
+        process = harness.start("timeit", "-n1", "-s", child, "import time; time.sleep(600)")
         wait_until(lambda: processes_with(f"sleep\x00600.{os.getpid()}"), "no child")
         process.send(signal.SIGKILL)
-        assert process.end() == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     wait_until(lambda: not processes_with(f"sleep\x00600.{os.getpid()}"), "the child lives on", 10)
 
 
 def test_a_watchdog_watches_before_anything_is_broken(tmp_path):
-    with DrillHarness(tmp_path, threading.Event()) as stage:
-        stage.watch()
-        assert "watching" in (stage.run / names.HEALTH_LOG).read_text()
+    with DrillHarness(tmp_path, threading.Event()) as harness:
+        harness.watch()
+        assert "watching" in (harness.run_folder / names.HEALTH_LOG).read_text()
 
 
 def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
     """A slow machine is no fault: what is waited for is over when nothing has moved for a while."""
-    monkeypatch.setattr("nsa.drill.harness.PATIENCE_S", 0.6)
-    with DrillHarness(tmp_path, threading.Event()) as stage:
-        stage.run.mkdir()
-        beats, looks = stage.run / names.heartbeat(0), []
+    monkeypatch.setattr("nsa.drill.harness.PROGRESS_TIMEOUT_S", 0.6)
+    with DrillHarness(tmp_path, threading.Event()) as harness:
+        harness.run_folder.mkdir()
+        beats, looks = harness.run_folder / names.heartbeat(0), []
 
         def slow() -> bool:
             looks.append(1)
@@ -171,9 +171,9 @@ def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
                 out.write("{}\n")
             return len(looks) > 8
 
-        assert stage.wait_for("the ninth look", slow)
-        with pytest.raises(NotObserved, match="did not come"):
-            stage.wait_for("anything", lambda: False)
+        assert harness.wait_for("the ninth look", slow)
+        with pytest.raises(NotObserved, match="did not happen"):
+            harness.wait_for("anything", lambda: False)
 
 
 def test_a_fault_travels_whole():
@@ -223,9 +223,9 @@ def test_the_data_server_hangs_and_recovers(tmp_path):
         server.close()
 
 
-def test_a_row_holds_until_a_demand_does_not():
+def test_a_row_holds_until_a_requirement_fails():
     row = DrillResult("x")
-    row.demand(True, "never told")
+    row.require(True, "never recorded")
     assert row.holds
-    row.demand([], "nothing there")
+    row.require([], "nothing there")
     assert row.unmet == ["nothing there"]

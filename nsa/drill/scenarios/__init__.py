@@ -1,1 +1,1 @@
-"""One function per fault: it plays the fault out on a stage and fills in a row. Demands are those of spec section 6."""
+"""Drill scenarios, one function per fault: inject it, and record what was detected, left behind and resumed."""

@@ -1,4 +1,4 @@
-"""Data that does not come, or comes damaged."""
+"""Drill scenarios: a data server that hangs, a corrupt shard."""
 
 import time
 from pathlib import Path
@@ -16,10 +16,10 @@ from nsa.observe.failure_codes import FailureCode
 _LOADER_TIMEOUT_S = 12.0
 
 
-def stalled_data(stage: DrillHarness, row: DrillResult) -> None:
-    server = DataServer(stage.folder)
-    stage.at_end(server.close)
-    launched = stage.launch(
+def stalled_data(harness: DrillHarness, result: DrillResult) -> None:
+    server = DataServer(harness.folder)
+    harness.at_end(server.close)
+    launched = harness.launch(
         "data.dataset=local",
         f"data.path={server.url}",
         f"data.loader_timeout_s={_LOADER_TIMEOUT_S:g}",
@@ -27,56 +27,58 @@ def stalled_data(stage: DrillHarness, row: DrillResult) -> None:
         "data.queue_depth=1",
         nproc=1,
     )
-    stage.wait_for_step(SAVE_EVERY + 1, launched)
+    harness.wait_for_step(SAVE_EVERY + 1, launched)
     server.hang()
     at = time.time()
 
-    verdict = stage.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(stage.run), launched)[0]
+    verdict = harness.wait_for(
+        "the launcher's record", lambda: artifacts.launcher_verdicts(harness.run_folder), launched
+    )[0]
     server.recover()
-    error = artifacts.events(stage.run, EventKind.ERROR)[0]
-    row.detected(f"loader: {_first_words(error.details.get('error'))}", error.ts - at, within_s=_LOADER_TIMEOUT_S + 10)
-    row.demand_equal("exit code in the launcher's event", verdict.details.get("code"), DataError.exit_code)
-    row.demand_equal("failure code", error.details.get("failure_code"), FailureCode.DATA_TIMEOUT)
-    step = artifacts.newest_good_step(stage.run)
-    row.demand(step, "no verified checkpoint")
-    row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}, the address in the event"
-    row.demand(server.url in str(error.details.get("error")), "the event does not name the address")
-    finish(stage, row, launched)
-    row.resumed = f"by the launcher: {row.resumed}"
+    error = artifacts.events(harness.run_folder, EventKind.ERROR)[0]
+    result.detected(f"loader: {_shortened(error.details.get('error'))}", error.ts - at, within_s=_LOADER_TIMEOUT_S + 10)
+    result.require_equal("exit code in the launcher's event", verdict.details.get("code"), DataError.exit_code)
+    result.require_equal("failure code", error.details.get("failure_code"), FailureCode.DATA_TIMEOUT)
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.require(step, "no verified checkpoint")
+    result.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}, the address in the event"
+    result.require(server.url in str(error.details.get("error")), "the event does not name the address")
+    finish(harness, result, launched)
+    result.resumed = f"by the launcher: {result.resumed}"
 
 
-def corrupt_shard(stage: DrillHarness, row: DrillResult) -> None:
-    prepared = _prepare(stage)
+def corrupt_shard(harness: DrillHarness, result: DrillResult) -> None:
+    prepared = _prepare(harness)
     settings = ["data.dataset=prepared", f"data.path={prepared}"]
     shard, offset, due = _late_block(prepared)
     _flip(shard, offset)
     at = time.time()
-    process = stage.train(*settings)
-    row.demand_equal("exit code", process.end(), DataError.exit_code)
-    errors = artifacts.events(stage.run, EventKind.ERROR)
-    row.demand(errors, "no error event")
+    process = harness.train(*settings)
+    result.require_equal("exit code", process.wait(), DataError.exit_code)
+    errors = artifacts.events(harness.run_folder, EventKind.ERROR)
+    result.require(errors, "no error event")
     if errors:
         text = str(errors[-1].details.get("error"))
-        row.demand(f"{shard.stem}.tok" in text and "SHA-256" in text, f"the event does not name the shard: {text}")
-        began = artifacts.beats(stage.run)[-1].ts if artifacts.beats(stage.run) else at
-        row.detected(f"reader: SHA-256 of {shard.name}, block by block", errors[-1].ts - began, within_s=10)
-    row.demand_equal("last step trained", artifacts.last_step(stage.run), due - 1)
-    verify = stage.start("nsa.cli", "data", "verify", str(prepared))
-    row.demand_equal("exit code of nsa data verify", verify.end(), DataError.exit_code)
-    row.demand(shard.name in verify.said(), "nsa data verify does not name the shard")
-    step = artifacts.newest_good_step(stage.run)
-    row.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}; no damaged row trained on"
+        result.require(f"{shard.stem}.tok" in text and "SHA-256" in text, f"the event does not name the shard: {text}")
+        began = artifacts.beats(harness.run_folder)[-1].ts if artifacts.beats(harness.run_folder) else at
+        result.detected(f"reader: SHA-256 of {shard.name}, block by block", errors[-1].ts - began, within_s=10)
+    result.require_equal("last step trained", artifacts.last_step(harness.run_folder), due - 1)
+    verify = harness.start("nsa.cli", "data", "verify", str(prepared))
+    result.require_equal("exit code of nsa data verify", verify.wait(), DataError.exit_code)
+    result.require(shard.name in verify.output(), "nsa data verify does not name the shard")
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}; no damaged row trained on"
     _flip(shard, offset)
-    finish(stage, row, stage.train("--resume", *settings))
+    finish(harness, result, harness.train("--resume", *settings))
 
 
-def _prepare(stage: DrillHarness) -> Path:
-    corpus, prepared = stage.folder / "corpus.jsonl", stage.folder / "set"
+def _prepare(harness: DrillHarness) -> Path:
+    corpus, prepared = harness.folder / "corpus.jsonl", harness.folder / "set"
     write_jsonl(corpus, 4000)
     command = ["data", "prepare", str(corpus), str(prepared), "--tokenizer", "byte", "--workers", "1"]
-    process = stage.start("nsa.cli", *command)
-    if (code := process.end()) != 0:
-        raise NotObserved(f"nsa data prepare ended with {code}: {process.said()[-300:]}")
+    process = harness.start("nsa.cli", *command)
+    if (code := process.wait()) != 0:
+        raise NotObserved(f"nsa data prepare exited with {code}: {process.output()[-300:]}")
     return prepared
 
 
@@ -111,6 +113,6 @@ def _flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def _first_words(text: object, most: int = 60) -> str:
-    words = str(text).removeprefix("DataError: ").removeprefix("DataTimeout: ")
-    return words if len(words) <= most else f"{words[:most]}…"
+def _shortened(text: object, most: int = 60) -> str:
+    message = str(text).removeprefix("DataError: ").removeprefix("DataTimeout: ")
+    return message if len(message) <= most else f"{message[:most]}…"

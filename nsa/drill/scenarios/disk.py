@@ -1,4 +1,4 @@
-"""A disk that fills up while a run saves."""
+"""Drill scenario: the disk is full while a run saves (ENOSPC)."""
 
 import os
 import resource
@@ -16,40 +16,40 @@ from nsa.errors import CheckpointError
 _DISK = "16m"
 
 
-def full_disk(stage: DrillHarness, row: DrillResult) -> None:
-    """A small file system of its own where that may be mounted; elsewhere files that may not grow (RLIMIT_FSIZE)."""
-    mounted = _mount(stage)
-    process = stage.train()
-    stage.wait_for("a checkpoint", lambda: artifacts.saved_steps(stage.run), process)
+def full_disk(harness: DrillHarness, result: DrillResult) -> None:
+    """A small tmpfs where mounting is allowed; elsewhere a limit on file size (RLIMIT_FSIZE)."""
+    mounted = _mount(harness)
+    process = harness.train()
+    harness.wait_for("a checkpoint", lambda: artifacts.saved_steps(harness.run_folder), process)
     at = time.time()
-    how = _fill(stage.run.parent / "ballast") if mounted else _limit(process)
-    code = process.end()
+    how = _fill(harness.run_folder.parent / "ballast") if mounted else _limit(process)
+    code = process.wait()
     after = time.time() - at
-    row.demand_equal("exit code", code, CheckpointError.exit_code)
-    row.detected(f"run: {how}", after, within_s=30)
-    step = artifacts.newest_good_step(stage.run)
-    row.demand(step is not None and step >= SAVE_EVERY, f"the newest verified checkpoint is {step}")
-    row.left_behind = f"exit {code}, verified checkpoint {step}"
+    result.require_equal("exit code", code, CheckpointError.exit_code)
+    result.detected(f"run: {how}", after, within_s=30)
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.require(step is not None and step >= SAVE_EVERY, f"the newest verified checkpoint is {step}")
+    result.left_behind = f"exit {code}, verified checkpoint {step}"
     if mounted:
-        (stage.run.parent / "ballast").unlink()
-    finish(stage, row, stage.train("--resume"), like_calm=True)
+        (harness.run_folder.parent / "ballast").unlink()
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
 
 
-def _mount(stage: DrillHarness) -> bool:
-    disk = stage.folder / "disk"
+def _mount(harness: DrillHarness) -> bool:
+    disk = harness.folder / "disk"
     disk.mkdir()
     if os.geteuid() != 0:
         return False
     command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "nsa-drill", str(disk)]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:
         return False
-    stage.run = disk / "run"
-    stage.at_end(lambda: _unmount(disk, stage.folder / "run"))
+    harness.run_folder = disk / "run"
+    harness.at_end(lambda: _unmount(disk, harness.folder / "run"))
     return True
 
 
 def _unmount(disk: Path, keep: Path) -> None:
-    """What the run left is worth keeping; the mount must not stay, whatever is still open on it."""
+    """Copy the run folder out and unmount, even if files are still open."""
     try:
         if (disk / "run").is_dir():
             shutil.copytree(disk / "run", keep, symlinks=True)
@@ -65,7 +65,7 @@ def _fill(ballast: Path) -> str:
                 pass
         except OSError as error:
             return f"{error.strerror} on a disk of {_DISK}"
-    raise AssertionError("a full disk took another byte")
+    raise AssertionError("a full disk accepted another byte")
 
 
 def _limit(process: DrillProcess) -> str:

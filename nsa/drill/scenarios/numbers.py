@@ -1,10 +1,10 @@
-"""Numbers that go wrong: a gradient that is no number, gates that no longer mix."""
+"""Drill scenarios: NaN gradients and collapsed gates."""
 
 import json
 
 from nsa.drill import artifacts
-from nsa.drill.fault import FaultKind as FaultKind
 from nsa.drill.harness import DrillHarness
+from nsa.drill.inject import FaultKind
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
 from nsa.errors import ExitCode, NonFiniteError
@@ -12,53 +12,63 @@ from nsa.observe import names
 from nsa.observe.events import EventKind
 
 
-def nan_gradient(stage: DrillHarness, row: DrillResult) -> None:
-    """One NaN is skipped, a streak is gone back from, a streak that does not end stops the run."""
+def nan_gradient(harness: DrillHarness, result: DrillResult) -> None:
+    """One NaN step is skipped, a series is rolled back, an endless series stops the run."""
     settings = ["train.save_every=5", "train.max_skipped=2"]
-    process = stage.train(*settings, fault=stage.fault(FaultKind.NAN_GRADIENT, also=(3,), first_batch=12))
-    row.demand_equal("exit code", process.end(), NonFiniteError.exit_code)
-    skipped = artifacts.beats(stage.run, msg=names.SKIPPED)
-    row.demand(skipped, "no step was skipped")
+    process = harness.train(*settings, fault=harness.fault(FaultKind.NAN_GRADIENT, also=(3,), first_batch=12))
+    result.require_equal("exit code", process.wait(), NonFiniteError.exit_code)
+    skipped = artifacts.beats(harness.run_folder, msg=names.SKIPPED)
+    result.require(skipped, "no step was skipped")
     if skipped:
-        row.detected("run: judge, before the optimizer step", skipped[0].ts - stage.injected_at(), within_s=5)
-    row.demand_equal("steps skipped", [beat.step for beat in skipped][:2], [4, 13])
-    back = artifacts.events(stage.run, EventKind.ROLLBACK)
-    row.demand_equal("steps gone back from", [event.step for event in back], [14])
-    step = artifacts.newest_good_step(stage.run)
-    row.demand_equal("newest verified checkpoint", step, 10)
-    row.left_behind = (
+        result.detected(
+            "run: bad-step policy, before the optimizer step", skipped[0].ts - harness.injected_at(), within_s=5
+        )
+    result.require_equal("steps skipped", [beat.step for beat in skipped][:2], [4, 13])
+    back = artifacts.events(harness.run_folder, EventKind.ROLLBACK)
+    result.require_equal("steps rolled back from", [event.step for event in back], [14])
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.require_equal("newest verified checkpoint", step, 10)
+    result.left_behind = (
         f"{len(skipped)} skipped, 1 rollback, exit {NonFiniteError.exit_code}, verified checkpoint {step} without NaN"
     )
-    finish(stage, row, stage.train("--resume", *settings))
-    if not row.unmet:
-        row.demand(artifacts.finite_weights(stage.run), "the weights at the end are not all finite")
+    finish(harness, result, harness.train("--resume", *settings))
+    if not result.unmet:
+        result.require(artifacts.finite_weights(harness.run_folder), "the weights at the end are not all finite")
 
 
-def gate_collapse(stage: DrillHarness, row: DrillResult) -> None:
-    """Every gate takes one branch from step 11 on: the watchdog halts, and the run goes on from before it."""
+def gate_collapse(harness: DrillHarness, result: DrillResult) -> None:
+    """Every gate takes one branch from step 11 on: the watchdog halts the run, which resumes from before it."""
     settings = ["train.steps=2000", "train.save_every=5", "train.keep_checkpoints=500"]
-    stage.watch()
-    process = stage.train(*settings, fault=stage.fault(FaultKind.GATE_COLLAPSE, first_batch=10))
-    row.demand_equal("exit code", process.end(), ExitCode.HALTED)
+    harness.watch()
+    process = harness.train(*settings, fault=harness.fault(FaultKind.GATE_COLLAPSE, first_batch=10))
+    result.require_equal("exit code", process.wait(), ExitCode.HALTED)
     conditions = ("gate_collapse_critical", "gate_entropy_critical")
-    told = artifacts.found(stage.run, *conditions)
-    row.demand(told, "the watchdog found no collapse")
-    if told:
-        row.detected(
-            f"watchdog: {told[0].details['condition']}", told[0].ts - stage.injected_at(), within_s=stage.slack_s
+    events = artifacts.found(harness.run_folder, *conditions)
+    result.require(events, "the watchdog found no collapse")
+    if events:
+        result.detected(
+            f"watchdog: {events[0].details['condition']}",
+            events[0].ts - harness.injected_at(),
+            within_s=harness.slack_s,
         )
-    row.demand(any(name in artifacts.anomaly(stage.run) for name in conditions), "the anomaly file does not tell")
-    details = stage.run / names.GATE_COLLAPSE
-    row.demand(details.exists() and json.loads(details.read_text()), f"no {names.GATE_COLLAPSE}")
-    row.demand(artifacts.events(stage.run, EventKind.HALT), "no halt event")
-    row.demand_equal(
-        "newest verified checkpoint", artifacts.newest_good_step(stage.run), artifacts.last_step(stage.run)
+    result.require(
+        any(name in artifacts.anomaly(harness.run_folder) for name in conditions), "the anomaly file does not name it"
     )
-    row.left_behind = (
+    details = harness.run_folder / names.GATE_COLLAPSE
+    result.require(details.exists() and json.loads(details.read_text()), f"no {names.GATE_COLLAPSE}")
+    result.require(artifacts.events(harness.run_folder, EventKind.HALT), "no halt event")
+    result.require_equal(
+        "newest verified checkpoint",
+        artifacts.newest_good_step(harness.run_folder),
+        artifacts.last_step(harness.run_folder),
+    )
+    result.left_behind = (
         f"exit {ExitCode.HALTED}, {names.ANOMALY}, {names.GATE_COLLAPSE}, verified checkpoints 5 and 10 before it"
     )
-    before = stage.run / names.CHECKPOINTS / "step10"
-    stage.run = stage.folder / "again"
-    finish(stage, row, stage.train(*settings, "train.steps=40", "--resume-from", str(before)))
-    healthy = artifacts.beats(stage.run)[-1:]
-    row.demand(healthy and (healthy[0].gate_entropy_mean or 0) > 0.5, "the gates are still collapsed after the resume")
+    before = harness.run_folder / names.CHECKPOINTS / "step10"
+    harness.run_folder = harness.folder / "again"
+    finish(harness, result, harness.train(*settings, "train.steps=40", "--resume-from", str(before)))
+    healthy = artifacts.beats(harness.run_folder)[-1:]
+    result.require(
+        healthy and (healthy[0].gate_entropy_mean or 0) > 0.5, "the gates are still collapsed after the resume"
+    )

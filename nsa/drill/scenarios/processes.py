@@ -1,4 +1,4 @@
-"""Processes that are killed, asked to leave, or told not to start."""
+"""Drill scenarios: SIGKILL of a rank or of the trainer, SIGTERM, a stale halt file."""
 
 import os
 import signal
@@ -16,67 +16,78 @@ _MIDDLE = SAVE_EVERY + 2
 _GONE_S = 3.0
 
 
-def killed_rank(stage: DrillHarness, row: DrillResult) -> None:
-    launched = stage.launch(nproc=2)
-    pid = stage.wait_for_step(_MIDDLE, launched, rank=1)
+def killed_rank(harness: DrillHarness, result: DrillResult) -> None:
+    launched = harness.launch(nproc=2)
+    pid = harness.wait_for_step(_MIDDLE, launched, rank=1)
     at = time.time()
     os.kill(pid, signal.SIGKILL)
-    event = stage.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(stage.run), launched)[0]
-    row.detected(f"launcher: {event.details.get('why')}", event.ts - at, within_s=30)
-    row.demand_equal("the launcher's verdict", event.details.get("launcher"), LauncherAction.RESTARTED)
+    event = harness.wait_for(
+        "the launcher's record", lambda: artifacts.launcher_verdicts(harness.run_folder), launched
+    )[0]
+    result.detected(f"launcher: {event.details.get('why')}", event.ts - at, within_s=30)
+    result.require_equal("the launcher's verdict", event.details.get("launcher"), LauncherAction.RESTARTED)
     cause = (event.details.get("rank"), event.details.get("code"))
-    row.demand_equal("the launcher's cause", cause, (1, -signal.SIGKILL))
-    row.left_behind = f"verified checkpoint {artifacts.newest_good_step(stage.run)}, event, logs of each cycle"
-    finish(stage, row, launched, ranks=2, like_calm=True)
-    row.resumed = f"by the launcher: {row.resumed}"
+    result.require_equal("the launcher's cause", cause, (1, -signal.SIGKILL))
+    result.left_behind = (
+        f"verified checkpoint {artifacts.newest_good_step(harness.run_folder)}, event, logs of each cycle"
+    )
+    finish(harness, result, launched, ranks=2, same_as_undisturbed=True)
+    result.resumed = f"by the launcher: {result.resumed}"
 
 
-def killed_trainer(stage: DrillHarness, row: DrillResult) -> None:
-    watchdog = stage.watch(gone_s=_GONE_S)
-    process = stage.train()
-    stage.wait_for_step(_MIDDLE, process)
+def killed_trainer(harness: DrillHarness, result: DrillResult) -> None:
+    watchdog = harness.watch(gone_s=_GONE_S)
+    process = harness.train()
+    harness.wait_for_step(_MIDDLE, process)
     at = time.time()
     process.send(signal.SIGKILL)
-    row.demand_equal("exit code", process.end(), -signal.SIGKILL)
-    event = stage.wait_for("the watchdog's finding", lambda: artifacts.found(stage.run, "process_gone"), watchdog)[0]
-    row.detected("watchdog: process_gone", event.ts - at, within_s=_GONE_S + stage.slack_s)
+    result.require_equal("exit code", process.wait(), -signal.SIGKILL)
+    event = harness.wait_for(
+        "the watchdog's finding", lambda: artifacts.found(harness.run_folder, "process_gone"), watchdog
+    )[0]
+    result.detected("watchdog: process_gone", event.ts - at, within_s=_GONE_S + harness.slack_s)
     # The watchdog counts from the last beat, which on a slow machine is well before the kill.
-    row.demand(event.ts - artifacts.last_beat_at(stage.run) >= _GONE_S - 1, f"found before {_GONE_S:g} s were over")
-    stage.wait_for("the anomaly file", lambda: "process_gone" in artifacts.anomaly(stage.run), watchdog)
-    row.demand(not (stage.run / names.HALT).exists(), "a halt file for a run that is gone: it only hinders the resume")
-    step = artifacts.newest_good_step(stage.run)
-    row.demand(step, "no verified checkpoint")
-    row.left_behind = f"verified checkpoint {step}, {names.ANOMALY}, event"
+    result.require(
+        event.ts - artifacts.last_beat_at(harness.run_folder) >= _GONE_S - 1, f"found before {_GONE_S:g} s were over"
+    )
+    harness.wait_for("the anomaly file", lambda: "process_gone" in artifacts.anomaly(harness.run_folder), watchdog)
+    result.require(
+        not (harness.run_folder / names.HALT).exists(),
+        "a halt file for a process that has exited: it would block the resume",
+    )
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.require(step, "no verified checkpoint")
+    result.left_behind = f"verified checkpoint {step}, {names.ANOMALY}, event"
     watchdog.kill()
-    finish(stage, row, stage.train("--resume"), like_calm=True)
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
 
 
-def sigterm(stage: DrillHarness, row: DrillResult) -> None:
-    process = stage.train()
-    stage.wait_for_step(_MIDDLE, process)
+def sigterm(harness: DrillHarness, result: DrillResult) -> None:
+    process = harness.train()
+    harness.wait_for_step(_MIDDLE, process)
     at = time.time()
     process.send(signal.SIGTERM)
-    row.demand_equal("exit code", process.end(), ExitCode.PREEMPTED)
-    told = artifacts.events(stage.run, EventKind.STOP)
-    row.demand(told, "no stop event")
-    if told:
-        row.detected(f"run: {told[-1].details.get('reason')}", told[-1].ts - at, within_s=10)
-    step = artifacts.newest_good_step(stage.run)
-    row.demand_equal("step of the newest verified checkpoint", step, artifacts.last_step(stage.run))
-    row.demand(artifacts.beats(stage.run, msg=names.STOPPED), "no last word in the heartbeat")
-    row.left_behind = f"exit {ExitCode.PREEMPTED}, verified checkpoint of its last step {step}"
-    finish(stage, row, stage.train("--resume"), like_calm=True)
+    result.require_equal("exit code", process.wait(), ExitCode.PREEMPTED)
+    events = artifacts.events(harness.run_folder, EventKind.STOP)
+    result.require(events, "no stop event")
+    if events:
+        result.detected(f"run: {events[-1].details.get('reason')}", events[-1].ts - at, within_s=10)
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.require_equal("step of the newest verified checkpoint", step, artifacts.last_step(harness.run_folder))
+    result.require(artifacts.beats(harness.run_folder, msg=names.STOPPED), "no final record in the heartbeat")
+    result.left_behind = f"exit {ExitCode.PREEMPTED}, verified checkpoint of its last step {step}"
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
 
 
-def stale_halt(stage: DrillHarness, row: DrillResult) -> None:
-    stage.run.mkdir(parents=True)
-    (stage.run / names.HALT).write_text("halt: left over from another day\n", encoding="utf-8")
+def stale_halt(harness: DrillHarness, result: DrillResult) -> None:
+    harness.run_folder.mkdir(parents=True)
+    (harness.run_folder / names.HALT).write_text("halt: left over from another day\n", encoding="utf-8")
     at = time.time()
-    process = stage.train()
-    row.demand_equal("exit code", process.end(), ExitCode.HALTED)
-    row.detected("run, before its first step", time.time() - at, within_s=120)
-    row.demand("left over from another day" in process.said(), "the refusal does not say what the file says")
-    row.demand_equal("steps taken", artifacts.last_step(stage.run), 0)
-    row.left_behind = f"exit {ExitCode.HALTED}, the file, nothing else"
-    row.demand((stage.run / names.HALT).exists(), "the halt file is gone")
-    finish(stage, row, stage.train("--clear-halt"), like_calm=True)
+    process = harness.train()
+    result.require_equal("exit code", process.wait(), ExitCode.HALTED)
+    result.detected("run, before its first step", time.time() - at, within_s=120)
+    result.require("left over from another day" in process.output(), "the refusal does not quote the file")
+    result.require_equal("steps taken", artifacts.last_step(harness.run_folder), 0)
+    result.left_behind = f"exit {ExitCode.HALTED}, the file, nothing else"
+    result.require((harness.run_folder / names.HALT).exists(), "the halt file is gone")
+    finish(harness, result, harness.train("--clear-halt"), same_as_undisturbed=True)

@@ -1,4 +1,4 @@
-"""After a fault: start the run again as an operator would, and see whether it ends as if nothing had happened."""
+"""Resume after a fault: the run must finish, where required bitwise equal to an undisturbed run."""
 
 from nsa.drill import artifacts
 from nsa.drill.harness import STEPS, DrillHarness, DrillProcess
@@ -7,26 +7,28 @@ from nsa.observe.events import EventKind
 
 
 def finish(
-    stage: DrillHarness,
-    row: DrillResult,
+    harness: DrillHarness,
+    result: DrillResult,
     process: DrillProcess,
     *,
     steps: int = STEPS,
     ranks: int = 1,
-    like_calm: bool = False,
+    same_as_undisturbed: bool = False,
 ) -> None:
-    """Demand that a resumed run ends with 0, at its last step, and where that is promised with the calm one's bits."""
-    code = process.end()
-    row.demand_equal("exit code of the resumed run", code, 0)
-    again = artifacts.events(stage.run, EventKind.RESTART)
+    """Require that a resumed run exits with 0 at its last step, with the undisturbed run's weights where promised."""
+    code = process.wait()
+    result.require_equal("exit code of the resumed run", code, 0)
+    again = artifacts.events(harness.run_folder, EventKind.RESTART)
     origin = f"from step {again[-1].step}" if again else "from the beginning"
     if code != 0:
-        row.resumed = f"no: exit {code}"
+        result.resumed = f"no: exit {code}"
         return
-    row.demand_equal("last step", artifacts.last_step(stage.run), steps)
-    row.demand_equal("newest verified checkpoint", artifacts.newest_good_step(stage.run), steps)
-    row.resumed = f"yes, {origin}"
-    if like_calm:
-        same = artifacts.same_end(stage.run, stage.calm(ranks))
-        row.demand(same, "the weights or losses differ from those of a calm run")
-        row.resumed += ", bits of the calm run" if same else ", but with other bits than the calm run"
+    result.require_equal("last step", artifacts.last_step(harness.run_folder), steps)
+    result.require_equal("newest verified checkpoint", artifacts.newest_good_step(harness.run_folder), steps)
+    result.resumed = f"yes, {origin}"
+    if same_as_undisturbed:
+        same = artifacts.same_end(harness.run_folder, harness.undisturbed(ranks))
+        result.require(same, "the weights or losses differ from those of an undisturbed run")
+        result.resumed += (
+            ", bitwise equal to an undisturbed run" if same else ", but not bitwise equal to an undisturbed run"
+        )
