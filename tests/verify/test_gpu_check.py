@@ -264,8 +264,8 @@ def test_the_program_on_a_gpu_covers_what_users_have():
     """Built here, run there."""
     scope = on_gpu(torch.device("cuda"), full=True)
     sizes = [size for size, dtypes in scope.kernels if set(dtypes) == {"fp32", "fp16", "bf16"}]
-    assert {size.heads_per_group for size in sizes} == {1, 3, 5, 6, 16}
-    assert {(size.d_k, size.d_v) for size in sizes} == {(64, 64), (128, 128), (192, 128)}
+    assert {size.shape.heads_per_group for size in sizes} == {1, 3, 5, 6, 16}
+    assert {(size.shape.d_k, size.shape.d_v) for size in sizes} == {(64, 64), (128, 128), (192, 128)}
     assert all(size.length % 2 for size in sizes)
     assert any(size.documents for size in sizes)
     checks = select_checks(scope)
@@ -288,13 +288,13 @@ def test_exchanged_blocks_are_judged_in_packed_documents_too():
     call = KernelCall(size, torch.float32)
     args = (call.q_BSGRK, call.compressed[0], call.layout.pos_BS, call.layout.first_BS)
     right = call.idx_BSGN
-    assert blocks_error(*args, right, size.geometry, call.scale).max() == 0
+    assert blocks_error(*args, right, size.shape.geometry, call.scale).max() == 0
     wrong = right.clone()
     at = int((right[0, :, 0, -1] >= 0).nonzero()[-1])  # the last query chose as many as it could
-    own = int(call.layout.pos_BS[0, at]) // size.geometry.l_sel
+    own = int(call.layout.pos_BS[0, at]) // size.shape.geometry.l_sel
     free = next(j for j in range(1, own - 1) if j not in right[0, at, 0])
     wrong[0, at, 0] = torch.tensor(sorted([free, *right[0, at, 0].tolist()[:1], *right[0, at, 0].tolist()[2:]]))
-    error = blocks_error(*args, wrong, size.geometry, call.scale)
+    error = blocks_error(*args, wrong, size.shape.geometry, call.scale)
     assert error[0, at, 0] > 1e-3
     assert (error > 0).sum() == 1
 

@@ -1,4 +1,4 @@
-"""What each kernel becomes on a GPU that is not here: compiled ahead of time, its machine code read, nothing run."""
+"""Compile report of one kernel: compiled ahead of time for a GPU that is not present, its machine code inspected."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from nsa.geometry import Geometry
+from nsa.bench.shapes import BASE_GEOMETRY, SHAPES, BenchShape
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.gpus import GpuArchitecture
 from nsa.kernels.triton import PIECE, block_index, bounds, mix
@@ -20,18 +20,12 @@ from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import TileSizes, choose
 
-PAPER_GEOMETRY = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
-
 
 @dataclass(frozen=True)
 class CompiledShape:
-    """Sizes that kernels are compiled for."""
+    """Sizes and dtype that kernels are compiled for."""
 
-    groups: int
-    heads_per_group: int
-    d_k: int
-    d_v: int
-    geometry: Geometry = PAPER_GEOMETRY
+    shape: BenchShape
     dtype: str = "bf16"
 
     @property
@@ -39,13 +33,13 @@ class CompiledShape:
         return 4 if self.dtype == "fp32" else 2
 
 
-MODELS = {"base": CompiledShape(2, 6, 64, 64), "paper": CompiledShape(4, 16, 192, 128)}
+MODELS = {name: CompiledShape(SHAPES[name]) for name in ("base", "paper")}
 FP32_MODELS = {
-    "base": CompiledShape(2, 6, 64, 64, dtype="fp32"),
-    "128": CompiledShape(2, 6, 128, 128, dtype="fp32"),
-    "paper": CompiledShape(4, 16, 192, 128, dtype="fp32"),
+    "base": CompiledShape(SHAPES["base"], "fp32"),
+    "128": CompiledShape(BenchShape(12, 2, 128, 128, BASE_GEOMETRY), "fp32"),
+    "paper": CompiledShape(SHAPES["paper"], "fp32"),
 }
-"""For checking, not for speed: they have to fit, and may spill."""
+"""For checking, not for speed: they must fit into shared memory, and may spill."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class CompileJob:
     warps: int
     stages: int
     dtype: str
-    """Of the tensors that come from outside and go back there."""
+    """Of the input and output tensors."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class CompileReport:
     tile: str
     code: MachineCode
     programs_per_unit: int
-    """That fit on one multiprocessor or compute unit at a time."""
+    """Programs that fit on one multiprocessor or compute unit at a time."""
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> "CompileReport":
@@ -80,10 +74,11 @@ class CompileReport:
 def jobs(
     model: CompiledShape, gpu: str, tiles_by_kernel: Mapping[str, TileSizes] | None = None
 ) -> Iterator[CompileJob]:
-    """Every kernel with the constants its launcher gives it, and the table's tiles, but for those that are given."""
-    sizes: dict[str, Any] = dict(G=model.groups, R=model.heads_per_group, WIDE=False)
-    broad: dict[str, Any] = widths(model.d_k, model.d_v)
-    width = max(model.d_k, model.d_v)
+    """Every kernel with its launcher's constants and its tiles: of `tiles_by_kernel`, else of the tuning table."""
+    s, g = model.shape, model.shape.geometry
+    sizes: dict[str, Any] = dict(G=s.n_kv_groups, R=s.heads_per_group, WIDE=False)
+    broad: dict[str, Any] = widths(s.d_k, s.d_v)
+    width = max(s.d_k, s.d_v)
     keys: dict[str, Any] = {name: broad[name] for name in ("K", "K1", "K2")}
 
     def tiles_for(kernel: str) -> TileSizes:
@@ -97,34 +92,30 @@ def jobs(
     yield job("runs_forward", range_forward.runs_forward_kernel, **broad)
     yield job("runs_dq", range_backward.runs_dq_kernel, dlse=None, **broad)
     yield job("runs_dkv", range_backward.runs_dkv_kernel, PARTS=4, **broad)
-    chosen: dict[str, Any] = dict(N=model.geometry.n_sel, L=model.geometry.l_sel)
+    chosen: dict[str, Any] = dict(N=g.n_sel, L=g.l_sel)
     for kernel, function in (
         ("selected_forward", selected_forward.selected_forward_kernel),
         ("selected_backward", selected_backward.selected_backward_kernel),
     ):
-        n, cuts = keys_of(tiles_for(kernel), model.geometry.l_sel)
+        n, cuts = keys_of(tiles_for(kernel), g.l_sel)
         yield job(kernel, function, n=n, PIECE=PIECE, **chosen, **broad)
-    k, v, x = columns("K", model.d_k), columns("V", model.d_v), columns("X", model.d_v)
-    of_k, of_v = (
-        dict(G=model.groups, R=model.heads_per_group, BLOCK_M=rows_of(width)) for width in (model.d_k, model.d_v)
-    )
+    k, v, x = columns("K", s.d_k), columns("V", s.d_v), columns("X", s.d_v)
+    of_k, of_v = (dict(G=s.n_kv_groups, R=s.heads_per_group, BLOCK_M=rows_of(width)) for width in (s.d_k, s.d_v))
     for kernel, function, constants in (
         ("merge_slots", selected_forward.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
         ("delta", selected_backward.delta_kernel, dict(**of_v, **v)),
         ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
         ("add_pieces", selected_backward.add_pieces_kernel,
-         dict(G=model.groups, **x, L=model.geometry.l_sel, BLOCK_N=block_of(model.geometry.l_sel), MORE=False)),
+         dict(G=s.n_kv_groups, **x, L=g.l_sel, BLOCK_N=block_of(g.l_sel), MORE=False)),
     ):  # fmt: skip
         yield CompileJob(kernel, function, constants, 4, 2, model.dtype)
     yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
     tiles = tiles_for("select")
-    per = select_sizes(model.geometry, tiles)
-    constants = dict(G=model.groups, WIDE=False, **keys, **per)
+    per = select_sizes(g, tiles)
+    constants = dict(G=s.n_kv_groups, WIDE=False, **keys, **per)
     yield CompileJob("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
     tiles = tiles_for("decode")
-    step = launch_decode.constants(
-        model.groups, model.heads_per_group, model.d_k, model.d_v, model.geometry, tiles, wide=False
-    )
+    step = launch_decode.constants(s.n_kv_groups, s.heads_per_group, s.d_k, s.d_v, g, tiles, wide=False)
     for kernel, function, constants, options in (
         ("decode_compressed", decode.decode_compressed_kernel, step.compressed, (tiles.warps, tiles.stages)),
         ("decode_score", decode.decode_score_kernel, step.score, (4, 2)),
@@ -137,20 +128,21 @@ def jobs(
 
 def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
     """Bounds, indices and the gate mix, as their launchers call them."""
+    s, g = model.shape, model.shape.geometry
 
     def job(function: Any, warps: int = 4, **constants: int) -> CompileJob:
         return CompileJob(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2, model.dtype)
 
-    yield job(bounds.bounds_kernel, W=0, L=model.geometry.l, D=model.geometry.d, CHUNK=bounds.CHUNK)
+    yield job(bounds.bounds_kernel, W=0, L=g.l, D=g.d, CHUNK=bounds.CHUNK)
     yield job(bounds.seen_by_kernel, N=keys_of_dkv, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
-    sizes = block_index.chunk_sizes(model.geometry.n_sel, model.geometry.l_sel)
+    sizes = block_index.chunk_sizes(g.n_sel, g.l_sel)
     warps = block_index.sorting_warps(sizes)
-    yield job(block_index.sort_chunks_kernel, warps, G=model.groups, **sizes)
+    yield job(block_index.sort_chunks_kernel, warps, G=s.n_kv_groups, **sizes)
     yield job(block_index.place_chunks_kernel, CHUNKS=block_index.CHUNKS, BINS=block_index.BINS)
     yield job(block_index.place_windows_kernel, PIECE=PIECE, BLOCK=block_index.PLACES)
-    yield job(block_index.fill_kernel, warps, G=model.groups, **sizes)
+    yield job(block_index.fill_kernel, warps, G=s.n_kv_groups, **sizes)
     yield job(block_index.find_pieces_kernel, BLOCK=block_index.PLACES)
-    v = split_width(model.d_v)
+    v = split_width(s.d_v)
     for function in (mix.mix_forward_kernel, mix.mix_backward_kernel):
         yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
 
@@ -177,7 +169,7 @@ def compile_for(job: CompileJob, gpu: GpuArchitecture) -> Any:
     for position, name in enumerate(job.function.arg_names):
         signature[name] = "constexpr" if name in job.constants else types.get(name, "i32")
         is_stride = name.endswith(("_b", "_s", "_g", "_r", "_t"))
-        if signature[name].startswith("*") or is_stride:  # as the just-in-time compiler finds them for real tensors
+        if signature[name].startswith("*") or is_stride:  # as the JIT compiler specializes on real tensors
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=compile_target(gpu), options=dict(num_warps=job.warps, num_stages=job.stages))

@@ -34,8 +34,7 @@ def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | Non
     from nsa.kernels.triton.machine_code import disassembled
     from tools.compile_report import report as compile_report
 
-    model = compile_report.CompiledShape(shape.n_kv_groups, shape.heads_per_group, shape.d_k, shape.d_v, shape.geometry)
-    job = next(job for job in compile_report.jobs(model, code) if job.kernel == kernel)
+    job = next(job for job in compile_report.jobs(compile_report.CompiledShape(shape), code) if job.kernel == kernel)
     text = disassembled(compile_report.compile_for(job, GPUS[code]).asm)
     instructions, hmma = count(text, shape.heads_per_group if kernel == "select" else 0)
     return InstructionCounts(instructions * job.warps, hmma * job.warps * HMMA_FLOPS)

@@ -29,74 +29,47 @@ def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
 
 
 def runs_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
-    return _forward(f"runs_forward {branch}", sizes, *_runs(sizes, branch, "runs_forward"))
+    k, v = sizes.padded()
+    own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes()
+    # One exponential more per row rescales what came before.
+    return _query_tiles("runs_forward", sizes, branch, False, k + v, own, exponentials_per_row=1)
 
 
 def runs_dq(sizes: LaunchSizes, branch: str) -> KernelWork:
-    return _dq(f"runs_dq {branch}", sizes, *_runs(sizes, branch, "runs_dq"))
+    k, v = sizes.padded()
+    own = 2 * (sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes())
+    return _query_tiles("runs_dq", sizes, branch, True, 2 * k + v, own)
 
 
-def _runs(sizes: LaunchSizes, branch: str, kernel: str) -> tuple[int, int, int, int, int, bool, float]:
-    """Trips of all groups, a tile's rows, keys and loaded keys; the axis, if far tiles share it, bytes of the index."""
-    tiles = tiles_of(kernel, sizes)
-    trips = query_tile_trips(sizes, branch, tiles) * sizes.shape.n_kv_groups
-    return trips, tiles.m, tiles.n, tiles.n, _axis(sizes, branch), branch != "sliding", _bounds_bytes(sizes)
+def _query_tiles(
+    kernel: str,
+    sizes: LaunchSizes,
+    branch: str,
+    backward: bool,
+    columns: int,
+    own_bytes: float,
+    exponentials_per_row: int = 0,
+) -> KernelWork:
+    """A kernel whose programs each take a tile of queries and loop over tiles of keys.
+
+    `columns`: of the products of one score; `own_bytes`: tensors that each program reads or writes once.
+    """
+    tiles, groups, n_keys = tiles_of(kernel, sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
+    trips = query_tile_trips(sizes, branch, tiles) * groups
+    own = own_bytes + sizes.length * groups * 2 * INDEX
+    axis = n_keys * sizes.key_bytes()
+    return KernelWork(
+        f"{kernel} {branch}", backward, trips,
+        flops=trips * 2.0 * tiles.m * tiles.n * columns,
+        exponentials=trips * float(tiles.m * tiles.n + exponentials_per_row * tiles.m),
+        l2_bytes=trips * tiles.n * sizes.key_bytes() + own,
+        hbm_bytes=axis * groups + own,
+        shared_bytes=axis * (branch != "sliding"),  # a window's keys are near each other
+    )  # fmt: skip
 
 
 def _axis(sizes: LaunchSizes, branch: str) -> int:
     return sizes.length if branch == "sliding" else sizes.n_compressed
-
-
-def _bounds_bytes(sizes: LaunchSizes) -> float:
-    return sizes.length * sizes.shape.n_kv_groups * 2 * INDEX
-
-
-def _forward(
-    name: str,
-    sizes: LaunchSizes,
-    trips: int,
-    m: int,
-    n: int,
-    loaded: int,
-    n_keys: int,
-    shared: bool,
-    index_bytes: float,
-) -> KernelWork:
-    k, v = sizes.padded()
-    own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes() + index_bytes
-    axis = n_keys * sizes.key_bytes()
-    return KernelWork(
-        name, False, trips,
-        flops=trips * 2.0 * m * n * (k + v),
-        exponentials=trips * float(m * n + m),  # and one per row for what came before
-        l2_bytes=trips * loaded * sizes.key_bytes() + own,
-        hbm_bytes=axis * sizes.shape.n_kv_groups + own,
-        shared_bytes=axis * shared,
-    )  # fmt: skip
-
-
-def _dq(
-    name: str,
-    sizes: LaunchSizes,
-    trips: int,
-    m: int,
-    n: int,
-    loaded: int,
-    n_keys: int,
-    shared: bool,
-    index_bytes: float,
-) -> KernelWork:
-    k, v = sizes.padded()
-    own = 2 * sizes.queries_bytes() + 2 * sizes.outputs_bytes() + 2 * sizes.level_bytes() + index_bytes
-    axis = n_keys * sizes.key_bytes()
-    return KernelWork(
-        name, True, trips,
-        flops=trips * 2.0 * m * n * (2 * k + v),
-        exponentials=trips * float(m * n),
-        l2_bytes=trips * loaded * sizes.key_bytes() + own,
-        hbm_bytes=axis * sizes.shape.n_kv_groups + own,
-        shared_bytes=axis * shared,
-    )  # fmt: skip
 
 
 def runs_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:

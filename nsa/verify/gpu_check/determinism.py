@@ -40,8 +40,8 @@ def _runs(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable
 def _overlapping(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
     """The gradient of a token in three or more blocks is a sum that depends on its order."""
     g, m = scope.overlapping, scope.module
-    raw = tokens(scope, TORCH_DTYPES[dtype]).unflatten(-1, (m.n_heads, m.d_k)).requires_grad_()
-    phi = BlockCompressor("avg", g.l, g.d, m.n_heads, m.d_k, pos_emb=False)
+    raw = tokens(scope, TORCH_DTYPES[dtype]).unflatten(-1, (m.shape.n_heads, m.shape.d_k)).requires_grad_()
+    phi = BlockCompressor("avg", g.l, g.d, m.shape.n_heads, m.shape.d_k, pos_emb=False)
     begin_BC = plain_layout(1, m.length, g, scope.device).begin_BC
 
     def run() -> Bits:

@@ -6,7 +6,7 @@ import torch
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.bench.machine import describe_device, describe_machine, triton_version
-from nsa.kernels.registry import BACKENDS, BRANCHES, KernelShape
+from nsa.kernels.registry import BACKENDS, BRANCHES
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, fact, needs_gpu
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes
 
@@ -34,10 +34,9 @@ def _environment(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
 def _kernels_can_run(scope: CheckSizes) -> CheckResult:
     refused = {}
     for sizes, dtypes in scope.kernels:
-        shape = KernelShape(sizes.n_kv_groups, sizes.heads_per_group, sizes.d_k, sizes.d_v, sizes.geometry)
         for branch in BRANCHES:
             for dtype in dtypes:
-                if reason := BACKENDS[BACKEND].why_not(branch, scope.device, TORCH_DTYPES[dtype], shape):
+                if reason := BACKENDS[BACKEND].why_not(branch, scope.device, TORCH_DTYPES[dtype], sizes.shape.kernel):
                     refused[f"{branch}, {dtype}, {sizes}"] = reason
     note = "; ".join(f"{what}: {why}" for what, why in list(refused.items())[:2])
     return bounded("kernels that cannot run here", len(refused), 0, note)

@@ -20,8 +20,8 @@ class KernelCall:
     """Inputs drawn on the CPU and rounded to the dtype; the selected blocks are always the reference's."""
 
     def __init__(self, sizes: KernelSizes, dtype: torch.dtype) -> None:
-        g = self.geometry = sizes.geometry
-        self.dtype, self.scale = dtype, float(sizes.d_k**-0.5)
+        s, g = sizes.shape, sizes.shape.geometry
+        self.geometry, self.dtype, self.scale = g, dtype, float(s.d_k**-0.5)
         generator = torch.Generator().manual_seed(sizes.length)
         if sizes.documents:
             self.layout = packed_layout(torch.tensor(sizes.documents), sizes.length, g)
@@ -32,10 +32,10 @@ class KernelCall:
             return torch.randn(1, *shape, generator=generator).to(dtype)
 
         def keys(n: int) -> tuple[Tensor, Tensor]:
-            return tensor(n, sizes.n_kv_groups, sizes.d_k), tensor(n, sizes.n_kv_groups, sizes.d_v)
+            return tensor(n, s.n_kv_groups, s.d_k), tensor(n, s.n_kv_groups, s.d_v)
 
-        heads = (sizes.n_kv_groups, sizes.heads_per_group)
-        self.q_BSGRK, self.dout_BSGRV = (tensor(sizes.length, *heads, width) for width in (sizes.d_k, sizes.d_v))
+        heads = (s.n_kv_groups, s.heads_per_group)
+        self.q_BSGRK, self.dout_BSGRV = (tensor(sizes.length, *heads, width) for width in (s.d_k, s.d_v))
         self.raw, self.compressed = keys(sizes.length), keys(self.layout.begin_BC.shape[1])
         self.choosing: dict[str, Any] = dict(geometry=g, scale=self.scale)
         self.idx_BSGN = BACKENDS["reference"].functions.select(

@@ -76,7 +76,7 @@ def _selection(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | Measured
         if dtype == "fp32":  # the module uses the call above; this one has its own log-sum-exp
             choices["alone"] = BACKENDS[BACKEND].functions.select(q, k, pos, first, **call.choosing)
         for how, idx_BSGN in choices.items():
-            error = blocks_error(q, k, pos, first, idx_BSGN, sizes.geometry, call.scale).max().item()
+            error = blocks_error(q, k, pos, first, idx_BSGN, sizes.shape.geometry, call.scale).max().item()
             if not error <= worst:
                 worst, where = error, f"{how}: {sizes}"
     yield bounded(f"scores of other blocks than the reference's, {dtype}, relative", worst, SELECTION_LIMIT, where)

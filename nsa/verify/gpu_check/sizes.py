@@ -22,30 +22,23 @@ _MINI = Geometry(l=4, d=2, l_sel=4, n_sel=4, w=6)
 class KernelSizes:
     """One call of every kernel."""
 
-    heads_per_group: int
-    n_kv_groups: int
-    d_k: int
-    d_v: int
+    shape: BenchShape
     length: int
-    geometry: Geometry
     documents: tuple[int, ...] = ()
     """Cumulative lengths of packed documents; none: one document."""
 
     def __str__(self) -> str:
         packed = ", packed" if self.documents else ""
-        return f"{self.heads_per_group} heads/group, {self.d_k}/{self.d_v}, {self.length} tokens{packed}"
+        s = self.shape
+        return f"{s.heads_per_group} heads/group, {s.d_k}/{s.d_v}, {self.length} tokens{packed}"
 
 
 @dataclass(frozen=True)
 class ModuleSizes:
     """The whole attention module on a row of tokens."""
 
-    n_heads: int
-    n_kv_groups: int
-    d_k: int
-    d_v: int
+    shape: BenchShape
     length: int
-    geometry: Geometry
     cuts: tuple[int, ...]
     """Positions from which on later tokens are changed."""
     prompt: int
@@ -55,7 +48,7 @@ class ModuleSizes:
 
     @property
     def dim(self) -> int:
-        return self.n_heads * self.d_k
+        return self.shape.n_heads * self.shape.d_k
 
 
 @dataclass(frozen=True)
@@ -94,20 +87,20 @@ class CheckSizes:
 def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
     every = ("fp32", "fp16", "bf16")
     sizes = (
-        KernelSizes(1, 2, 64, 64, 601, _SHORT),
-        KernelSizes(3, 2, 64, 64, 457, _SHORT, (0, 1, 60, 60, 297, 457)),
-        KernelSizes(5, 1, 128, 128, 601, _ODD),
-        KernelSizes(6, 2, 64, 64, 1601, _BASE),
-        KernelSizes(6, 2, 128, 128, 1093, _ODD, (0, 700, 701, 1093)),
-        KernelSizes(16, 1, 192, 128, 1217, _BASE),
-        KernelSizes(16, 1, 192, 128, 803, _SHORT, (0, 333, 803)),
+        KernelSizes(BenchShape(2, 2, 64, 64, _SHORT), 601),
+        KernelSizes(BenchShape(6, 2, 64, 64, _SHORT), 457, (0, 1, 60, 60, 297, 457)),
+        KernelSizes(BenchShape(5, 1, 128, 128, _ODD), 601),
+        KernelSizes(BenchShape(12, 2, 64, 64, _BASE), 1601),
+        KernelSizes(BenchShape(12, 2, 128, 128, _ODD), 1093, (0, 700, 701, 1093)),
+        KernelSizes(BenchShape(16, 1, 192, 128, _BASE), 1217),
+        KernelSizes(BenchShape(16, 1, 192, 128, _SHORT), 803, (0, 333, 803)),
     )
     lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536)
     return CheckSizes(
         device,
         full,
         tuple((size, every) for size in sizes),
-        ModuleSizes(12, 2, 64, 64, 601, _SHORT, (1, 64, 333, 600), prompt=200, ragged=(601, 7, 250, 1, 64)),
+        ModuleSizes(BenchShape(12, 2, 64, 64, _SHORT), 601, (1, 64, 333, 600), prompt=200, ragged=(601, 7, 250, 1, 64)),
         _ODD,
         every,
         "inductor",
@@ -118,15 +111,15 @@ def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
 def rehearsal(*, full: bool) -> CheckSizes:
     """Every path of the real check, on the CPU under Triton's interpreter."""
     sizes = (
-        (KernelSizes(3, 1, 16, 16, 31, _MINI), ("fp32", "fp16", "bf16")),
-        (KernelSizes(1, 1, 24, 16, 31, _MINI, (0, 1, 8, 31)), ("fp32",)),
+        (KernelSizes(BenchShape(3, 1, 16, 16, _MINI), 31), ("fp32", "fp16", "bf16")),
+        (KernelSizes(BenchShape(1, 1, 24, 16, _MINI), 31, (0, 1, 8, 31)), ("fp32",)),
     )
     shape = BenchShape(3, 1, 16, 16, _MINI)
     return CheckSizes(
         torch.device("cpu"),
         full,
         sizes,
-        ModuleSizes(3, 1, 16, 16, 31, _MINI, (17,), prompt=29, ragged=(31, 20)),
+        ModuleSizes(BenchShape(3, 1, 16, 16, _MINI), 31, (17,), prompt=29, ragged=(31, 20)),
         Geometry(l=6, d=2, l_sel=4, n_sel=4, w=6),
         ("fp32",),
         "aot_eager",
@@ -138,8 +131,8 @@ def attention(scope: CheckSizes, dtype: torch.dtype, kind: type[NSAAttention] = 
     """The module on the device with the Triton kernels in every branch; the same weights on every device."""
     m = scope.module
     torch.manual_seed(0)
-    sizes = vars(m.geometry) | changes
-    module = kind(m.dim, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, **sizes, kernels=BackendRequest(*[BACKEND] * 4))
+    s, blocks = m.shape, vars(m.shape.geometry) | changes
+    module = kind(m.dim, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, **blocks, kernels=BackendRequest(*[BACKEND] * 4))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith(("w_q", "w_k", "w_v")):  # spread scores, so that selection is not a tie
