@@ -1,4 +1,4 @@
-"""What the prepared half of the data package costs, in one run: `python -m tools.bench_data`.
+"""Benchmark of prepared data (tokenizing, serving rows, a huge index): `python -m tools.bench_data`.
 
 1. prepare with 1 and 2 workers, against one bare `encode_batch_fast` process on the same texts
 2. serving prepared rows from one core, first epoch (every byte verified) and second
@@ -44,7 +44,7 @@ def report(name: str, value: str, target: str = "") -> None:
 
 
 def documents(corpus: Path, megabytes: float) -> list[str]:
-    """The texts of a parquet file, again and again until there are enough."""
+    """The texts of a parquet file, repeated until there are enough."""
     pieces = pq.read_table(corpus, columns=["text"]).column("text").to_pylist()
     kept: list[str] = []
     size = 0

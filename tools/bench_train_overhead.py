@@ -1,4 +1,4 @@
-"""What `nsa train` costs above a bare loop (forward, backward, clip, AdamW) on the same model and rows.
+"""Overhead of `nsa train` over a bare loop (forward, backward, clip, AdamW) on the same model and rows.
 
     python -m tools.bench_train_overhead
 
@@ -29,7 +29,7 @@ WARM, STEPS, ROUNDS = 4, 20, 2
 
 
 class Clock:
-    """Processor seconds from step WARM to step STEPS, and what the beats said in between."""
+    """Reporter that measures processor seconds from step WARM to step STEPS and keeps the heartbeat records."""
 
     def __init__(self) -> None:
         self.at: dict[int, float] = {}

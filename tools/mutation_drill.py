@@ -1,4 +1,4 @@
-"""Plant bugs one at a time and see that the tests catch each: caught / planted, and which one slipped through.
+"""Mutation tests: plants bugs one at a time and checks that a test fails for each; lists those that were missed.
 
     python -m tools.mutation_drill                 all of tests/mutations/*.py, two at a time
     python -m tools.mutation_drill core -k ring    one table, mutations whose name contains "ring"
@@ -23,10 +23,10 @@ from tests.mutations import Mutation
 ROOT = Path(__file__).parents[1]
 
 
-def tables(wanted: list[str]) -> list[Mutation]:
+def tables(names: list[str]) -> list[Mutation]:
     found = []
     for path in sorted((ROOT / "tests" / "mutations").glob("[a-z]*.py")):
-        if not wanted or path.stem in wanted:
+        if not names or path.stem in names:
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None
             assert spec.loader is not None
@@ -37,7 +37,7 @@ def tables(wanted: list[str]) -> list[Mutation]:
 
 
 def plant(mutation: Mutation) -> tuple[bool, str]:
-    """Whether a test went red, and the first one that did."""
+    """Whether a test failed, and the first one that did."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repo"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".*_cache", "__pycache__", "artifacts"))

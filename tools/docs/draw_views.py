@@ -1,7 +1,7 @@
-"""Draw the pictures of the views: python -m tools.docs.draw_views RUN OTHER_RUN docs/pictures
+"""Screenshots of monitor and reports for the docs: python -m tools.docs.draw_views RUN OTHER_RUN docs/pictures
 
-The terminal is drawn dot by dot, so that it looks the same whatever fonts a reader has; the pages are photographed by
-a headless Chromium (apt-get install chromium), which nothing else here needs.
+Terminal output is drawn as SVG shapes, so that it does not depend on fonts; pages are rendered by
+headless Chromium (apt-get install chromium), which nothing else here needs.
 """
 
 import subprocess
@@ -101,7 +101,7 @@ def _shape(letter: str, column: int, row: int, look: str) -> list[str]:
     ]
 
 
-def photograph(html: str, out: Path, height: int) -> None:
+def screenshot(html: str, out: Path, height: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(html, encoding="utf-8")
@@ -116,8 +116,8 @@ def main() -> None:
     look = look_once(run)
     for width, height, name in ((80, 24, "monitor.svg"), (120, 40, "monitor_large.svg")):
         (out / name).write_text(terminal_svg(frame(look, width, height), width), encoding="utf-8")
-    photograph(run_report.render(look), out / "report.png", 1480)
-    photograph(compare_report.render([load(run), load(other)]), out / "compare.png", 1318)
+    screenshot(run_report.render(look), out / "report.png", 1480)
+    screenshot(compare_report.render([load(run), load(other)]), out / "compare.png", 1318)
     for path in sorted(out.iterdir()):
         print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)")
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels would take on a GPU that is not here: modelled from their loops, beside dense."""
+"""GPU performance model: roofline estimates of the Triton kernels, and of dense attention, on GPUs not present here."""
 
 from tools.perf_model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
 from tools.perf_model.selection_overlap import SelectionOverlap, measure_overlap

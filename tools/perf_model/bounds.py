@@ -1,4 +1,4 @@
-"""How often each kernel's loop turns where queries see runs of keys: the kernels' arithmetic on the launchers' bounds.
+"""Loop iterations of the range-attention kernels (sliding, compressed), computed from the launchers' bounds.
 
 B batch · S queries
 """
@@ -13,7 +13,7 @@ from tools.perf_model.work import LaunchSizes
 
 
 def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
-    """The first and the last but one key of every query in a plain row, and how many keys there are."""
+    """First key and end of every query's range in an unpacked row, and the number of keys."""
     g, pos_BS = sizes.shape.geometry, torch.arange(sizes.length)[None]
     zero_BS = torch.zeros_like(pos_BS)
     if branch == "sliding":
@@ -22,12 +22,12 @@ def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
 
 
 def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> int:
-    """Of one group: a tile of m rows walks from its smallest first key, rounded down to n, to its largest last one."""
+    """Of one group: a tile of m rows loops from its smallest first key, rounded down to n, to its largest end."""
     lo_BS, hi_BS, _ = bounds(sizes, branch)
     heads, last = sizes.shape.heads_per_group, sizes.length - 1
     first_row = torch.arange(0, sizes.rows, tiles.m)
     first, end = first_row // heads, ((first_row + tiles.m - 1) // heads).clamp(max=last)
-    # Both bounds only grow along a plain row: a tile's extremes are its ends.
+    # Both bounds are monotonic along an unpacked row: a tile's extremes are its ends.
     begin = lo_BS[0, first] // tiles.n * tiles.n
     return int(((hi_BS[0, end] - begin + tiles.n - 1) // tiles.n).clamp(min=0).sum())
 

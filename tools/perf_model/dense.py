@@ -1,4 +1,4 @@
-"""Dense attention, and the one rule by which everybody's arithmetic is timed.
+"""Dense attention baseline, and the rule that converts FLOPs and exponentials to time for every kernel.
 
 Per score, matrix products and an exponential follow each other: one after the other they take tensor + exponential
 time. Published dense attention takes `stretch` times that at rows of 128 (less than 1 where it overlaps them). The
@@ -6,7 +6,7 @@ same stretch times every kernel of ours, and dense attention at other widths: Fl
 rows of 64 comes out within 2 %.
 """
 
-from tools.perf_model.gpus import GpuModel
+from tools.perf_model.gpus import EXPONENTIALS_PER_CLOCK, GpuModel
 from tools.perf_model.work import LaunchSizes
 
 _PUBLISHED_WIDTH = 128
@@ -15,7 +15,7 @@ _PRODUCTS = {False: 2, True: 5}
 
 
 def serial_s(gpu: GpuModel, dtype: str, flops: float, exponentials: float) -> float:
-    return flops / gpu.flops_per_s(dtype) + exponentials / gpu.exponentials_per_s
+    return flops / gpu.flops_per_s(dtype) + exponentials / (EXPONENTIALS_PER_CLOCK * gpu.unit_clocks_per_s)
 
 
 def stretch(gpu: GpuModel, backward: bool) -> float:
@@ -25,7 +25,7 @@ def stretch(gpu: GpuModel, backward: bool) -> float:
 
 
 def dense_s(gpu: GpuModel, sizes: LaunchSizes, backward: bool) -> float:
-    """Causal, forward or backward alone; only what the mask leaves counts, as in the published figures."""
+    """Causal, forward or backward alone; masked scores do not count, as in published numbers."""
     s, n = sizes.shape, sizes.length
     scores = s.n_heads * n * (n + 1) / 2
     products = 6 * s.d_k + 4 * s.d_v if backward else 2 * (s.d_k + s.d_v)

@@ -11,9 +11,9 @@ EXPONENTIALS_PER_CLOCK = 16
 SCHEDULERS = 4
 """Instructions that an NVIDIA multiprocessor issues per clock, for a warp each."""
 MEMORY_SHARE = 0.85
-"""Of the vendor's memory bandwidth that streaming kernels reach: assumed, alike for everyone."""
+"""Of the vendor's memory bandwidth that streaming kernels reach: assumed, the same for all kernels."""
 L2_SHARE = 0.6
-"""Of the cache's width times clock that loads reach: assumed, alike for everyone."""
+"""Of the cache's width times clock that loads reach: assumed, the same for all kernels."""
 LAUNCH_S = 5e-6
 """One launch from Python after another: assumed. A CUDA graph would save most of it."""
 SORT_CLOCKS = 50.0
@@ -24,7 +24,7 @@ SCAN_S = 0.120e-3 / 65536
 
 @dataclass(frozen=True)
 class PublishedSpeed:
-    """Share of the peak that dense attention reached at its best, taken to be with rows of 128 and long sequences."""
+    """Best published share of peak of dense attention, assumed to be at head dim 128 and long sequences."""
 
     name: str
     forward: float
@@ -40,36 +40,19 @@ class GpuModel:
     name: str
     device: GpuSpec
     l2_bytes_per_s: float
-    """Width times clock: what loads that hit can have at most."""
+    """Width times clock: upper limit of loads that hit the cache."""
     l2_source: str
     published: PublishedSpeed
 
     @property
-    def _clock(self) -> GpuClock:
+    def clock(self) -> GpuClock:
         assert self.device.clock is not None, f"nsa.gpus has no clock of {self.device.name}"
         return self.device.clock
 
     @property
-    def units(self) -> int:
-        """Multiprocessors or compute units."""
-        return self._clock.units
-
-    @property
-    def clock_hz(self) -> float:
-        return self._clock.clock_hz
-
-    @property
-    def l2_bytes(self) -> int:
-        return self._clock.l2_bytes
-
-    @property
-    def code(self) -> str:
-        """The architecture that kernels are compiled for."""
-        return self.device.architecture
-
-    @property
-    def exponentials_per_s(self) -> float:
-        return EXPONENTIALS_PER_CLOCK * self.units * self.clock_hz
+    def unit_clocks_per_s(self) -> float:
+        """Clocks per second of all multiprocessors or compute units together."""
+        return self.clock.units * self.clock.clock_hz
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -78,10 +61,6 @@ class GpuModel:
     @property
     def cache_bytes_per_s(self) -> float:
         return self.l2_bytes_per_s * L2_SHARE
-
-    @property
-    def issues_per_s(self) -> float:
-        return SCHEDULERS * self.units * self.clock_hz
 
     def flops_per_s(self, dtype: str) -> float:
         return 1e12 * (self.device.fp32_tflops if dtype == "fp32" else self.device.bf16_tflops)

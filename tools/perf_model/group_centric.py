@@ -1,4 +1,4 @@
-"""The paper's loop for selected attention, as a yardstick: one query of a group per program, its own blocks one by one.
+"""Baseline for selected attention: the paper's group-centric loop, one query of a group per program, block by block.
 
 Heads are rows, padded to the 16 that a matrix instruction has; nothing is shared between queries but the cache.
 """

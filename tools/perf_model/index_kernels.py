@@ -1,6 +1,6 @@
-"""The kernels round attention: bounds, indices and the gate mix, for a plain row. All they do is move bytes and sort.
+"""Work of the memory-bound kernels around attention: bounds, block index and gate mix, for an unpacked row.
 
-What a chunk's sorted entries say of windows is counted from the selection that was measured: `SelectionOverlap`.
+Entries per window come from the measured selection (`SelectionOverlap`).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> Iterator[KernelWo
 def moves(
     name: str, backward: bool, moved: float, programs: int = 0, again: float = 0.0, launches: int = 1
 ) -> KernelWork:  # fmt: skip
-    """`again`: bytes that come from the cache a second time."""
+    """`again`: bytes read from the cache a second time."""
     return KernelWork(name, backward, programs, l2_bytes=moved + again, hbm_bytes=moved, launches=launches)
 
 
@@ -42,7 +42,7 @@ def bounds(sizes: LaunchSizes, branch: str, backward: bool) -> KernelWork:
 
 
 def seen_by(sizes: LaunchSizes, branch: str) -> KernelWork:
-    """A tile of keys looks at all chunks of queries, then at the first and the last one that it touches."""
+    """A tile of keys reads all chunks of queries, then the first and the last one that it touches."""
     n_keys = sizes.length if branch == "sliding" else sizes.n_compressed
     n_tiles = -(-n_keys // tiles_of("runs_dkv", sizes).n)
     looked = 2.0 * (_chunks(sizes) + min(CHUNK, sizes.length)) * INDEX
@@ -75,7 +75,7 @@ def chosen(sizes: LaunchSizes, overlap: SelectionOverlap, backward: bool) -> Ite
 
 
 def count_shape(sizes: LaunchSizes) -> tuple[int, int, int]:
-    """Of chunks and windows: what is cleared before chunks are sorted."""
+    """Shape of the counters of chunks and windows that are cleared before sorting."""
     g = sizes.shape.geometry
     n_chunks = -(-sizes.length // chunk_sizes(g.n_sel, g.l_sel)["CHUNK"])
     return sizes.shape.n_kv_groups, n_chunks, g.n_blocks(sizes.length) + 1

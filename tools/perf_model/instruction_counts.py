@@ -1,8 +1,8 @@
-"""Instructions that one turn of a kernel's loop issues, read from the machine code it becomes.
+"""Instructions per iteration of a kernel's main loop, counted in its compiled machine code (SASS).
 
-A multiprocessor issues one instruction per clock and scheduler, whatever the instruction is: masks, addresses and the
-sorting network of the selection take their turns as matrix instructions do. Nothing is executed; what waits for what is
-not known, so this is the least time.
+A multiprocessor issues one instruction per clock and scheduler, of any kind: masks, addresses and the sorting
+network of the selection take issue slots like matrix instructions. Nothing is executed and stalls are not modelled, so
+this is a lower bound of the time.
 """
 
 import re
@@ -18,7 +18,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Of one turn, by all warps of a program."""
+    """Of one loop iteration, by all warps of a program."""
 
     instructions: int
     hmma_flops: int
@@ -26,8 +26,8 @@ class InstructionCounts:
 
 
 @cache
-def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | None:
-    """None where no NVIDIA machine code is made, or none is counted."""
+def count_instructions(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | None:
+    """None for GPUs without NVIDIA machine code."""
     if not code.startswith("sm_"):
         return None
     from nsa.gpus import ARCHITECTURES as GPUS
@@ -41,11 +41,11 @@ def issued(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | Non
 
 
 def count(text: str, heads: int = 0) -> tuple[int, int]:
-    """Instructions of one turn of the main loop and, of those, HMMA.
+    """Instructions of one iteration of the main loop and, of those, HMMA.
 
-    The main loop is the first with exponentials, or the outermost; with `heads`, the one around it, in which it turns
-    once per head. A pipelined loop leaves some of its turns before or after itself: the exponentials there tell how
-    many. A kernel without loops is one turn from end to end.
+    The main loop is the first with exponentials, or the outermost; with `heads`, the loop around it, in which it runs
+    once per head. A pipelined loop has some of its iterations before or after itself: the exponentials there show how
+    many. A kernel without loops counts as one iteration.
     """
     names, loops = parse(text)
     if not loops:
@@ -69,7 +69,7 @@ def count(text: str, heads: int = 0) -> tuple[int, int]:
 
 
 def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Instructions in order, and the loops: a jump back, as (first, last), by their ends."""
+    """Instruction names in order, and the loops (backward jumps) as (first, last), ordered by end."""
     names: list[str] = []
     labels: dict[str, int] = {}
     jumps: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""From work to seconds: the slowest of what a kernel needs is its bound, and kernels follow each other. Modelled."""
+"""Predicted time of an attention layer: each kernel takes its slowest bound, and kernels run one after the other."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -8,15 +8,15 @@ from nsa.bench.shapes import BenchShape
 from nsa.errors import ConfigError
 from tools.perf_model import index_kernels, range_kernels, selected_kernels, torch_ops
 from tools.perf_model.dense import dense_s, serial_s, stretch
-from tools.perf_model.gpus import LAUNCH_S, SCAN_S, SORT_CLOCKS, GpuModel, gpu_named
+from tools.perf_model.gpus import EXPONENTIALS_PER_CLOCK, LAUNCH_S, SCAN_S, SCHEDULERS, SORT_CLOCKS, GpuModel, gpu_named
 from tools.perf_model.group_centric import group_centric_forward
-from tools.perf_model.instruction_counts import InstructionCounts, issued
+from tools.perf_model.instruction_counts import InstructionCounts, count_instructions
 from tools.perf_model.selection_overlap import SelectionOverlap, measure_overlap
 from tools.perf_model.work import KernelWork, LaunchSizes
 
 SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "place_chunks", "place_windows", "fill", "find_pieces")
 MODELLED = "modelled"
-"""The label of every output: nothing here was run on a GPU."""
+"""Label of every output: nothing was run on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,26 @@ def predict(
     data: str = "random",
     as_triton: bool = False,
     launch_s: float = LAUNCH_S,
-    instructions: Instructions = issued,
+    instructions: Instructions = count_instructions,
 ) -> LayerPrediction:
     """Seconds of our Triton kernels and of dense attention, modelled from the kernels' own loops.
 
-    `overlap`: what `measure_overlap` found; None: it is measured here, on `data`. `as_triton`: our arithmetic is as
-    much slower than published dense attention as attention in Triton was on that GPU; otherwise it is as good.
+    `overlap`: result of `measure_overlap`; None: measured here, on `data`. `as_triton`: scale our arithmetic by how
+    much slower Triton attention was than published dense attention on that GPU; otherwise it is assumed equal.
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    sizes = LaunchSizes(shape, length, dtype, machine.code)
+    sizes = LaunchSizes(shape, length, dtype, machine.device.architecture)
     overlap = overlap or measure_overlap(shape, length, data)
     if (overlap.shape, overlap.length) != (shape, length):
         raise ConfigError(
-            f"what queries choose was measured at {overlap.length} tokens, {overlap.shape.describe()}, and the "
+            f"the selection was measured at {overlap.length} tokens, {overlap.shape.describe()}, and the "
             f"prediction is for {length}, {shape.describe()}: it depends on both. Measure it for this case."
         )
     slowdown = machine.published.triton_slowdown if as_triton else 1.0
 
     def timed(work: KernelWork) -> KernelPrediction:
         kind = work.name.split()[0]
-        counted = instructions(kind, shape, machine.code) if work.trips and dtype == "bf16" else None
+        counted = instructions(kind, shape, machine.device.architecture) if work.trips and dtype == "bf16" else None
         return time_of(machine, dtype, work, counted, slowdown, launch_s)
 
     work = [*range_kernels.forward(sizes), *selected_kernels.forward(sizes, overlap),
@@ -121,10 +121,8 @@ def predict(
                  *index_kernels.backward(sizes, overlap), *torch_ops.backward(sizes)]  # fmt: skip
         dense += dense_s(machine, sizes, True)
     found = [timed(part) for part in work]
-    yardstick = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
-    return LayerPrediction(
-        machine.name, shape, length, dtype, backward, overlap.data, slowdown, found, dense, yardstick
-    )
+    baseline = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
+    return LayerPrediction(machine.name, shape, length, dtype, backward, overlap.data, slowdown, found, dense, baseline)
 
 
 def time_of(
@@ -138,17 +136,19 @@ def time_of(
     """The slowest of: arithmetic, instructions, memory, cache, launches, and torch's sorts and scans."""
     hmma_flops = counted.hmma_flops * work.trips if counted else 0
     flops = max(work.flops, float(hmma_flops))
-    missed = max(0.0, 1 - gpu.l2_bytes / work.shared_bytes) if work.shared_bytes else 0.0
+    missed = max(0.0, 1 - gpu.clock.l2_bytes / work.shared_bytes) if work.shared_bytes else 0.0
     hbm_bytes = work.hbm_bytes + missed * max(0.0, work.l2_bytes - work.hbm_bytes)
     arithmetic = slowdown * stretch(gpu, work.backward) * serial_s(gpu, dtype, flops, work.exponentials)
-    products_lead = flops / gpu.flops_per_s(dtype) >= work.exponentials / gpu.exponentials_per_s
+    products_lead = flops / gpu.flops_per_s(dtype) >= work.exponentials / (
+        EXPONENTIALS_PER_CLOCK * gpu.unit_clocks_per_s
+    )
     bounds = {
         "tensor cores" if products_lead else "exponentials": arithmetic,
-        "instructions": counted.instructions * work.trips / gpu.issues_per_s if counted else 0.0,
+        "instructions": counted.instructions * work.trips / (SCHEDULERS * gpu.unit_clocks_per_s) if counted else 0.0,
         "memory": hbm_bytes / gpu.memory_bytes_per_s,
         "L2": work.l2_bytes / gpu.cache_bytes_per_s,
         "launch": work.launches * launch_s,
-        "sort": work.sorted_keys * SORT_CLOCKS / (gpu.units * gpu.clock_hz),
+        "sort": work.sorted_keys * SORT_CLOCKS / gpu.unit_clocks_per_s,
         "scan": work.scanned * SCAN_S,
     }
     bound = max(bounds, key=lambda name: bounds[name])

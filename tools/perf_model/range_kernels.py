@@ -1,4 +1,4 @@
-"""Sliding and compressed attention and the selection, from launchers' grids and loops: B is 1, one plain document."""
+"""Work of the sliding, compressed and selection kernels, from launchers' grids and loops: batch 1, one document."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,7 +98,7 @@ def _dkv(
 
 
 def select(sizes: LaunchSizes) -> KernelWork:
-    """Per step KEEP blocks; their keys stay while every head's queries are loaded in turn."""
+    """Per step KEEP blocks; their keys stay in registers while every head's queries are loaded in turn."""
     s, g, (tile, _) = sizes.shape, sizes.shape.geometry, select_tile(sizes)
     steps, loaded, keys = (count * s.n_kv_groups for count in select_steps(sizes))
     k, _ = sizes.padded()

@@ -1,4 +1,4 @@
-"""Predictions as rows of two tables, as JSON and as Markdown. Every one of them says that it is modelled."""
+"""Performance model report: predictions as tables, JSON, Markdown and SVG, each labelled as modelled."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -76,19 +76,19 @@ def model(
     launch_us: float,
     log: Callable[[str], None],
 ) -> Iterator[PredictionPair]:
-    """A pair of predictions per dtype and length, from overlap that are measured once per length."""
+    """A pair of predictions per dtype and length, from an overlap measured once per length."""
     gpu_named(gpu)
-    wanted = [word.strip() for word in dtypes.split(",")]
-    for dtype in wanted:
+    requested = [word.strip() for word in dtypes.split(",")]
+    for dtype in requested:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype has {dtype!r}: there is no such dtype. Use one of: {', '.join(DTYPES)}.")
-    sizes, asked = shape_named(shape), parse_lengths(lengths)
+    sizes, parsed = shape_named(shape), parse_lengths(lengths)
     overlap = {}
-    for length in asked:
-        log(f"measuring what neighbouring queries choose at {spell(length)}")
+    for length in parsed:
+        log(f"measuring which blocks neighbouring queries select at {spell(length)}")
         overlap[length] = measure_overlap(sizes, length, data)
-    for dtype in wanted:
-        for length in asked:
+    for dtype in requested:
+        for length in parsed:
             log(f"modelling {dtype}, {spell(length)}")
             forward, both = (
                 predict(
@@ -110,7 +110,7 @@ def total_row(pair: PredictionPair) -> tuple[str, ...]:
 
 
 def kernel_rows(prediction: LayerPrediction) -> list[tuple[str, ...]]:
-    """The slowest first: what to work on next stands on top."""
+    """One row per kernel, slowest first."""
     ordered = sorted(prediction.kernels, key=lambda kernel: -kernel.seconds)
     return [_kernel_row(kernel, prediction.seconds) for kernel in ordered]
 
@@ -128,7 +128,7 @@ def _kernel_row(kernel: KernelPrediction, total: float) -> tuple[str, ...]:
 def headline(gpu: GpuModel) -> str:
     return (
         f"{MODELLED.capitalize()}, not measured: {gpu.name}, {gpu.device.bf16_tflops:g} TFLOP/s bf16, "
-        f"{gpu.device.bandwidth_gb_s:g} GB/s, {gpu.units} units at {gpu.clock_hz / 1e9:.2f} GHz"
+        f"{gpu.device.bandwidth_gb_s:g} GB/s, {gpu.clock.units} units at {gpu.clock.clock_hz / 1e9:.2f} GHz"
     )
 
 
@@ -139,5 +139,5 @@ def assumptions(gpu: GpuModel) -> list[str]:
         f"at rows of 128 ({p.source}); other widths and our kernels follow the same rule",
         f"L2: {gpu.l2_bytes_per_s / 1e12:.1f} TB/s ({gpu.l2_source}) times {L2_SHARE}; memory times {MEMORY_SHARE}",
         f"--as-triton makes our arithmetic {p.triton_slowdown:.2f} times slower ({p.triton_source})",
-        "a kernel takes its slowest bound: waiting for each other, tails of the grid and imbalance are not modelled",
+        "a kernel takes its slowest bound: stalls, tails of the grid and imbalance are not modelled",
     ]

@@ -1,4 +1,4 @@
-"""Selected attention's kernels: a window of keys at a time for those that chose it, and what puts slots together."""
+"""Work of the selected-attention kernels: per key block the queries that selected it, then merging partial results."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ def backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> Iterator[KernelWo
 
 @dataclass(frozen=True)
 class BlockReaders:
-    """Of all windows and groups, as a kernel's tiles take them."""
+    """Queries that selected each key block, as a kernel's tiles process them: all windows and groups."""
 
     trips: int
     pieces: int
-    """That have anybody to work for, in all spans."""
+    """Pieces with at least one query, in all spans."""
     rows: int
     """Query heads of all chosen blocks."""
     m: int
@@ -80,7 +80,7 @@ def merge_slots(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
     slots = r.rows * r.cuts * (s.d_v * sizes.element + 4)
     turns = _tiles(sizes, s.d_v) * s.geometry.n_sel
     own = sizes.outputs_bytes() + sizes.level_bytes()
-    work = _puts_together("merge_slots", False, sizes, slots + own, turns, r.n_spans)
+    work = _merge("merge_slots", False, sizes, slots + own, turns, r.n_spans)
     return replace(work, exponentials=turns * rows_of(s.d_v) * 4.0 * r.cuts)
 
 
@@ -109,7 +109,7 @@ def selected_backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWo
 def add_slots(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
     r, s = readers(sizes, overlap, True), sizes.shape
     moved = r.rows * r.cuts * s.d_k * sizes.element + sizes.queries_bytes()
-    return _puts_together("add_slots", True, sizes, moved, _tiles(sizes, s.d_k) * s.geometry.n_sel, r.n_spans)
+    return _merge("add_slots", True, sizes, moved, _tiles(sizes, s.d_k) * s.geometry.n_sel, r.n_spans)
 
 
 def add_pieces(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
@@ -131,13 +131,11 @@ def _tiles(sizes: LaunchSizes, width: int) -> int:
     return -(-sizes.rows // rows_of(width)) * sizes.shape.n_kv_groups
 
 
-def _puts_together(
-    name: str, backward: bool, sizes: LaunchSizes, moved: float, turns: int, launches: int
-) -> KernelWork:
-    """Every query head asks where its blocks are: from the cache, but for the blocks themselves, once per query."""
-    asked = sizes.rows * sizes.shape.n_kv_groups * sizes.shape.geometry.n_sel
+def _merge(name: str, backward: bool, sizes: LaunchSizes, moved: float, turns: int, launches: int) -> KernelWork:
+    """Every query head looks up its blocks' slots in the cache; the block numbers are read once per query."""
+    lookups = sizes.rows * sizes.shape.n_kv_groups * sizes.shape.geometry.n_sel
     once = sizes.length * sizes.shape.n_kv_groups * sizes.shape.geometry.n_sel * INDEX
     return KernelWork(
-        name, backward, turns, l2_bytes=moved + asked * (2 * INDEX + POSITION), hbm_bytes=moved + once,
+        name, backward, turns, l2_bytes=moved + lookups * (2 * INDEX + POSITION), hbm_bytes=moved + once,
         launches=launches,
     )  # fmt: skip

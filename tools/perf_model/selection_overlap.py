@@ -1,6 +1,6 @@
-"""What neighbouring queries choose together: measured by running the real selection on the bench's own data.
+"""Overlap of the blocks that neighbouring queries select, measured with the real selection on benchmark data.
 
-Groups are alike, so one is measured. Of a long row, spans of queries at equal distances are; the rest is like them.
+Groups are statistically alike, so one is measured; of a long row, spans of queries at equal distances.
 
 S queries of a span · N chosen blocks
 """
@@ -50,7 +50,7 @@ class SelectionOverlap:
         return total / n_tiles
 
     def _sizes(self, queries: int) -> tuple[int, int]:
-        """Blocks that each tile chose together, over all tiles, and how many tiles there are."""
+        """Sum over tiles of the blocks in their union, and the number of tiles."""
         idx_LSN = self.idx_LSN if self.whole else self.idx_LSN[:, : self.idx_LSN.shape[1] // queries * queries]
         tiles = torch.nn.functional.pad(idx_LSN, (0, 0, 0, -idx_LSN.shape[1] % queries), value=-1)
         tiles = tiles.reshape(-1, queries * tiles.shape[-1]).sort(-1).values
@@ -72,7 +72,7 @@ class SelectionOverlap:
     def trips(self, piece: int, m: int, n_spans: int = 1) -> tuple[int, int]:
         """Steps of m rows over each window's readers, cut into pieces; and how many pieces have any.
 
-        Spans of queries are taken one after the other: each has its share of every window's readers.
+        Spans of queries run one after the other: each has its share of every window's readers.
         """
         heads = self.shape.heads_per_group
         shares = -(-self.readers // n_spans)
@@ -82,7 +82,7 @@ class SelectionOverlap:
 
 
 def measure_overlap(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> SelectionOverlap:
-    """Choose blocks as the module would, on the data that `nsa bench attention` races on."""
+    """Select blocks as the module does, on the data of `nsa bench attention`."""
     one = replace(shape, n_heads=shape.heads_per_group, n_kv_groups=1)
     case = BenchCase(one, length, torch.float32, data, seed)
     n_spans = min(MOST_SPANS, length // SPAN)

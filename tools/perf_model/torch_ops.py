@@ -1,4 +1,4 @@
-"""What torch does around the kernels: the launchers' own functions, run on tensors without data and counted.
+"""Work of torch operations around the kernels: the launchers' functions run on meta tensors and counted.
 
 Sums of parts, a cleared buffer and casts are torch operations. Each is a launch that reads its inputs and writes its
 outputs once, except where CUDA is known to do more.
@@ -103,7 +103,7 @@ def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
 
 
 class _PlainRow:
-    """One plain row of tokens on no device: the calls that the launchers and the module make for it."""
+    """The torch calls of launchers and module for one unpacked row, on the meta device."""
 
     def __init__(self, sizes: LaunchSizes) -> None:
         s, meta = sizes.shape, torch.device("meta")
@@ -113,7 +113,7 @@ class _PlainRow:
         self.q_BSGRK = torch.empty(shape, dtype=TORCH_DTYPES[sizes.dtype], device=meta)
 
     def positions(self) -> None:
-        """As the selection wants them."""
+        """Positions as int32, for the selection."""
         for x in (self.pos_BS, self.start_BS):
             x.to(torch.int32).contiguous()
 

@@ -1,4 +1,4 @@
-"""What a kernel has to do: operations, exponentials and bytes, and the sizes from which they are counted."""
+"""Work of one kernel (FLOPs, exponentials, bytes, launches), and the sizes it is computed from."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ class KernelWork:
     name: str
     backward: bool
     trips: int = 0
-    """Turns of the kernel's loop, over all programs."""
+    """Iterations of the kernel's loop, over all programs."""
     flops: float = 0.0
     """Of the matrix instructions as issued: padding rows and masked keys count, a multiply-add as two."""
     exponentials: float = 0.0
     l2_bytes: float = 0.0
-    """Everything that programs load and store: what they share comes from the cache more than once."""
+    """All loads and stores of programs; shared tensors count once per program."""
     hbm_bytes: float = 0.0
-    """Every tensor once, before what the cache loses."""
+    """Every tensor once, without cache misses on reuse."""
     shared_bytes: float = 0.0
-    """The tensors that programs load again and again: as large as this the cache must be to keep them."""
+    """Size of the tensors that programs load repeatedly: what the cache must hold."""
     launches: int = 1
     sorted_keys: float = 0.0
     """Keys that torch sorts in short rows."""
@@ -40,7 +40,7 @@ class LaunchSizes:
     length: int
     dtype: str
     code: str = "sm_80"
-    """The GPU whose tiles are meant, as the compile report calls it."""
+    """Architecture whose tile sizes are used, as named in the compile report."""
 
     def __post_init__(self) -> None:
         s = self.shape

@@ -18,7 +18,7 @@ from tools.perf_model import SelectionOverlap, measure_overlap, predict, selecte
 from tools.perf_model.dense import dense_s, stretch
 from tools.perf_model.gpus import GPUS, SCHEDULERS, gpu_named
 from tools.perf_model.group_centric import group_centric_forward
-from tools.perf_model.instruction_counts import HMMA_FLOPS, count, issued, parse
+from tools.perf_model.instruction_counts import HMMA_FLOPS, count, count_instructions, parse
 from tools.perf_model.prediction import time_of
 from tools.perf_model.work import KernelWork, LaunchSizes
 
@@ -51,9 +51,9 @@ def test_a_kernel_takes_its_slowest_bound():
 
 
 def test_a_cache_too_small_for_what_is_shared_costs_memory():
-    work = KernelWork("w", False, 1, l2_bytes=10e9, hbm_bytes=1e9, shared_bytes=A100.l2_bytes)
+    work = KernelWork("w", False, 1, l2_bytes=10e9, hbm_bytes=1e9, shared_bytes=A100.clock.l2_bytes)
     assert time_of(A100, "bf16", work, None).hbm_bytes == 1e9
-    half_missed = time_of(A100, "bf16", replace(work, shared_bytes=2 * A100.l2_bytes), None)
+    half_missed = time_of(A100, "bf16", replace(work, shared_bytes=2 * A100.clock.l2_bytes), None)
     assert half_missed.hbm_bytes == pytest.approx(1e9 + 0.5 * 9e9)
 
 
@@ -110,7 +110,7 @@ def test_clocks_and_units_give_the_table_s_peak():
     per_clock = {"a100": 2048, "h100": 4096, "b200": 8192, "mi300x": 2048}
     for name, gpu in GPUS.items():
         assert gpu.device is SPECS[gpu.device.name]
-        assert gpu.units * gpu.clock_hz * per_clock[name] == pytest.approx(gpu.flops_per_s("bf16"), rel=0.01)
+        assert gpu.unit_clocks_per_s * per_clock[name] == pytest.approx(gpu.flops_per_s("bf16"), rel=0.01)
 
 
 @pytest.mark.parametrize("data", ["random", "smooth"])
@@ -177,7 +177,7 @@ def test_machine_code_says_what_a_turn_issues():
 
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
-    found = issued("selected_forward", BASE, "sm_80")
+    found = count_instructions("selected_forward", BASE, "sm_80")
     sizes = LaunchSizes(BASE, 640, "bf16")
     work = selected_kernels.selected_forward(sizes, measure_overlap(BASE, 640))
     assert found is not None
@@ -187,7 +187,7 @@ def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
     assert timed.bounds_s["instructions"] == pytest.approx(
         found.instructions * work.trips / (SCHEDULERS * 108 * 1.41e9)
     )
-    assert issued("selected_forward", BASE, "gfx942") is None
+    assert count_instructions("selected_forward", BASE, "gfx942") is None
 
 
 def test_a_wrong_wish_is_refused_with_the_right_words():
