@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure of the attention on this machine, into bench/results. Run it with nothing else running: hours on two cores.
+# Every benchmark of attention on this machine, into bench/results. Run it on an idle machine: hours on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-bench/results}
@@ -12,10 +12,10 @@ record() { # name, then the words of the command
 }
 
 nsa bench machine --json "$out/machine.json"
-record attention_seed attention --lengths 2k,4k,8k,16k,32k,64k --plot "$out/attention_seed.svg"
+record attention_base attention --lengths 2k,4k,8k,16k,32k,64k --plot "$out/attention_base.svg"
 record attention_smooth attention --lengths 4k,16k,64k --data smooth --no-peers
 record attention_gqa16 attention --lengths 2k,4k,8k,16k,32k --shape gqa16 --no-peers
-record prefill_seed prefill --lengths 4k,16k,64k --plot "$out/prefill_seed.svg"
-record decode_seed decode --plot "$out/decode_seed.svg"
+record prefill_base prefill --lengths 4k,16k,64k --plot "$out/prefill_base.svg"
+record decode_base decode --plot "$out/decode_base.svg"
 record train_125m train
-record memory_seed memory --lengths 4k,8k,16k,32k,64k,128k --dtype fp32,bf16
+record memory_base memory --lengths 4k,8k,16k,32k,64k,128k --dtype fp32,bf16

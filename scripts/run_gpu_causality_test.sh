@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prove the kernels on this machine's GPU; --full adds the benchmark, --rehearse needs none. The same as `nsa gpu-check`.
+# Check the kernels on this machine's GPU; --full adds the benchmark, --rehearse needs none. The same as `nsa gpu-check`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec nsa gpu-check "$@"

@@ -1,1 +1,1 @@
-"""What the attention costs, beside dense attention, measured in one process, judged, and set against the possible."""
+"""Benchmark of NSA beside dense attention: speed, memory, correctness and the roofline limit (`nsa bench`)."""

@@ -1,4 +1,4 @@
-"""Stage about 5 GB of FineWeb-Edu (or --source) as local shards. The same as `nsa data bootstrap`."""
+"""Store about 5 GB of FineWeb-Edu (or --source) as local shards. The same as `nsa data bootstrap`."""
 
 import sys
 

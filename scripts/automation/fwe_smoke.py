@@ -1,4 +1,4 @@
-"""Does FineWeb-Edu (or --source) deliver a batch in time? The same as `nsa data smoke`."""
+"""Check that FineWeb-Edu (or --source) delivers a batch in time. The same as `nsa data smoke`."""
 
 import sys
 

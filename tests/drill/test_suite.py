@@ -92,7 +92,7 @@ def test_a_stop_event_ends_every_wait(tmp_path):
     threading.Timer(0.2, stop_event.set).start()
     process = DrillProcess(["http.server", "--bind", "127.0.0.1", "0"], tmp_path / "log", stop_event)
     began = time.monotonic()
-    with pytest.raises(NotObserved, match="stopped"):
+    with pytest.raises(NotObserved):
         process.wait()
     assert time.monotonic() - began < 5
     process.kill()
@@ -172,7 +172,7 @@ def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
             return len(looks) > 8
 
         assert harness.wait_for("the ninth look", slow)
-        with pytest.raises(NotObserved, match="did not happen"):
+        with pytest.raises(NotObserved):
             harness.wait_for("anything", lambda: False)
 
 

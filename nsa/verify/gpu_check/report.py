@@ -12,7 +12,7 @@ from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, Measured
 
 SCHEMA = 1
 RESULTS = Path("bench/results")
-NOT_A_RESULT = Path("artifacts/gpu_check")
+INCOMPLETE_RESULTS = Path("artifacts/gpu_check")
 COLUMNS = ("verdict", "subject", "claim", "measured", "at most", "seconds", "note")
 REHEARSAL = "REHEARSAL"
 
@@ -59,10 +59,10 @@ class GpuCheckReport:
 
     def summary(self) -> str:
         """Counts of results and total time, in one line."""
-        judged = self.count(CheckStatus.HOLDS) + self.count(CheckStatus.FAILS)
+        checked = self.count(CheckStatus.HOLDS) + self.count(CheckStatus.FAILS)
         waiting = self.count(CheckStatus.NEEDS_GPU)
         return (
-            f"{self.count(CheckStatus.HOLDS)} of {judged} rows hold, {sum(row.seconds for row in self.rows):.0f} s"
+            f"{self.count(CheckStatus.HOLDS)} of {checked} rows hold, {sum(row.seconds for row in self.rows):.0f} s"
             + f"; {waiting} more need a GPU" * bool(waiting)
             + "; cut short" * (not self.complete)
         )
@@ -74,7 +74,7 @@ class GpuCheckReport:
         return "gpu_" + name.removeprefix("nvidia_").removeprefix("amd_") + ("_incomplete" if self.flaws() else "")
 
     def write(self, folder: Path | None) -> tuple[Path, Path]:
-        folder = folder or (NOT_A_RESULT if self.flaws() else RESULTS)
+        folder = folder or (INCOMPLETE_RESULTS if self.flaws() else RESULTS)
         folder.mkdir(parents=True, exist_ok=True)
         files = folder / f"{self.stem()}.json", folder / f"{self.stem()}.md"
         for file, text in zip(files, (self.to_json(), self.to_markdown()), strict=True):
@@ -139,5 +139,5 @@ def refuse_rehearsal_among_results(folder: Path | None) -> None:
     if folder is not None and folder.absolute().parts[-2:] == RESULTS.parts:
         raise ConfigError(
             f"--out is {folder} and --rehearse was given: that folder is for results of GPUs. "
-            f"Leave --out out (then {NOT_A_RESULT} is used) or name another folder."
+            f"Leave --out out (then {INCOMPLETE_RESULTS} is used) or name another folder."
         )

@@ -191,11 +191,11 @@ def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
 
 
 def test_a_wrong_wish_is_refused_with_the_right_words():
-    with pytest.raises(ConfigError, match="a100, h100, b200, mi300x"):
+    with pytest.raises(ConfigError, match="--gpu"):
         gpu_named("a1000")
-    with pytest.raises(ConfigError, match="Measure it for this case"):
+    with pytest.raises(ConfigError):
         predict("a100", TINY, 200, overlap=measure_overlap(TINY, 100))
-    with pytest.raises(ConfigError, match="rows of at most 256"):
+    with pytest.raises(ConfigError, match="--shape"):
         predict("a100", replace(TINY, d_k=512), 200)
 
 
