@@ -1,4 +1,4 @@
-"""`nsa compare`: several runs side by side."""
+"""`nsa compare`: compares the settings, results and loss curves of several runs."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
 
 
 def compare(
-    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"Run folders, 2 to {MOST_RUNS}."),
-    out: Path = typer.Option(None, "--out", help="Also write an HTML file with all curves on common axes."),
+    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {MOST_RUNS} run folders."),
+    out: Path = typer.Option(None, "--out", help="Also write an HTML report with all curves on common axes."),
 ) -> None:
-    """Print the settings in which runs differ, their figures and their losses on common axes.
+    """Compare runs: differing settings, results side by side, loss curves on common axes.
 
     **Example:** `nsa compare artifacts/a artifacts/b --out compare.html`
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ConfigError(
-            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more lines than that cannot "
-            f"be told apart. Name fewer or more."
+            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more curves than that cannot "
+            f"be distinguished. Give 2 to {MOST_RUNS} run folders."
         )
     require_writable_file(out)
 
@@ -33,7 +33,7 @@ def compare(
 
     from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
     from nsa.observe.view.monitor.text_layout import plain_ascii, title
-    from nsa.observe.view.report.run_report import spelled
+    from nsa.observe.view.report.run_report import value_text
     from nsa.observe.view.run_data import load
     from nsa.observe.view.summary import differing_settings, figures, labels, summarize
 
@@ -53,11 +53,11 @@ def compare(
 
     show("", figures([summarize(run) for run in loaded]))
     console.print()
-    differing = [(key, [spelled(value) for value in values]) for key, values in differing_settings(loaded)]
+    differing = [(key, [value_text(value) for value in values]) for key, values in differing_settings(loaded)]
     if differing:
         show("settings that differ", differing)
     else:
-        console.print("all settings are the same")
+        console.print("all settings are equal")
     console.print()
     curves = [
         PlotCurve(run.lead.counted("step"), run.lead.counted("loss"), style, letter=name[0])

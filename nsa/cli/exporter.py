@@ -1,4 +1,4 @@
-"""`nsa exporter` and `nsa alert-rules`: runs as Prometheus sees them, and what it should say about them."""
+"""`nsa exporter` and `nsa alert-rules`: Prometheus metrics of runs, and alert rules for them."""
 
 import signal
 import threading
@@ -11,14 +11,16 @@ from nsa.cli.terminal import complain
 
 
 def exporter(
-    folders: list[Path] = typer.Argument(..., metavar="DIR", help="Run folders, or folders that hold run folders."),
-    port: int = typer.Option(9400, help="Port to listen on; 0 takes a free one."),
-    host: str = typer.Option("127.0.0.1", help="Address to listen on. Others than loopback let others read."),
+    folders: list[Path] = typer.Argument(..., metavar="DIR", help="Run folders, or folders that contain run folders."),
+    port: int = typer.Option(9400, help="Port to listen on; 0 chooses a free one."),
+    host: str = typer.Option(
+        "127.0.0.1", help="Address to listen on; other than loopback, the network can read the metrics."
+    ),
     file_sd: Path = typer.Option(
-        None, "--file-sd", help="File to tell Prometheus the address in (file_sd_configs); removed at the end."
+        None, "--file-sd", help="Write the address to this file for Prometheus (file_sd_configs); removed at exit."
     ),
 ) -> None:
-    """Serve the figures of runs to Prometheus, at /metrics, until stopped. Runs need not know of it.
+    """Serve metrics of runs to Prometheus at /metrics until stopped. Reads run folders only; runs need no setup.
 
     **Example:** `nsa exporter artifacts --file-sd ops/prometheus/targets/here.json`
     """
@@ -44,9 +46,9 @@ def exporter(
 
 
 def alert_rules(
-    speed: float = typer.Option(1.0, min=1.0, help="For drills: one second stands for this many."),
+    speed: float = typer.Option(1.0, min=1.0, help="Time factor for drills: one second stands for this many."),
 ) -> None:
-    """Print the alert rules for Prometheus: one for each condition of the health table.
+    """Print the Prometheus alert rules, one per health condition.
 
     **Example:** `nsa alert-rules > ops/prometheus/rules.yml`
     """

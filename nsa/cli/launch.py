@@ -93,7 +93,7 @@ def _put_halt_aside(folder: Path) -> None:
     from nsa.observe import halt_file
     from nsa.observe.run_folder import RunFolder
 
-    if aside := halt_file.put_aside(folder, now=time.time(), step=RunFolder(folder).last_step()):
+    if aside := halt_file.clear(folder, now=time.time(), step=RunFolder(folder).last_step()):
         say(f"launch: the .HALT that was there is {aside} now")
 
 

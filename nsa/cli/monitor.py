@@ -1,4 +1,4 @@
-"""`nsa monitor`: watch a run in a terminal."""
+"""`nsa monitor`: live view of a run in a terminal."""
 
 import select
 import sys
@@ -15,60 +15,60 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 SMALLEST = (80, 24)
-_LOOKS_SHARE = 4
-"""A look is followed by a pause of so many times its length: watching takes a fifth of a core at most."""
+_PAUSE_FACTOR = 4
+"""The pause after an update is at least this many times its duration: at most a fifth of a core is used."""
 
 
 def monitor(
-    run: Path = typer.Argument(..., metavar="RUN", help="A run folder (train.out_dir), of a live or a finished run."),
-    once: bool = typer.Option(False, "--once", help="Print one frame and leave; so it does without a terminal."),
-    interval: float = typer.Option(1.0, min=1.0, help="Seconds between looks, at least 1."),
-    width: int = typer.Option(None, min=40, help="Columns; the terminal's, or 80 without one."),
-    height: int = typer.Option(None, min=12, help="Lines; the terminal's, or 24 without one."),
+    run: Path = typer.Argument(..., metavar="RUN", help="Run folder (train.out_dir) of a running or finished run."),
+    once: bool = typer.Option(False, "--once", help="Print one frame and exit (the default without a terminal)."),
+    interval: float = typer.Option(1.0, min=1.0, help="Seconds between updates."),
+    width: int = typer.Option(None, min=40, help="Columns; default: the terminal's, or 80 without a terminal."),
+    height: int = typer.Option(None, min=12, help="Lines; default: the terminal's, or 24 without a terminal."),
 ) -> None:
-    """Show loss, speed, gates, selection, memory, findings and events of a run, live; q leaves. Complete at 80 × 24.
+    """Show loss, throughput, gates, memory, findings and events of a run, updated live. Press q to quit.
 
-    **Examples:** `nsa monitor artifacts/run`, and for a log or `watch`: `nsa monitor artifacts/run --once`
+    **Examples:** `nsa monitor artifacts/run`, once for a log file: `nsa monitor artifacts/run --once`
     """
     from rich.console import Console
 
     from nsa.observe.view.snapshot import SnapshotReader
 
     console = Console(highlight=False, markup=False)
-    looker = SnapshotReader(run)
+    reader = SnapshotReader(run)
     try:
         if once or not console.is_terminal:
-            for line in _frame(looker, console, width, height):
+            for line in _frame(reader, console, width, height):
                 console.print(line, overflow="ignore", no_wrap=True, crop=False)
         else:
-            _watch(looker, console, interval, width, height)
+            _watch(reader, console, interval, width, height)
     finally:
-        looker.close()
+        reader.close()
 
 
-def _watch(looker, console: "Console", interval: float, width: int | None, height: int | None) -> None:  # type: ignore[no-untyped-def]
+def _watch(reader, console: "Console", interval: float, width: int | None, height: int | None) -> None:  # type: ignore[no-untyped-def]
     screen = _MonitorScreen(console)
     with console.screen(hide_cursor=True), _keys() as pressed:
         while True:
             began = time.monotonic()
-            screen.show(_frame(looker, console, width, height))
+            screen.show(_frame(reader, console, width, height))
             took = time.monotonic() - began
-            if pressed(max(interval - took, _LOOKS_SHARE * took)):
+            if pressed(max(interval - took, _PAUSE_FACTOR * took)):
                 screen.clear()
                 return
 
 
-def _frame(looker, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
+def _frame(reader, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
     from nsa.observe.view.monitor.frame import frame
     from nsa.observe.view.monitor.text_layout import plain_ascii
 
-    there = console.size if console.is_terminal else SMALLEST
-    lines = frame(looker.look(), width or there[0], height or there[1])
+    size = console.size if console.is_terminal else SMALLEST
+    lines = frame(reader.read(), width or size[0], height or size[1])
     return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
 
 
 class _MonitorScreen:
-    """Sends the lines that changed, and nothing else: a quiet second over ssh is some tens of bytes."""
+    """Writes only the lines that changed: an update without news costs some tens of bytes over ssh."""
 
     def __init__(self, console: "Console") -> None:
         self._console = console
@@ -83,13 +83,13 @@ class _MonitorScreen:
         rendered = [*(self._rendered(line) for line in lines[: size.height]), *blank]
         for row, text in enumerate(rendered):
             if row >= len(self._shown) or self._shown[row] != text:
-                # Emptied first: behind a full line the cursor still stands on its last cell.
+                # Clear the line first: after a full line the cursor is still on its last cell.
                 console.file.write(f"\x1b[{row + 1};1H\x1b[2K{text}")
         console.file.flush()
         self._shown = rendered
 
     def clear(self) -> None:
-        """Before leaving: a multiplexer that was resized meanwhile would keep some lines."""
+        """Before exiting: a terminal multiplexer that was resized would keep some lines."""
         self._console.file.write("\x1b[H\x1b[J")
 
     def _rendered(self, line: "Text") -> str:
@@ -100,7 +100,7 @@ class _MonitorScreen:
 
 @contextmanager
 def _keys() -> Iterator["_PressedKeys"]:
-    """Keys one by one instead of by the line, as long as it lasts."""
+    """Unbuffered keyboard input (cbreak mode) while active."""
     if not sys.stdin.isatty():
         yield _PressedKeys(None)
         return
@@ -121,7 +121,7 @@ class _PressedKeys:
         self._descriptor = descriptor
 
     def __call__(self, wait_s: float) -> bool:
-        """Whether somebody wants to leave; asks for so long."""
+        """Wait up to `wait_s` for a key that quits; returns whether one was pressed."""
         if self._descriptor is None:
             time.sleep(wait_s)
             return False

@@ -1,4 +1,4 @@
-"""`nsa report`: one HTML file about a run."""
+"""`nsa report`: writes the HTML report of a run."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ DEFAULT_NAME = "report.html"
 
 
 def report(
-    run: Path = typer.Argument(..., metavar="RUN", help="A run folder (train.out_dir)."),
-    out: Path = typer.Option(None, "--out", help=f"The file to write; RUN/{DEFAULT_NAME} without it."),
+    run: Path = typer.Argument(..., metavar="RUN", help="Run folder (train.out_dir)."),
+    out: Path = typer.Option(None, "--out", help=f"File to write; default: RUN/{DEFAULT_NAME}."),
 ) -> None:
-    """Write curves, timeline, goodput, findings, settings with origins and environment into one file for a browser.
+    """Write an HTML report of a run: curves, timeline, goodput, findings, settings and environment in one file.
 
     **Example:** `nsa report artifacts/run --out run.html`
     """
@@ -22,9 +22,9 @@ def report(
     require_writable_file(path)
 
     from nsa.observe.view.report.run_report import render
-    from nsa.observe.view.snapshot import look_once
+    from nsa.observe.view.snapshot import take_snapshot
 
-    write(path, render(look_once(run)))
+    write(path, render(take_snapshot(run)))
 
 
 def write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`nsa watch`, `nsa status`, `nsa halt`, `nsa smoke`: what an operator does beside a run."""
+"""`nsa watch`, `nsa status`, `nsa halt`, `nsa smoke`: commands to watch, inspect and halt a run."""
 
 import json
 import os
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from nsa.observe.watch.conditions import HealthLimits
     from nsa.observe.watch.status import RunStatus
 
-_RUN = typer.Argument(None, metavar="RUN", help="The run folder.")
-_DIR = typer.Option(None, "--dir", help="The run folder, in an older spelling.")
-_LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Another limit, e.g. stall_s=600. Repeatable.")
+_RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
+_DIR = typer.Option(None, "--dir", help="Run folder; same as RUN (older spelling).")
+_LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
 
 
 def watch(
     run: Path = _RUN,
     directory: Path = _DIR,
-    halt: int = typer.Option(0, "--halt", min=0, max=1, help="1 writes .HALT at a critical finding."),
-    interval: float = typer.Option(30.0, "--interval", min=0.1, help="Seconds between looks."),
-    once: bool = typer.Option(False, "--once", help="Look once. A single look never halts for a stall."),
+    halt: int = typer.Option(0, "--halt", min=0, max=1, help="1: write .HALT at a critical finding. 0: only log it."),
+    interval: float = typer.Option(30.0, "--interval", min=0.1, help="Seconds between checks."),
+    once: bool = typer.Option(False, "--once", help="Check once and exit; one check never halts a run for a stall."),
     limit: list[str] = _LIMIT,
 ) -> None:
-    """Watch a run until it is finished or halted; tell what is wrong, once, and what is over.
+    """Watch a run until it finishes or halts; log each finding once, and when it is resolved.
 
-    Every line also goes to health_check.log. A critical finding names itself in .anomaly_type and, with --halt 1,
-    asks the run to halt; at a stall the run is first asked for its stacks and its last collectives. What ended by
-    itself is told and not halted. Exit 0 finished, 11 halted; with --once as `nsa status`.
+    Lines are also appended to health_check.log. A critical finding is written to .anomaly_type and, with --halt 1,
+    halts the run; at a stall, stack dumps and the last collectives of all ranks are collected first. A process that
+    has already ended is reported, not halted. Exit code: 0 finished, 11 halted; with --once as `nsa status`.
 
     **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
     """
@@ -44,11 +44,11 @@ def watch(
     from nsa.observe.watch.watchdog import watch as go
 
     folder = _folder(run, directory)
-    dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), say=_say)
+    dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), emit=_emit)
     try:
         if once:
             dog.begin()
-            dog.look()
+            dog.check()
             raise typer.Exit(_status(folder, _limits(limit)).exit_code)
         ended = go(dog, interval_s=interval)
     finally:
@@ -59,14 +59,15 @@ def watch(
 def status(
     run: Path = _RUN,
     directory: Path = _DIR,
-    as_json: bool = typer.Option(False, "--json", help="One JSON record."),
-    log: bool = typer.Option(False, "--log", help="Also add one line to health_check.log: the 15-minute health check."),
-    pids: bool = typer.Option(False, "--pids", help="Print only the process ids of its ranks on this host, for kill."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON record."),
+    log: bool = typer.Option(False, "--log", help="Also append one line to health_check.log."),
+    pids: bool = typer.Option(False, "--pids", help="Print only the process ids of the ranks on this host, for kill."),
     limit: list[str] = _LIMIT,
 ) -> None:
-    """Show where a run is and what is wrong with it. Exit 0 well or finished, 1 look at it, 2 critical, failed or hung.
+    """Show progress and findings of a run.
 
-    A process that is gone for less than five minutes, a halted and a stopped run are 1: somebody may be at it.
+    Exit code: 0 healthy or finished; 1 warning, halted, stopped, or a process gone for less than five minutes;
+    2 critical, failed or hung.
 
     **Examples:** `nsa status artifacts/run`, and every 15 minutes from cron: `nsa status artifacts/run --log || mail …`
     To save a checkpoint now, whatever started the run: `kill -USR2 $(nsa status artifacts/run --pids)`
@@ -90,52 +91,54 @@ def status(
 def halt(
     run: Path = _RUN,
     directory: Path = _DIR,
-    reason: str = typer.Option("manual stop", "--reason", help="What the run and the next person will read."),
-    wait: bool = typer.Option(False, "--wait", help="Stay until the run has saved and halted."),
-    timeout: float = typer.Option(600.0, "--timeout", help="Seconds --wait stays at most; then exit 1."),
+    reason: str = typer.Option("manual stop", "--reason", help="Reason, recorded in .HALT and in the events."),
+    wait: bool = typer.Option(False, "--wait", help="Wait until the run has saved and halted."),
+    timeout: float = typer.Option(600.0, "--timeout", help="Longest wait in seconds; then exit code 1."),
 ) -> None:
-    """Ask a run to save and halt at the end of its step, on all ranks. `nsa train --clear-halt --resume` goes on.
+    """Halt a run: all ranks save a checkpoint and exit after the current step.
+
+    Continue with `nsa train --clear-halt --resume`.
 
     **Example:** `nsa halt artifacts/run --reason "node maintenance" --wait`
     """
     from nsa.observe import names
-    from nsa.observe.halt_file import ask, read
+    from nsa.observe.halt_file import read, request
 
     folder = _folder(run, directory)
     who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
-    if ask(folder, reason, who):
-        say(f"asked {folder} to halt: {reason}")
-    elif (asked := read(folder)) is not None:
-        say(f"{names.HALT} is there already: {asked.describe(time.time())}")
+    if request(folder, reason, who):
+        say(f"requested halt of {folder}: {reason}")
+    elif (existing := read(folder)) is not None:
+        say(f"{names.HALT} exists already: {existing.describe(time.time())}")
     if wait:
         _wait_for_end(folder, timeout)
 
 
 def smoke(
     run: Path = _RUN,
-    csv: Path = typer.Option(None, "--csv", help="training.csv, where it is not in a run folder."),
-    heartbeat: Path = typer.Option(None, "--heartbeat", help="heartbeat_rank0.jsonl, where it is not in a run folder."),
-    min_steps: int = typer.Option(50, "--min-steps", help="Steps the run must have done."),
+    csv: Path = typer.Option(None, "--csv", help="Path of training.csv, if not in a run folder."),
+    heartbeat: Path = typer.Option(None, "--heartbeat", help="Path of heartbeat_rank0.jsonl, if not in a run folder."),
+    min_steps: int = typer.Option(50, "--min-steps", help="Fewest steps that the run must have made."),
 ) -> None:
-    """Check that a run really trained: steps, finite and falling loss, counted reads, whole files. Exit 1 if not.
+    """Check that a run trained: steps, finite and falling loss, key reads, complete files. Exit code 1 if not.
 
     **Example:** `nsa smoke artifacts/run --min-steps 100`
     """
     from nsa.observe import names
-    from nsa.observe.watch.smoke import smoke as ask
+    from nsa.observe.watch.smoke import smoke as smoke_checks
 
     if run is None and (csv is None or heartbeat is None):
         raise ConfigError("nsa smoke needs a run folder, or both --csv and --heartbeat: it compares the two.")
     folder = _folder(run, None) if run is not None else None
     beats = heartbeat or _inside(folder, names.heartbeat(0))
-    answers = list(
-        ask(
+    checks = list(
+        smoke_checks(
             training_csv=csv or _inside(folder, names.TRAINING_CSV), heartbeat=beats, min_steps=min_steps, folder=folder
         )
     )
-    for answer in answers:
-        say(f"{'ok    ' if answer.good else 'FAILED'}  {answer.text}")
-    raise typer.Exit(0 if all(answer.good for answer in answers) else 1)
+    for check in checks:
+        say(f"{'ok    ' if check.passed else 'FAILED'}  {check.name:16}  {check.text}")
+    raise typer.Exit(0 if all(check.passed for check in checks) else 1)
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
@@ -152,13 +155,13 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
             say(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
             return
         if history.gone & history.present.keys():
-            print(f"the process of rank {min(history.gone)} is gone without a last word")
+            print(f"the process of rank {min(history.gone)} is gone without a final record")
             raise typer.Exit(1)
         if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
             shown = line
             say(line)
         if time.monotonic() > until:
-            say(f"not halted within {timeout_s:g} s; {folder} may hang: nsa status says more")
+            say(f"not halted within {timeout_s:g} s; the run may hang: see nsa status {folder}")
             raise typer.Exit(1)
         time.sleep(0.2)
 
@@ -211,12 +214,12 @@ def _show(folder: Path, found: "RunStatus") -> None:
         how = f", mean of the last {found.loss_records} records" if found.loss_records > 1 else ""
         rows.append(("loss", f"{found.loss:.4f}{how}"))
     if found.toks_per_s is not None:
-        rows.append(("pace", f"{found.toks_per_s:,.0f} tokens/s"))
+        rows.append(("throughput", f"{found.toks_per_s:,.0f} tokens/s"))
     if found.left_s is not None:
         rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {age(found.left_s)} left")
     if found.beat_age_s is not None:
         world = f" of {found.world}" if found.world and found.world != found.ranks else ""
-        rows.append(("last beat", f"{age(found.beat_age_s)} ago, {found.ranks}{world} rank{'s' * (found.ranks != 1)}"))
+        rows.append(("heartbeat", f"{age(found.beat_age_s)} ago, {found.ranks}{world} rank{'s' * (found.ranks != 1)}"))
     rows.append(("checkpoint", found.checkpoint or "none"))
     if found.halt is not None:
         rows.append((".HALT", found.halt))
@@ -232,9 +235,9 @@ def _show(folder: Path, found: "RunStatus") -> None:
         console.print(f"  {printable(first.message)}", markup=False)
         console.print(f"  → {first.condition.advice}", markup=False)
     if found.phase == RunPhase.EMPTY:
-        console.print("no process has written a heartbeat here")
+        console.print("no heartbeat file in this folder")
     elif not found.findings:
-        console.print("nothing found wrong")
+        console.print("no findings")
 
 
 def _line(found: "RunStatus") -> str:
@@ -264,7 +267,7 @@ def _limits(changes: list[str] | None) -> "HealthLimits":
 def _folder(run: Path | None, directory: Path | None) -> Path:
     folder = run or directory
     if folder is None:
-        raise ConfigError("the run folder is missing: name it, e.g. artifacts/run (train.out_dir of its config).")
+        raise ConfigError("the run folder is missing: give it, e.g. artifacts/run (train.out_dir of its config).")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: a run writes its heartbeat into train.out_dir. Check the path.")
     return folder
@@ -275,5 +278,5 @@ def _inside(folder: Path | None, name: str) -> Path:
     return folder / name
 
 
-def _say(line: str) -> None:
+def _emit(line: str) -> None:
     say(f"[{time.strftime('%H:%M:%S')}] {line}")

@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a run, once per run and not per rank, across all its restarts."""
+"""Event log of a run (`events.jsonl`): starts, saves, rollbacks, findings, errors; one file across all restarts."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,14 +14,14 @@ class EventKind(StrEnum):
     START = "start"
     RESTART = "restart"
     SETTINGS_CHANGED = "settings_changed"
-    """A run was resumed with settings that its checkpoint was not saved with, and that may change."""
+    """The run was resumed with changed settings (only those that may change)."""
     LOST_STEPS = "lost_steps"
     FIRST_STEP = "first_step"
     SAVE = "save"
     CHECKPOINT_REJECTED = "checkpoint_rejected"
     EVALUATION = "evaluation"
     EVALUATION_FAILED = "evaluation_failed"
-    """The held-out split could not be read or scored; training continued."""
+    """The held-out split could not be read or evaluated; training continued."""
     STALL = "stall"
     SKIPPED_STEP = "skipped_step"
     ROLLBACK = "rollback"
@@ -30,7 +30,7 @@ class EventKind(StrEnum):
     DONE = "done"
     ERROR = "error"
     FINDING = "finding"
-    """The watchdog found a condition to hold, or to hold no more."""
+    """The watchdog found a condition, or found it resolved (`over`)."""
     HALT_ASKED = "halt_asked"
     HALT_CLEARED = "halt_cleared"
 
@@ -53,8 +53,11 @@ class RunEvent:
 
 
 def add_event(run_folder: Path, kind: EventKind, *, ts: float, step: int, **details: Any) -> None:
-    """By rank 0, the launcher, the watchdog or an operator's command. Events are rare, so no file is held open: the
-    last save of a run may end, in a thread of its own, when everything else has been closed."""
+    """Append an event. Called by rank 0, the launcher, the watchdog and commands.
+
+    The file is opened for each event: they are rare, and the last save of a run may finish in another thread after
+    everything else has been closed.
+    """
     iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
     lines = JsonLines(run_folder / names.EVENTS)
     try:
@@ -77,13 +80,13 @@ _CHECKS = {
     "over": records.flag,
     "rank": records.rank_number,
 }  # fmt: skip
-"""Of the fields that readers use; others may be anything."""
+"""Fields that readers use; others may have any type."""
 _KINDS = frozenset(EventKind)
-_OF_EVERY_EVENT = ("ts", "iso", "event", "step")
+_COMMON_FIELDS = ("ts", "iso", "event", "step")
 
 
 def parse_event(line: str) -> records.Parsed[RunEvent]:
-    """One line of events.jsonl. Kinds of a later version are skipped, and are not damage."""
+    """One line of events.jsonl. Kinds of a later version are skipped without counting as damage."""
     record, torn = records.parse_record(line)
     if record is None:
         return None, torn
@@ -91,12 +94,12 @@ def parse_event(line: str) -> records.Parsed[RunEvent]:
     kept, damaged = records.fields(record, checks, ("ts", "event", "step"))
     if kept is None or kept["event"] not in _KINDS:
         return None, damaged
-    details = {name: value for name, value in kept.items() if name not in _OF_EVERY_EVENT}
+    details = {name: value for name, value in kept.items() if name not in _COMMON_FIELDS}
     return RunEvent(kept["ts"], EventKind(kept["event"]), kept["step"], details), damaged
 
 
 def read_events_and_damage(run_folder: Path) -> tuple[list[RunEvent], int]:
-    """Events, oldest first, and how many records could not be read, whole or in part."""
+    """Events, oldest first, and the number of records that could not be fully read."""
     found = list(records.read_records(run_folder / names.EVENTS, parse_event))
     return [event for event, _ in found if event is not None], sum(damaged for _, damaged in found)
 

@@ -1,4 +1,4 @@
-"""`.HALT`, the file that stops a run: who asks, why, and since when. It is never overwritten and never just deleted."""
+"""The `.HALT` file that stops a run: reads, writes and clears it. Never overwritten; cleared by renaming."""
 
 import errno
 import time
@@ -9,16 +9,16 @@ from nsa.files import create_atomic, replace_file
 from nsa.observe import names, records
 from nsa.observe.events import EventKind, add_event
 
-_MOST_BYTES = 1 << 16
-_SOMETHING_ELSE = (errno.EINVAL, errno.ELOOP, errno.EACCES, errno.ENXIO)
-"""A folder, a pipe, a loop of links or a file of somebody else: it is there, so it asks, without saying why."""
+_MAX_BYTES = 1 << 16
+_NOT_A_FILE = (errno.EINVAL, errno.ELOOP, errno.EACCES, errno.ENXIO)
+"""A folder, a pipe, a link loop or an unreadable file: it exists, so it halts, without a reason."""
 
 
 @dataclass(frozen=True)
 class HaltRequest:
     reason: str
     by: str | None
-    """Who wrote it, where that is known."""
+    """Who wrote it, if known."""
     since: float
 
     def describe(self, now: float) -> str:
@@ -26,36 +26,36 @@ class HaltRequest:
 
 
 def read(folder: Path) -> HaltRequest | None:
-    """What `.HALT` says, or None without one; an empty file counts, and so does what `echo` wrote."""
+    """Content of `.HALT`, or None without one; an empty file counts, and so does one written by hand with `echo`."""
     path = folder / names.HALT
     try:
         since = path.lstat().st_mtime
-        lines = records.read_text(path, _MOST_BYTES).splitlines()
+        lines = records.read_text(path, _MAX_BYTES).splitlines()
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno not in _SOMETHING_ELSE:
+        if error.errno not in _NOT_A_FILE:
             raise
         return HaltRequest(f"something that cannot be read ({error.strerror})", None, since)
     by = [line.removeprefix("by:").strip() for line in lines if line.startswith("by:")]
-    said = " ".join(line.strip() for line in lines if not line.startswith("by:"))
-    return HaltRequest(said.strip().removeprefix("halt:").strip() or "no reason given", by[0] if by else None, since)
+    reason = " ".join(line.strip() for line in lines if not line.startswith("by:"))
+    return HaltRequest(reason.strip().removeprefix("halt:").strip() or "no reason given", by[0] if by else None, since)
 
 
-def ask(folder: Path, reason: str, by: str) -> bool:
-    """Write `.HALT`, whole from its first moment; False if there is one already."""
+def request(folder: Path, reason: str, by: str) -> bool:
+    """Write `.HALT` atomically; False if there is one already."""
     return create_atomic(folder / names.HALT, f"halt: {reason}\nby: {by}\n")
 
 
-def put_aside(folder: Path, *, now: float, step: int) -> Path | None:
-    """Give `.HALT` a name that nobody obeys, and write that down; None without one."""
-    asked = read(folder)
+def clear(folder: Path, *, now: float, step: int) -> Path | None:
+    """Rename `.HALT` so that it no longer halts, and record the event; None without one."""
+    halt = read(folder)
     aside = folder / f"{names.HALT}.cleared-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}"
     try:
         replace_file(folder / names.HALT, aside)
     except FileNotFoundError:
         return None
-    reason, by = (asked.reason, asked.by) if asked is not None else (None, None)
+    reason, by = (halt.reason, halt.by) if halt is not None else (None, None)
     add_event(folder, EventKind.HALT_CLEARED, ts=now, step=step, reason=reason, by=by, aside=aside.name)
     return aside
 

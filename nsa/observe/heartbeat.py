@@ -1,7 +1,7 @@
-"""The heartbeat: one JSON record per line, the truth that every other record of a run copies.
+"""Heartbeat files: one JSON record per line, written by each rank; the source of all other metric files.
 
-Writer and readers share `HeartbeatRecord`. A full disk or a kill may tear a line; readers skip and count it, writers
-begin anew.
+Writer and readers share `HeartbeatRecord`. A full disk or a kill may tear a line: readers skip and count it, a writer
+starts a new line.
 """
 
 import json
@@ -18,7 +18,7 @@ from nsa.files import open_regular
 from nsa.observe import names, records
 
 ALIVE_EVERY_S = 15.0
-"""A run whose steps go on is silent no longer than this and one step."""
+"""A run that makes progress writes a record at least this often, plus one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class HeartbeatRecord:
         return cls(ts=ts, iso=iso, pid=os.getpid(), rank=rank, step=step, msg=msg, **more)
 
     def as_dict(self) -> dict[str, Any]:
-        """Without what is not known."""
+        """Without the fields that are None."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -90,11 +90,11 @@ PROGRESS_FIELDS = tuple(
     for field in fields(HeartbeatRecord)
     if field.default is None and field.name not in ("detail", "failure_code", "step_s")
 )
-"""Fields that a progress record always has."""
+"""Fields of every progress record."""
 
 
 class JsonLines:
-    """A file of records, opened for appending; each record is one write, so that readers see it whole or not at all."""
+    """Appends records to a file, each in one write, so that readers see whole lines."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,10 +102,10 @@ class JsonLines:
         self._file = records.open_to_append(path)
         if torn:
             self._file.write("\n")
-        self._turn = threading.Lock()  # saves end in a thread of their own
+        self._lock = threading.Lock()  # saves finish in another thread
 
     def append(self, line: str) -> None:
-        with self._turn:
+        with self._lock:
             self._file.write(line + "\n")
             self._file.flush()
 
@@ -114,12 +114,12 @@ class JsonLines:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Strict JSON: what is not finite becomes a string that `float` understands."""
-    return json.dumps({name: _spell(value) for name, value in record.items()}, allow_nan=False, separators=(",", ":"))
+    """Strict JSON: non-finite numbers become strings that `float` accepts."""
+    return json.dumps({name: _encode(value) for name, value in record.items()}, allow_nan=False, separators=(",", ":"))
 
 
 FIXED_FIELDS = ("ts", "pid", "rank", "step", "msg")
-"""A record without one of these is no beat."""
+"""Required fields of a record."""
 _BY_TYPE: Mapping[Any, records.Check] = {
     float: records.number,
     int: records.whole,
@@ -146,7 +146,7 @@ CHECKS: Mapping[str, records.Check] = {
 
 
 def beat_fields(rank: int | None = None) -> Callable[[str], records.Parsed[dict[str, Any]]]:
-    """Parser of one line of a heartbeat file into the fields of a beat; the file is that of `rank`, if one is given."""
+    """Parser of one line of a heartbeat file into its fields; with `rank`, lines of other ranks are unreadable."""
 
     def parse(line: str) -> records.Parsed[dict[str, Any]]:
         record, torn = records.parse_record(line)
@@ -172,12 +172,12 @@ def beat_parser(rank: int | None = None) -> Callable[[str], records.Parsed[Heart
 
 
 def read_beats(path: Path) -> Iterator[HeartbeatRecord]:
-    """Every whole beat of a heartbeat file, oldest first."""
+    """Every readable record of a heartbeat file, oldest first."""
     return (beat for beat, _ in records.read_records(path, beat_parser()) if beat is not None)
 
 
 def last_beat(path: Path, msg: str | None = None) -> HeartbeatRecord | None:
-    """The newest beat, or the newest that says `msg`."""
+    """The newest record, or the newest with this `msg`."""
     found = None
     for beat in read_beats(path):
         if msg in (None, beat.msg):
@@ -194,7 +194,7 @@ def gib(n_bytes: int) -> float:
 
 
 def resident_mib() -> float:
-    """Memory of this process that is in RAM; 0 where the system does not tell."""
+    """Resident memory of this process; 0 where /proc is missing."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -202,11 +202,11 @@ def resident_mib() -> float:
     return mib(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _spell(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, (list, tuple)):
-        return [_spell(item) for item in value]
+        return [_encode(item) for item in value]
     return value
 
 

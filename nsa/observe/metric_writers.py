@@ -1,4 +1,4 @@
-"""Copies of the heartbeat for people's tools: CSV for `tail`, metrics.json for scripts, TensorBoard for eyes."""
+"""Metric writers: copy progress records to training.csv, val.csv, metrics.json and TensorBoard."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from nsa.files import write_atomic
 from nsa.observe import names
 from nsa.observe.heartbeat import HeartbeatRecord, to_line
 
-# Users cut by column: step and loss stay the first two.
+# Scripts read columns by position: step and loss stay the first two.
 TRAINING_COLUMNS = (
     "step", "loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "gpu_mem_alloc", "gpu_mem_reserved",
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
@@ -22,7 +22,7 @@ VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts")
 
 
 def scalars(beat: HeartbeatRecord) -> dict[str, float]:
-    """What a record measures, by the names that curves have everywhere."""
+    """The numbers of a record by metric name (`train/loss`), the same in every tracker."""
     record = beat.as_dict()
     numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
     numbers |= {f"gate_share_{i}": share for i, share in enumerate(record.get("gate_branch_shares", ()))}
@@ -30,7 +30,7 @@ def scalars(beat: HeartbeatRecord) -> dict[str, float]:
 
 
 class CsvFile:
-    """A header once, then rows; a resumed run goes on below its earlier rows."""
+    """Appends rows to a CSV file; the header is written once, a resumed run appends to its earlier rows."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self._columns = columns
@@ -49,7 +49,7 @@ class CsvFile:
 
 
 class MetricWriters:
-    """Takes progress beats of rank 0."""
+    """Writes progress records and evaluations of rank 0."""
 
     def __init__(self, run_folder: Path) -> None:
         from tensorboard.summary import Writer
@@ -60,7 +60,7 @@ class MetricWriters:
         self._tensorboard = Writer(str(run_folder / names.TENSORBOARD))
         self._metrics: dict[str, Any] = {}
 
-    def take(self, beat: HeartbeatRecord) -> None:
+    def write(self, beat: HeartbeatRecord) -> None:
         record = beat.as_dict()
         self._training.add(record)
         for name, value in scalars(beat).items():
@@ -70,7 +70,7 @@ class MetricWriters:
         best = min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
         self._write_metrics({**record, "best_loss": best})
 
-    def take_evaluation(self, *, step: int, val_loss: float, tokens: int, seconds: float, ts: float) -> None:
+    def write_evaluation(self, *, step: int, val_loss: float, tokens: int, seconds: float, ts: float) -> None:
         self._val = self._val or CsvFile(self._folder / names.VAL_CSV, VAL_COLUMNS)
         self._val.add({"step": step, "val_loss": val_loss, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
         self._tensorboard.add_scalar(VAL_LOSS, val_loss, step)

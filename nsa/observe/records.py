@@ -1,8 +1,8 @@
-"""Typed parsing of what is in a run folder. What cannot be read is skipped and counted; reading raises nothing.
+"""Typed parsing of the files of a run folder (JSON lines, CSV, JSON). Unreadable records are skipped and counted.
 
-A run folder is written by processes that are killed, on disks that fill up, by other versions, and by anybody who can
-write there. Every reader (status, watch, smoke, exporter, monitor, report, compare) gets its records from here: a field
-has the type and the range that its check demands, or it is absent.
+A run folder is written by processes that may be killed, on disks that fill up, by other versions, and by anybody with
+write access. Every reader (status, watch, smoke, exporter, monitor, report, compare) parses with these functions: a
+field has the type and range that its check requires, or it is absent. Reading raises nothing.
 """
 
 import csv
@@ -19,27 +19,27 @@ from nsa.files import open_regular
 from nsa.observe import names
 
 LONGEST_LINE = 1 << 20
-"""A line beyond this is no record of ours; it is skipped instead of kept in memory."""
+"""Longer lines are skipped instead of being kept in memory."""
 _LARGEST_FILE = 16 << 20
-"""Of the small files (env.json, .HALT, tables): beyond this they are something else."""
+"""Bytes read of the small files (env.json, .HALT, CSV)."""
 _DEEPEST = 16
 _LARGEST_NUMBER = 1e100
-"""Figures beyond this are no measurement; sums and squares of those below do not overflow."""
-_LATEST_TIME = 253_402_300_000.0  # the end of the year 9999, where calendars of the standard library end
+"""Larger values are not measurements; sums and squares of smaller ones do not overflow."""
+_LATEST_TIME = 253_402_300_000.0  # end of the year 9999, the last that datetime supports
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 _HEARTBEAT_NAME = re.compile(r"heartbeat_rank(0|[1-9][0-9]{0,5})\.jsonl")
 
 T = TypeVar("T")
 Check = Callable[[Any], Any]
-"""The value as it may be used, or None where it is none."""
+"""Returns the checked value, or None if it is invalid."""
 Parsed = tuple[T | None, bool]
-"""What a line says, if it can be used, and whether something in it could not be read."""
+"""The parsed record, if usable, and whether something in the line could not be read."""
 Unreadable = Counter[str]
-"""How many records (or files) could not be read, whole or in part, by file name."""
+"""Number of records (or files) that could not be fully read, by file name."""
 
 
 def describe_unreadable(unreadable: Mapping[str, int]) -> str:
-    """One line for people; empty where everything could be read."""
+    """One line of text; empty if everything could be read."""
     files = {name: count for name, count in unreadable.items() if count}
     if not files:
         return ""
@@ -51,7 +51,7 @@ def describe_unreadable(unreadable: Mapping[str, int]) -> str:
 
 
 def number(value: Any) -> float | None:
-    """NaN and infinite values are results too."""
+    """NaN and infinite values are valid."""
     if type(value) is float and (value != value or -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER or math.isinf(value)):
         return value
     return value if type(value) is int and -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER else None
@@ -67,7 +67,7 @@ def whole(value: Any) -> int | None:
 
 
 def process_id(value: Any) -> int | None:
-    """0 and negative numbers are no process: signals to them reach groups."""
+    """0 and negative numbers address process groups in kill(2) and are invalid."""
     return value if type(value) is int and 0 < value < 2**31 else None
 
 
@@ -118,7 +118,7 @@ def rows_of_numbers(value: Any) -> tuple[tuple[float, ...], ...] | None:
 
 
 def anything(value: Any) -> Any:
-    """Of any type, as long as it is not nested deeper than what walks through it can go."""
+    """Any type, up to a nesting depth that readers can traverse."""
     return value if _is_shallow(value) else None
 
 
@@ -132,7 +132,7 @@ def section(value: Any) -> dict[str, Any] | None:
 def fields(
     record: Mapping[str, Any], checks: Mapping[str, Check], required: tuple[str, ...] = ()
 ) -> Parsed[dict[str, Any]]:
-    """The fields that pass their check. Unknown fields are of a later version and are left out; so is what is null."""
+    """The fields that pass their check. Unknown fields (of a later version) and null are left out."""
     kept: dict[str, Any] = {}
     damaged = False
     for name, value in record.items():
@@ -151,10 +151,10 @@ def fields(
 
 
 def parse_record(line: str) -> Parsed[dict[str, Any]]:
-    """One line as a record; torn lines and lines that are something else are unreadable."""
+    """One line as a record; torn lines and lines that are not JSON objects are unreadable."""
     try:
         record = json.loads(line)
-        if isinstance(record, dict) and ("NaN" in line or "Infinity" in line):  # few are: most need no second look
+        if isinstance(record, dict) and ("NaN" in line or "Infinity" in line):  # rare
             record = {name: _read(value) for name, value in record.items()}
     except (ValueError, RecursionError):
         return None, True
@@ -162,7 +162,7 @@ def parse_record(line: str) -> Parsed[dict[str, Any]]:
 
 
 def read_records(path: Path, parse: Callable[[str], Parsed[T]]) -> Iterator[tuple[T | None, bool]]:
-    """Every record of a file, oldest first, and whether something in it could not be read; nothing without a file."""
+    """Every record of a file, oldest first, and whether something in it could not be read; none without a file."""
     try:
         with open_regular(path) as file:
             while line := file.readline(LONGEST_LINE + 1):
@@ -182,19 +182,19 @@ def read_records(path: Path, parse: Callable[[str], Parsed[T]]) -> Iterator[tupl
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a file to add text to it, or make one; a pipe that nobody reads is an OSError instead of a wait."""
+    """Open a file for appending, or create it; a pipe without a reader raises OSError instead of blocking."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 def read_text(path: Path, most: int = _LARGEST_FILE) -> str:
-    """The first `most` bytes; raises as opening does."""
+    """The first `most` bytes; raises OSError as `open` does."""
     with open_regular(path) as file:
         return file.read(most).decode("utf-8", "replace")
 
 
 def read_section(path: Path) -> Parsed[dict[str, Any]]:
-    """A JSON file that holds one object. Without a file there is nothing to read and nothing wrong."""
+    """A JSON file that holds one object; a missing file is no damage."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def read_section(path: Path) -> Parsed[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
-    """Rows of a CSV file by the names in its first line, and how many could not be read."""
+    """Rows of a CSV file as dicts by its header, and the number of unreadable ones."""
     rows: list[dict[str, str]] = []
     try:
         lines = read_text(path).splitlines(keepends=True)
@@ -223,7 +223,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
                 rows.append(dict(zip(header, cells, strict=True)))
             else:
                 bad += bool(cells)
-    except csv.Error:  # a cell that is too long; where the next row begins is not known
+    except csv.Error:  # a cell that is too long; the start of the next row is unknown
         bad += 1
     return rows, bad
 

@@ -1,4 +1,4 @@
-"""The folder of one run: what is in it, and what a new start finds there."""
+"""The run folder (`train.out_dir`): paths, env.json, the last recorded step, and whether it can be written."""
 
 import json
 import os
@@ -37,17 +37,17 @@ class RunFolder:
         return self.path / names.heartbeat(rank)
 
     def halt_reason(self) -> str | None:
-        """What `.HALT` says, or None without one; an empty file is a reason too."""
-        asked = halt_file.read(self.path)
-        return None if asked is None else asked.reason
+        """The reason in `.HALT`, or None without one; an empty file counts."""
+        halt = halt_file.read(self.path)
+        return None if halt is None else halt.reason
 
     def last_step(self) -> int:
-        """The last step any earlier process of this run reported; 0 if none did."""
+        """The last step that any earlier process of this run recorded; 0 if none."""
         beats = (last_beat(path, names.PROGRESS) for _, path in records.heartbeat_files(self.path))
         return max((beat.step for beat in beats if beat is not None), default=0)
 
     def write_env(self, config: RunConfig, **facts: Any) -> None:
-        """Versions, hardware, the resolved config and where each value came from."""
+        """Write env.json: versions, hardware, the resolved config and the origin of each value."""
         content = {
             "nsa": __version__,
             "code": code_version(),
@@ -65,13 +65,13 @@ class RunFolder:
 
 
 def code_version(root: Path = Path(__file__).parents[2]) -> dict[str, Any]:
-    """The commit this package runs from and whether its files differ from it; empty where it is not a git checkout."""
-    if not (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
+    """Git commit of this package and whether files are modified; empty outside a git checkout."""
+    if not (root / ".git").exists():  # an installed package may lie inside another project's checkout
         return {}
     try:
         commit = _git(root, "rev-parse", "HEAD")
         return {"commit": commit, "modified": bool(_git(root, "status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):  # no git, or one that refuses another user's checkout
+    except (OSError, subprocess.SubprocessError):  # git is missing, or refuses another user's checkout
         return {}
 
 
@@ -88,18 +88,18 @@ def _version(package: str) -> str | None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be made in this folder, or why the folder itself cannot be made; None where both can."""
+    """Why files cannot be created in this folder, or the folder itself cannot be created; None if both can."""
     for place in (folder, *folder.absolute().parents):
         try:
             mode = place.stat().st_mode
         except FileNotFoundError:
             if place.is_symlink():
-                return f"{place} is a link that leads nowhere"
+                return f"{place} is a dangling symbolic link"
             continue
         except NotADirectoryError:  # one of its parents is a file
             continue
-        except (OSError, ValueError) as error:  # the latter for a path that is none, with a NUL byte in it
-            return f"{place} cannot be looked at ({getattr(error, 'strerror', None) or error})"
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+            return f"{place} cannot be accessed ({getattr(error, 'strerror', None) or error})"
         if not stat.S_ISDIR(mode):
             return f"{place} is not a folder"
         if not os.access(place, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):

@@ -164,7 +164,7 @@ def _halted_before(folder: RunFolder, clear: bool) -> str | None:
     """What a `.HALT` in the folder says, who wrote it and when; None without one, or when it was put aside."""
     now = time.time()
     if clear:
-        halt_file.put_aside(folder.path, now=now, step=folder.last_step())
+        halt_file.clear(folder.path, now=now, step=folder.last_step())
     asked = halt_file.read(folder.path)
     return None if asked is None else asked.describe(now)
 
@@ -376,18 +376,18 @@ class _TrainingRun:
 
     def _hear(self, beat: HeartbeatRecord) -> None:
         if self.copies is not None and beat.msg == names.PROGRESS:
-            self.copies.take(beat)
+            self.copies.write(beat)
             self._send(beat.step, scalars(beat))
         if self.reporter is not None:
             self.reporter.beat(beat, self.config.train.steps)
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         for courier in self.couriers:
-            courier.take(step, numbers)
+            courier.log(step, numbers)
 
     def _hear_verdict(self, verdict: EvaluationResult) -> None:
         if self.copies is not None and self.story is not None:
-            self.copies.take_evaluation(**verdict._asdict(), ts=time.time())
+            self.copies.write_evaluation(**verdict._asdict(), ts=time.time())
             self._send(verdict.step, {VAL_LOSS: verdict.val_loss})
             self.story.add(EventKind.EVALUATION, val_loss=verdict.val_loss, tokens=verdict.tokens)
         if self.reporter is not None:

@@ -15,6 +15,7 @@ from nsa.observe.events import EventKind, add_event, read_events
 from nsa.observe.halt_file import read
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.metric_writers import TRAINING_COLUMNS, CsvFile
+from nsa.observe.watch.conditions import CONDITIONS
 from tests.observe.recorded import UNWELL, Recording, a_beat, a_run, finished, noisy, record
 
 CONFIG = {"train": {"steps": 50_000, "log_every": 1, "save_every": 200}, "nsa": {"l_sel": 64}}
@@ -55,7 +56,7 @@ def test_status_of_a_run_that_is_well(tmp_path):
     assert "step       500 of 50,000 (1.0%)" in text
     assert "tokens/s, 1.1 days left" in text
     assert "s ago, 1 rank\n" in text
-    assert "nothing found wrong" in text
+    assert not any(name in text for name in CONDITIONS)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_status_of_a_finished_run_is_good_however_old(tmp_path):
 def test_status_of_an_empty_folder_is_no_success(tmp_path):
     code, text = nsa("status", tmp_path)
     assert code == 2
-    assert "no process has written a heartbeat here" in text
+    assert text.startswith("no run")
 
 
 def test_status_as_json_and_as_a_line_of_the_health_log(tmp_path):
@@ -124,7 +125,7 @@ def test_a_single_look_halts_for_what_needs_no_clock(tmp_path):
     assert (tmp_path / names.ANOMALY).read_text() == "loss_nonfinite\n"
     asked = read(tmp_path)
     assert asked is not None
-    assert asked.reason == "loss_nonfinite: loss nan at step 150, and the step was taken"
+    assert asked.reason.startswith("loss_nonfinite: loss nan at step 150")
     assert EventKind.HALT_ASKED in [event.kind for event in read_events(tmp_path)]
 
 
@@ -141,7 +142,7 @@ def test_halt_asks_once_and_says_who_did(tmp_path):
     write(tmp_path, noisy())
     assert nsa("halt", tmp_path, "--reason", "maintenance")[0] == 0
     _, text = nsa("halt", tmp_path)
-    assert ".HALT is there already: maintenance; written 0 s ago by nsa halt, process" in text
+    assert ".HALT exists already: maintenance; written 0 s ago by nsa halt, process" in text
     assert nsa("status", tmp_path)[0] == 1
     code, text = nsa("halt", tmp_path, "--wait", "--timeout", 0)
     assert code == 1
@@ -165,41 +166,45 @@ def test_smoke_passes_a_run_that_trained(tmp_path):
     assert nsa("smoke", *files, "--min-steps", 501)[0] == 1
 
 
+def failed_checks(text: str) -> list[str]:
+    return [line.split()[1] for line in text.splitlines() if line.startswith("FAILED")]
+
+
 def spoil_csv(folder) -> None:
     path = folder / names.TRAINING_CSV
     path.write_text(path.read_text().replace("\n7,", "\n8,"))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "complaint"),
+    ("spoil", "check"),
     [
-        (lambda folder: (folder / names.TRAINING_CSV).unlink(), "training.csv has 0 rows"),
-        (lambda folder: (folder / names.heartbeat(0)).write_text(""), "has 0 progress records"),
-        (lambda folder: (folder / names.ENV).unlink(), "files missing or empty: env.json"),
-        (lambda folder: (folder / names.HALT).touch(), ".HALT is there"),
-        (spoil_csv, "1 of 500 rows tell another loss"),
+        (lambda folder: (folder / names.TRAINING_CSV).unlink(), "csv_rows"),
+        (lambda folder: (folder / names.heartbeat(0)).write_text(""), "progress_records"),
+        (lambda folder: (folder / names.ENV).unlink(), "files"),
+        (lambda folder: (folder / names.HALT).touch(), "halt_file"),
+        (spoil_csv, "csv_agrees"),
     ],
 )
-def test_smoke_finds_what_is_missing_or_spoiled(tmp_path, spoil, complaint):
+def test_smoke_finds_what_is_missing_or_spoiled(tmp_path, spoil, check):
     spoil(write(tmp_path, noisy()))
     code, text = nsa("smoke", tmp_path)
     assert code == 1
-    assert any(line.startswith("FAILED") and complaint in line for line in text.splitlines())
+    assert check in failed_checks(text)
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "check"),
     [
-        (lambda step: {"loss": 2.0 + step / 100}, "mean loss of the first quarter"),
-        (lambda step: {"loss": float("nan") if step == 9 else 3 - step / 100}, "loss not finite in 1 of 60"),
-        (lambda step: {"reads_act_total": 1} if step == 9 else {}, "in 1 of 60 records"),
-        (lambda step: {"toks_per_s": 0.0} if step == 9 else {}, "1 records without"),
+        (lambda step: {"loss": 2.0 + step / 100}, "loss_falling"),
+        (lambda step: {"loss": float("nan") if step == 9 else 3 - step / 100}, "loss_finite"),
+        (lambda step: {"reads_act_total": 1} if step == 9 else {}, "key_reads"),
+        (lambda step: {"toks_per_s": 0.0} if step == 9 else {}, "throughput"),
     ],
 )
-def test_smoke_finds_a_run_that_did_not_train(tmp_path, change, complaint):
+def test_smoke_finds_a_run_that_did_not_train(tmp_path, change, check):
     code, text = nsa("smoke", write(tmp_path, record(a_run(60, change))))
     assert code == 1
-    assert complaint in next(line for line in text.splitlines() if line.startswith("FAILED"))
+    assert failed_checks(text)[0] == check
 
 
 def test_smoke_accepts_steps_told_twice_after_a_rollback(tmp_path):
@@ -219,5 +224,5 @@ def test_smoke_does_not_take_noise_for_learning(tmp_path, seed):
     for name, recording, learned in (("nothing", nothing, False), ("little", little, True)):
         (tmp_path / name).mkdir()
         text = nsa("smoke", write(tmp_path / name, recording), "--min-steps", 10)[1]
-        (line,) = (line for line in text.splitlines() if "mean loss of the first quarter" in line)
+        (line,) = (line for line in text.splitlines() if "loss_falling" in line)
         assert line.startswith("ok" if learned else "FAILED"), line

@@ -9,15 +9,15 @@ import pytest
 from nsa.observe import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.observe.view.goodput import KNOWN, Goodput, TimeCause, goodput
-from nsa.observe.view.run_data import OF_THE_LEAD, EvaluationRecord, RankSeries
+from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause, goodput
+from nsa.observe.view.run_data import LEAD_COLUMNS, EvaluationRecord, RankSeries
 from tests.observe.recorded import a_beat, progress
 
 
 def series(beats: Iterable[HeartbeatRecord]) -> RankSeries:
-    made = RankSeries(0, OF_THE_LEAD)
+    made = RankSeries(0, LEAD_COLUMNS)
     for beat in beats:
-        made.take(beat.as_dict())
+        made.add(beat.as_dict())
     return made
 
 
@@ -140,7 +140,7 @@ def test_a_start_alone_has_no_share_of_anything():
 
 
 def test_every_cause_says_how_it_is_known():
-    assert set(KNOWN) == set(TimeCause)
+    assert set(HOW_MEASURED) == set(TimeCause)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -39,7 +39,7 @@ def test_every_condition_is_found_and_no_other(name, which):
 def test_messages_have_the_values_and_levels_come_from_the_table():
     recording = UNWELL["heartbeat_stall"][0]()
     (finding,) = examine(recording.history(), now=recording.end, limits=LIMITS)
-    assert finding.message == "last beat 181 s ago at step 150, limit 180 s"
+    assert all(value in finding.message for value in ("181 s", "step 150", "180 s"))
     assert (finding.rank, finding.step, finding.level) == (0, 150, AlertLevel.CRITICAL)
 
 

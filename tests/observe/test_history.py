@@ -15,7 +15,7 @@ from nsa.observe.events import EventKind, add_event
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.watch.conditions import HealthLimits
 from nsa.observe.watch.health import examine
-from nsa.observe.watch.history import HistoryReader, StepSample
+from nsa.observe.watch.history import ClockReading, HistoryReader
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 
 HOUR = 3600.0
@@ -25,16 +25,16 @@ class Clock:
     """Wall and steady time; the wall clock may be set."""
 
     def __init__(self, wall: float) -> None:
-        self.now = StepSample(wall, 50.0)
+        self.now = ClockReading(wall, 50.0)
 
-    def __call__(self) -> StepSample:
+    def __call__(self) -> ClockReading:
         return self.now
 
     def go(self, seconds: float) -> None:
-        self.now = StepSample(self.now.wall + seconds, self.now.steady + seconds)
+        self.now = ClockReading(self.now.wall + seconds, self.now.steady + seconds)
 
     def jump(self, seconds: float) -> None:
-        self.now = StepSample(self.now.wall + seconds, self.now.steady)
+        self.now = ClockReading(self.now.wall + seconds, self.now.steady)
 
 
 class Folder:

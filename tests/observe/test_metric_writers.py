@@ -11,11 +11,13 @@ pytest.importorskip("tensorboard", reason="part of the train extra")
 
 
 def take(folder, *steps: int) -> None:
-    copies = MetricWriters(folder)
+    writers = MetricWriters(folder)
     for step in steps:
-        copies.take(HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg=names.PROGRESS, loss=10 / step, lr=0.1))
-        copies.take_evaluation(step=step, val_loss=1.0 / step, tokens=7, seconds=0.5, ts=1.0)
-    copies.close()
+        writers.write(
+            HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg=names.PROGRESS, loss=10 / step, lr=0.1)
+        )
+        writers.write_evaluation(step=step, val_loss=1.0 / step, tokens=7, seconds=0.5, ts=1.0)
+    writers.close()
 
 
 def test_csv_has_step_and_loss_first_and_goes_on_after_a_restart(tmp_path):

@@ -19,7 +19,7 @@ from nsa.observe import names
 from nsa.observe.events import EventKind
 from nsa.observe.view.monitor.frame import frame
 from nsa.observe.view.monitor.text_layout import plain_ascii
-from nsa.observe.view.snapshot import SnapshotReader, look_once
+from nsa.observe.view.snapshot import SnapshotReader, take_snapshot
 from nsa.observe.watch.conditions import CONDITIONS, HealthFinding
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, with_layers, write_run
@@ -85,13 +85,13 @@ CASES = [fresh, one_record, healthy, not_finite, never_finite, deep, wide, finis
 
 
 def drawn(make, folder, width=80, height=24) -> list[str]:
-    return [line.plain for line in frame(look_once(make(folder)), width, height)]
+    return [line.plain for line in frame(take_snapshot(make(folder)), width, height)]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (237, 71), (40, 12), (81, 36)])
 @pytest.mark.parametrize("make", CASES)
 def test_a_frame_fits_its_terminal(make, size, tmp_path):
-    lines = frame(look_once(make(tmp_path)), *size)
+    lines = frame(take_snapshot(make(tmp_path)), *size)
     assert len(lines) == size[1]
     assert {line.cell_len for line in lines} == {size[0]}
     assert all("\n" not in line.plain for line in lines)
@@ -110,9 +110,9 @@ def test_the_command_prints_one_frame_of_80_by_24(make, tmp_path):
 def test_at_80_by_24_nothing_is_missing_or_cut(tmp_path):
     text = "\n".join(drawn(healthy, tmp_path / "run"))
     for words in ("loss", "tokens/s", "gates by layer", "compressed", "selected", "sliding", "collapsed 0 %",
-                  "entropy", "selects 200/256 keys", "at max", "reads = predicted", "data wait 10 ms",
-                  "GPU 29.3 GiB", "lr 3.00e-04", "findings", "events", "save", "q quit", "600 of 1,000", "saved at 500",
-                  "● running", "✓ nothing is wrong"):  # fmt: skip
+                  "entropy", "selected 200/256 keys", "at max", "reads = predicted", "data wait 10 ms",
+                  "GPU 29.3 GiB", "lr 3.00e-04", "findings", "events", "save", "q quit", "600 of 1,000",
+                  "checkpoint at 500", "● running", "✓ no findings"):  # fmt: skip
         assert words in text, words
     assert "…" not in text
 
@@ -151,20 +151,20 @@ def test_a_halt_is_told_with_its_reason(tmp_path):
 
 def test_many_layers_are_all_shown_where_there_is_room_and_as_a_strip_elsewhere(tmp_path):
     folder = deep(tmp_path)
-    (compressed,) = [line.plain for line in frame(look_once(folder), 80, 24) if line.plain.startswith("compressed")]
+    (compressed,) = [line.plain for line in frame(take_snapshot(folder), 80, 24) if line.plain.startswith("compressed")]
     assert sum(letter in "▁▂▃▄▅▆▇█" for letter in compressed) == 21  # 48 layers in the cells there are
-    tall = [line.plain for line in frame(look_once(folder), 160, 140)]
+    tall = [line.plain for line in frame(take_snapshot(folder), 160, 140)]
     assert sum(line.lstrip()[:2].strip().isdigit() and "cccc" in line for line in tall) == 48
 
 
 def test_the_slowest_of_many_ranks_is_named(tmp_path):
     beats = [replace(beat, forward_s=9.0) if beat.rank == 17 and beat.loss else beat for beat in of_ranks(64, 5)]
-    text = "\n".join(line.plain for line in frame(look_once(write_run(tmp_path, beats)), 120, 40))
+    text = "\n".join(line.plain for line in frame(take_snapshot(write_run(tmp_path, beats)), 120, 40))
     assert "64 ranks · slowest 17: 9.0 s / 600 ms" in text
 
 
 def test_findings_beyond_the_room_are_counted(tmp_path):
-    look = look_once(healthy(tmp_path))
+    look = take_snapshot(healthy(tmp_path))
     look.findings = [HealthFinding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]]
     text = "\n".join(line.plain for line in frame(look, 80, 24))
     assert "5 critical" in text
@@ -181,22 +181,22 @@ def test_what_holds_for_every_rank_is_one_finding(tmp_path):
 def test_what_files_say_cannot_steer_the_terminal(tmp_path):
     folder = tmp_path / "run\x1b[2J\x07"
     write_run(folder, a_run(3), [START, (EventKind.ERROR, BEGAN + 9, 3, {"error": "\x1b]0;owned\x07\nnext"})])
-    text = "".join(line.plain for line in frame(look_once(folder), 80, 24))
+    text = "".join(line.plain for line in frame(take_snapshot(folder), 80, 24))
     assert text.isprintable()
 
 
 def test_a_terminal_without_unicode_gets_the_same_picture(tmp_path):
-    lines = [plain_ascii(line) for line in frame(look_once(restarted(tmp_path)), 80, 24)]
+    lines = [plain_ascii(line) for line in frame(take_snapshot(restarted(tmp_path)), 80, 24)]
     assert all(line.plain.isascii() and len(line) == 80 for line in lines), [line.plain for line in lines]
     assert any("***" in line.plain for line in lines)
 
 
 def test_a_look_again_sees_what_is_new(tmp_path):
-    looker = SnapshotReader(write_run(tmp_path, a_run(5), [START]))
-    assert looker.look().run.lead.last["step"] == 5
+    reader = SnapshotReader(write_run(tmp_path, a_run(5), [START]))
+    assert reader.read().run.lead.last["step"] == 5
     write_run(tmp_path, a_run(9)[6:])
-    assert looker.look().run.lead.last["step"] == 9
-    looker.close()
+    assert reader.read().run.lead.last["step"] == 9
+    reader.close()
 
 
 def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):

@@ -16,7 +16,7 @@ from nsa.observe.events import EventKind
 from nsa.observe.view.goodput import TimeCause, goodput
 from nsa.observe.view.report.run_report import render
 from nsa.observe.view.run_data import RunData
-from nsa.observe.view.snapshot import RunSnapshot, look_once
+from nsa.observe.view.snapshot import RunSnapshot, take_snapshot
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 from tests.observe.test_monitor import CASES, START, healthy, not_finite, restarted
 from tests.observe.written import CONFIG, write_run
@@ -60,7 +60,7 @@ class Page(HTMLParser):
 
 
 def report(folder) -> str:
-    return render(look_once(folder))
+    return render(take_snapshot(folder))
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -155,7 +155,7 @@ def long_run(records: int) -> RunData:
             loss = 77.0 if step == records // 2 else 2 + 8 * step**-0.3 + 0.05 * math.sin(step)
             yield {**template, "ts": BEGAN + step, "step": step, "loss": loss, "gate_shares_by_layer": layers}
 
-    run.take(0, records_())
+    run.add(0, records_())
     return run
 
 

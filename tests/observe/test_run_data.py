@@ -14,7 +14,7 @@ from tests.observe.written import of_ranks, write_run
 def fed(*beats) -> RankSeries:
     series = RankSeries(0, ("loss", "dt_fetch_s"))
     for beat in beats:
-        series.take(beat.as_dict())
+        series.add(beat.as_dict())
     return series
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from nsa.cli.main import app
 from nsa.observe.view.report.run_report import render
 from nsa.observe.view.run_data import load
-from nsa.observe.view.snapshot import look_once
+from nsa.observe.view.snapshot import take_snapshot
 from nsa.observe.view.summary import summarize
 from nsa.observe.watch.trends import smoothed_last
 from tests.observe.recorded import a_run
@@ -36,7 +36,7 @@ def test_a_run_that_ended_at_1_97_is_not_said_to_be_at_its_mean(tmp_path, steps)
     found = summarize(load(folder))
     assert found.loss == pytest.approx(1.97, abs=0.03)
     shown = f"{found.loss:.3f}"
-    assert re.search(rf"loss, nats per token</span><b>{shown}</b>", render(look_once(folder)))
+    assert re.search(rf"loss, nats per token</span><b>{shown}</b>", render(take_snapshot(folder)))
     compared = nsa("compare", folder, write_run(tmp_path / "b", a_run(3)))
     assert re.search(rf"loss, mean of the last records +{shown} \({found.loss_records} up to {steps}\)", compared)
     assert f"loss {shown}" in nsa("monitor", folder, "--once")

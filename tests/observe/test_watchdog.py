@@ -10,7 +10,7 @@ from nsa.observe import halt_file, names
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
-from nsa.observe.watch.hang_diagnosis import HangDiagnosis, who_is_behind
+from nsa.observe.watch.hang_diagnosis import HangDiagnosis, ranks_behind
 from nsa.observe.watch.health import RunPhase
 from nsa.observe.watch.history import HistoryReader
 from nsa.observe.watch.watchdog import Watchdog, watch
@@ -32,7 +32,7 @@ class Watched:
 
     def new_dog(self) -> Watchdog:
         reader = HistoryReader(self.path, self.clock, host="another")
-        return Watchdog(self.path, halt=self.halts, limits=HealthLimits(), say=self.said.append, reader=reader)
+        return Watchdog(self.path, halt=self.halts, limits=HealthLimits(), emit=self.said.append, reader=reader)
 
     def go_on(self, steps: int, **changed) -> None:
         for _ in range(steps):
@@ -44,7 +44,7 @@ class Watched:
         """The lines that were new."""
         self.clock.go(after_s)
         told = len(self.said)
-        self.dog.look()
+        self.dog.check()
         return self.said[told:]
 
     def text(self, name: str) -> str:
@@ -62,15 +62,17 @@ def test_a_stall_is_told_once_named_and_halted_and_its_end_is_told(watched):
     assert watched.look(170.0) == []
     told = watched.look(30.0)
     assert told[0] == "hung at step 5"
-    assert told[1].startswith("CRITICAL heartbeat_stall (rank 0, step 5): last beat 200 s ago")
-    assert told[-1].startswith(".HALT written: heartbeat_stall: last beat 200 s ago")
+    assert told[1].startswith("CRITICAL heartbeat_stall (rank 0, step 5): ")
+    assert "200 s" in told[1]
+    assert told[-1].startswith(".HALT written: heartbeat_stall: ")
     assert watched.text(names.ANOMALY) == "heartbeat_stall\n"
-    assert watched.text(names.HALT).startswith(
-        "halt: heartbeat_stall: last beat 200 s ago at step 5, limit 180 s\nby: nsa"
-    )
+    reason, by = watched.text(names.HALT).splitlines()
+    assert reason.startswith("halt: heartbeat_stall: ")
+    assert all(value in reason for value in ("200 s", "step 5", "180 s"))
+    assert by.startswith("by: nsa watch")
     assert watched.look(100.0) == []
     watched.go_on(1)
-    assert watched.look() == ["running at step 6", "over: heartbeat_stall (rank 0, step 5)"]
+    assert watched.look() == ["running at step 6", "resolved: heartbeat_stall (rank 0, step 5)"]
     kinds = [event.kind for event in read_events(watched.path)]
     assert kinds == [EventKind.STALL, EventKind.HALT_ASKED, EventKind.FINDING]
     for line in watched.said:
@@ -93,7 +95,7 @@ def test_what_a_stall_ends_in_does_not_take_its_name(watched):
     watched.look()
     watched.look(200.0)
     watched.lines.append(a_beat(names.FAILED, 5, watched.clock.now.wall, detail="RuntimeError: timed out").to_line())
-    assert f"{names.ANOMALY} stays heartbeat_stall: run_failed came of it" in watched.look()
+    assert any(line.startswith(f"{names.ANOMALY} stays heartbeat_stall: run_failed") for line in watched.look())
     assert watched.text(names.ANOMALY) == "heartbeat_stall\n"
 
 
@@ -120,19 +122,17 @@ def test_an_age_known_from_time_stamps_alone_is_told_and_not_acted_on_before_it_
 
 
 def test_a_halt_of_before_is_told_and_neither_obeyed_nor_overwritten(watched):
-    halt_file.ask(watched.path, "manual stop", "somebody")
+    halt_file.request(watched.path, "manual stop", "somebody")
     (watched.path / names.ANOMALY).write_text("loss_nonfinite\n")
     os.utime(watched.path / names.HALT, (1, 1))
     watched.dog.begin()
-    assert any(
-        ".HALT is there already: manual stop; written" in line and "by somebody" in line for line in watched.said
-    )
-    assert any(".anomaly_type is there already: loss_nonfinite" in line for line in watched.said)
+    assert any(line.startswith(".HALT") and "manual stop" in line and "by somebody" in line for line in watched.said)
+    assert any(line.startswith(".anomaly_type") and "loss_nonfinite" in line for line in watched.said)
     watched.go_on(5)
     watched.look()
     told = watched.look(200.0)
-    assert ".anomaly_type says heartbeat_stall now, it said loss_nonfinite" in told
-    assert ".HALT is there already, not overwritten" in told
+    assert ".anomaly_type changed from loss_nonfinite to heartbeat_stall" in told
+    assert not any(".HALT written" in line for line in told)
     assert watched.text(names.HALT).startswith("halt: manual stop\n")
 
 
@@ -158,11 +158,11 @@ def test_collapsing_gates_leave_their_details(watched):
     assert (watched.path / names.HALT).exists()
 
 
-@pytest.mark.parametrize("name", [name for name, condition in CONDITIONS.items() if condition.over])
+@pytest.mark.parametrize("name", [name for name, condition in CONDITIONS.items() if condition.process_ended])
 def test_what_ended_by_itself_is_not_halted(tmp_path, name):
     """A launcher may be starting it again, and would find the halt."""
     watched, recording = Watched(tmp_path), UNWELL[name][0]()
-    watched.dog.look()
+    watched.dog.check()
     for beat in recording.beats[0]:
         watched.lines.append(beat.to_line())
     watched.clock.go(recording.end - BEGAN)
@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_watched_on(watched):
     watched.go_on(5)
     watched.look()
     told = watched.look(200.0)
-    assert any("could not write" in line for line in told)
+    assert any("cannot write" in line and names.ANOMALY in line for line in told)
     assert any("CRITICAL heartbeat_stall" in line for line in told)
     assert (watched.path / names.HALT).exists()
 
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched
 
     assert watch(watched.dog, interval_s=1.0, pause=pause) == RunPhase.FINISHED
     assert any("could not be read (events.jsonl 1)" in line for line in watched.said)
-    assert any("all records can be read" in line for line in watched.said)
+    assert any("readable again" in line for line in watched.said)
 
 
 def test_a_look_that_fails_is_told_and_watched_on(watched, monkeypatch):
@@ -216,7 +216,7 @@ def test_a_look_that_fails_is_told_and_watched_on(watched, monkeypatch):
 
     monkeypatch.setattr(watched.dog._reader, "update", once)
     assert watch(watched.dog, interval_s=1.0, pause=pause) == RunPhase.FINISHED
-    assert any("could not look: " in line for line in watched.said)
+    assert any("Stale file handle" in line for line in watched.said)
 
 
 def test_many_ranks_are_one_line(tmp_path):
@@ -253,11 +253,11 @@ def test_a_signal_goes_only_to_a_process_that_writes_the_runs_files(tmp_path):
     watched.lines.append(a_beat(names.ALIVE, 1, BEGAN, pid=os.getpid()).to_line())
     watched.lines.close()
     (tmp_path / names.stackdump(0, os.getpid())).touch()
-    watched.dog.look()
+    watched.dog.check()
     (line,) = HangDiagnosis(
         tmp_path, list(watched.dog._reader.history.ranks.values())
-    ).ask()  # USR1 would end this process
-    assert line == f"rank 0: process {os.getpid()} is not there to be asked for stacks"
+    ).collect()  # USR1 would end this process
+    assert line.startswith(f"rank 0: process {os.getpid()} is not running")
 
 
 def test_the_rank_that_did_not_come_to_a_collective_is_named():
@@ -266,25 +266,25 @@ def test_the_rank_that_did_not_come_to_a_collective_is_named():
             "gloo": {"pg_status": {str(i): {"last_enqueued_collective": str(n)} for i, n in enumerate((first, second))}}
         }
 
-    assert list(who_is_behind({0: status(4, 7), 1: status(4, 7)})) == []
-    assert list(who_is_behind({0: status(4, 7), 1: status(4, 6), 2: status(4, 7)})) == [
-        "gloo group 1: ranks [0, 2] are at collective 7, ranks [1] have not come to it"
+    assert list(ranks_behind({0: status(4, 7), 1: status(4, 7)})) == []
+    assert list(ranks_behind({0: status(4, 7), 1: status(4, 6), 2: status(4, 7)})) == [
+        "gloo group 1: ranks [0, 2] are at collective 7, ranks [1] have not reached it"
     ]
-    assert list(who_is_behind({})) == []
+    assert list(ranks_behind({})) == []
 
 
 def test_a_halt_is_asked_once_and_put_aside_with_a_note(tmp_path):
-    assert halt_file.ask(tmp_path, "one", "me")
-    assert not halt_file.ask(tmp_path, "two", "you")
+    assert halt_file.request(tmp_path, "one", "me")
+    assert not halt_file.request(tmp_path, "two", "you")
     asked = halt_file.read(tmp_path)
     assert asked is not None
     assert (asked.reason, asked.by) == ("one", "me")
     assert asked.describe(asked.since + 7300) == "one; written 2.0 h ago by me"
-    aside = halt_file.put_aside(tmp_path, now=0.0, step=3)
+    aside = halt_file.clear(tmp_path, now=0.0, step=3)
     assert aside is not None
     assert aside.name == ".HALT.cleared-19700101T000000Z"
     assert halt_file.read(tmp_path) is None
-    assert halt_file.put_aside(tmp_path, now=1.0, step=3) is None
+    assert halt_file.clear(tmp_path, now=1.0, step=3) is None
     (event,) = read_events(tmp_path)
     assert (event.kind, event.details["reason"]) == (EventKind.HALT_CLEARED, "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == [aside.name, names.EVENTS]

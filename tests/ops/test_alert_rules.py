@@ -15,7 +15,7 @@ from nsa.observe.export import run_metrics
 from nsa.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
 from nsa.observe.export.run_metrics import CountedHistory, samples
 from nsa.observe.watch.conditions import CONDITIONS
-from nsa.observe.watch.history import StepSample
+from nsa.observe.watch.history import ClockReading
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording
 from tests.ops.needs import programs
@@ -138,7 +138,7 @@ def scrapes(recording: Recording) -> Iterator[tuple[int, dict[str, float]]]:
 
 def _series(history: CountedHistory, now: float, local: set[int], shift: float) -> Iterator[tuple[str, float]]:
     asked_for = str(RULES)
-    for metric, labels, value in samples(history, StepSample(now, now), local):
+    for metric, labels, value in samples(history, ClockReading(now, now), local):
         name = metric.served_name
         if name not in asked_for or labels.get("condition", "") not in asked_for:
             continue

@@ -46,7 +46,7 @@ def test_everything_is_delivered_in_order_before_the_end():
     service, warnings = Service(), []
     courier = BackgroundLogger(service, warnings.append)
     for step in range(50):
-        courier.take(step, {"train/loss": 1.0})
+        courier.log(step, {"train/loss": 1.0})
     courier.close()
     assert [step for step, _ in service.sent] == list(range(50))
     assert (service.opened, service.closed, warnings) == (1, 1, [])
@@ -56,7 +56,7 @@ def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
     service, warnings = Service(broken=True), []
     courier = BackgroundLogger(service, warnings.append)
     for step in range(50):
-        courier.take(step, {})
+        courier.log(step, {})
     courier.close()
     (warning,) = warnings
     assert warning.startswith(
@@ -72,7 +72,7 @@ def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
     courier = BackgroundLogger(Service(slow=hang), warnings.append)
     began = time.monotonic()
     for step in range(3000):
-        courier.take(step, {})
+        courier.log(step, {})
     courier.close()
     assert time.monotonic() - began < 3
     assert len(warnings) == 1

@@ -19,7 +19,7 @@ from rich.text import Text
 from nsa.observe.view.monitor.frame import frame
 from nsa.observe.view.report import compare_report, run_report
 from nsa.observe.view.run_data import load
-from nsa.observe.view.snapshot import look_once
+from nsa.observe.view.snapshot import take_snapshot
 
 CELL_W, CELL_H, MARGIN = 8.4, 18.0, 12.0
 PAPER, INK = "#14181c", "#d5dce2"
@@ -113,7 +113,7 @@ def screenshot(html: str, out: Path, height: int) -> None:
 def main() -> None:
     run, other, out = (Path(word) for word in sys.argv[1:4])
     out.mkdir(parents=True, exist_ok=True)
-    look = look_once(run)
+    look = take_snapshot(run)
     for width, height, name in ((80, 24, "monitor.svg"), (120, 40, "monitor_large.svg")):
         (out / name).write_text(terminal_svg(frame(look, width, height), width), encoding="utf-8")
     screenshot(run_report.render(look), out / "report.png", 1480)

@@ -1,1 +1,1 @@
-"""What a run tells other people's systems: Prometheus with its alerts, Weights & Biases, MLflow."""
+"""Export of metrics: Prometheus exporter and alert rules, background logging to W&B and MLflow."""

@@ -1,11 +1,11 @@
-"""Prometheus alert rules: one expression per condition, with the limits of `conditions.Limits` written in.
+"""Prometheus alert rules: one expression per health condition, with the limits of `HealthLimits` filled in.
 
-`nsa alert-rules` prints them as the file that Prometheus reads. Expressions judge the figures of `nsa exporter`. Trends
-over records (plateau, spikes, creep) and kinds of errors it has judged already, with the code of the watchdog: PromQL
-knows seconds and not records, and error messages are no labels.
+`nsa alert-rules` prints the rule file. Expressions use the metrics of `nsa exporter`. Trends over records (plateau,
+spikes, memory growth) and failure codes are evaluated by the exporter with the watchdog's code and exported as
+`nsa_findings`: PromQL works on seconds, not on records.
 
-NaN is the one value that differs from itself. Figures of a run that is done or was asked to leave are no longer served,
-so that nothing but silence needs to ask for the state of a run.
+NaN is the only value that differs from itself. Metrics of a run that is done or was stopped are no longer exported, so
+only the heartbeat rules need the state of a run.
 """
 
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
 RUNBOOK = "docs/RUNBOOK.md"
 REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
 EXPORTER_DOWN = "exporter_down"
-"""Not a condition of a run: nobody can see the runs."""
+"""Not a condition of a run: its exporter does not respond."""
 
 RECENT_S = 900.0
-"""How long something that happened once stays an alert."""
-MOMENT_S, STEADY_S = 60.0, 300.0
-"""How long a figure must be bad for a page, and for a ticket: one bad record is noise."""
+"""How long a single occurrence keeps an alert firing."""
+CRITICAL_FOR_S, WARNING_FOR_S = 60.0, 300.0
+"""How long a value must exceed its limit for a critical alert, and for a warning: one record is noise."""
 BASELINE_S = 24 * 3600.0
-"""Throughput is measured against its best over this."""
+"""Throughput is compared with its maximum over this window."""
 
 
 @dataclass(frozen=True)
 class AlertRule:
     signal: str
-    """The row of the health table: a critical alert silences the warning of its own signal."""
+    """Measured quantity: a critical alert inhibits the warnings of the same signal."""
     expr: str
     for_s: float = 0.0
 
@@ -40,24 +40,24 @@ _AGE = "time() - nsa_heartbeat_timestamp_seconds"
 
 
 _BY_RUN = "by (instance, job, run)"
-"""Where all ranks tell the same story it is one alert, not one for each."""
+"""One alert per run where all ranks have the same value."""
 
 
-def _judged(condition: str) -> str:
+def _finding(condition: str) -> str:
     return f'nsa_findings{{{{condition="{condition}"}}}} > 0'
 
 
 def _not_finite(condition: str, gauge: str, counter: str) -> str:
-    """The gauge may be overwritten between two scrapes, the counter remembers; skipped steps are in neither."""
+    """The gauge may be overwritten between two scrapes, the counter is not; skipped steps are in neither."""
     taken = f"{gauge} != {gauge} or abs({gauge}) == Inf or increase({counter}[{{recent}}]) > 0"
-    return f"count {_BY_RUN} ({taken}) or sum {_BY_RUN} ({_judged(condition)})"
+    return f"count {_BY_RUN} ({taken}) or sum {_BY_RUN} ({_finding(condition)})"
 
 
 _USUAL_FORWARD = (
     "((quantile by (instance, run) (0.5, nsa_forward_seconds) and count by (instance, run) (nsa_forward_seconds) > 2)"
     " or min by (instance, run) (nsa_forward_seconds))"
 )
-"""The median of the ranks; of two ranks it would be the mean, so there it is the other one's."""
+"""Median of the ranks; for two ranks, where a median is the mean, the minimum."""
 
 RULES = {
     "heartbeat_stall": AlertRule(
@@ -75,19 +75,19 @@ RULES = {
     "grad_nonfinite": AlertRule(
         "grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")
     ),
-    "loss_divergence": AlertRule("loss", _judged("loss_divergence")),
-    "throughput_zero": AlertRule("throughput", _judged("throughput_zero")),
+    "loss_divergence": AlertRule("loss", _finding("loss_divergence")),
+    "throughput_zero": AlertRule("throughput", _finding("throughput_zero")),
     "gate_entropy_critical": AlertRule(
-        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", MOMENT_S
+        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", CRITICAL_FOR_S
     ),
     "gate_collapse_critical": AlertRule(
-        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", MOMENT_S
+        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", CRITICAL_FOR_S
     ),
-    "loader_timeout": AlertRule("data", _judged("loader_timeout")),
-    "out_of_memory": AlertRule("memory", _judged("out_of_memory")),
+    "loader_timeout": AlertRule("data", _finding("loader_timeout")),
+    "out_of_memory": AlertRule("memory", _finding("out_of_memory")),
     "steps_skipped": AlertRule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
-    "loss_plateau": AlertRule("loss", _judged("loss_plateau")),
-    "loss_spike": AlertRule("loss", _judged("loss_spike")),
+    "loss_plateau": AlertRule("loss", _finding("loss_plateau")),
+    "loss_spike": AlertRule("loss", _finding("loss_spike")),
     "throughput_drop": AlertRule(
         "throughput",
         f"min {_BY_RUN} (nsa_tokens_per_second and nsa_heartbeat_limit_seconds) < (1 - {{throughput_drop}}) * "
@@ -95,32 +95,32 @@ RULES = {
         for_s=HealthLimits.throughput_drop_s,
     ),
     "gate_entropy_low": AlertRule(
-        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", STEADY_S
+        "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", WARNING_FOR_S
     ),
     "gate_collapse_high": AlertRule(
-        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", STEADY_S
+        "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", WARNING_FOR_S
     ),
-    "gate_max_high": AlertRule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", STEADY_S),
+    "gate_max_high": AlertRule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", WARNING_FOR_S),
     "reads_differ": AlertRule("reads", "nsa_reads_counted != nsa_reads_predicted"),
-    "data_slow": AlertRule("data", _judged("data_slow")),
-    "memory_creep": AlertRule("memory", _judged("memory_creep")),
-    "grad_spikes": AlertRule("grad_norm", _judged("grad_spikes")),
+    "data_slow": AlertRule("data", _finding("data_slow")),
+    "memory_creep": AlertRule("memory", _finding("memory_creep")),
+    "grad_spikes": AlertRule("grad_norm", _finding("grad_spikes")),
     "straggler": AlertRule(
         "forward",
         f"nsa_forward_seconds / on (instance, run) group_left () {_USUAL_FORWARD} > {{straggler}} "
         f"and nsa_forward_seconds - on (instance, run) group_left () {_USUAL_FORWARD} > 0.1 * nsa_step_seconds",
-        STEADY_S,
+        WARNING_FOR_S,
     ),
     "checkpoint_overdue": AlertRule(
         "checkpoint",
         f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
         "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
     ),
-    "evaluation_failed": AlertRule("evaluation", _judged("evaluation_failed")),
+    "evaluation_failed": AlertRule("evaluation", _finding("evaluation_failed")),
     "synthetic_data": AlertRule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
-    "clock_skew": AlertRule("clock", _judged("clock_skew")),
+    "clock_skew": AlertRule("clock", _finding("clock_skew")),
 }
-"""`nsa_heartbeat_limit_seconds` is there for as long as a rank has not said its last word."""
+"""`nsa_heartbeat_limit_seconds` is exported until a rank writes its final record."""
 
 _EXPORTER_DOWN_S = 120.0
 
@@ -130,9 +130,9 @@ def alert_name(condition: str) -> str:
 
 
 def faster(limits: HealthLimits, speed: float) -> HealthLimits:
-    """The same limits where a second stands for `speed` seconds: drills need not take hours."""
+    """The limits scaled so that one second stands for `speed` seconds, for drills."""
     seconds = {field.name: getattr(limits, field.name) / speed for field in fields(limits) if field.name.endswith("_s")}
-    kept = {"fetch_s": limits.fetch_s}  # compared with a figure, not with a clock
+    kept = {"fetch_s": limits.fetch_s}  # compared with a measured value, not with a clock
     return replace(limits, **(seconds | kept))
 
 
@@ -174,8 +174,8 @@ def _exporter_down(speed: float) -> dict[str, object]:
         'up{job="nsa"} == 0',
         _EXPORTER_DOWN_S / speed,
         {"severity": AlertLevel.CRITICAL.value, "condition": EXPORTER_DOWN, "signal": "exporter"},
-        summary="exporter {{ $labels.instance }} does not answer: its runs are not watched",
-        advice="start nsa exporter again; nsa status DIR looks meanwhile",
+        summary="exporter {{ $labels.instance }} does not respond: its runs are not monitored",
+        advice="restart nsa exporter; until then use nsa status RUN",
     )
 
 

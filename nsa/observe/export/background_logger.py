@@ -1,7 +1,7 @@
-"""Records on their way to somebody else's service. A service that is slow or down costs records, never a step.
+"""Background queue for W&B and MLflow: a slow or unavailable service drops records, never blocks training.
 
-Each service has a thread of its own: client libraries wait for minutes, and the run must not. What could not be
-delivered is in the run folder all the same.
+Each service has its own thread, because client libraries may block for minutes. Dropped records are still in the run
+folder.
 """
 
 import json
@@ -16,12 +16,12 @@ from typing import Protocol
 from nsa.files import write_atomic
 from nsa.observe.names import TRACKERS
 
-_WAITING = 1024
-"""Records that may wait; further ones are dropped."""
+_QUEUE_SIZE = 1024
+"""Records that may be queued; further ones are dropped."""
 _RETRY_S = 60.0
-"""Between attempts to reach a service that could not be reached."""
-_LAST_WORDS_S = 30.0
-"""How long the end of a run waits for the rest to be delivered."""
+"""Between attempts to connect to an unavailable service."""
+_CLOSE_TIMEOUT_S = 30.0
+"""How long the end of a run waits for queued records to be sent."""
 _PASSWORD = re.compile(r"//[^/@\s]*@")
 
 Record = tuple[int, dict[str, float]]
@@ -30,7 +30,7 @@ Record = tuple[int, dict[str, float]]
 class TrackingService(Protocol):
     name: str
     errors: tuple[type[Exception], ...]
-    """What its client raises when the service is at fault; complete once `open` has loaded the client."""
+    """Exceptions of its client for a failing service; complete after `open` has imported the client."""
 
     def open(self) -> None: ...
     def send(self, step: int, numbers: dict[str, float]) -> None: ...
@@ -40,40 +40,40 @@ class TrackingService(Protocol):
 class BackgroundLogger:
     def __init__(self, service: TrackingService, warn: Callable[[str], None]) -> None:
         self._service, self._warn = service, warn
-        self._records: queue.Queue[Record | None] = queue.Queue(_WAITING)
+        self._records: queue.Queue[Record | None] = queue.Queue(_QUEUE_SIZE)
         self._open = self._warned = False
         self._not_before = 0.0
-        self._thread = threading.Thread(target=self._deliver, name=f"courier {service.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"background logger {service.name}", daemon=True)
         self._thread.start()
 
-    def take(self, step: int, numbers: dict[str, float]) -> None:
-        """Never waits."""
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Queue a record; never blocks."""
         try:
             self._records.put_nowait((step, numbers))
         except queue.Full:
-            self._complain(f"{_WAITING} records wait")
+            self._warn_once(f"{_QUEUE_SIZE} records are queued")
 
     def close(self) -> None:
-        """Deliver what waits, within reason; the rest dies with the process."""
+        """Send queued records within the timeout; the rest is dropped."""
         try:
             self._records.put(None, timeout=1.0)
         except queue.Full:
             return
-        self._thread.join(_LAST_WORDS_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _deliver(self) -> None:
+    def _run(self) -> None:
         while (record := self._records.get()) is not None:
             try:
-                self._hand_over(*record)
+                self._send(*record)
             except self._service.errors as error:
-                self._complain(f"{type(error).__name__}: {_PASSWORD.sub('//', str(error))[:300]}")
+                self._warn_once(f"{type(error).__name__}: {_PASSWORD.sub('//', str(error))[:300]}")
         if self._open:
             try:
                 self._service.close()
             except self._service.errors as error:
-                self._complain(type(error).__name__)
+                self._warn_once(type(error).__name__)
 
-    def _hand_over(self, step: int, numbers: dict[str, float]) -> None:
+    def _send(self, step: int, numbers: dict[str, float]) -> None:
         if not self._open:
             if time.monotonic() < self._not_before:
                 return
@@ -82,11 +82,12 @@ class BackgroundLogger:
             self._open = True
         self._service.send(step, numbers)
 
-    def _complain(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"WARNING: {self._service.name} does not take records ({why}). The run goes on; its folder has them."
+                f"WARNING: {self._service.name} does not accept records ({why}). Training continues; the run "
+                f"folder has all records."
             )
 
 
@@ -112,7 +113,7 @@ class TrackerIds:
             write_atomic(self._path, json.dumps(self._ids, indent=2) + "\n")
 
     def _read(self) -> dict[str, str]:
-        """Without ids where the file is missing or damaged: then a tracker gets a second run, and nothing else."""
+        """Empty if the file is missing or damaged: the tracker then gets a second run."""
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

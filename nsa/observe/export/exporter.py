@@ -1,7 +1,7 @@
-"""Serves the figures of run folders to Prometheus, from a process of its own: a run does not know that it is watched.
+"""Prometheus exporter: serves metrics of run folders over HTTP, from its own process.
 
-Files are read when somebody asks. A folder that cannot be read for a while keeps its last figures, so that the age of
-its heartbeat grows and is noticed.
+Files are read at each scrape. A folder that is temporarily unreadable keeps its last values, so that the age of its
+heartbeat grows and triggers the alert.
 """
 
 import errno
@@ -30,15 +30,15 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class RunsCollector(Collector):
-    """Run folders, and folders of run folders; runs that begin later are found."""
+    """Run folders, and folders that contain run folders; new runs are found at each scrape."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
         self._readers: dict[Path, HistoryReader] = {}
-        self._turn = threading.Lock()  # the server answers in threads
+        self._lock = threading.Lock()  # the server handles requests in threads
 
     def collect(self) -> Iterator[Family]:
-        with self._turn:
+        with self._lock:
             self._find()
             found = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
         yield from _families(found)
@@ -66,7 +66,7 @@ class RunsCollector(Collector):
 
 
 def run_names(paths: Iterable[Path]) -> dict[Path, str]:
-    """The folder's own name, and its parent's before it where two are called the same."""
+    """Folder name of each run, with the parent folder where names repeat."""
     paths = list(paths)
     count = Counter(path.name for path in paths)
     named = {path: path.name if count[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths}
@@ -80,9 +80,9 @@ class MetricsExporter:
         registry.register(self._collector)
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:  # a host that is no address, an address of another machine, a port in use
+        except OSError as error:  # invalid host, address of another machine, port in use
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}): nobody could read the figures. Choose another "
+                f"cannot listen on {host}:{port} ({error.strerror}): Prometheus could not scrape it. Choose another "
                 f"{'--port' if error.errno == errno.EADDRINUSE else '--host'}."
             ) from None
         self.address = _address(host, self._server)
@@ -109,20 +109,20 @@ def is_loopback(host: str) -> bool:
 
 
 def _address(host: str, server: WSGIServer) -> str:
-    """How others reach it."""
+    """Address under which clients reach the server."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
 
 
 def _register(path: Path, address: str) -> None:
-    """For Prometheus' file_sd_configs, which reads the file again whenever it changes."""
+    """Target file for Prometheus' file_sd_configs, which is reloaded when it changes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
 
 
 def _families(found: Iterable[tuple[str, MetricSample]]) -> Iterator[Family]:
-    """Samples of the same metric together, as the format wants them."""
+    """Groups samples by metric, as the exposition format requires."""
     families: dict[tuple[str, tuple[str, ...]], Family] = {}
     for run, (metric, labels, value) in found:
         label_names = ("run", *labels)

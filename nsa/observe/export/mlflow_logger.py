@@ -1,4 +1,4 @@
-"""MLflow takes a run's figures through its own client; the engine has no callback for it."""
+"""Logs metrics to MLflow through its client (OLMo-core has no MLflow callback)."""
 
 import time
 
@@ -28,7 +28,7 @@ class MLflowLogger:
         self._ids.put("mlflow", self._run_id)
 
     def _continue(self, run_id: str) -> bool:
-        """Whether the server has this run, which is then open again; another server, or one that lost it, has not."""
+        """Reopen this run; False if the server does not have it."""
         from mlflow.exceptions import MlflowException
         from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 

@@ -1,7 +1,7 @@
-"""What a run's records say right now, as named figures: one table from heartbeat fields to metric names.
+"""Prometheus metric definitions: the table from heartbeat fields to metric names, and samples of a run.
 
-No server in here. Labels are the run's name, the rank and words of ours; text from a configuration or a record (paths,
-addresses, error messages) may hold a secret and never becomes a label.
+Labels are the run name, the rank and fixed words; text from a config or a record (paths, URLs, error messages) may
+contain a secret and never becomes a label.
 """
 
 import math
@@ -16,7 +16,7 @@ from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 from nsa.observe.watch.health import examine, stall_limit_s
-from nsa.observe.watch.history import RankLog, RunFacts, RunHistory, StepSample
+from nsa.observe.watch.history import ClockReading, RankLog, RunFacts, RunHistory
 from nsa.terminal_text import printable
 
 _MIB = 2.0**20
@@ -41,7 +41,7 @@ class MetricSample(NamedTuple):
 
 
 class FieldMetric(NamedTuple):
-    """A heartbeat field that is a number, as a metric."""
+    """Metric of a numeric heartbeat field."""
 
     metric: MetricDefinition
     labels: Mapping[str, str] = {}
@@ -49,7 +49,11 @@ class FieldMetric(NamedTuple):
 
 
 _MEMORY = MetricDefinition("nsa_memory_bytes", "Memory of a rank, by kind.")
-_FALLBACKS = MetricDefinition("nsa_fallbacks", "Times a branch ran on another backend than the one named.", "counter")
+_FALLBACKS = MetricDefinition(
+    "nsa_fallbacks",
+    "Times a branch ran on another backend than the selected one.",
+    "counter",
+)
 _SKIPPED = MetricDefinition(
     "nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter"
 )
@@ -63,12 +67,12 @@ def _gauge(name: str, text: str) -> FieldMetric:
 
 
 FIGURES: Mapping[str, FieldMetric] = {
-    "loss": _gauge("nsa_loss_nats", "Training loss per token of the last recorded step that was taken."),
+    "loss": _gauge("nsa_loss_nats", "Training loss per token of the last recorded, not skipped step."),
     "toks_per_s": _gauge("nsa_tokens_per_second", "Tokens per second, all ranks together."),
-    "step_s": _gauge("nsa_step_seconds", "Seconds per optimizer step since the record before."),
+    "step_s": _gauge("nsa_step_seconds", "Seconds per optimizer step since the previous record."),
     "forward_s": _gauge("nsa_forward_seconds", "Seconds of this rank's own forward passes of the last recorded step."),
-    "dt_fetch_s": _gauge("nsa_data_wait_seconds", "Seconds the last recorded batch was waited for."),
-    "grad_norm": _gauge("nsa_grad_norm", "Gradient norm of the last recorded step that was taken, before clipping."),
+    "dt_fetch_s": _gauge("nsa_data_wait_seconds", "Seconds of waiting for the last recorded batch."),
+    "grad_norm": _gauge("nsa_grad_norm", "Gradient norm before clipping of the last recorded, not skipped step."),
     "lr": _gauge("nsa_learning_rate", "Learning rate."),
     "tokens_seen": _gauge("nsa_tokens_seen", "Tokens since step 0, all ranks together."),
     "host_mem_rss": FieldMetric(_MEMORY, {"kind": "host_rss"}, _MIB),
@@ -79,32 +83,32 @@ FIGURES: Mapping[str, FieldMetric] = {
     "gate_collapse_frac": _gauge("nsa_gate_collapse_ratio", "Share of the gates that have collapsed."),
     "sel_k_mean": _gauge("nsa_selection_keys_mean", "Keys per query that the selected branch reads, mean."),
     "sel_k_max": _gauge("nsa_selection_keys_max", "Keys per query that the selected branch reads, largest."),
-    "sel_pct_at_max": _gauge("nsa_selection_at_max_ratio", "Share of the queries that read the most keys allowed."),
-    "reads_pred": _gauge("nsa_reads_predicted", "Keys that the sizes predict for a forward pass, all layers."),
-    "reads_act_total": _gauge("nsa_reads_counted", "Keys that were counted in a forward pass, all layers."),
+    "sel_pct_at_max": _gauge("nsa_selection_at_max_ratio", "Share of the queries at the maximum number of keys."),
+    "reads_pred": _gauge("nsa_reads_predicted", "Predicted key reads of a forward pass, all layers."),
+    "reads_act_total": _gauge("nsa_reads_counted", "Counted key reads of a forward pass, all layers."),
     **{
         f"fallbacks_{b}": FieldMetric(_FALLBACKS, {"branch": b})
         for b in ("compressed", "select", "selected", "sliding")
     },
 }
-"""Fields of a progress record, served as they are (times `scale`)."""
+"""Fields of a progress record that are exported as they are (times `scale`)."""
 
 DERIVED = (
     "ts", "rank", "step", "pid", "msg", "gate_branch_shares", "gate_shares_by_layer", "synthetic",
     "kernel_compressed", "kernel_select", "kernel_selected", "kernel_sliding",
 )  # fmt: skip
-"""Fields behind a label, a state, a counter or several samples."""
+"""Fields that become a label, a state, a counter or several samples."""
 
 LEFT_OUT = {
-    "iso": "ts says it",
+    "iso": "same as ts",
     "gpu_mem_alloc_gib": "twin of gpu_mem_alloc",
     "gpu_mem_reserved_gib": "twin of gpu_mem_reserved",
-    "skipped_steps": "counted from the skips themselves: a resumed run takes this count from its checkpoint",
-    "nonfinite_steps": "counted from the skips themselves",
-    "detail": "free text; findings name its kind",
-    "failure_code": "findings name its condition",
-    "data": "may be an address with a password in it",
-    "allowed": "names, not a figure; env.json has them",
+    "skipped_steps": "counted from the skip records: a resumed run restores this count from its checkpoint",
+    "nonfinite_steps": "counted from the skip records",
+    "detail": "free text; see nsa_findings",
+    "failure_code": "see nsa_findings",
+    "data": "may be a URL with a password",
+    "allowed": "names, not a number; in env.json",
 }
 
 STATES = ("starting", "running", "halted", "stopped", "done", "failed")
@@ -114,52 +118,48 @@ _STATE_OF_ENDING = {
     names.DONE: "done",
     names.FAILED: "failed",
 }
-_AT_REST = ("stopped", "done")
-"""A run in these states left as it should: its last figures are no news and are not served."""
+_ENDED_REGULARLY = ("stopped", "done")
+"""Regular ends: the last values of such a run are not exported."""
 
-_STATE = MetricDefinition("nsa_run_state", "1 for the state a rank is in.")
-_STEP = MetricDefinition("nsa_step", "Last step a rank told of.")
-_BEAT_TS = MetricDefinition("nsa_heartbeat_timestamp_seconds", "When a rank wrote its last record.")
-_STEP_TS = MetricDefinition("nsa_step_timestamp_seconds", "When a rank first told of its last step.")
-_UP = MetricDefinition(
-    "nsa_process_up", "1 if the process of a rank is on this host; not served for runs of other hosts."
-)
+_STATE = MetricDefinition("nsa_run_state", "1 for the current state of a rank.")
+_STEP = MetricDefinition("nsa_step", "Last step recorded by a rank.")
+_BEAT_TS = MetricDefinition("nsa_heartbeat_timestamp_seconds", "Time of the last record of a rank.")
+_STEP_TS = MetricDefinition("nsa_step_timestamp_seconds", "Time of the first record with the last step of a rank.")
+_UP = MetricDefinition("nsa_process_up", "1 if the process of a rank runs; only for ranks on this host.")
 _BAD_LOSS = MetricDefinition(
-    "nsa_nonfinite_losses", "Records of steps that were taken with a loss that is not finite.", "counter"
+    "nsa_nonfinite_losses", "Records of steps with a non-finite loss that were not skipped.", "counter"
 )
 _BAD_NORM = MetricDefinition("nsa_nonfinite_grad_norms", "The same for the gradient norm.", "counter")
 _SHARE = MetricDefinition("nsa_gate_share_ratio", "Mean share of a branch in the gates of a layer.")
 _SHARE_MEAN = MetricDefinition("nsa_gate_share_mean_ratio", "Mean share of a branch in the gates of all layers.")
 _KERNEL = MetricDefinition("nsa_kernel_info", "The backend that computes a branch.")
 _SUBSTITUTED = MetricDefinition(
-    "nsa_data_substituted", "1 while a rank trains on made-up data though a dataset was asked for."
+    "nsa_data_substituted", "1 while a rank trains on synthetic data although a dataset is configured."
 )
-_INFO = MetricDefinition("nsa_run_info", "What runs: versions, device, precision, kind of dataset, ranks.")
+_INFO = MetricDefinition("nsa_run_info", "Versions, device, precision, dataset and number of ranks of the run.")
 _RESTARTS = MetricDefinition(
-    "nsa_restarts", "Starts that went on from a checkpoint or were made by the launcher.", "counter"
+    "nsa_restarts", "Starts that resumed from a checkpoint or were made by the launcher.", "counter"
 )
-_ROLLBACKS = MetricDefinition("nsa_rollbacks", "Times a run went back to a checkpoint by itself.", "counter")
-_LOST = MetricDefinition("nsa_lost_steps", "Steps that were made and are to be made again.", "counter")
+_ROLLBACKS = MetricDefinition("nsa_rollbacks", "Rollbacks to a checkpoint by the run itself.", "counter")
+_LOST = MetricDefinition("nsa_lost_steps", "Steps that had to be repeated after a restart or rollback.", "counter")
 _SAVE_STEP = MetricDefinition(
     "nsa_last_checkpoint_step", "Step of the last checkpoint, or the step the run began from."
 )
-_SAVE_TS = MetricDefinition("nsa_last_checkpoint_timestamp_seconds", "When the last checkpoint was complete.")
-_SAVE_EVERY = MetricDefinition("nsa_checkpoint_interval_steps", "train.save_every; not served where it is 0.")
+_SAVE_TS = MetricDefinition("nsa_last_checkpoint_timestamp_seconds", "Time at which the last checkpoint was complete.")
+_SAVE_EVERY = MetricDefinition("nsa_checkpoint_interval_steps", "train.save_every; not exported if it is 0.")
 _EVAL = MetricDefinition("nsa_eval_loss_nats", "Held-out loss per token of the last evaluation.")
 _LIMIT = MetricDefinition(
-    "nsa_heartbeat_limit_seconds", "How long a rank may be silent where it is now (start, save, evaluation)."
+    "nsa_heartbeat_limit_seconds", "Heartbeat age at which a rank counts as stalled at its current step."
 )
-_MISSING = MetricDefinition("nsa_missing_ranks", "Ranks that have not spoken since the run was started.")
-_START_TS = MetricDefinition("nsa_start_timestamp_seconds", "When the run was started, or started again.")
-_FINDING = MetricDefinition("nsa_findings", "Ranks, or the run, that a condition of the health table holds for.")
+_MISSING = MetricDefinition("nsa_missing_ranks", "Ranks without a heartbeat since the run was started.")
+_START_TS = MetricDefinition("nsa_start_timestamp_seconds", "Time of the last start or restart of the run.")
+_FINDING = MetricDefinition("nsa_findings", "Findings per health condition: affected ranks, or 1 for the run.")
 _TARGET = MetricDefinition("nsa_steps_target", "train.steps.")
-_UNREADABLE = MetricDefinition(
-    "nsa_unreadable_records", "Records of the run folder that could not be read, whole or in part, and were skipped."
-)
+_UNREADABLE = MetricDefinition("nsa_unreadable_records", "Records of the run folder that could not be fully read.")
 
 
 def served_names() -> set[str]:
-    """Every name that rules and dashboards may ask for."""
+    """Every metric name that rules and dashboards may use."""
     metrics = [value for value in globals().values() if isinstance(value, MetricDefinition)]
     metrics += [figure.metric for figure in FIGURES.values()]
     return {metric.served_name for metric in metrics}
@@ -167,13 +167,13 @@ def served_names() -> set[str]:
 
 @dataclass
 class CountedHistory(RunHistory):
-    """Also counts what happened since the run began, across its processes: a counter must not go back."""
+    """Also counts occurrences since the run began, across processes: a counter must not decrease."""
 
     skipped: Counter[int] = field(default_factory=Counter)
     nonfinite: Counter[int] = field(default_factory=Counter)
     bad_losses: Counter[int] = field(default_factory=Counter)
     bad_norms: Counter[int] = field(default_factory=Counter)
-    happened: Counter[EventKind] = field(default_factory=Counter)
+    event_counts: Counter[EventKind] = field(default_factory=Counter)
     lost_steps: int = 0
     saved_ts: float | None = None
     eval_loss: float | None = None
@@ -190,7 +190,7 @@ class CountedHistory(RunHistory):
 
     def add_event(self, event: RunEvent, at: float) -> None:
         super().add_event(event, at)
-        self.happened[event.kind] += 1
+        self.event_counts[event.kind] += 1
         if event.kind == EventKind.LOST_STEPS:
             self.lost_steps += event.details.get("steps", 0)
         elif event.kind == EventKind.SAVE:
@@ -199,21 +199,21 @@ class CountedHistory(RunHistory):
             self.eval_loss = event.details.get("val_loss", self.eval_loss)
 
 
-def samples(history: CountedHistory, now: StepSample, local: set[int]) -> Iterator[MetricSample]:
-    """Everything about one run; ranks in `local` have their processes on this host."""
+def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iterator[MetricSample]:
+    """All samples of one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
         for metric, labels, value in _of_rank(history, log, now, rank in local):
             yield MetricSample(metric, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
-    at_rest = all(state_of(log) in _AT_REST for log in history.present.values())
-    found = [] if at_rest else examine(history, now=now.steady, limits=HealthLimits())
+    ended = all(state_of(log) in _ENDED_REGULARLY for log in history.present.values())
+    found = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
     held = Counter(finding.name for finding in found)
     for name, condition in CONDITIONS.items():
         yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
 
 
 def run_info(folder: Path) -> Iterator[MetricSample]:
-    """From env.json, only what cannot be a secret."""
+    """Labels from env.json, only fields that cannot contain a secret."""
     env, _ = records.read_section(folder / names.ENV)
     if env is None:
         return
@@ -234,19 +234,19 @@ def run_info(folder: Path) -> Iterator[MetricSample]:
 
 
 def _label(word: Any) -> str:
-    """Short, and printable: text of a file becomes a label."""
+    """Text of a file as a label: short and printable."""
     return printable(word, _LONGEST_LABEL) if isinstance(word, (str, int)) else ""
 
 
-def _of_run(history: CountedHistory, now: StepSample) -> Iterator[MetricSample]:
-    yield MetricSample(_RESTARTS, {}, history.happened[EventKind.RESTART])
-    yield MetricSample(_ROLLBACKS, {}, history.happened[EventKind.ROLLBACK])
+def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample]:
+    yield MetricSample(_RESTARTS, {}, history.event_counts[EventKind.RESTART])
+    yield MetricSample(_ROLLBACKS, {}, history.event_counts[EventKind.ROLLBACK])
     yield MetricSample(_LOST, {}, history.lost_steps)
     yield MetricSample(_SAVE_STEP, {}, history.saved_step)
     yield MetricSample(_UNREADABLE, {}, history.unreadable.total())
     yield MetricSample(_MISSING, {}, sum(rank not in history.present for rank in range(history.facts.world or 1)))
     known = {
-        _START_TS: None if history.started_at is None else _on_the_wall(history.started_at, now),
+        _START_TS: None if history.started_at is None else _wall_time(history.started_at, now),
         _SAVE_TS: history.saved_ts,
         _EVAL: history.eval_loss,
         _SAVE_EVERY: history.facts.save_every or None,
@@ -255,12 +255,12 @@ def _of_run(history: CountedHistory, now: StepSample) -> Iterator[MetricSample]:
     yield from (MetricSample(metric, {}, value) for metric, value in known.items() if value is not None)
 
 
-def _of_rank(history: CountedHistory, log: RankLog, now: StepSample, local: bool) -> Iterator[MetricSample]:
+def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
     rank, state = log.rank, state_of(log)
     yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
     yield MetricSample(_STEP, {}, log.last.step)
-    yield MetricSample(_BEAT_TS, {}, _on_the_wall(log.last_at, now))
-    yield MetricSample(_STEP_TS, {}, _on_the_wall(log.step_at, now))
+    yield MetricSample(_BEAT_TS, {}, _wall_time(log.last_at, now))
+    yield MetricSample(_STEP_TS, {}, _wall_time(log.step_at, now))
     yield MetricSample(_SKIPPED, {}, history.skipped[rank])
     yield MetricSample(_NONFINITE, {}, history.nonfinite[rank])
     yield MetricSample(_BAD_LOSS, {}, history.bad_losses[rank])
@@ -269,7 +269,7 @@ def _of_rank(history: CountedHistory, log: RankLog, now: StepSample, local: bool
         yield MetricSample(_LIMIT, {}, stall_limit_s(log, history, HealthLimits()))
         if local:
             yield MetricSample(_UP, {}, float(rank not in history.gone))
-    if state not in _AT_REST:
+    if state not in _ENDED_REGULARLY:
         yield MetricSample(_SUBSTITUTED, {}, float(_substituted(log.last, history.facts)))
         yield from _figures(_latest(log))
 
@@ -295,7 +295,7 @@ def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
 
 
 def _latest(log: RankLog) -> dict[str, Any]:
-    """The newest progress record; its loss and norm are those of the newest step that was taken."""
+    """The newest progress record, with loss and gradient norm of the newest step that was not skipped."""
     if not log.progress:
         return {}
     figures = log.progress[-1].as_dict()
@@ -308,7 +308,7 @@ def _latest(log: RankLog) -> dict[str, Any]:
 
 
 def _was_taken(log: RankLog, beat: HeartbeatRecord) -> bool:
-    """A skipped step is recorded like any other, but the weights never saw its loss."""
+    """Whether the optimizer ran for this step; skipped steps are recorded like any other."""
     return all(beat.step != skip.step for skip in log.skipped)
 
 
@@ -316,7 +316,7 @@ def _substituted(beat: HeartbeatRecord, facts: RunFacts) -> bool:
     return bool(beat.synthetic) and facts.dataset not in (None, "synthetic")
 
 
-def _on_the_wall(at: float, now: StepSample) -> float:
+def _wall_time(at: float, now: ClockReading) -> float:
     return round(now.wall - (now.steady - at), 3)
 
 

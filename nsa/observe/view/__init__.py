@@ -1,1 +1,1 @@
-"""What a run looks like: series of its figures, where its time went, the terminal view, the report, comparisons."""
+"""Views of a run: time series, goodput, terminal monitor, HTML report, comparison of runs."""

@@ -1,4 +1,4 @@
-"""Fewer points for the eye, with every extreme kept: a spike of one record among half a million stays a spike."""
+"""Downsampling for charts that keeps the minimum and maximum of every bucket; axis ticks and ranges."""
 
 import math
 import operator
@@ -14,13 +14,13 @@ class ChartBucket(NamedTuple):
     low: float
     high: float
     mean: float
-    """Of the finite values; all three are NaN where there is none."""
+    """Of the finite values; `low`, `high` and `mean` are NaN without any."""
     records: int
     not_finite: int
 
 
 def buckets(x: Sequence[float], y: Sequence[float], n: int) -> list[ChartBucket]:
-    """At most `n`, in the order of x. NaN in y is an absent value; infinite ones are counted, not averaged."""
+    """At most `n` buckets, ordered by x. NaN in y is a missing value; infinite values are counted, not averaged."""
     if not all(map(operator.le, x, islice(x, 1, None))):
         order = sorted(range(len(x)), key=x.__getitem__)
         x, y = [x[place] for place in order], [y[place] for place in order]
@@ -72,9 +72,9 @@ class ValueRange(NamedTuple):
 def value_range(
     found: Sequence[ChartBucket], *, from_zero: bool = False, more: Sequence[float] = ()
 ) -> ValueRange | None:
-    """What an axis should span, with some room; None where no value is finite.
+    """Range of an axis, with a margin; None if no value is finite.
 
-    A few values far above all others are left out, so that they do not flatten the rest; whoever draws marks them.
+    A few values far above all others are left out, so that they do not flatten the rest; charts mark them instead.
     """
     lows = [bucket.low for bucket in found if not math.isnan(bucket.low)]
     highs = sorted([bucket.high for bucket in found if not math.isnan(bucket.high)])

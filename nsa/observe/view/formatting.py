@@ -1,4 +1,4 @@
-"""Numbers as people read them: durations, memory, shares, counts. What is not known is a dash."""
+"""Text of numbers, durations, memory, shares, counts and events for monitor and report. Unknown is a dash."""
 
 import math
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ NOT_FINITE = "not finite"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Significant digits, thousands separated, no exponent between a ten-thousandth and ten million."""
+    """Significant digits with thousands separators; exponents only below 1e-4 and from 1e7."""
     if value is None or math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
@@ -27,7 +27,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def tick(value: float, step: float) -> str:
-    """A round number on an axis whose ticks are `step` apart."""
+    """Label of an axis tick; ticks are `step` apart."""
     if value == 0:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -41,7 +41,7 @@ def tick(value: float, step: float) -> str:
 
 
 def _round(value: float, step: float) -> str:
-    """As many decimals as a multiple of the step has: one more than its size, for steps of 2.5."""
+    """As many decimals as a multiple of the step needs: one more than its order of magnitude, for steps of 2.5."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) + 1
     return f"{value:.{decimals}f}".rstrip("0").rstrip(".")
 
@@ -57,7 +57,7 @@ def count(value: float | None) -> str:
 
 
 def mean_of_last(n: int) -> str:
-    """What a smoothed figure is: last record · mean of the last 20 records"""
+    """Describes a smoothed value: last record · mean of the last 20 records"""
     return "last record" if n == 1 else f"mean of the last {n} records"
 
 
@@ -105,12 +105,12 @@ def moment(ts: float) -> str:
 
 
 def plain(text: object, most: int = 500) -> str:
-    """One line of bounded length, whatever a file said."""
+    """One printable line of bounded length, whatever the file contained."""
     return printable(text, most)
 
 
 def as_float(value: object) -> float:
-    """A number of a record, NaN where it is none."""
+    """A number of a record; NaN if it is not a number."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
@@ -120,13 +120,13 @@ def event_text(event: RunEvent) -> str:
     if event.kind == EventKind.EVALUATION:
         return f"held-out loss {number(as_float(details.get('val_loss')))}"
     if event.kind == EventKind.LOST_STEPS:
-        return f"{details.get('steps', '?')} steps to do again"
+        return f"{details.get('steps', '?')} steps to repeat"
     if event.kind in (EventKind.START, EventKind.RESTART):
         origin = str(details.get("origin") or "").rpartition("/")[2]
         return plain(f"{details.get('world', '?')} rank(s){' from ' + origin if origin else ''}")
     if condition := details.get("condition"):
-        over = "over" if details.get("over") else details.get("message") or details.get("reason") or ""
-        return plain(f"{condition}: {over}", 200)
+        message = "resolved" if details.get("over") else details.get("message") or details.get("reason") or ""
+        return plain(f"{condition}: {message}", 200)
     for name in ("reason", "error", "problem", "why", "message"):
         if details.get(name):
             return plain(details[name], 200)

@@ -1,6 +1,6 @@
-"""Where a run's wall time went. The causes share out the whole of it: what is in none of them is in no sum.
+"""Goodput: attributes the wall time of a run to causes (productive steps, data, checkpoints, stalls, downtime).
 
-What the records cannot tell is said in `KNOWN` and shown beside the figure.
+The causes add up to the whole time. `HOW_MEASURED` states how each is measured or estimated.
 """
 
 import math
@@ -20,7 +20,7 @@ from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 
 class TimeCause(StrEnum):
     PRODUCTIVE = "productive steps"
-    LOST = "steps done again"
+    LOST = "repeated steps"
     SKIPPED = "skipped steps"
     DATA = "waiting for data"
     EVALUATION = "evaluation"
@@ -30,16 +30,16 @@ class TimeCause(StrEnum):
     DOWN = "down"
 
 
-KNOWN: Mapping[TimeCause, str] = {
-    TimeCause.PRODUCTIVE: "what is left of the time between records when all below is taken off",
-    TimeCause.LOST: "measured between records; steps after the last record of a killed process are in down",
-    TimeCause.SKIPPED: "their count × the step time around them",
-    TimeCause.DATA: "sampled: the wait for the last batch of each record × its steps",
+HOW_MEASURED: Mapping[TimeCause, str] = {
+    TimeCause.PRODUCTIVE: "time between records minus everything below",
+    TimeCause.LOST: "measured between records; steps after the last record of a killed process count as down",
+    TimeCause.SKIPPED: "number of skipped steps × the step time around them",
+    TimeCause.DATA: "sampled: the wait for the last batch of each record × the steps of that record",
     TimeCause.EVALUATION: "measured, from val.csv",
-    TimeCause.CHECKPOINT: "estimated: time beyond a neighbouring step where a save falls, and after the last step",
-    TimeCause.START_UP: "measured, from the start event to the first step; compiling is in it",
-    TimeCause.STALL: "time beyond the usual step time where it exceeds the stall limit, or what the watchdog saw",
-    TimeCause.DOWN: "from a process's last sign of life to the next start event; loading the program is in it",
+    TimeCause.CHECKPOINT: "estimated: extra time compared with neighbouring steps, and the time after the last step",
+    TimeCause.START_UP: "measured, from the start event to the first step; includes compilation",
+    TimeCause.STALL: "time beyond the usual step time if it exceeds the stall limit, or as found by the watchdog",
+    TimeCause.DOWN: "from the last record of a process to the next start event; includes program start",
 }
 
 _GONE = CONDITIONS["process_gone"].name
@@ -49,11 +49,11 @@ _ENDS = (EventKind.SAVE, EventKind.HALT, EventKind.STOP, EventKind.DONE, EventKi
 
 
 class ProcessLifetime(NamedTuple):
-    """One process on the wall clock."""
+    """Lifetime of one process on the wall clock."""
 
     begin: float
     first_step: float
-    """Equal to `end` where it made none."""
+    """Equal to `end` if it made no step."""
     end: float
     ending: str | None
 
@@ -89,7 +89,7 @@ def goodput(
     evaluations: Sequence[EvaluationRecord] = (),
     limits: HealthLimits | None = None,
 ) -> Goodput | None:
-    """None for a run that has told nothing yet. Time after the last sign of life belongs to no cause."""
+    """None for a run without records. Time after the last record belongs to no cause."""
     spans = _spans(lead, events)
     if not spans:
         return None
@@ -99,19 +99,19 @@ def goodput(
     for span, after in zip(spans, [*spans[1:], None], strict=True):
         first = lead.ts[span.rows[0]] if span.rows else span.last
         spent[TimeCause.START_UP] += first - span.begin
-        intervals.share_out(span.rows, spent)
+        intervals.attribute(span.rows, spent)
         if span.rows:
-            intervals.share_out_end(span, spent)
+            intervals.attribute_end(span, spent)
         lives.append(ProcessLifetime(span.begin, first, span.last, span.ending))
         if after is not None:
-            _share_out_gap(span.last, after.begin, events, spent)
+            _attribute_gap(span.last, after.begin, events, spent)
     found = Goodput(spans[0].begin, spans[-1].last, spent, lives)
     assert math.isclose(sum(spent.values()), found.total, rel_tol=1e-6, abs_tol=1e-3), (spent, found.total)
     return found
 
 
 def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
-    """Beats and start events of the same process, put together; a process that died before its first beat counts."""
+    """Combines heartbeats and start events of each process; a process that died before its first heartbeat counts."""
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
     row_ends = [*(process.first_row for process in lives[1:]), len(lead)][: len(lives)]
@@ -131,9 +131,9 @@ def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
 
 
 def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Sequence[RunEvent]) -> _ProcessSpan:
-    """A save ends after the last beat of a process that leaves; its event is the later sign of life.
+    """The last save may finish after the last heartbeat of a process; its event then ends the span.
 
-    What the launcher writes about a dead process is no sign of life of it.
+    Events of the launcher about a dead process do not count.
     """
     until = after.begin if after else math.inf
     signs = [
@@ -145,7 +145,7 @@ def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Seq
 
 
 class _RowIntervals:
-    """The time between one row and the next, by cause."""
+    """Attributes the time between consecutive rows to causes."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _RowIntervals:
         self._pace = self._usual_pace()
 
     def _usual_pace(self) -> float:
-        """Seconds per step that are neither fast nor slow for this run."""
+        """Median seconds per step."""
         lead = self._lead
         firsts = {process.first_row for process in lead.processes}
         paces = [
@@ -171,15 +171,15 @@ class _RowIntervals:
         ]
         return statistics.median(paces) if paces else 0.0
 
-    def share_out(self, rows: range, spent: Spent) -> None:
-        """All intervals of a process. Most hold steps and nothing else; those are summed here, for speed."""
+    def attribute(self, rows: range, spent: Spent) -> None:
+        """All intervals of a process. Most contain only steps; those are summed here, for speed."""
         lead, fetches = self._lead, self._lead.column("dt_fetch_s")
         special = self._saved | self._evaluated.keys() | self._skipped.keys()
         limit, waited, stepped = self._stall_s, 0.0, 0.0
         for row in rows[:-1]:
             duration, steps, fetch = lead.ts[row + 1] - lead.ts[row], lead.steps[row + 1], fetches[row + 1]
             if row in special or lead.superseded[row + 1] or not 0 <= duration <= limit or not math.isfinite(fetch):
-                self._share_out(row, duration, steps, fetch, bool(lead.superseded[row + 1]), spent)
+                self._attribute(row, duration, steps, fetch, bool(lead.superseded[row + 1]), spent)
                 continue
             wait = min(duration, fetch * steps)
             waited += wait
@@ -187,8 +187,8 @@ class _RowIntervals:
         spent[TimeCause.DATA] += waited
         spent[TimeCause.PRODUCTIVE] += stepped
 
-    def share_out_end(self, span: _ProcessSpan, spent: Spent) -> None:
-        """From the last row to the last sign of life: steps that were not told, then saving and leaving."""
+    def attribute_end(self, span: _ProcessSpan, spent: Spent) -> None:
+        """From the last row to the end of the process: unrecorded steps, then saving and exiting."""
         lead, row = self._lead, span.rows[-1]
         duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
         evaluated = min(duration, self._evaluated.get(row, 0.0))
@@ -199,7 +199,7 @@ class _RowIntervals:
         leaving = span.ending in (names.DONE, names.HALTED, names.STOPPED) or row in self._saved
         spent[TimeCause.CHECKPOINT if leaving else TimeCause.STALL] += left
 
-    def _share_out(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: Spent) -> None:
+    def _attribute(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: Spent) -> None:
         evaluated = min(duration, self._evaluated.get(row, 0.0))
         spent[TimeCause.EVALUATION] += evaluated
         left = duration - evaluated
@@ -220,7 +220,7 @@ class _RowIntervals:
         spent[TimeCause.PRODUCTIVE] += left - waited - skipped
 
     def _pace_around(self, row: int) -> float:
-        """Seconds per step of the intervals next to this one: a machine's pace drifts."""
+        """Seconds per step of the neighbouring intervals: speed drifts over a run."""
         lead = self._lead
         paces = [
             (lead.ts[end] - lead.ts[end - 1] - self._evaluated.get(end - 1, 0.0)) / lead.steps[end]
@@ -231,24 +231,24 @@ class _RowIntervals:
 
 
 def _sums(lead: RankSeries, timed: Sequence[tuple[float, float]]) -> dict[int, float]:
-    """Amounts by the row after which they came."""
+    """Sums of amounts, by the row they follow."""
     sums: defaultdict[int, float] = defaultdict(float)
     for ts, amount in timed:
-        # What ends with a record belongs to the interval before it.
+        # An amount at the time of a record belongs to the interval before it.
         sums[max(0, bisect_left(lead.ts, ts) - 1)] += amount
     return dict(sums)
 
 
 def _row_of_save(lead: RankSeries, event: RunEvent) -> int:
-    """The row that the run was at when it stopped to save; the event comes when the last byte is written."""
+    """The row at which the save began; the event is written when it is complete."""
     row = bisect_right(lead.ts, event.ts) - 1
     while row > 0 and lead.step[row] > event.step:
         row -= 1
     return row
 
 
-def _share_out_gap(last: float, begin: float, events: Sequence[RunEvent], spent: Spent) -> None:
-    """Between two processes: down, or hanging where a watchdog saw that, until somebody ended it."""
+def _attribute_gap(last: float, begin: float, events: Sequence[RunEvent], spent: Spent) -> None:
+    """Between two processes: down, or stalled until it was ended if the watchdog found a stall."""
     inside = [event for event in events if last < event.ts < begin]
     ended = next((event.ts for event in inside if event.kind in (EventKind.ERROR, EventKind.STOP)), begin)
     stalled = any(event.kind == EventKind.STALL and event.details.get("condition") != _GONE for event in inside)

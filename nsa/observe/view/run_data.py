@@ -1,7 +1,7 @@
-"""A run folder as columns: every rank's records, what a restart superseded, evaluations, processes.
+"""Run data for charts: a run folder as columns of numbers per rank, with evaluations, events and processes.
 
-Fed record by record, so that a report that reads everything and a monitor that follows use the same code. Numbers are
-kept in arrays: half a million records are some tens of megabytes.
+Built record by record, so that the report (reads everything) and the monitor (follows) share the code. Numbers are kept
+in arrays: half a million records take some tens of megabytes. Steps repeated after a restart are marked superseded.
 """
 
 import math
@@ -20,23 +20,23 @@ from nsa.observe.heartbeat import HeartbeatRecord, beat_fields
 from nsa.observe.run_folder import RunFolder
 from nsa.observe.watch.tail import RecordTail
 
-OF_EVERY_RANK = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
-"""What differs between ranks; the rest is the same on all, or is the lead's to tell."""
-OF_THE_LEAD = (
-    *OF_EVERY_RANK, "loss", "lr", "toks_per_s", "step_s", "grad_norm", "tokens_seen", "gpu_mem_alloc",
+RANK_COLUMNS = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
+"""Columns kept for every rank; all others are kept for the lowest rank only."""
+LEAD_COLUMNS = (
+    *RANK_COLUMNS, "loss", "lr", "toks_per_s", "step_s", "grad_norm", "tokens_seen", "gpu_mem_alloc",
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
 )  # fmt: skip
 BRANCHES = ("compressed", "selected", "sliding")
 SHARES = tuple(f"share_{branch}" for branch in BRANCHES)
-"""Columns made of `gate_branch_shares`."""
+"""Columns made from `gate_branch_shares`."""
 
 ABSENT = math.nan
-"""In a column: the record does not have this figure."""
+"""In a column: the record does not have this value."""
 NOT_FINITE = math.inf
-"""In a column: the record has this figure, and it is NaN or infinite."""
+"""In a column: the value is NaN or infinite."""
 
-_TURNED = bytes([1, 0]) + bytes(254)
-_BACK = (names.START, names.ROLLED_BACK)
+_INVERTED = bytes([1, 0]) + bytes(254)
+_STEP_RESET = (names.START, names.ROLLED_BACK)
 
 
 class EvaluationRecord(NamedTuple):
@@ -47,7 +47,7 @@ class EvaluationRecord(NamedTuple):
 
 
 class GateShares(NamedTuple):
-    """Shares by layer, at one step."""
+    """Gate shares by layer at one step."""
 
     step: int
     shares: list[list[float]]
@@ -55,22 +55,22 @@ class GateShares(NamedTuple):
 
 @dataclass
 class ProcessRecord:
-    """One life of a rank, as its beats tell it."""
+    """One process of a rank, from its heartbeats."""
 
     pid: int
     begin: float
     step: int
-    """Where it took the run up."""
+    """Step at which it started or resumed."""
     first_row: int
     last: float = 0.0
     last_step: int = 0
     ending: str | None = None
-    """Its last word, if it had time for one."""
+    """`msg` of its final record, if it wrote one."""
     detail: str = ""
 
 
 class ThinnedSeries:
-    """At most `most` items, evenly spaced over all that were added, the newest apart."""
+    """Keeps at most `most` items, evenly spaced over all that were added, plus the newest."""
 
     def __init__(self, most: int = 512) -> None:
         self.most = most
@@ -79,7 +79,7 @@ class ThinnedSeries:
         self._newest: Any = None
 
     def add(self, item: Any) -> None:
-        """Costs next to nothing for an item that is not kept."""
+        """Cheap for an item that is not kept."""
         self._newest = item
         if self._seen % self._stride == 0:
             self._kept.append(item)
@@ -95,13 +95,13 @@ class ThinnedSeries:
 
 
 class RankSeries:
-    """Progress records of one rank, oldest first, in rows; a row whose step was done again is superseded."""
+    """Progress records of one rank as rows, oldest first; a row whose step was repeated later is superseded."""
 
     def __init__(self, rank: int, columns: Sequence[str]) -> None:
         self.rank = rank
         self.step, self.ts = array("q"), array("d")
         self.steps = array("q")
-        """Steps since the row before, or since the checkpoint that the run went on from."""
+        """Steps since the previous row, or since the checkpoint that the run resumed from."""
         self.superseded = bytearray()
         self.columns = {name: array("d") for name in columns}
         self._gates = ThinnedSeries()
@@ -114,12 +114,12 @@ class RankSeries:
     def __len__(self) -> int:
         return len(self.step)
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         ts, step, msg = record["ts"], record["step"], record["msg"]
         if not self.processes or msg == names.START or record["pid"] != self.processes[-1].pid:
             self.processes.append(ProcessRecord(record["pid"], ts, step, len(self)))
             self._counted_to = step if msg == names.START else max(0, step - 1)
-        if msg in _BACK:
+        if msg in _STEP_RESET:
             self._supersede(step)
         if msg == names.PROGRESS:
             self._add_row(record)
@@ -130,24 +130,24 @@ class RankSeries:
         self.last = record
 
     def column(self, name: str) -> "array[float]":
-        """Of all rows."""
+        """Values of all rows."""
         return self.columns[name]
 
     def counted(self, name: str) -> "array[float]":
-        """The column, or `step` or `ts`, of the rows that were not superseded."""
+        """Values of the rows that were not superseded; also for `step` and `ts`."""
         values = getattr(self, name) if name in ("step", "ts") else self.columns[name]
         if not any(self.superseded):
             return values
-        return array(values.typecode, compress(values, self.superseded.translate(_TURNED)))
+        return array(values.typecode, compress(values, self.superseded.translate(_INVERTED)))
 
     def gates(self) -> list[GateShares]:
-        """By layer, evenly spaced records of the whole run, those of steps that were done again left out."""
-        way: list[GateShares] = []
+        """Gate shares by layer of evenly spaced records over the whole run, without repeated steps."""
+        kept: list[GateShares] = []
         for step, by_layer in self._gates.items():
-            while way and way[-1].step >= step:
-                way.pop()
-            way.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
-        return way
+            while kept and kept[-1].step >= step:
+                kept.pop()
+            kept.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
+        return kept
 
     def _add_row(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -168,7 +168,7 @@ class RankSeries:
         self.last_progress = record
 
     def _supersede(self, step: int) -> None:
-        """The run goes on from `step`: what came after it is done again."""
+        """The run continues from `step`: later rows are superseded."""
         for row in range(len(self) - 1, -1, -1):
             if self.step[row] > step:
                 self.superseded[row] = 1
@@ -185,9 +185,9 @@ class RunData:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
     halt: str | None = None
-    """What `.HALT` says."""
+    """Reason in `.HALT`."""
     unreadable: records.Unreadable = field(default_factory=records.Unreadable)
-    """Records that could not be read, by file."""
+    """Number of unreadable records, by file."""
 
     @property
     def name(self) -> str:
@@ -195,8 +195,8 @@ class RunData:
 
     @property
     def lead(self) -> RankSeries:
-        """The lowest rank that is known: what all ranks share is read from it."""
-        return self.ranks[min(self.ranks)] if self.ranks else RankSeries(0, (*OF_THE_LEAD, *SHARES))
+        """The lowest rank; values that all ranks share are read from it."""
+        return self.ranks[min(self.ranks)] if self.ranks else RankSeries(0, (*LEAD_COLUMNS, *SHARES))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -206,22 +206,22 @@ class RunData:
     def target_steps(self) -> int | None:
         return records.whole((records.section(self.config.get("train")) or {}).get("steps"))
 
-    def take(self, rank: int, beats: Iterable[Mapping[str, Any]]) -> None:
-        """Records of one heartbeat file, as `beat_fields` gives them."""
+    def add(self, rank: int, beats: Iterable[Mapping[str, Any]]) -> None:
+        """Add records of one heartbeat file, as returned by `beat_fields`."""
         if rank not in self.ranks:
             lead = not self.ranks or rank < min(self.ranks)
-            self.ranks[rank] = RankSeries(rank, (*OF_THE_LEAD, *SHARES) if lead else OF_EVERY_RANK)
+            self.ranks[rank] = RankSeries(rank, (*LEAD_COLUMNS, *SHARES) if lead else RANK_COLUMNS)
         series = self.ranks[rank]
         for record in beats:
-            series.take(record)
+            series.add(record)
 
     def counted_evaluations(self) -> list[EvaluationRecord]:
-        """The last one at each step, in the order of the steps."""
+        """The last evaluation at each step, ordered by step."""
         newest = {evaluation.step: evaluation for evaluation in self.evaluations}
         return [newest[step] for step in sorted(newest)]
 
-    def read_the_rest(self) -> None:
-        """Everything but the heartbeats; small files, read anew."""
+    def read_other_files(self) -> None:
+        """Read everything but the heartbeats; these files are small and read as a whole."""
         self.events, self.unreadable[names.EVENTS] = read_events_and_damage(self.folder)
         self.evaluations, self.unreadable[names.VAL_CSV] = _read_evaluations(self.folder / names.VAL_CSV)
         env, env_damaged = records.read_section(self.folder / names.ENV)
@@ -230,7 +230,7 @@ class RunData:
 
 
 class RunFollower:
-    """Keeps a run up to date; each look costs what was written since the last."""
+    """Keeps run data up to date; `update` reads only what was appended since the last call."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunData(folder)
@@ -239,9 +239,9 @@ class RunFollower:
     def update(self) -> RunData:
         for rank, path in heartbeats(self.run.folder):
             tail = self._tails.setdefault(rank, RecordTail(path, beat_fields(rank)))
-            self.run.take(rank, tail.stream())
+            self.run.add(rank, tail.stream())
             self.run.unreadable[path.name] = tail.unreadable
-        self.run.read_the_rest()
+        self.run.read_other_files()
         return self.run
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class RunFollower:
 
 
 def load(folder: Path) -> RunData:
-    """Everything a run folder tells."""
+    """All data of a run folder."""
     follower = RunFollower(folder)
     try:
         return follower.update()
@@ -259,12 +259,12 @@ def load(folder: Path) -> RunData:
 
 
 def heartbeats(folder: Path) -> list[tuple[int, Path]]:
-    """Heartbeat files, lowest rank first. A folder that is no run folder is refused."""
+    """Heartbeat files, lowest rank first; raises ConfigError for a folder that is not a run folder."""
     found = records.heartbeat_files(folder)
     if not found and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
         what = "holds no run" if folder.is_dir() else "does not exist"
         raise ConfigError(
-            f"{folder} {what}: there is no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV} in it. Name a run "
+            f"{folder} {what}: it contains no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV}. Give a run "
             f"folder (train.out_dir)."
         )
     return found
@@ -297,4 +297,6 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
     return found, bad
 
 
-assert {*OF_THE_LEAD, "gate_branch_shares", "gate_shares_by_layer"} <= {field.name for field in fields(HeartbeatRecord)}
+assert {*LEAD_COLUMNS, "gate_branch_shares", "gate_shares_by_layer"} <= {
+    field.name for field in fields(HeartbeatRecord)
+}

@@ -1,4 +1,4 @@
-"""One look at a run folder: its records, what is wrong with it, and how its time was spent."""
+"""Snapshot of a run folder for monitor and report: run data, state, findings and goodput."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RunSnapshot:
     now: float
 
     def grouped(self) -> list[list[HealthFinding]]:
-        """Findings of one condition together: what holds for 64 ranks is one thing to know."""
+        """Findings grouped by condition, for all affected ranks."""
         groups: dict[str, list[HealthFinding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.name, []).append(finding)
@@ -28,38 +28,38 @@ class RunSnapshot:
 
 
 class SnapshotReader:
-    """Looks again and again; each look costs what was written since the last."""
+    """Reads snapshots repeatedly; each reads only what was appended since the last."""
 
     def __init__(self, folder: Path, limits: HealthLimits | None = None) -> None:
-        heartbeats(folder)  # refuses what is no run folder
+        heartbeats(folder)  # raises for a folder that is not a run folder
         self._follower = RunFollower(folder)
         self._history = HistoryReader(folder)
         self._limits = limits or HealthLimits()
         self._wall: Goodput | None = None
-        self._wall_is_of: tuple[int, int] | None = None
+        self._wall_key: tuple[int, int] | None = None
 
-    def look(self) -> RunSnapshot:
+    def read(self) -> RunSnapshot:
         run = self._follower.update()
         history = self._history.update()
         moment = self._history.now
         findings = examine(history, now=moment.steady, limits=self._limits)
-        return RunSnapshot(run, str(phase(history, findings)), findings, self._spent(run), moment.wall)
+        return RunSnapshot(run, str(phase(history, findings)), findings, self._goodput(run), moment.wall)
 
     def close(self) -> None:
         self._follower.close()
         self._history.close()
 
-    def _spent(self, run: RunData) -> Goodput | None:
-        """Goes through all records, so only where there are new ones."""
+    def _goodput(self, run: RunData) -> Goodput | None:
+        """Recomputed only when there are new records: it goes through all of them."""
         of = (len(run.lead), len(run.events))
-        if of != self._wall_is_of:
-            self._wall, self._wall_is_of = goodput(run.lead, run.events, run.evaluations, self._limits), of
+        if of != self._wall_key:
+            self._wall, self._wall_key = goodput(run.lead, run.events, run.evaluations, self._limits), of
         return self._wall
 
 
-def look_once(folder: Path) -> RunSnapshot:
-    looker = SnapshotReader(folder)
+def take_snapshot(folder: Path) -> RunSnapshot:
+    reader = SnapshotReader(folder)
     try:
-        return looker.look()
+        return reader.read()
     finally:
-        looker.close()
+        reader.close()

@@ -1,4 +1,4 @@
-"""The figures that people quote about a run."""
+"""Summary of a run (loss, throughput, goodput, restarts) and comparison of several runs: values and settings."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ from nsa.observe.watch.trends import smoothed_last
 
 @dataclass(frozen=True)
 class RunSummary:
-    """NaN is not known, infinite is not finite."""
+    """NaN is unknown; infinite stands for a non-finite value."""
 
     step: int
     target: int | None
@@ -24,9 +24,9 @@ class RunSummary:
     """Smoothed, see `smoothed_last`: the mean of the last `loss_records` records."""
     loss_records: int
     loss_step: int
-    """Of the last of them."""
+    """Step of the last of them."""
     best_loss: float
-    """The lowest that one record told."""
+    """Lowest loss of a single record."""
     best_step: int
     held_out: float
     held_out_step: int
@@ -34,14 +34,14 @@ class RunSummary:
     best_held_out_step: int
     tokens: float
     toks_per_s: float
-    """Median of the records that count."""
+    """Median, without repeated steps."""
     restarts: int
     rollbacks: int
     lost_steps: int
     skipped: int
     wall: Goodput | None
     unreadable: int
-    """Records that could not be read and were skipped."""
+    """Number of unreadable records."""
 
     @property
     def goodput(self) -> float:
@@ -50,8 +50,8 @@ class RunSummary:
 
 def summarize(run: RunData) -> RunSummary:
     lead = run.lead
-    told = zip(lead.counted("loss"), lead.counted("step"), strict=True)
-    losses = [pair for pair in told if not math.isnan(pair[0])]
+    recorded = zip(lead.counted("loss"), lead.counted("step"), strict=True)
+    losses = [pair for pair in recorded if not math.isnan(pair[0])]
     loss, loss_records = smoothed_last([value for value, _ in losses])
     finite = [pair for pair in losses if math.isfinite(pair[0])]
     best, best_step = min(finite, default=(math.nan, 0))
@@ -85,12 +85,12 @@ def summarize(run: RunData) -> RunSummary:
 
 
 LETTERS = ascii_uppercase
-_OF_THE_PLACE = ("train.out_dir",)
-"""Differs always, and explains nothing."""
+_IGNORED_SETTINGS = ("train.out_dir",)
+"""Always different and never of interest."""
 
 
 def labels(runs: Sequence[RunData]) -> list[str]:
-    """A letter and the folder's name for each; the folder above as well where names repeat."""
+    """A letter and the folder name of each run, with the parent folder where names repeat."""
     names = [run.name for run in runs]
     resolved = [run.folder.resolve() for run in runs]
     shown = [
@@ -101,19 +101,19 @@ def labels(runs: Sequence[RunData]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]]:
-    """Settings that are not the same in all runs; None stands for a setting that a run does not have."""
+    """Settings that differ between runs; None for a setting that a run does not have."""
     all_settings = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in all_settings for key in settings)
     found = []
     for key in keys:
         values = [settings.get(key) for settings in all_settings]
-        if key not in _OF_THE_PLACE and any(value != values[0] for value in values[1:]):
+        if key not in _IGNORED_SETTINGS and any(value != values[0] for value in values[1:]):
             found.append((key, values))
     return found
 
 
 def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
-    """What to compare by → one figure per run."""
+    """Rows of the comparison table: name, and one value per run."""
 
     def at(value: float, step: int) -> str:
         return f"{number(value)} at {step:,}" if value == value else number(value)
@@ -121,7 +121,7 @@ def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     return [
         ("steps", [f"{each.step:,}" for each in summaries]),
         ("loss, mean of the last records", [_last_loss(each) for each in summaries]),
-        ("least loss of a record", [at(each.best_loss, each.best_step) for each in summaries]),
+        ("lowest loss of a record", [at(each.best_loss, each.best_step) for each in summaries]),
         ("held-out loss, last", [at(each.held_out, each.held_out_step) for each in summaries]),
         ("held-out loss, best", [at(each.best_held_out, each.best_held_out_step) for each in summaries]),
         ("tokens", [count(each.tokens) for each in summaries]),
@@ -129,7 +129,7 @@ def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
         ("goodput", [share(each.goodput) for each in summaries]),
         ("wall time", [duration(each.wall.total) if each.wall else number(None) for each in summaries]),
         ("restarts", [str(each.restarts) for each in summaries]),
-        ("steps done again", [f"{each.lost_steps:,}" for each in summaries]),
+        ("steps repeated", [f"{each.lost_steps:,}" for each in summaries]),
         ("steps skipped", [str(each.skipped) for each in summaries]),
         ("unreadable records", [str(each.unreadable) for each in summaries]),
     ]

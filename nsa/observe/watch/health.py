@@ -1,4 +1,7 @@
-"""Is a run well? History in, findings out: no file, no clock. The conditions and their limits are in `conditions`."""
+"""Health checks: evaluates every condition on a run's history and returns findings. Pure functions.
+
+The conditions and their limits are in `conditions`.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +22,8 @@ _CONDITION_OF_FAILURE: Mapping[str, str] = {
 }
 """Every other failure is `run_failed`."""
 _APART = 8
-_ROOM_OF_MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
+"""Records by which ranks may be apart when their forward times are compared."""
+_MEMORY_FIELDS = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
 
 class RunPhase(StrEnum):
@@ -41,7 +45,7 @@ _ENDED = {
 
 
 def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[HealthFinding]:
-    """Everything that is wrong, critical first. `now` is on the steady clock that the history's ages are on."""
+    """All findings, critical first. `now` is on the same monotonic clock as the history."""
     found = list(_of_ranks(history, now, limits))
     found += _failure(history) or _missing_ranks(history, now, limits)
     if history.first is not None:
@@ -52,7 +56,7 @@ def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[He
 
 
 def phase(history: RunHistory, findings: Sequence[HealthFinding]) -> RunPhase:
-    """What the run is doing, as one word."""
+    """The state of the run, as one word."""
     logs = list(history.present.values())
     if history.failure is not None:
         return RunPhase.FAILED
@@ -72,7 +76,7 @@ def phase(history: RunHistory, findings: Sequence[HealthFinding]) -> RunPhase:
 
 
 def stall_limit_s(log: RankLog, history: RunHistory, limits: HealthLimits) -> float:
-    """How long this process may be silent where it is now."""
+    """How long this process may go without a heartbeat at its current step."""
     limit = max(limits.stall_s, limits.stall_steps * log.step_s)
     if not log.progress or log.last.msg in (names.SKIPPED, names.ROLLED_BACK) or _pause_ahead(log, history):
         return max(limit, limits.startup_s)
@@ -94,7 +98,7 @@ def _of_rank(log: RankLog, history: RunHistory, now: float, limits: HealthLimits
     if log.ahead_s > limits.clock_skew_s:
         yield (
             "clock_skew",
-            f"the newest beat is {log.ahead_s:,.0f} s ahead of this clock, limit {limits.clock_skew_s:g} s",
+            f"the newest heartbeat is {log.ahead_s:,.0f} s ahead of the local clock, limit {limits.clock_skew_s:g} s",
         )
     if not log.ended:
         yield from _silence(log, history, now, limits)
@@ -119,24 +123,24 @@ def _silence(log: RankLog, history: RunHistory, now: float, limits: HealthLimits
         if age > limits.gone_s:
             yield (
                 "process_gone",
-                f"process {log.last.pid} is gone, last beat {age:.0f} s ago, limit {limits.gone_s:g} s",
+                f"process {log.last.pid} is gone, last heartbeat {age:.0f} s ago, limit {limits.gone_s:g} s",
             )
-        return  # until then whoever started it may be starting it again
+        return  # until then a launcher may be restarting it
     if age > limit:
-        yield "heartbeat_stall", f"last beat {age:.0f} s ago at step {log.last.step}, limit {limit:.0f} s"
+        yield "heartbeat_stall", f"last heartbeat {age:.0f} s ago at step {log.last.step}, limit {limit:.0f} s"
         return
     still, limit = now - log.step_at, max(limit, limits.evaluation_s if _evaluates(log, history) else 0.0)
     empty = _streak(log.progress, lambda beat: beat.toks_per_s == 0)
     if log.last_at > log.step_at and still > limit:
-        yield "throughput_zero", f"no new step for {still:.0f} s although beats come, limit {limit:.0f} s"
+        yield "throughput_zero", f"heartbeats but no new step for {still:.0f} s, limit {limit:.0f} s"
     elif empty >= limits.gate_records:
         yield "throughput_zero", f"0 tokens/s in each of the last {empty} records"
 
 
 def _pause_ahead(log: RankLog, history: RunHistory) -> bool:
-    """Whether a save, an evaluation or the end may have begun since the last beat: all of them take their time."""
+    """Whether a save, an evaluation or the end of the run may have begun since the last heartbeat: all take long."""
     facts, step = history.facts, log.last.step
-    since = math.ceil(ALIVE_EVERY_S / log.step_s) + 1 if log.step_s else 1  # steps that may be done and not yet told
+    since = math.ceil(ALIVE_EVERY_S / log.step_s) + 1 if log.step_s else 1  # steps that may be done but not recorded
     furthest = step + min(since, facts.log_every or since)
     if facts.steps is not None and furthest >= facts.steps:
         return True
@@ -154,13 +158,13 @@ def _numbers(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         taken = [beat for beat, is_bad in zip(log.progress, bad, strict=True) if is_bad and not _was_skipped(beat, log)]
         lately = bad[-limits.nonfinite_records :]
         if taken:
-            yield name, f"{word} {getattr(taken[-1], field)} at step {taken[-1].step}, and the step was taken"
+            yield name, f"{word} {getattr(taken[-1], field)} at step {taken[-1].step}, which was not skipped"
         elif len(lately) == limits.nonfinite_records and all(lately):
             yield name, f"{word} not finite in {len(lately)} records in a row, up to step {log.last.step}"
 
 
 def _was_skipped(beat: HeartbeatRecord, log: RankLog) -> bool:
-    """The run's own guard told so, at the step or in its count."""
+    """Whether the run's bad-step policy skipped this step, by its own record or by its count of skipped steps."""
     if any(skip.step == beat.step for skip in log.skipped):
         return True
     earlier = [past for past in log.progress if past.step < beat.step]
@@ -169,7 +173,7 @@ def _was_skipped(beat: HeartbeatRecord, log: RankLog) -> bool:
 
 
 def _memory(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
-    for field in _ROOM_OF_MEMORY:
+    for field in _MEMORY_FIELDS:
         values = [getattr(span, field) for span in log.spans]
         grown = creep(values, limits.creep_mib)
         if grown is not None and grown > limits.creep:
@@ -186,7 +190,7 @@ def _data(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     if slow >= limits.fetch_records:
         yield (
             "data_slow",
-            f"waited {log.progress[-1].dt_fetch_s:.1f} s for a batch, more than {limits.fetch_s:g} s in each of the "
+            f"waited {log.progress[-1].dt_fetch_s:.1f} s for a batch; more than {limits.fetch_s:g} s in each of the "
             f"last {slow} records",
         )
     last = log.progress[-1]
@@ -194,10 +198,10 @@ def _data(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         yield "reads_differ", f"{last.reads_act_total} keys read, {last.reads_pred} predicted, at step {last.step}"
 
 
-def _chosen(log: RankLog, history: RunHistory, limits: HealthLimits) -> Iterator[tuple[str, str]]:
+def _synthetic(log: RankLog, history: RunHistory, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     last = log.progress[-1]
     if last.synthetic and history.facts.dataset not in (None, "synthetic"):
-        yield "synthetic_data", f"training on {last.data} where {history.facts.dataset} was asked for"
+        yield "synthetic_data", f"training on {last.data}, configured is {history.facts.dataset}"
 
 
 def _gates(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
@@ -231,7 +235,7 @@ def _gates(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
 
 
 def _failure(history: RunHistory) -> list[HealthFinding]:
-    """An end that only the events tell of: before the first beat, or of all ranks at once."""
+    """A failure that only an event records: before the first heartbeat, or of all ranks at once."""
     failure = history.failure
     if failure is None or any(log.last.msg == names.FAILED for log in history.present.values()):
         return []
@@ -242,23 +246,25 @@ def _failure(history: RunHistory) -> list[HealthFinding]:
 
 
 def _missing_ranks(history: RunHistory, now: float, limits: HealthLimits) -> list[HealthFinding]:
-    """Ranks that never spoke since the run was started."""
+    """Ranks without a heartbeat since the run was started."""
     began = history.started_at
     if began is None or now - began <= limits.startup_s or history.failure is not None:
         return []
-    message = f"no beat since the run was started {now - began:.0f} s ago, limit {limits.startup_s:g} s"
+    message = f"no heartbeat since the run was started {now - began:.0f} s ago, limit {limits.startup_s:g} s"
     missing = (rank for rank in range(history.facts.world or 1) if rank not in history.present)
     return [HealthFinding(CONDITIONS["heartbeat_stall"], rank, history.step, message) for rank in missing]
 
 
 def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator[HealthFinding]:
-    """What is one number for all ranks, or a comparison between them."""
+    """Conditions of the whole run, and comparisons between ranks."""
     found = [*_skips(log, limits), *_saves(history, log, limits)]
     if log.progress:
         found += [*_numbers(log, limits), *_losses(log, limits), *_pace(log, limits)]
-        found += [*_gates(log, limits), *_chosen(log, history, limits)]
+        found += [*_gates(log, limits), *_synthetic(log, history, limits)]
     if (failed := history.evaluation_failure) is not None:
-        found.append(("evaluation_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason told'}"))
+        found.append(
+            ("evaluation_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}")
+        )
     for name, message in found:
         yield _finding(name, None, log.last.step, message)
     yield from _stragglers(history, limits)
@@ -271,12 +277,12 @@ def _skips(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         steps = f"{len(recent)} step{'s' * (len(recent) > 1)}"
         yield (
             "steps_skipped",
-            f"{steps} skipped, the last at step {recent[-1].step}: {recent[-1].detail or 'no reason told'}",
+            f"{steps} skipped, the last at step {recent[-1].step}: {recent[-1].detail or 'no reason given'}",
         )
 
 
 def _losses(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
-    # Later in a run a thousand steps gain less; a share of the steps so far gains about the same.
+    # Later in a run a thousand steps improve less; a fixed share of the steps so far improves about the same.
     steps = max(limits.plateau_steps, int(limits.plateau_share * log.last.step))
     gained, risen = gain(log.losses, steps), _risen(log, limits)
     if risen:
@@ -288,14 +294,14 @@ def _losses(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         values = [math.nan if value is None else value for value in (getattr(beat, field) for beat in recent)]
         found = spikes(values, limits.spike_sigma)
         if name == "loss_spike" and risen:
-            continue  # the same rise, named already
+            continue  # reported as divergence already
         if len(found) >= limits.spike_records:
             worst = max(values[i] for i in found)
             yield name, f"{word} spiked {len(found)} times in {len(recent)} records, up to {worst:.4g}"
 
 
 def _risen(log: RankLog, limits: HealthLimits) -> str | None:
-    """In this process: a run that goes on with other data or settings has another loss without diverging."""
+    """Within this process only: a run resumed with other data or settings has another loss without diverging."""
     found = rise([loss for step, loss in log.losses if step > log.began_step], limits.divergence_records)
     if found is None or found.sigma < limits.divergence_sigma:
         return None
@@ -312,7 +318,7 @@ def _pace(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     slow_s, usual = lasting_drop(pairs, [span.toks_per_s for span in log.first_spans], limits.throughput_drop)
     if slow_s > limits.throughput_drop_s:
         now = log.spans[-1].toks_per_s
-        yield "throughput_drop", f"{now:,.0f} tokens/s where {usual:,.0f} are usual, for {slow_s / 60:.0f} min"
+        yield "throughput_drop", f"{now:,.0f} tokens/s instead of {usual:,.0f}, for {slow_s / 60:.0f} min"
 
 
 def _saves(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
@@ -322,13 +328,13 @@ def _saves(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator[
 
 
 def _stragglers(history: RunHistory, limits: HealthLimits) -> Iterator[HealthFinding]:
-    """Forward time of a rank against the others', at the same steps: nobody waits in it, so the slow one shows."""
+    """Compares forward times of ranks at the same steps: no rank waits for others in it, so the slow rank shows."""
     logs, records = history.present, limits.straggler_records
     if len(logs) < 2:
         return
-    # Some ranks have told a step that others have yet to tell: a few records more are enough to find common ones.
-    told = [{beat.step for beat in list(log.progress)[-records - _APART :]} for log in logs.values()]
-    shared = sorted(set.intersection(*told))[-records:]
+    # Some ranks are a few records ahead of others: look that much further back for steps they have in common.
+    steps = [{beat.step for beat in list(log.progress)[-records - _APART :]} for log in logs.values()]
+    shared = sorted(set.intersection(*steps))[-records:]
     if len(shared) < records:
         return
     own: dict[int, list[float]] = {}
@@ -338,7 +344,7 @@ def _stragglers(history: RunHistory, limits: HealthLimits) -> Iterator[HealthFin
     for rank, times in own.items():
         log = logs[rank]
         others = [median(values) for values in zip(*(t for other, t in own.items() if other != rank), strict=True)]
-        # What it costs must be worth a look too: a tenth of the step.
+        # And the delay must matter: at least a tenth of the step.
         behind = [
             mine > limits.straggler * other and mine - other > 0.1 * log.step_s
             for mine, other in zip(times, others, strict=True)
@@ -349,7 +355,7 @@ def _stragglers(history: RunHistory, limits: HealthLimits) -> Iterator[HealthFin
 
 
 def _streak(beats: Sequence[HeartbeatRecord], holds: Callable[[HeartbeatRecord], bool]) -> int:
-    """How many of the last beats in a row it holds for."""
+    """Number of the most recent consecutive records for which `holds` is true."""
     count = 0
     for beat in reversed(beats):
         if not holds(beat):

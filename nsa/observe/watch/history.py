@@ -1,7 +1,7 @@
-"""What is known of a run at one moment, reduced to what `health` judges by; and the reader that keeps it.
+"""Incremental reader that reduces a run's records to the state needed by health checks.
 
-Ages are on the watcher's steady clock: a record's own time stamp says how old it was when it was first seen, bounded by
-how long ago the watcher looked before. A wall clock that jumps by an hour then neither hides nor invents a stall.
+Ages are on the reader's monotonic clock: a record's time stamp gives its age when it is first read, bounded by the time
+since the previous read. A wall clock that jumps by an hour then neither hides nor invents a stall.
 """
 
 import socket
@@ -20,30 +20,30 @@ from nsa.observe.watch.processes import writes_to
 from nsa.observe.watch.tail import RecordTail
 
 SPAN_S = 30.0
-"""Trends over hours are kept as means over at least this long."""
+"""Trends over hours are kept as means over spans of at least this length."""
 _RECORDS, _SPANS, _FIRST_SPANS, _LOSSES, _EVENTS = 256, 240, 20, 20_000, 256
 _FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 16 << 20, 2 << 20
-"""How much of a long heartbeat file a new watcher reads; the loss, which needs the longest past, is in rank 0's."""
+"""How much of a long heartbeat file a new reader reads; the loss, which needs the longest history, is in rank 0's."""
 _NEW_PROCESS = (EventKind.START, EventKind.RESTART)
 
 
-class StepSample(NamedTuple):
+class ClockReading(NamedTuple):
     wall: float
     steady: float
 
 
-def clock() -> StepSample:
-    return StepSample(time.time(), time.monotonic())
+def clock() -> ClockReading:
+    return ClockReading(time.time(), time.monotonic())
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """From env.json; None is not known."""
+    """Settings of a run from env.json; None where not known."""
 
     host: str | None = None
     world: int | None = None
     local_world: int | None = None
-    """Ranks 0 to this run on `host`."""
+    """Number of ranks on `host`; they are the lowest ranks."""
     steps: int | None = None
     log_every: int | None = None
     save_every: int | None = None
@@ -53,10 +53,10 @@ class RunFacts:
 
     @classmethod
     def from_env(cls, env: dict[str, Any]) -> tuple[Self, bool]:
-        """The facts, and whether something in them could not be read."""
-        told, bad = records.fields(env, _OF_ENV)
-        config, bad_config = records.fields((told or {}).pop("config", {}), _OF_CONFIG)
-        found = {_FACT_OF.get(name, name): value for name, value in (told or {}).items()}
+        """The settings, and whether something in the file could not be read."""
+        env_fields, bad = records.fields(env, _OF_ENV)
+        config, bad_config = records.fields((env_fields or {}).pop("config", {}), _OF_CONFIG)
+        found = {_FACT_OF.get(name, name): value for name, value in (env_fields or {}).items()}
         for name, checks in _OF_SECTIONS.items():
             values, bad_section = records.fields((config or {}).get(name, {}), checks)
             found |= values or {}
@@ -80,7 +80,7 @@ _FACT_OF = {"world_size": "world", "local_world_size": "local_world"}
 
 @dataclass
 class ProgressSpan:
-    """Progress records in a row, together at least SPAN_S of training."""
+    """Consecutive progress records, together at least SPAN_S seconds of training."""
 
     seconds: float
     toks_per_s: float
@@ -98,22 +98,22 @@ class ProgressSpan:
 
 @dataclass
 class RankLog:
-    """One rank's present process: a new one, or one that went back to a checkpoint, begins anew."""
+    """Records of one rank's current process; a restart or a rollback clears them."""
 
     rank: int
     last: HeartbeatRecord
     last_at: float
-    """Steady time at which the newest beat was written, as well as it can be known; so are all `_at`."""
+    """Monotonic time at which the newest heartbeat was written, as far as known; the same for all `_at`."""
     step_at: float
-    """Of the first beat that told the newest step."""
+    """Time of the first heartbeat with the newest step."""
     ahead_s: float = 0.0
-    """How far the newest beat's own time was ahead of the watcher's clock when it was read."""
+    """How far the newest time stamp was ahead of the local clock when it was read."""
     progress: deque[HeartbeatRecord] = field(default_factory=lambda: deque(maxlen=_RECORDS))
     skipped: deque[HeartbeatRecord] = field(default_factory=lambda: deque(maxlen=_RECORDS))
     began_step: int = 0
-    """Where the present process took the run up."""
+    """Step at which the current process started or resumed."""
     losses: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss) on the way to the present step, of earlier processes too; thinned out when there are too many."""
+    """(step, loss) up to the current step, including earlier processes; thinned when there are too many."""
     spans: deque[ProgressSpan] = field(default_factory=lambda: deque(maxlen=_SPANS))
     first_spans: list[ProgressSpan] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class RankLog:
 
     @property
     def step_s(self) -> float:
-        """The usual time of a step, 0 if not known."""
+        """Median step time, 0 if not known."""
         times = sorted(beat.step_s for beat in self.progress if beat.step_s is not None)
         return times[len(times) // 2] if times else 0.0
 
@@ -132,10 +132,10 @@ class RankLog:
             for kept in (self.progress, self.skipped, self.spans, self.first_spans):
                 kept.clear()
             self.began_step = beat.step if beat.msg == names.START else max(0, beat.step - 1)
-            self._go_back(beat, at)
+            self._rewind(beat, at)
         elif beat.msg == names.ROLLED_BACK:
-            self.progress.clear()  # its steps come again
-            self._go_back(beat, at)
+            self.progress.clear()  # its steps are repeated
+            self._rewind(beat, at)
         elif beat.step != self.last.step:
             self.step_at = at
         self.last, self.last_at, self.ahead_s = beat, at, ahead_s
@@ -144,13 +144,13 @@ class RankLog:
         elif beat.msg == names.PROGRESS:
             self._add_progress(beat)
 
-    def _go_back(self, beat: HeartbeatRecord, at: float) -> None:
+    def _rewind(self, beat: HeartbeatRecord, at: float) -> None:
         self.step_at = at
         self.losses = [(step, loss) for step, loss in self.losses if step <= beat.step]
 
     def _add_progress(self, beat: HeartbeatRecord) -> None:
         if self.progress and beat.step_s is not None and beat.toks_per_s is not None:
-            # The first record of a process tells of compiling and filling buffers, not of the run.
+            # The first record of a process measures compilation and warm-up.
             seconds = beat.step_s * max(1, beat.step - self.progress[-1].step)
             memory = (beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0, beat.gpu_mem_reserved or 0.0)
             span = ProgressSpan(seconds, beat.toks_per_s, *memory)
@@ -173,15 +173,15 @@ class RunHistory:
     ranks: dict[int, RankLog] = field(default_factory=dict)
     events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS))
     started_at: float | None = None
-    """Steady time of the newest start the events tell of."""
+    """Monotonic time of the newest start event."""
     failure: RunEvent | None = None
-    """The error that ended the run since its newest start, and that no launcher answers by starting it again."""
+    """The error that ended the run since its newest start, unless a launcher restarted it."""
     evaluation_failure: RunEvent | None = None
     """The newest evaluation since the newest start, if it failed."""
     saved_step: int = 0
-    """Of the newest checkpoint on the way to the present step; without one, where the run began."""
+    """Step of the newest checkpoint up to the current step; without one, where the run began."""
     gone: frozenset[int] = frozenset()
-    """Ranks whose process is known not to exist any more. Of ranks on other hosts nothing is known."""
+    """Ranks whose process no longer exists. For ranks on other hosts this is not known."""
     unreadable: records.Unreadable = field(default_factory=records.Unreadable)
     """Records that could not be read, by file."""
 
@@ -202,18 +202,18 @@ class RunHistory:
             self.saved_step = max(event.step, self.saved_step)
         elif event.kind == EventKind.ERROR:
             self.failure = event if event.details.get("launcher") != LauncherAction.RESTARTED else None
-        elif event.kind == EventKind.LOST_STEPS:  # went back to an older one than the newest
+        elif event.kind == EventKind.LOST_STEPS:  # resumed from an older checkpoint than the newest
             self.saved_step = min(event.step, self.saved_step)
 
     @property
     def present(self) -> dict[int, RankLog]:
-        """Ranks that have spoken since the newest start; what others said last was of an earlier life."""
+        """Ranks with a heartbeat since the newest start; other ranks' last records are of an earlier process."""
         began = self.started_at
         return {rank: log for rank, log in sorted(self.ranks.items()) if began is None or log.last_at >= began}
 
     @property
     def first(self) -> RankLog | None:
-        """The rank that speaks for the run: loss, gradient norm and tokens/s are the same on all."""
+        """The lowest rank: loss, gradient norm and tokens/s are the same on all ranks."""
         return next(iter(self.present.values()), None)
 
     @property
@@ -222,18 +222,18 @@ class RunHistory:
 
 
 class HistoryReader:
-    """Keeps the history of a run folder up to date; each call costs what was written since the last."""
+    """Keeps the history of a run folder up to date; `update` reads only what was appended since the last call."""
 
-    def __init__(self, folder: Path, clock: Callable[[], StepSample] = clock, host: str | None = None) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], ClockReading] = clock, host: str | None = None) -> None:
         self.folder = folder
         self.history = RunHistory()
         self.now = clock()
-        """The moment of the last look; judge by its steady time."""
+        """Clock at the last update; pass its `steady` time to `examine`."""
         self._clock = clock
         self._host = host or socket.gethostname()
         self._tails: dict[Path, RecordTail[HeartbeatRecord]] = {}
         self._events = RecordTail(folder / names.EVENTS, parse_event)
-        self._looked: float | None = None
+        self._last_update: float | None = None
         self._ahead_before: dict[int, float] = {}
 
     def update(self) -> RunHistory:
@@ -252,7 +252,7 @@ class HistoryReader:
         history.unreadable = records.Unreadable({tail.path.name: tail.unreadable for tail in self._all_tails()})
         history.unreadable[names.ENV] = int(env_damaged)
         history.gone = frozenset(self._gone())
-        self._looked = self.now.steady
+        self._last_update = self.now.steady
         return history
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ class HistoryReader:
             tail.close()
 
     def local(self) -> Iterator[RankLog]:
-        """Ranks whose process is, or was, on this host."""
+        """Ranks whose process runs or ran on this host."""
         facts = self.history.facts
         if facts.host != self._host:
             return
@@ -272,38 +272,38 @@ class HistoryReader:
         yield self._events
 
     def _ahead_s(self, beat: HeartbeatRecord) -> float:
-        """Where the watcher was there before, two beats in a row must be ahead: a clock may have been set between."""
+        """After the first update, two consecutive heartbeats must be ahead: a clock may have been set in between."""
         ahead, before = max(0.0, beat.ts - self.now.wall), self._ahead_before.get(beat.rank, 0.0)
         self._ahead_before[beat.rank] = ahead
-        return ahead if self._looked is None else min(ahead, before)
+        return ahead if self._last_update is None else min(ahead, before)
 
     def _written_at(self, ts: float, path: Path) -> float:
-        if ts - self.now.wall > HealthLimits.clock_skew_s:  # not believed: its file was written to at some time, too
+        if ts - self.now.wall > HealthLimits.clock_skew_s:  # not trusted: use the file's modification time
             ts = _modified(path, ts)
         age = max(0.0, self.now.wall - ts)
-        if self._looked is not None:
-            age = min(age, self.now.steady - self._looked)
+        if self._last_update is not None:
+            age = min(age, self.now.steady - self._last_update)
         return self.now.steady - age
 
     def leaving(self) -> list[int]:
-        """Ranks of this host that have had their last word and are still there, saving."""
-        return [log.rank for log in self.local() if log.ended and self._is_there(log)]
+        """Ranks of this host that have written their final record but still run, saving."""
+        return [log.rank for log in self.local() if log.ended and self._is_running(log)]
 
     def processes(self) -> list[int]:
-        """Process ids of the ranks on this host that are there."""
-        return [log.last.pid for log in self.local() if self._is_there(log) is not False]
+        """Process ids of the running ranks on this host."""
+        return [log.last.pid for log in self.local() if self._is_running(log) is not False]
 
     def _gone(self) -> Iterator[int]:
         for log in self.local():
-            if not log.ended and self._is_there(log) is False:
+            if not log.ended and self._is_running(log) is False:
                 yield log.rank
 
-    def _is_there(self, log: RankLog) -> bool | None:
+    def _is_running(self, log: RankLog) -> bool | None:
         pid = log.last.pid
         return writes_to(pid, (self.folder / names.stackdump(log.rank, pid), self.folder / names.heartbeat(log.rank)))
 
     def _read_facts(self) -> bool:
-        """Whether env.json could not be read, whole or in part; what was known before is then kept."""
+        """Whether env.json could not be fully read; earlier values are kept then."""
         env, damaged = records.read_section(self.folder / names.ENV)
         if env is not None:
             self.history.facts, damaged = RunFacts.from_env(env)

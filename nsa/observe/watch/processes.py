@@ -1,4 +1,4 @@
-"""Whether a process is the one that wrote a run's files. A number is not enough: the system gives it out again."""
+"""Process checks: whether a pid is still the process that writes a run's files (pids are reused), and its state."""
 
 import os
 import signal
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _STATES = {
-    "R": "running", "S": "waiting", "D": "waiting for a disk or a driver", "T": "stopped by a signal",
+    "R": "running", "S": "sleeping", "D": "waiting for a disk or a driver", "T": "stopped by a signal",
     "t": "stopped by a debugger", "Z": "dead", "X": "dead", "I": "idle",
 }  # fmt: skip
 
 
 def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
-    """Whether the process exists and has one of the files open for writing; None where the system does not tell.
+    """Whether the process exists and has one of the files open for writing; None where this cannot be determined.
 
-    A dead process that nobody has waited for has no file open and counts as gone.
+    A zombie has no file open and counts as gone.
     """
-    wanted = set()
+    inodes = set()
     for file in files:
         try:
             found = file.stat()
         except OSError:
             continue
-        wanted.add((found.st_dev, found.st_ino))
+        inodes.add((found.st_dev, found.st_ino))
     if not Path("/proc/self/fd").exists():
         return None if _exists(pid) else False
     try:
@@ -36,18 +36,18 @@ def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
             found = descriptor.stat()
         except OSError:  # closed meanwhile
             continue
-        if (found.st_dev, found.st_ino) in wanted and _is_for_writing(descriptor):
+        if (found.st_dev, found.st_ino) in inodes and _is_for_writing(descriptor):
             return True
     return False
 
 
 def state_of(pid: int) -> str:
-    """What the kernel says the process does."""
+    """Kernel state of the process, in words."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
-    letter = text.rpartition(")")[2].split()[0]  # the name before it may hold spaces and brackets
+    letter = text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
     return _STATES.get(letter, letter)
 
 

@@ -1,4 +1,4 @@
-"""The state of a run as one record: what a person, a cron job or a script asks first."""
+"""Status of a run as one record, with the exit code of `nsa status`."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from nsa.observe.watch.history import RunHistory
 from nsa.observe.watch.trends import smoothed_last
 
 _BAD = (RunPhase.FAILED, RunPhase.HUNG, RunPhase.EMPTY)
-_DOUBTFUL = (RunPhase.GONE, RunPhase.HALTED, RunPhase.STOPPED)
+_ATTENTION = (RunPhase.GONE, RunPhase.HALTED, RunPhase.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class RunStatus:
     loss_records: int
     toks_per_s: float | None
     left_s: float | None
-    """Seconds to the last step at the usual pace."""
+    """Estimated seconds to the last step."""
     beat_age_s: float | None
-    """Of the rank that was heard of least."""
+    """Age of the oldest last heartbeat of any rank."""
     ranks: int
     world: int | None
     checkpoint: str | None
@@ -36,17 +36,17 @@ class RunStatus:
     halt: str | None
     findings: tuple[HealthFinding, ...]
     unreadable: dict[str, int]
-    """Records that could not be read and were skipped, by file."""
+    """Number of unreadable records, by file."""
 
     @property
     def exit_code(self) -> int:
-        """0 well or finished, 1 somebody should look, 2 somebody must."""
+        """0 healthy or finished, 1 needs attention, 2 critical, failed or hung."""
         critical = any(finding.level == AlertLevel.CRITICAL for finding in self.findings)
         if critical or self.phase in _BAD:
             return 2
         if self.phase == RunPhase.FINISHED:
             return 0
-        return 1 if self.findings or self.phase in _DOUBTFUL or self.halt is not None else 0
+        return 1 if self.findings or self.phase in _ATTENTION or self.halt is not None else 0
 
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self) | {"phase": self.phase.value, "exit_code": self.exit_code}
@@ -63,15 +63,15 @@ class RunStatus:
 def status_of(
     folder: Path, history: RunHistory, findings: Sequence[HealthFinding], *, now: float, wall: float
 ) -> RunStatus:
-    """`now` is on the steady clock of the history, `wall` the time of day."""
+    """`now` is on the monotonic clock of the history, `wall` the time of day."""
     present, first = history.present, history.first
     last = first.progress[-1] if first is not None and first.progress else None
     loss, loss_records = smoothed_last([value for _, value in first.losses] if first is not None else [])
-    steps, asked = history.facts.steps, halt_file.read(folder)
-    doing, checkpoint = phase(history, findings), newest_checkpoint(folder)
-    step_s = first.step_s if first is not None and doing == RunPhase.RUNNING else 0.0
+    steps, halt = history.facts.steps, halt_file.read(folder)
+    state, checkpoint = phase(history, findings), newest_checkpoint(folder)
+    step_s = first.step_s if first is not None and state == RunPhase.RUNNING else 0.0
     return RunStatus(
-        phase=doing,
+        phase=state,
         step=history.step,
         steps=steps,
         loss=loss if loss_records else None,
@@ -83,16 +83,16 @@ def status_of(
         world=history.facts.world,
         checkpoint=checkpoint,
         checkpoint_step=int(checkpoint.removeprefix("step")) if checkpoint is not None else None,
-        halt=asked.describe(wall) if asked is not None else None,
+        halt=halt.describe(wall) if halt is not None else None,
         findings=tuple(findings),
         unreadable={name: count for name, count in history.unreadable.items() if count},
     )
 
 
 def newest_checkpoint(folder: Path) -> str | None:
-    """What `latest` points at."""
+    """Name of the checkpoint that `latest` points to."""
     try:
         name = (folder / names.CHECKPOINTS / names.LATEST).readlink().name
-    except OSError:  # none yet, or kept elsewhere
+    except OSError:  # none yet, or not in this folder
         return None
     return name if re.fullmatch(r"step[0-9]{1,15}", name) else None

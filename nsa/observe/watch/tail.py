@@ -1,4 +1,4 @@
-"""New whole records of a growing file, at the cost of its new bytes: what `tail -F` is for people."""
+"""Follows a growing file of records, like `tail -F`: reads only new bytes, survives truncation and rotation."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class RecordTail(Generic[T]):
-    """Follows a path through restarts, truncation and rotation; `parse` makes a record of a line.
+    """Follows a path through restarts, truncation and rotation; `parse` turns a line into a record.
 
-    A half-written last line is kept until its end arrives; a torn line is skipped and counted, whatever follows it is
-    not. `last_bytes` begins that far from the end of a file that is longer already.
+    An incomplete last line is kept until its end arrives; a torn line is skipped and counted, the lines after it are
+    read. With `last_bytes`, reading starts that far from the end of a longer file.
     """
 
     def __init__(self, path: Path, parse: Callable[[str], Parsed[T]], last_bytes: int | None = None) -> None:
@@ -31,20 +31,20 @@ class RecordTail(Generic[T]):
 
     @property
     def unreadable(self) -> int:
-        """Records so far that could not be read, whole or in part; something in the file's place counts as one."""
+        """Number of records that could not be fully read; something else in place of the file counts as one."""
         return self._damaged + self._no_file
 
     def read(self) -> list[T]:
-        """Records that became whole since the last call; oldest first."""
+        """Records completed since the last call, oldest first."""
         return list(self.stream())
 
     def stream(self) -> Iterator[T]:
-        """The same one by one: a file of days is larger as records than the memory there is."""
+        """The same as an iterator: the records of a long run do not fit into memory at once."""
         if self._file is None and not self._open():
             return
         yield from self._drain()
         if self._replaced():
-            # The last words went to the old file; what follows begins the new one.
+            # The last records are in the old file; then the new file follows from its beginning.
             yield from self._drain()
             self.close()
             if self._open():
@@ -68,7 +68,7 @@ class RecordTail(Generic[T]):
             size = os.fstat(self._file.fileno()).st_size
             if size > self._last_bytes:
                 self._file.seek(size - self._last_bytes - 1)
-                self._in_long_line = True  # the line that was cut is not ours to read
+                self._in_long_line = True  # skip the line that was cut
             self._last_bytes = None
         return True
 
@@ -77,7 +77,7 @@ class RecordTail(Generic[T]):
         try:
             there, here = os.stat(self.path), os.fstat(self._file.fileno())
         except OSError:
-            return False  # moved away, and the new file is not there yet
+            return False  # moved away; the new file does not exist yet
         return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
     def _drain(self) -> Iterator[T]:

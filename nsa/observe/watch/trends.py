@@ -1,4 +1,4 @@
-"""Judgements over many numbers: spikes, plateaus, creeping growth, lasting drops. Numbers in, numbers out."""
+"""Trend statistics for health checks: spikes, plateaus, divergence, memory growth, throughput drops. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from statistics import fmean, median, variance
 from typing import NamedTuple
 
 _ENOUGH = 30
-"""Values before one that say what is usual."""
+"""Earlier values needed before a value can be called a spike."""
 _MOST_SMOOTHED = 20
 _LEAST_SPREAD = 0.01
-"""Of the usual value; the spread of a calm series may be next to nothing."""
+"""Lower bound of the spread, relative to the median: a constant series has none."""
 
 
 def spikes(values: Sequence[float], sigma: float) -> list[int]:
-    """Where a value lies more than `sigma` spreads above the median of those before it.
+    """Indices of values more than `sigma` spreads above the median of the values before them.
 
-    Median and median deviation, so that neither an earlier spike nor one that is infinite moves the measure. Values
-    that are not finite are somebody else's matter.
+    Median and median absolute deviation, so that earlier spikes do not shift the measure. Non-finite values are
+    ignored; other conditions report them.
     """
     found: list[int] = []
     before: list[float] = []
@@ -34,7 +34,7 @@ def spikes(values: Sequence[float], sigma: float) -> list[int]:
 
 
 def gain(points: Sequence[tuple[int, float]], steps: int) -> float | None:
-    """By which share the mean of the last half of `steps` lies below that of the half before; None if not known yet."""
+    """Relative decrease of the mean from the first to the second half of the last `steps`; None if too few points."""
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if not finite or finite[-1][0] - finite[0][0] < steps:
         return None
@@ -46,10 +46,10 @@ def gain(points: Sequence[tuple[int, float]], steps: int) -> float | None:
 
 
 def smoothed_last(values: Sequence[float]) -> tuple[float, int]:
-    """(value, records): the loss a run is at, the mean of its last records; (NaN, 0) without any.
+    """(value, records): the current loss as the mean of the last records; (NaN, 0) without any.
 
-    The last tenth of all records, at least 1 and at most 20: one batch is noise, and a mean over more of a short run is
-    a loss that it left behind long ago. Values that are not finite are left out, unless the last is one: then it is.
+    The last tenth of all records, at least 1 and at most 20: one batch is noisy, and a mean over more of a short run is
+    outdated. Non-finite values are left out, unless the last one is non-finite: then that is the result.
     """
     if not values:
         return math.nan, 0
@@ -62,8 +62,8 @@ def smoothed_last(values: Sequence[float]) -> tuple[float, int]:
 def spread(values: Sequence[float]) -> float:
     """Standard deviation of the noise around a trend; 0 for fewer than 3 values.
 
-    By how far values lie from the line between their neighbours: a second difference has 6 times the variance of one
-    independent value, whatever the slope. The median, so that a few jumps do not count.
+    From second differences, which have 6 times the variance of one independent value, whatever the slope; their median,
+    so that a few jumps do not count.
     """
     bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
     return 1.4826 * median(bends) / math.sqrt(6) if bends else 0.0
@@ -75,7 +75,7 @@ class SustainedRise(NamedTuple):
     now: float
     """The mean of the last values."""
     sigma: float
-    """Their difference, in units of the noise."""
+    """Their difference in units of the noise."""
 
     @property
     def share(self) -> float:
@@ -83,11 +83,10 @@ class SustainedRise(NamedTuple):
 
 
 def rise(values: Sequence[float], size: int) -> SustainedRise | None:
-    """How far the last `size` values lie above the lowest of the blocks of `size` values before them.
+    """How far the mean of the last `size` values lies above the lowest mean of earlier blocks of `size` values.
 
-    None where there are fewer than two blocks, or where the mean of the last is not above. The noise is the larger of
-    two: the standard error of the two means, and how far a mean of an earlier block usually lies from the line between
-    its neighbours, which is larger where the noise of records is correlated.
+    None with fewer than two blocks, or without a rise. The noise is the larger of the standard error of the two means
+    and the spread of the means of earlier blocks, which is larger where the noise of records is correlated.
     """
     finite = [value for value in values if math.isfinite(value)]
     blocks = [finite[end - size : end] for end in range(len(finite), size - 1, -size)]
@@ -103,10 +102,10 @@ def rise(values: Sequence[float], size: int) -> SustainedRise | None:
 
 
 def creep(values: Sequence[float], least: float) -> float | None:
-    """The share by which values grew from the first quarter to the last, if every quarter lies above the one before.
+    """Relative growth from the first to the last quarter, if every quarter lies above the previous one; else None.
 
-    A step up that stays is no creeping: half of the growth must be on either side of the middle, roughly. Growth below
-    `least` in absolute terms is not told.
+    A single step up does not count: each quarter must contribute at least a tenth of the growth. Absolute growth below
+    `least` is ignored.
     """
     size = len(values) // 4
     if size < 3:
@@ -120,10 +119,10 @@ def creep(values: Sequence[float], least: float) -> float | None:
 
 
 def lasting_drop(values: Sequence[tuple[float, float]], usual: Sequence[float], share: float) -> tuple[float, float]:
-    """(seconds, usual value): how long the last (seconds, value) pairs have been below (1 − share) of what is usual.
+    """(seconds, usual value): how long the last (seconds, value) pairs have been below (1 − share) of the usual value.
 
-    Usual is the larger of two upper quartiles, that of `usual` and that of the pairs: a drop that fills half of what is
-    remembered does not become the rule, and a run that was slow for as long as anybody remembers is still slow.
+    The usual value is the larger of the upper quartiles of `usual` (the first values of the run) and of the pairs: a
+    drop that fills half of the remembered window does not become the norm, nor does one that fills all of it.
     """
     if not usual or not values:
         return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""The process that watches a run: looks, tells what is new and what is over, and acts on what is critical.
+"""Watchdog: checks a run periodically, logs findings once, and halts the run at critical ones (stall detection).
 
-It acts in an order that loses nothing: at a stall it first asks the run where it hangs, then writes down what it found,
-and halts last. What has ended by itself is not halted: a launcher may be starting it again.
+At a stall it first collects a hang diagnosis (stacks, collectives), then records the finding, and halts last, so that
+nothing is lost. A process that has already ended is not halted: a launcher may be restarting it.
 """
 
 import json
@@ -25,14 +25,14 @@ from nsa.terminal_text import printable
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
-_RECENT, _MOST_WORDS = 20, 4096
-_FEW = 8
+_RECENT, _MAX_BYTES = 20, 4096
+_MAX_RANKS = 8
 _Key = tuple[str, int | None]
 _T = TypeVar("_T")
 
 
 class Watchdog:
-    """`say` takes every line that also goes to health_check.log."""
+    """`emit` receives every line that is also appended to health_check.log."""
 
     def __init__(
         self,
@@ -40,33 +40,35 @@ class Watchdog:
         *,
         halt: bool,
         limits: HealthLimits,
-        say: Callable[[str], None],
+        emit: Callable[[str], None],
         reader: HistoryReader | None = None,
     ) -> None:
         self.folder, self.limits = folder, limits
         self.phase = RunPhase.EMPTY
-        self._halts, self._say = halt, say
+        self._halts, self._emit = halt, emit
         self._reader = reader or HistoryReader(folder)
         self._began = self._reader.now.steady
         self._holding: dict[_Key, HealthFinding] = {}
         self._acted: set[_Key] = set()
-        self._named: str | None = None
+        self._cause: str | None = None
         self._unreadable = 0
 
     def begin(self) -> None:
-        """Tell what an earlier watch or an operator left behind: it is neither obeyed nor removed."""
-        self.log(f"watching {self.folder}, {'halting' if self._halts else 'not halting'} at critical findings")
+        """Log the `.HALT` and `.anomaly_type` that are already there; neither is acted on or removed."""
+        self.log(f"watching {self.folder}; critical findings {'halt the run' if self._halts else 'are logged only'}")
         now = time.time()
-        if (asked := halt_file.read(self.folder)) is not None:
-            self.log(f"{names.HALT} is there already: {asked.describe(now)}. The run obeys it; so does its next start.")
+        if (requested := halt_file.read(self.folder)) is not None:
+            self.log(
+                f"{names.HALT} exists already: {requested.describe(now)}. It halts the run and blocks its next start."
+            )
         if (anomaly := read_anomaly(self.folder)) is not None:
             name, since = anomaly
             self.log(
-                f"{names.ANOMALY} is there already: {name}, {halt_file.age(now - since)} old, from an earlier watch."
+                f"{names.ANOMALY} exists already: {name}, {halt_file.age(now - since)} old, from an earlier watchdog"
             )
 
-    def look(self) -> list[HealthFinding]:
-        """Once; returns what is wrong now."""
+    def check(self) -> list[HealthFinding]:
+        """Check the run once; returns the current findings."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
         found = phase(history, findings)
@@ -75,18 +77,18 @@ class Watchdog:
             self.log(f"{found} at step {history.step}")
         if (unreadable := history.unreadable.total()) != self._unreadable:
             self._unreadable = unreadable
-            self.log(records.describe_unreadable(history.unreadable) or "all records can be read")
+            self.log(records.describe_unreadable(history.unreadable) or "all records are readable again")
         now = {(finding.name, finding.rank): finding for finding in findings}
         before, self._holding = self._holding, now
         for same in by_condition([finding for key, finding in now.items() if key not in before]):
-            self._tell(same)
+            self._report(same)
         for same in by_condition([finding for key, finding in before.items() if key not in now]):
-            self._tell_over(same)
+            self._report_resolved(same)
         self._acted &= now.keys()
         due = [
             f
             for key, f in now.items()
-            if f.level == AlertLevel.CRITICAL and key not in self._acted and self._is_sure(f)
+            if f.level == AlertLevel.CRITICAL and key not in self._acted and self._is_certain(f)
         ]
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
@@ -94,62 +96,62 @@ class Watchdog:
         return findings
 
     def log(self, line: str) -> None:
-        """To whoever listens and to health_check.log."""
-        self._say(line)
+        """Emit a line and append it to health_check.log."""
+        self._emit(line)
         self._try(lambda: append_health(self.folder, line))
 
     def close(self) -> None:
         self._reader.close()
 
-    def _is_sure(self, finding: HealthFinding) -> bool:
-        """An age that the watcher has not lived through itself may be a clock that was set: wait for as long again."""
-        if finding.name not in _BY_AGE or finding.condition.over:
+    def _is_certain(self, finding: HealthFinding) -> bool:
+        """An age that this watchdog did not observe itself may come from a clock change: wait another `stall_s`."""
+        if finding.name not in _BY_AGE or finding.condition.process_ended:
             return True
         log = self._reader.history.ranks.get(finding.rank) if finding.rank is not None else None
         watched_s = self._reader.now.steady - self._began
         return (log is not None and log.last_at >= self._began) or watched_s > self.limits.stall_s
 
     def _act(self, due: Sequence[HealthFinding]) -> None:
-        if any(finding.name in _BY_AGE and not finding.condition.over for finding in due):
-            for line in HangDiagnosis(self.folder, list(self._reader.local())).ask():
+        if any(finding.name in _BY_AGE and not finding.condition.process_ended for finding in due):
+            for line in HangDiagnosis(self.folder, list(self._reader.local())).collect():
                 self.log(line)
         first = due[0]
-        self._name_cause(first)
+        self._record_cause(first)
         if gates := [finding for finding in due if finding.name in _GATES]:
             self._write_gates(gates)
-        self._halt([finding for finding in due if not finding.condition.over])
+        self._halt([finding for finding in due if not finding.condition.process_ended])
 
-    def _name_cause(self, first: HealthFinding) -> None:
-        """What ends after this watch has found a cause ends because of it: the cause stays named."""
-        if first.condition.over and self._named:
-            self.log(f"{names.ANOMALY} stays {self._named}: {first.name} came of it")
+    def _record_cause(self, first: HealthFinding) -> None:
+        """Write the condition to `.anomaly_type`; an end of the process that follows a finding does not replace it."""
+        if first.condition.process_ended and self._cause:
+            self.log(f"{names.ANOMALY} stays {self._cause}: {first.name} is a consequence")
             return
-        earlier, self._named = read_anomaly(self.folder), first.name
+        earlier, self._cause = read_anomaly(self.folder), first.name
         self._try(lambda: write_atomic(self.folder / names.ANOMALY, f"{first.name}\n"))
         if earlier is not None and earlier[0] != first.name:
-            self.log(f"{names.ANOMALY} says {first.name} now, it said {earlier[0]}")
+            self.log(f"{names.ANOMALY} changed from {earlier[0]} to {first.name}")
 
     def _halt(self, findings: Sequence[HealthFinding]) -> None:
         if not findings or not self._halts:
             return
         first = findings[0]
         reason, who = f"{first.name}: {first.message}", f"nsa watch, process {os.getpid()} on {socket.gethostname()}"
-        asked = self._try(lambda: halt_file.ask(self.folder, reason, who))
-        if asked:
+        requested = self._try(lambda: halt_file.request(self.folder, reason, who))
+        if requested:
             self.log(f"{names.HALT} written: {reason}")
             self._event(EventKind.HALT_ASKED, [first], reason=reason)
-        elif asked is not None:
-            self.log(f"{names.HALT} is there already, not overwritten")
+        elif requested is not None:
+            self.log(f"{names.HALT} exists already, not overwritten")
 
-    def _tell(self, same: Sequence[HealthFinding]) -> None:
+    def _report(self, same: Sequence[HealthFinding]) -> None:
         first = same[0]
         self.log(f"{first.level.upper()} {describe(same)}")
         self._event(EventKind.STALL if first.name in _BY_AGE else EventKind.FINDING, same, message=first.message)
         if first.name in _GATES and first.level == AlertLevel.WARNING:
             self._write_gates(same)
 
-    def _tell_over(self, same: Sequence[HealthFinding]) -> None:
-        self.log(f"over: {same[0].name}{_where(same)}")
+    def _report_resolved(self, same: Sequence[HealthFinding]) -> None:
+        self.log(f"resolved: {same[0].name}{_where(same)}")
         self._event(EventKind.FINDING, same, over=True)
 
     def _event(self, kind: EventKind, same: Sequence[HealthFinding], **details: Any) -> None:
@@ -161,23 +163,23 @@ class Watchdog:
         if log is None or not log.progress:
             return
         content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **gate_details(log)}
-        content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_LIMITS)}
+        content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_GATE_NAMES)}
         self._try(lambda: write_atomic(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
     def _try(self, write: Callable[[], _T]) -> _T | None:
-        """A full disk is one of the things to report, not a reason to stop watching; None where it could not write."""
+        """Log a failed write (a full disk, say) and keep watching; None if it failed."""
         try:
             return write()
         except OSError as problem:
-            self._say(f"could not write: {problem}")
+            self._emit(f"cannot write to the run folder: {problem}")
             return None
 
 
-_LIMITS = ("entropy_", "collapse_", "gate_")
+_GATE_NAMES = ("entropy_", "collapse_", "gate_")
 
 
 def gate_details(log: RankLog) -> dict[str, Any]:
-    """What is known of the gates: the last record, the layers from the most one-sided on, and how it came about."""
+    """gate_collapse_details.json: the last record, layers sorted by their largest gate, and the recent records."""
     last = log.progress[-1]
     by_layer = last.gate_shares_by_layer or ()
     largest = [max(shares, default=math.nan) for shares in by_layer]
@@ -209,7 +211,7 @@ def gate_details(log: RankLog) -> dict[str, Any]:
 
 
 def by_condition(findings: Sequence[HealthFinding]) -> list[list[HealthFinding]]:
-    """Findings of the same condition on several ranks belong together."""
+    """Groups findings of the same condition on several ranks."""
     groups: dict[str, list[HealthFinding]] = {}
     for finding in findings:
         groups.setdefault(finding.name, []).append(finding)
@@ -221,16 +223,16 @@ def ranks_of(same: Sequence[HealthFinding]) -> list[int]:
 
 
 def describe(same: Sequence[HealthFinding]) -> str:
-    """One line for findings of one condition."""
+    """One line for findings of the same condition."""
     return f"{same[0].name}{_where(same)}: {same[0].message}"
 
 
 def read_anomaly(folder: Path) -> tuple[str, float] | None:
-    """What `.anomaly_type` says and since when; None without one."""
+    """Content and modification time of `.anomaly_type`; None without one."""
     path = folder / names.ANOMALY
     try:
-        return records.read_text(path, _MOST_WORDS).strip(), path.stat().st_mtime
-    except OSError:  # none, or something that is no file
+        return records.read_text(path, _MAX_BYTES).strip(), path.stat().st_mtime
+    except OSError:  # missing, or not a regular file
         return None
 
 
@@ -241,13 +243,13 @@ def append_health(folder: Path, line: str) -> None:
 
 
 def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> RunPhase:
-    """Until the run is finished or halted; what failed, stopped or is gone may come back and is watched on."""
+    """Check until the run is finished or halted; a run that failed, stopped or is gone may be restarted."""
     watchdog.begin()
     while True:
         try:
-            watchdog.look()
-        except OSError as problem:  # a file server that is away for a moment
-            watchdog.log(f"could not look: {problem}")
+            watchdog.check()
+        except OSError as problem:  # a network file system that is briefly unavailable
+            watchdog.log(f"check failed: {problem}")
         if watchdog.phase in (RunPhase.FINISHED, RunPhase.HALTED):
             return watchdog.phase
         pause(interval_s)
@@ -257,10 +259,12 @@ def _where(same: Sequence[HealthFinding]) -> str:
     ranks = ranks_of(same)
     if not ranks:
         return f" (step {same[0].step})"
-    few = ", ".join(map(str, ranks[:_FEW])) + (f" and {len(ranks) - _FEW} more" if len(ranks) > _FEW else "")
+    few = ", ".join(map(str, ranks[:_MAX_RANKS])) + (
+        f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    )
     return f" (rank{'s' * (len(ranks) > 1)} {few}, step {same[0].step})"
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no word for what is not finite."""
+    """JSON has no non-finite numbers: as text."""
     return str(value) if isinstance(value, float) and value - value != 0 else value

@@ -1,1 +1,1 @@
-"""The live terminal view of a run: what to show, and how it is drawn; `nsa.cli.monitor` puts it on the screen."""
+"""Terminal monitor of a run: frame layout and drawing; `nsa.cli.monitor` shows it on the screen."""

@@ -1,6 +1,6 @@
-"""Curves in a terminal: braille dots, two by four to a character.
+"""Terminal line plots with braille characters (two by four dots each).
 
-Not by colour alone: what is not finite is ×, what lies above the axis ↑, a restart a dotted vertical, an evaluation o.
+Readable without colour: × is non-finite, ↑ above the axis, ┊ a restart, o an evaluation.
 """
 
 import math
@@ -22,7 +22,7 @@ class PlotCurve:
     y: Sequence[float]
     style: str = ""
     letter: str = ""
-    """Set on the curve here and there, where several are drawn."""
+    """Drawn on the curve at a few places, to tell several curves apart."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _BrailleCanvas:
             before = (column, mean)
 
     def letter(self, found: Sequence[ChartBucket], letter: str, style: str, place: int) -> None:
-        """At four places of the curve that are not the other curves' places."""
+        """At four places along the curve, different for each curve."""
         finite = [bucket for bucket in found if not math.isnan(bucket.mean)]
         for quarter in range(4 if letter and finite else 0):
             at = (quarter + (place + 0.5) / 6) / 4
@@ -139,7 +139,7 @@ class _BrailleCanvas:
 
 
 def _labels(span: ValueRange | None, rows: int, label: Callable[[float, float], str]) -> dict[int, str]:
-    """Row → what to write beside it: round values, at the row that holds them."""
+    """Axis labels by row: round values at the rows that contain them."""
     if span is None or rows < 1:
         return {}
     most = max(1, min(5, (rows + 1) // 2))

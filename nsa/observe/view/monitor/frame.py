@@ -1,6 +1,6 @@
-"""One frame of the monitor: lines for a terminal of a given size, complete at 80 × 24, with more where there is room.
+"""Renders one monitor frame: a run snapshot as lines of a given terminal size, complete at 80 × 24.
 
-Pure: a run, what is found wrong with it and the time go in; lines come out.
+Pure functions of the snapshot; larger terminals show more detail.
 """
 
 import math
@@ -32,23 +32,23 @@ _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
 
 
-def frame(look: RunSnapshot, width: int, height: int) -> list[Text]:
+def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
     """`height` lines of `width` cells."""
-    plan = _plan(look, height)
+    plan = _plan(snapshot, height)
     left = (width - 2) // 2
-    lines = [_header(look, width), _facts(look, width)]
-    lines += _charts(look, width, plan.charts, plan.two_rows)
-    gates, figures = _gates(look.run, left, plan.gates), _figures(look.run, width - 2 - left, plan.two_rows)
+    lines = [_header(snapshot, width), _facts(snapshot, width)]
+    lines += _charts(snapshot, width, plan.charts, plan.two_rows)
+    gates, figures = _gates(snapshot.run, left, plan.gates), _figures(snapshot.run, width - 2 - left, plan.two_rows)
     lines += beside(gates, figures, left)
-    lines += _findings(look, width, plan.findings)
-    lines += _events(look.run.events, width, height - 1 - len(lines))
+    lines += _findings(snapshot, width, plan.findings)
+    lines += _events(snapshot.run.events, width, height - 1 - len(lines))
     lines = lines[: height - 1]
     lines += [Text("")] * (height - 1 - len(lines))
-    return [fit(each, width) for each in [*lines, _footer(look, width)]]
+    return [fit(each, width) for each in [*lines, _footer(snapshot, width)]]
 
 
 class _FrameLayout(NamedTuple):
-    """Lines of each part; what is left goes to the events."""
+    """Number of lines of each part; the rest is for events."""
 
     charts: int = 8
     two_rows: bool = False
@@ -56,30 +56,30 @@ class _FrameLayout(NamedTuple):
     findings: int = 2
 
 
-def _plan(look: RunSnapshot, height: int) -> _FrameLayout:
-    """At 24 lines everything is there; more lines make charts taller, then show gates by layer, then findings."""
+def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
+    """24 lines show everything; more lines make charts taller, then show gates by layer, then more findings."""
     two_rows = height >= 36
     spare = height - 24 - (_FrameLayout().charts if two_rows else 0)
     if spare <= 0:
         return _FrameLayout(two_rows=two_rows)
     taller = min(spare // (4 if two_rows else 2), 6)
     spare -= taller * (2 if two_rows else 1)
-    layers = min(spare // 2, max(0, _n_layers(look.run) + 1 - _FrameLayout().gates))
-    findings = min(max(0, len(look.grouped()) - _FrameLayout().findings), (spare - layers) // 2)
+    layers = min(spare // 2, max(0, _n_layers(snapshot.run) + 1 - _FrameLayout().gates))
+    findings = min(max(0, len(snapshot.grouped()) - _FrameLayout().findings), (spare - layers) // 2)
     return _FrameLayout(
         _FrameLayout().charts + taller, two_rows, _FrameLayout().gates + layers, _FrameLayout().findings + findings
     )
 
 
-def _header(look: RunSnapshot, width: int) -> Text:
-    mark, style = MARKS.get(look.state, ("?", "bold"))
-    run, lead = look.run, look.run.lead
-    left = line((f"{mark} {look.state}", style), "  ", (plain(run.name, 60), "bold"))
+def _header(snapshot: RunSnapshot, width: int) -> Text:
+    mark, style = MARKS.get(snapshot.state, ("?", "bold"))
+    run, lead = snapshot.run, snapshot.run.lead
+    left = line((f"{mark} {snapshot.state}", style), "  ", (plain(run.name, 60), "bold"))
     step, target = lead.last.get("step", 0), run.target_steps
     words = f"step {step:,}"
     if target:
         words += f" of {target:,} · {share(min(1.0, step / target))}"
-        if look.state == "running" and (pace := _pace(run)):
+        if snapshot.state == "running" and (pace := _pace(run)):
             words += f" · {duration(max(0, target - step) * pace)} left"
     return ends(left, line((words, "bold")), width)
 
@@ -89,18 +89,18 @@ def _pace(run: RunData) -> float | None:
     return statistics.median(recent) if recent else None
 
 
-def _facts(look: RunSnapshot, width: int) -> Text:
-    """As many as fit, what an operator asks first first."""
-    run, lead, wall = look.run, look.run.lead, look.wall
+def _facts(snapshot: RunSnapshot, width: int) -> Text:
+    """As many facts as fit into the line, the most important first."""
+    run, lead, wall = snapshot.run, snapshot.run.lead, snapshot.wall
     restarts = sum(event.kind == EventKind.RESTART for event in run.events)
     saves = [event for event in run.events if event.kind == EventKind.SAVE]
     facts = [f"{restarts} restart{'' if restarts == 1 else 's'}"]
-    facts.append(f"saved at {saves[-1].step:,}" if saves else "not saved yet")
+    facts.append(f"checkpoint at {saves[-1].step:,}" if saves else "no checkpoint yet")
     if wall is not None and wall.total > 0:
         facts = [duration(wall.total), f"goodput {share(wall.share(TimeCause.PRODUCTIVE))}", *facts]
-    if look.state not in _ENDED and lead.last:
-        age = max(0.0, look.now - lead.last["ts"])
-        facts.insert(0, f"beat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
+    if snapshot.state not in _ENDED and lead.last:
+        age = max(0.0, snapshot.now - lead.last["ts"])
+        facts.insert(0, f"heartbeat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
     if run.halt is not None:
         facts.insert(0, f".HALT: {plain(run.halt, 40)}")
     if unreadable := run.unreadable.total():
@@ -113,12 +113,12 @@ def _facts(look: RunSnapshot, width: int) -> Text:
     return line((words, QUIET))
 
 
-def _charts(look: RunSnapshot, width: int, height: int, two_rows: bool) -> list[Text]:
+def _charts(snapshot: RunSnapshot, width: int, height: int, two_rows: bool) -> list[Text]:
     left = (width - 2) // 2
     right = width - 2 - left
-    lines = beside(_loss(look.run, left, height), _throughput(look.run, right, height), left)
+    lines = beside(_loss(snapshot.run, left, height), _throughput(snapshot.run, right, height), left)
     if two_rows:
-        lines += beside(_grad_norm(look.run, left, height), _memory(look.run, right, height), left)
+        lines += beside(_grad_norm(snapshot.run, left, height), _memory(snapshot.run, right, height), left)
     return lines
 
 
@@ -155,7 +155,7 @@ def _loss(run: RunData, width: int, height: int) -> list[Text]:
 def _throughput(run: RunData, width: int, height: int) -> list[Text]:
     about = line((count(_latest(run, "toks_per_s")), "bold cyan"), (" tokens/s", QUIET))
     plot = _plot(run, "toks_per_s", from_zero=True, style="cyan")
-    return [title("speed", about, width), *plot.draw(width, height - 1)]
+    return [title("throughput", about, width), *plot.draw(width, height - 1)]
 
 
 def _grad_norm(run: RunData, width: int, height: int) -> list[Text]:
@@ -178,7 +178,7 @@ def _n_layers(run: RunData) -> int:
 
 
 def _gates(run: RunData, width: int, height: int) -> list[Text]:
-    """Layers side by side, one row per branch; where there is room, a line of figures per layer instead."""
+    """One row per branch with all layers side by side; with enough lines, one row of values per layer instead."""
     gates = run.lead.gates()
     if not gates:
         return [title("gates by layer", "", width), Text("no record yet", QUIET)]
@@ -201,7 +201,7 @@ def _gates(run: RunData, width: int, height: int) -> list[Text]:
 
 
 def _strip(values: Sequence[float], room: int) -> str:
-    """A block per layer, with its share in percent beside it where there is room."""
+    """A block per layer, with its share in percent if there is room."""
     if 5 * len(values) <= room:
         return " ".join(f"{level(each)}{100 * each:<3.0f}" if math.isfinite(each) else "?   " for each in values)
     return "".join(level(each) for each in _squeezed(values, room))
@@ -217,7 +217,7 @@ def _layer(index: int, shares: Sequence[float], width: int) -> Text:
 
 
 def _squeezed(values: Sequence[float], room: int) -> list[float]:
-    """Means of neighbours where there are more values than cells."""
+    """Means of neighbouring values where there are more values than cells."""
     if len(values) <= room:
         return list(values)
     cuts = [round(i * len(values) / room) for i in range(room + 1)]
@@ -227,13 +227,13 @@ def _squeezed(values: Sequence[float], room: int) -> list[float]:
 def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
     last = run.lead.last_progress
     if not last:
-        return [title("figures", "", width), Text("no record yet", QUIET)]
+        return [title("details", "", width), Text("no record yet", QUIET)]
     k_mean, k_max, at_max = (_latest(run, name) for name in ("sel_k_mean", "sel_k_max", "sel_pct_at_max"))
     predicted, counted = last.get("reads_pred"), last.get("reads_act_total")
     same = line(("reads = predicted", "")) if predicted == counted else line(("reads ≠ predicted", "bold red"))
     lines = [
-        title("figures", "", width),
-        line("selects ", (number(k_mean, 3), "bold"), f"/{number(k_max, 3)} keys · {share(at_max)} at max"),
+        title("details", "", width),
+        line("selected ", (number(k_mean, 3), "bold"), f"/{number(k_max, 3)} keys · {share(at_max)} at max"),
         line(same, (f" {count(as_float(counted))} keys", QUIET)),
         line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
         line(
@@ -254,7 +254,7 @@ def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
 
 
 def _memory_words(run: RunData) -> Text:
-    """The most that any rank has."""
+    """The largest value of any rank."""
     of_ranks = [series.last_progress for series in run.ranks.values() if series.last_progress]
     on_gpu = max((as_float(each.get("gpu_mem_reserved")) for each in of_ranks), default=math.nan)
     host = max((as_float(each.get("host_mem_rss")) for each in of_ranks), default=math.nan)
@@ -273,10 +273,10 @@ def _ranks(run: RunData) -> Text:
     return words
 
 
-def _findings(look: RunSnapshot, width: int, room: int) -> list[Text]:
-    groups = look.grouped()
+def _findings(snapshot: RunSnapshot, width: int, room: int) -> list[Text]:
+    groups = snapshot.grouped()
     if not groups:
-        return [title("findings", "", width), line(("✓ nothing is wrong", "green"))]
+        return [title("findings", "", width), line(("✓ no findings", "green"))]
     levels = [group[0].level for group in groups]
     counts = [f"{n} {each.value}" for each in (AlertLevel.CRITICAL, AlertLevel.WARNING) if (n := levels.count(each))]
     shown = groups if len(groups) <= room else groups[: room - 1]
@@ -313,6 +313,6 @@ def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
     return lines
 
 
-def _footer(look: RunSnapshot, width: int) -> Text:
-    keys = "q quit" if look.state not in _ENDED else "q quit · this run has ended; the figures are its last"
-    return ends(line((keys, QUIET)), line((f"{clock(look.now)} UTC", QUIET)), width)
+def _footer(snapshot: RunSnapshot, width: int) -> Text:
+    keys = "q quit" if snapshot.state not in _ENDED else "q quit · this run has ended; values are its last"
+    return ends(line((keys, QUIET)), line((f"{clock(snapshot.now)} UTC", QUIET)), width)

@@ -1,4 +1,4 @@
-"""Lines of a fixed width: the pieces that a frame is put together from."""
+"""Text layout for the monitor: lines of fixed width, titles, columns, ASCII fallback."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -16,14 +16,14 @@ def line(*pieces: Pieces) -> Text:
 
 
 def fit(text: Text, width: int) -> Text:
-    """Exactly so wide: cut with an ellipsis, or filled with blanks."""
+    """Exactly `width` cells: truncated with an ellipsis, or padded."""
     fitted = text.copy()
     fitted.truncate(max(0, width), overflow="ellipsis", pad=True)
     return fitted
 
 
 def ends(left: Text, right: Text, width: int) -> Text:
-    """One piece at each end; the right one is kept whole if it can be."""
+    """Left- and right-aligned text in one line; the right one is kept whole if possible."""
     room = max(0, width - right.cell_len - 1)
     joined = fit(left, room)
     joined.append(" ")
@@ -32,7 +32,7 @@ def ends(left: Text, right: Text, width: int) -> Text:
 
 
 def title(words: str, about: Text | str, width: int) -> Text:
-    """A heading with its unit or figures, and a rule to the end of the width."""
+    """A heading with its unit or values, and a rule to the full width."""
     head = line((words, "bold"), " ")
     if about:
         head.append_text(line(about if isinstance(about, Text) else (about, QUIET), " "))
@@ -49,14 +49,14 @@ def beside(left: Sequence[Text], right: Sequence[Text], left_width: int, gap: in
 
 
 def level(share: float) -> str:
-    """A share from 0 to 1 as the height of a block."""
+    """A share from 0 to 1 as a block character of that height."""
     if not 0 <= share <= 1:
         return "?" if share != share or share in (float("inf"), float("-inf")) else "█"
     return LEVELS[max(1, round(share * 8))] if share > 0 else LEVELS[1]
 
 
 def plain_ascii(text: Text) -> Text:
-    """The same picture for a terminal without Unicode."""
+    """The same text for a terminal without Unicode."""
     styled = Text(text.plain.translate(_ASCII), no_wrap=True, overflow="ellipsis")
     styled.spans = list(text.spans)
     return styled

@@ -1,1 +1,1 @@
-"""A run, or several side by side, as one HTML file that needs no network, no script and no other file."""
+"""HTML reports of one run or of several: a single self-contained file without external resources."""

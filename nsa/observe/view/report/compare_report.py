@@ -1,4 +1,4 @@
-"""Several runs in one page: what differs, the figures side by side, and their curves on common axes."""
+"""HTML comparison of several runs: summary, differing settings, curves on common axes."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -8,7 +8,7 @@ from nsa.observe.view.downsample import buckets
 from nsa.observe.view.formatting import count, memory, number, plain, share
 from nsa.observe.view.report.html_page import chart_figure, page, section, table
 from nsa.observe.view.report.run_charts import time_unit, worst
-from nsa.observe.view.report.run_report import spelled
+from nsa.observe.view.report.run_report import value_text
 from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
 from nsa.observe.view.run_data import RunData
 from nsa.observe.view.summary import differing_settings, figures, labels, summarize
@@ -23,18 +23,18 @@ def render(runs: Sequence[RunData]) -> str:
     side_by_side = table(("", *names), [(name, *values) for name, values in figures(summaries)])
     differing = differing_settings(runs)
     if differing:
-        rows = [(plain(key), *(spelled(value) for value in values)) for key, values in differing]
+        rows = [(plain(key), *(value_text(value) for value in values)) for key, values in differing]
         settings = table(("setting", *names), rows, codes=range(len(names) + 1))
     else:
-        settings = '<p class="quiet">All settings are the same.</p>'
+        settings = '<p class="quiet">All settings are equal.</p>'
     title = " · ".join(names)
     head = f"<header><h1>{len(runs)} runs</h1><p>{escape(title)}</p></header>"
     body = [
         head,
-        section("Figures", "figures", f'<div class="even">{side_by_side}</div>'),
+        section("Summary", "figures", f'<div class="even">{side_by_side}</div>'),
         section("Settings that differ", "settings", f'<div class="even">{settings}</div>'),
-        section("Curves", "curves", '<p class="quiet">Lines are means, bands reach from least to largest; steps that '
-                "were done again are left out. × not finite · ▲ above the axis.</p>", '<div class="charts">',
+        section("Curves", "curves", '<p class="quiet">Lines are means, bands show minimum to maximum; repeated '
+                "steps are left out. × not finite · ▲ above the axis.</p>", '<div class="charts">',
                 *(chart_figure(chart) for chart in _charts(runs, names)), "</div>"),
     ]  # fmt: skip
     return page(f"{title} · nsa compare", body)
@@ -50,7 +50,7 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
         _over_steps(runs, names, "grad_norm", "gradient norm", "before clipping", number),
         _over_steps(runs, names, "lr", "learning rate", "", number),
         _over_steps(runs, names, "gate_entropy_mean", "gate entropy", "nats; ln 3 = 1.0986 is uniform", number),
-        _over_steps(runs, names, "sel_pct_at_max", "queries at their most keys", "share of the queries", share),
+        _over_steps(runs, names, "sel_pct_at_max", "queries at maximum keys", "share of the queries", share),
         _memory(runs, names),
     ]
 
@@ -64,18 +64,18 @@ def _last_step(runs: Sequence[RunData]) -> float:
 
 
 def _over_steps(
-    runs: Sequence[RunData], names: Sequence[str], column: str, title: str, unit: str, say: Callable[[float], str],
-    from_zero: bool = True,
+    runs: Sequence[RunData], names: Sequence[str], column: str, title: str, unit: str,
+    format_value: Callable[[float], str], from_zero: bool = True,
 ) -> SvgChart:  # fmt: skip
     lines = [
         ChartLine(name, buckets(run.lead.counted("step"), run.lead.counted(column), _POINTS), _style(place))
         for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return SvgChart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=say)
+    return SvgChart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=format_value)
 
 
 def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgChart:
-    """Runs with other batch sizes or speeds are compared by tokens, or by the clock."""
+    """For runs with different batch sizes or speeds: loss over tokens, or over time."""
     seconds, unit = time_unit(max((run.lead.ts[-1] - run.lead.ts[0] for run in runs if len(run.lead)), default=0.0))
     lines, last = [], 0.0
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -89,7 +89,7 @@ def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgC
             y = list(lead.counted("loss"))
         last = max([last, *x[-1:]])
         lines.append(ChartLine(name, buckets(x, y, _POINTS), _style(place)))
-    about = "over tokens" if what == "tokens" else "over the clock, from the first record"
+    about = "over tokens" if what == "tokens" else "over time, from the first record"
     x_unit = "tokens" if what == "tokens" else unit
     return SvgChart(f"loss {about}", "nats per token", lines, (0.0, last or 1.0), x_unit=x_unit, from_zero=False)
 
@@ -110,4 +110,4 @@ def _memory(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:
         ChartLine(name, worst(run, column), _style(place))
         for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return SvgChart("memory", f"MiB, {what}, most of any rank", lines, (0.0, _last_step(runs)), format=memory)
+    return SvgChart("memory", f"MiB, {what}, maximum over ranks", lines, (0.0, _last_step(runs)), format=memory)

@@ -1,4 +1,4 @@
-"""The frame of a page, and the small pieces its sections are made of. Everything that a file said is escaped here."""
+"""HTML building blocks of a report: page, sections, tiles, tables. Escapes all text that comes from files."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
 
-# Without a script the page loses this one convenience; the field appears only where it works.
+# Optional: without scripts the page only lacks the filter field, which is hidden then.
 _FILTER = """
 for (const field of document.querySelectorAll('input[data-filters]')) {
   field.hidden = false;
@@ -37,7 +37,7 @@ def section(name: str, anchor: str, *content: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
-    """(name, figure, what else is worth knowing about it)."""
+    """(name, value, note)."""
     made = [
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(figure)}</b><span>{escape(more)}</span></div>'
         for name, figure, more in figures
@@ -51,7 +51,7 @@ def chart_figure(chart: SvgChart) -> str:
 
 
 def _key(chart: SvgChart) -> str:
-    lines = {line.label: line for line in chart.lines if line.found}
+    lines = {line.label: line for line in chart.lines if line.buckets}
     entries = [_sample(line) for line in lines.values()] if len(lines) > 1 or chart.points else []
     if chart.points:
         entries.append(
@@ -92,7 +92,7 @@ def table(
 
 
 class SafeHtml(str):
-    """Markup of ours, with what is not ours in it escaped already."""
+    """Markup in which all foreign text is already escaped."""
 
 
 def cell_of(cell: str) -> str:

@@ -1,4 +1,4 @@
-"""Which charts a report has, and what each of them is made of."""
+"""Charts of a run report: loss, throughput, gradient norm, gates (heat map), memory and others."""
 
 import base64
 import math
@@ -10,16 +10,16 @@ from nsa.observe.events import EventKind
 from nsa.observe.view.downsample import ChartBucket, buckets
 from nsa.observe.view.formatting import count, duration, memory, number, plain, share
 from nsa.observe.view.report.svg_chart import MOST_POINTS, ChartLine, ChartMark, SvgChart
-from nsa.observe.view.run_data import BRANCHES, OF_EVERY_RANK, SHARES, RunData
+from nsa.observe.view.run_data import BRANCHES, RANK_COLUMNS, SHARES, RunData
 
 _LOG_FROM = 1000.0
-"""Largest over smallest value from which a gradient norm is drawn on a log axis."""
+"""Ratio of largest to smallest gradient norm above which the axis is logarithmic."""
 _COLUMNS = 240
-"""Of the gate picture: at most so many moments."""
+"""Maximum number of steps in the gate heat map."""
 _INK = (59, 110, 168)
 _NOT_FINITE = (200, 30, 30, 255)
 _FAINTEST = 20
-"""Of 255: even the least share is seen as ink, so that a hole is a hole."""
+"""Opacity of the smallest share, of 255: it stays distinguishable from a missing value."""
 
 
 def charts(run: RunData) -> list[SvgChart]:
@@ -31,27 +31,27 @@ def charts(run: RunData) -> list[SvgChart]:
         _shares(run),
         _gate_health(run),
         _selected(run),
-        _one(run, "sel_pct_at_max", "queries at their most keys", "share of the queries", share),
+        _one(run, "sel_pct_at_max", "queries at maximum keys", "share of the queries", share),
         _memory(run),
         _of_ranks(run, "dt_fetch_s", "wait for data", "seconds for the last batch", duration),
-        _of_ranks(run, "forward_s", "forward pass", "seconds of a rank's own passes in a step", duration),
+        _of_ranks(run, "forward_s", "forward pass", "seconds of forward passes per step", duration),
         _progress(run),
     ]
     return made
 
 
 def _progress(run: RunData) -> SvgChart:
-    """The step over the clock: downtime is flat, what was done again is a fall."""
+    """Step over wall time: flat during downtime, falling where steps are repeated."""
     lead = run.lead
     seconds, unit = time_unit(lead.ts[-1] - lead.ts[0] if len(lead) else 0.0)
     hours = [(ts - lead.ts[0]) / seconds for ts in lead.ts]
     line = ChartLine("step", buckets(hours, lead.step, MOST_POINTS), "c1", band=False)
     span = (0.0, hours[-1] if hours else 1.0)
-    return SvgChart("progress", "steps over the clock", [line], span, x_unit=unit, format=count)
+    return SvgChart("progress", "steps over wall time", [line], span, x_unit=unit, format=count)
 
 
 def time_unit(total: float) -> tuple[float, str]:
-    """Seconds of the unit that suits a span, and its name."""
+    """A suitable time unit for a span: its seconds and name."""
     return next(((size, name) for size, name in _TIME_UNITS if total >= 2 * size), (1.0, "seconds"))
 
 
@@ -71,12 +71,12 @@ def marks(run: RunData) -> list[ChartMark]:
         if event.kind == EventKind.RESTART:
             found.append(ChartMark(event.step, "↻", f"restart from step {event.step:,}"))
         elif event.kind == EventKind.ROLLBACK:
-            found.append(ChartMark(event.step, "↶", f"went back from step {event.step:,}"))
+            found.append(ChartMark(event.step, "↶", f"rollback at step {event.step:,}"))
     return found
 
 
 def _superseded(run: RunData, name: str) -> list[ChartLine]:
-    """What was done again, one faint line per time."""
+    """Rows of steps that were repeated later, one faint line per stretch."""
     lead = run.lead
     stretches: list[list[int]] = []
     for row, gone in enumerate(lead.superseded):
@@ -87,7 +87,7 @@ def _superseded(run: RunData, name: str) -> list[ChartLine]:
     column = lead.column(name)
     return [
         ChartLine(
-            "done again later", buckets(*_at_rows(lead.step, column, rows), 100), "gone", band=False, in_hover=False
+            "repeated later", buckets(*_at_rows(lead.step, column, rows), 100), "gone", band=False, in_hover=False
         )
         for rows in stretches[-20:]
     ]
@@ -98,17 +98,17 @@ def _at_rows(x: Sequence[float], y: Sequence[float], rows: Sequence[int]) -> tup
 
 
 def _chart(
-    run: RunData, title: str, unit: str, lines: list[ChartLine], say: Callable[[float], str], **more: object
+    run: RunData, title: str, unit: str, lines: list[ChartLine], format_value: Callable[[float], str], **more: object
 ) -> SvgChart:
-    return SvgChart(title, unit, lines, x_range(run), marks=marks(run), format=say, **more)  # type: ignore[arg-type]
+    return SvgChart(title, unit, lines, x_range(run), marks=marks(run), format=format_value, **more)  # type: ignore[arg-type]
 
 
 def _line(run: RunData, name: str, label: str, style: str = "c1", most: int = MOST_POINTS) -> ChartLine:
     return ChartLine(label, buckets(run.lead.counted("step"), run.lead.counted(name), most), style)
 
 
-def _one(run: RunData, name: str, title: str, unit: str, say: Callable[[float], str]) -> SvgChart:
-    return _chart(run, title, unit, [_line(run, name, title)], say)
+def _one(run: RunData, name: str, title: str, unit: str, format_value: Callable[[float], str]) -> SvgChart:
+    return _chart(run, title, unit, [_line(run, name, title)], format_value)
 
 
 def _loss(run: RunData) -> SvgChart:
@@ -118,7 +118,7 @@ def _loss(run: RunData) -> SvgChart:
         for each in run.counted_evaluations()
     ]  # fmt: skip
     bad = [
-        (float(event.step), f"step {event.step:,} was not taken: {plain(event.details.get('reason', 'not finite'))}")
+        (float(event.step), f"step {event.step:,} was skipped: {plain(event.details.get('reason', 'not finite'))}")
         for event in run.events
         if event.kind == EventKind.SKIPPED_STEP
     ]
@@ -128,7 +128,7 @@ def _loss(run: RunData) -> SvgChart:
 
 def _grad_norm(run: RunData) -> SvgChart:
     line = _line(run, "grad_norm", "gradient norm")
-    finite = [bucket for bucket in line.found if bucket.low > 0]
+    finite = [bucket for bucket in line.buckets if bucket.low > 0]
     log = bool(finite) and max(b.high for b in finite) / min(b.low for b in finite) > _LOG_FROM
     return _chart(run, "gradient norm", f"before clipping{', log scale' if log else ''}", [line], number, log=log)
 
@@ -154,7 +154,7 @@ def _gate_health(run: RunData) -> SvgChart:
 def _selected(run: RunData) -> SvgChart:
     lines = [
         _line(run, "sel_k_mean", "mean", "c1"),
-        _line(run, "sel_k_max", "most", "c2"),
+        _line(run, "sel_k_max", "maximum", "c2"),
     ]
     return _chart(run, "selected keys", "tokens per query, from the selected blocks", lines, number)
 
@@ -166,20 +166,20 @@ def _memory(run: RunData) -> SvgChart:
         lines.append(ChartLine("GPU reserved", worst(run, "gpu_mem_reserved"), "c1"))
         lines.append(_line(run, "gpu_mem_alloc", "GPU allocated, first rank", "c2"))
     lines.append(ChartLine("host", worst(run, "host_mem_rss"), "c3" if on_gpu else "c1"))
-    of = " · most of any rank" if len(run.ranks) > 1 else ""
+    of = " · maximum over ranks" if len(run.ranks) > 1 else ""
     return _chart(run, "memory", f"MiB{of}", lines, memory)
 
 
-def _of_ranks(run: RunData, name: str, title: str, unit: str, say: Callable[[float], str]) -> SvgChart:
-    of = f", worst of {len(run.ranks)} ranks" if len(run.ranks) > 1 else ""
-    return _chart(run, title, f"{unit}{of}", [ChartLine(title, worst(run, name), "c1")], say)
+def _of_ranks(run: RunData, name: str, title: str, unit: str, format_value: Callable[[float], str]) -> SvgChart:
+    of = f", slowest of {len(run.ranks)} ranks" if len(run.ranks) > 1 else ""
+    return _chart(run, title, f"{unit}{of}", [ChartLine(title, worst(run, name), "c1")], format_value)
 
 
 def worst(run: RunData, name: str) -> list[ChartBucket]:
-    """The largest value of any rank; the mean is the largest mean, the low the lowest."""
-    assert name in OF_EVERY_RANK
+    """Largest value of any rank."""
+    assert name in RANK_COLUMNS
     if len(run.ranks) <= 1:
-        return _line(run, name, name).found  # type: ignore[return-value]
+        return _line(run, name, name).buckets  # type: ignore[return-value]
     x: list[float] = []
     y: list[float] = []
     for series in run.ranks.values():
@@ -190,7 +190,7 @@ def worst(run: RunData, name: str) -> list[ChartBucket]:
 
 
 def gate_pictures(run: RunData) -> tuple[list[tuple[str, str]], float, float, int, tuple[int, int]] | None:
-    """(branch, picture) for each branch, the least and largest share, layers, first and last step."""
+    """(branch, image) per branch, smallest and largest share, number of layers, first and last step."""
     gates = run.lead.gates()
     if not gates:
         return None
@@ -212,7 +212,10 @@ def _at(shares: Sequence[float], place: int) -> float:
 
 
 def png_uri(cells: Sequence[Sequence[float]], low: float, high: float) -> str:
-    """Rows of values as a data URI; the ink is denser for more, and transparent where there is no value."""
+    """Heat map of rows of values as a PNG data URI, one pixel per value (smaller than SVG rectangles).
+
+    Larger values are more opaque, missing ones transparent.
+    """
     rows = b"".join(b"\0" + b"".join(bytes(_pixel(value, low, high)) for value in row) for row in cells)
     width, height = len(cells[0]), len(cells)
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The report of one run: sections in the order in which a reader asks."""
+"""HTML report of one run: summary, curves, gates, timeline, goodput, findings, events, configuration."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from nsa.config.layer import flatten
 from nsa.observe import names, records
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.formatting import UNKNOWN, count, duration, event_text, mean_of_last, moment, number, plain, share
-from nsa.observe.view.goodput import KNOWN, Goodput, TimeCause
+from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause
 from nsa.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa.observe.view.report.run_charts import charts, gate_pictures
 from nsa.observe.view.report.timeline import timeline
@@ -32,22 +32,22 @@ SWATCHES = {
 }  # fmt: skip
 _MOST_EVENTS, _MOST_LOG_LINES = 300, 200
 _LEGEND = (
-    "Lines are means, bands reach from the least to the largest value of the records drawn together. "
-    "↻ restart · ↶ rollback · × not finite or not taken · ▲ above the axis · grey dots: done again later. "
-    "Point at a chart for its values."
+    "Lines are means, bands show the minimum and maximum of the records in each bucket. "
+    "↻ restart · ↶ rollback · × not finite or skipped · ▲ above the axis · grey dots: repeated later. "
+    "Hover over a chart for values."
 )
 
 
-def render(look: RunSnapshot) -> str:
-    run, summary = look.run, summarize(look.run)
+def render(snapshot: RunSnapshot) -> str:
+    run, summary = snapshot.run, summarize(snapshot.run)
     body = [
-        _head(look, summary),
+        _head(snapshot, summary),
         section("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
                 '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
         section("Gates by layer over time", "gates", _gates(run)),
-        section("Timeline", "timeline", _timeline(run, look.wall)),
-        section("Goodput", "goodput", _goodput(look.wall)),
-        section("Findings", "findings", _findings(look)),
+        section("Timeline", "timeline", _timeline(run, snapshot.wall)),
+        section("Goodput", "goodput", _goodput(snapshot.wall)),
+        section("Findings", "findings", _findings(snapshot)),
         section("Events", "events", _events(run.events)),
         section("Configuration", "configuration", _config(run)),
         section("Environment", "environment", _environment(run)),
@@ -55,18 +55,18 @@ def render(look: RunSnapshot) -> str:
     return page(f"{plain(run.name)} · nsa report", body)
 
 
-def _head(look: RunSnapshot, summary: RunSummary) -> str:
-    run = look.run
-    sign, style = SIGNS.get(look.state, ("?", ""))
+def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
+    run = snapshot.run
+    sign, style = SIGNS.get(snapshot.state, ("?", ""))
     parts = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")
     links = "".join(f'<a href="#{part}">{part}</a>' for part in parts)
     began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
-    about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data not known')}"
+    about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data unknown')}"
     return (
         f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
-        f'<p><span class="state {style}">{sign} {escape(look.state)}</span> · {escape(about)} · '
-        f"as of {moment(look.now)}{_unreadable(run)}</p>"
-        f"\n{tiles(_tiles(look, summary))}\n<nav>{links}</nav>\n</header>"
+        f'<p><span class="state {style}">{sign} {escape(snapshot.state)}</span> · {escape(about)} · '
+        f"as of {moment(snapshot.now)}{_unreadable(run)}</p>"
+        f"\n{tiles(_tiles(snapshot, summary))}\n<nav>{links}</nav>\n</header>"
     )
 
 
@@ -75,15 +75,15 @@ def _unreadable(run: RunData) -> str:
     return f' · <span class="warn">{escape(words)}</span>' if words else ""
 
 
-def _tiles(look: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, str]]:
-    levels = [group[0].level for group in look.grouped()]
-    target = f"of {summary.target:,}" if summary.target else "target not known"
+def _tiles(snapshot: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, str]]:
+    levels = [group[0].level for group in snapshot.grouped()]
+    target = f"of {summary.target:,}" if summary.target else "target unknown"
     wall = summary.wall
     return [
         ("steps", f"{summary.step:,}", target),
         ("loss, nats per token", number(summary.loss),
          f"{mean_of_last(summary.loss_records)}, to step {summary.loss_step:,} · "
-         f"least {number(summary.best_loss)} at {summary.best_step:,}"
+         f"lowest {number(summary.best_loss)} at {summary.best_step:,}"
          if summary.loss_records else "no record yet"),
         ("held-out loss", number(summary.held_out),
          f"at {summary.held_out_step:,} · best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
@@ -92,16 +92,16 @@ def _tiles(look: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, str]]
         ("throughput", count(summary.toks_per_s), "tokens per second, median"),
         ("goodput", share(summary.goodput), f"of {duration(wall.total)}" if wall else "no time recorded"),
         ("restarts", str(summary.restarts),
-         f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps done again · {summary.skipped} skipped"),
+         f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps repeated · {summary.skipped} skipped"),
         ("findings", str(len(levels)),
-         f"{levels.count(AlertLevel.CRITICAL)} critical" if levels else "nothing is wrong"),
+         f"{levels.count(AlertLevel.CRITICAL)} critical" if levels else "none"),
     ]  # fmt: skip
 
 
 def _gates(run: RunData) -> str:
     made = gate_pictures(run)
     if made is None:
-        return '<p class="quiet">No record has gates by layer.</p>'
+        return '<p class="quiet">No gate values by layer recorded.</p>'
     pictures, low, high, layers, (first, last) = made
     height = max(40, min(300, layers * 14))
     figures = []
@@ -117,13 +117,13 @@ def _gates(run: RunData) -> str:
     figures_now = table(("layer", "compressed", "selected", "sliding"), rows, numbers=(1, 2, 3))
     return (
         f'<div class="heat">{"".join(figures)}</div>{scale}'
-        f"<details><summary>the figures of step {newest.step:,}</summary>{figures_now}</details>"
+        f"<details><summary>values of step {newest.step:,}</summary>{figures_now}</details>"
     )
 
 
 def _timeline(run: RunData, wall: Goodput | None) -> str:
     if wall is None:
-        return '<p class="quiet">No process has told anything yet.</p>'
+        return '<p class="quiet">No records yet.</p>'
     words = f"From {moment(wall.begin)} to {moment(wall.end)}; time since the start below. Outlined: start-up."
     return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
 
@@ -141,25 +141,25 @@ def _goodput(wall: Goodput | None) -> str:
                 f'<i class="{SWATCHES[cause]}" style="flex:{part:.5f}" title="{cause.value}: {share(part)}">{words}</i>'
             )
         name = SafeHtml(f'<span class="swatch {SWATCHES[cause]}"></span>{cause.value}')
-        rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), KNOWN[cause]))
-    rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last sign of life"))
-    made = table(("where the time went", "time", "share", "how it is known"), rows, numbers=(1, 2))
+        rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), HOW_MEASURED[cause]))
+    rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last record"))
+    made = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
     return f'<div class="bar">{"".join(bar)}</div>{made}'
 
 
-def _findings(look: RunSnapshot) -> str:
-    told_now = (
-        "Judged on the records of the newest process as they were when this report was made; below, what a watchdog "
-        "found while it ran, if one did."
+def _findings(snapshot: RunSnapshot) -> str:
+    about = (
+        "Findings on the records of the newest process when this report was written; below, findings logged by the "
+        "watchdog, if one was running."
     )
-    if look.findings:
+    if snapshot.findings:
         made = table(
-            ("level", "condition", "rank", "step", "values", "first thing to do"),
-            [_finding_row(group) for group in look.grouped()],
+            ("level", "condition", "rank", "step", "values", "what to do"),
+            [_finding_row(group) for group in snapshot.grouped()],
         )
     else:
-        made = '<p class="good">✓ nothing is wrong</p>'
-    return f'<p class="quiet">{told_now}</p>{made}{_found_before(look.run.events)}{_health_log(look.run.folder)}'
+        made = '<p class="good">✓ no findings</p>'
+    return f'<p class="quiet">{about}</p>{made}{_found_before(snapshot.run.events)}{_health_log(snapshot.run.folder)}'
 
 
 def _finding_row(group: Sequence[HealthFinding]) -> Sequence[str]:
@@ -174,7 +174,7 @@ def _finding_row(group: Sequence[HealthFinding]) -> Sequence[str]:
 
 
 def _found_before(events: Sequence[RunEvent]) -> str:
-    """What the watchdog told, from when to when; the newest first."""
+    """Findings of the watchdog with begin and end, newest first."""
     rows: list[tuple[str, ...]] = []
     open_ones: dict[str, int] = {}
     for event in events:
@@ -220,14 +220,14 @@ def _events(events: Sequence[RunEvent]) -> str:
 def _config(run: RunData) -> str:
     settings = flatten(run.config)
     if not settings:
-        return f'<p class="quiet">{names.ENV} is not there.</p>'
+        return f'<p class="quiet">{names.ENV} does not exist.</p>'
     origins = records.section(run.env.get("origins")) or {}
     order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
-    rows = [(plain(key), spelled(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
+    rows = [(plain(key), value_text(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
     classes = ["default" if origins.get(key) == "default" else "" for key in order]
     given = sum(not each for each in classes)
     made = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
-    words = f"{given} settings were given, {len(order) - given} are defaults; what was given comes first."
+    words = f"{given} settings were given, {len(order) - given} are defaults; given settings come first."
     return f'<p class="quiet">{words}</p>{filter_field("settings")}{made}'
 
 
@@ -237,9 +237,9 @@ def _environment(run: RunData) -> str:
     facts |= records.section(run.env.get("packages")) or {}
     last = run.lead.last_progress
     facts |= {name.replace("_", " "): value for name, value in last.items() if name.startswith("kernel_")}
-    facts |= {"ranks that told something": len(run.ranks), "records of the first": len(run.lead)}
-    return table(("", ""), [(plain(name), spelled(value)) for name, value in facts.items()], codes=(1,))
+    facts |= {"ranks with records": len(run.ranks), "records of the lowest rank": len(run.lead)}
+    return table(("", ""), [(plain(name), value_text(value)) for name, value in facts.items()], codes=(1,))
 
 
-def spelled(value: Any) -> str:
+def value_text(value: Any) -> str:
     return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -1,6 +1,6 @@
-"""Line charts as SVG. Colours and dashes are classes that `page.css` gives meaning to, for light and for dark.
+"""Line charts as SVG; `page.css` defines colours and dashes for light and dark mode.
 
-Not by colour alone: what is not finite is ×, what lies above the axis ▲, restarts are dashed verticals with a sign.
+Readable without colour: × is non-finite, ▲ above the axis, restarts are dashed verticals with a symbol.
 """
 
 import math
@@ -21,7 +21,7 @@ _DOTS_UP_TO = 40
 @dataclass
 class ChartLine:
     label: str
-    found: Sequence[ChartBucket]
+    buckets: Sequence[ChartBucket]
     style: str = "c1"
     band: bool = True
     in_hover: bool = True
@@ -29,11 +29,11 @@ class ChartLine:
 
 @dataclass
 class ChartMark:
-    """A vertical at x: a restart, a rollback."""
+    """A vertical line at x: a restart, a rollback."""
 
     x: float
-    sign: str
-    words: str
+    symbol: str
+    text: str
 
 
 @dataclass
@@ -44,15 +44,15 @@ class SvgChart:
     x_range: tuple[float, float]
     x_unit: str = "steps"
     points: list[tuple[float, float, str]] = field(default_factory=list)
-    """x, y, words."""
+    """x, y, tooltip."""
     bad: list[tuple[float, str]] = field(default_factory=list)
-    """x of what is not finite beyond the lines' own, words."""
+    """x and tooltip of non-finite values that are not in the lines."""
     marks: Sequence[ChartMark] = ()
     from_zero: bool = True
     log: bool = False
     format: Callable[[float], str] = number
     limits: Sequence[tuple[float, str]] = ()
-    """Horizontal levels with a name."""
+    """Horizontal lines: value and label."""
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -63,13 +63,13 @@ class SvgChart:
 
 
 class _SvgDrawing:
-    def __init__(self, chart: SvgChart, there: Callable[[float], float], back: Callable[[float], float]) -> None:
-        self.chart, self._back = chart, back
-        self.lines = [_scaled(line, there) if chart.log else line for line in chart.lines]
-        self.points = [(x, there(y) if not chart.log or y > 0 else y, words) for x, y, words in chart.points]
-        everything = [bucket for line in self.lines for bucket in line.found]
+    def __init__(self, chart: SvgChart, scale: Callable[[float], float], unscale: Callable[[float], float]) -> None:
+        self.chart, self._unscale = chart, unscale
+        self.lines = [_scaled(line, scale) if chart.log else line for line in chart.lines]
+        self.points = [(x, scale(y) if not chart.log or y > 0 else y, text) for x, y, text in chart.points]
+        everything = [bucket for line in self.lines for bucket in line.buckets]
         extra = [y for _, y, _ in self.points if math.isfinite(y)]
-        extra += [there(y) for y, _ in chart.limits] if everything else []
+        extra += [scale(y) for y, _ in chart.limits] if everything else []
         self.span = value_range(everything, from_zero=chart.from_zero and not chart.log, more=extra)
         first, last = chart.x_range
         self.x_range = (first, last) if last > first else (first - 1, first + 1)
@@ -81,8 +81,8 @@ class _SvgDrawing:
             f'aria-label="{escape(chart.title, quote=True)} over {escape(chart.x_unit, quote=True)}">'
         )
         if self.span is None:
-            words = "no value is finite" if any(line.found for line in self.lines) else "no record yet"
-            middle = f'<text class="empty" x="{chart.width / 2}" y="{chart.height / 2}">{words}</text>'
+            text = "no value is finite" if any(line.buckets for line in self.lines) else "no record yet"
+            middle = f'<text class="empty" x="{chart.width / 2}" y="{chart.height / 2}">{text}</text>'
             return f"{head}{middle}{self._bad()}</svg>"
         parts = [self._grid(), self._limits(), self._marks()]
         parts += [self._line(line) for line in self.lines]
@@ -113,7 +113,7 @@ class _SvgDrawing:
             if not value.is_integer() and chart.x_unit == "steps":
                 continue
             x = self._x(value)
-            if x > chart.width - RIGHT - 6 * len(end) - 16:  # the unit stands there
+            if x > chart.width - RIGHT - 6 * len(end) - 16:  # the unit is there
                 continue
             parts.append(f'<path class="tick" d="M{x:.1f} {bottom}v4"/>')
             parts.append(f'<text class="x" x="{x:.1f}" y="{bottom + 17}">{tick(value, step)}</text>')
@@ -141,15 +141,15 @@ class _SvgDrawing:
         for mark in self.chart.marks[:200]:
             x = self._x(mark.x)
             parts.append(
-                f'<g class="mark"><title>{escape(mark.words)}</title>'
+                f'<g class="mark"><title>{escape(mark.text)}</title>'
                 f'<path d="M{x:.1f} {TOP - 2}V{self.chart.height - BOTTOM}"/>'
-                f'<text x="{x:.1f}" y="{TOP - 4}">{escape(mark.sign)}</text></g>'
+                f'<text x="{x:.1f}" y="{TOP - 4}">{escape(mark.symbol)}</text></g>'
             )
         return "".join(parts)
 
     def _line(self, line: ChartLine) -> str:
         parts = []
-        for stretch in _stretches(line.found):
+        for stretch in _stretches(line.buckets):
             if line.band and any(bucket.high > bucket.low for bucket in stretch):
                 upper = [f"{self._x(bucket.x):.1f} {self._y(bucket.high):.1f}" for bucket in stretch]
                 lower = [f"{self._x(bucket.x):.1f} {self._y(bucket.low):.1f}" for bucket in reversed(stretch)]
@@ -157,7 +157,7 @@ class _SvgDrawing:
             way = "L".join(f"{self._x(bucket.x):.1f} {self._y(bucket.mean):.1f}" for bucket in stretch)
             if len(stretch) > 1:
                 parts.append(f'<path class="line {line.style}" d="M{way}"/>')
-        finite = [bucket for bucket in line.found if not math.isnan(bucket.mean)]
+        finite = [bucket for bucket in line.buckets if not math.isnan(bucket.mean)]
         if len(finite) <= _DOTS_UP_TO and line.band:
             parts += [
                 f'<circle class="{line.style}" cx="{self._x(bucket.x):.1f}" cy="{self._y(bucket.mean):.1f}" r="2.2"/>'
@@ -168,77 +168,75 @@ class _SvgDrawing:
     def _outside(self, line: ChartLine) -> str:
         assert self.span is not None
         parts = []
-        for bucket in line.found:
+        for bucket in line.buckets:
             if bucket.high > self.span.high:
-                words = f"{line.label}: up to {self.chart.format(self._back(bucket.high))} at {bucket.x:,.0f}"
+                text = f"{line.label}: up to {self.chart.format(self._unscale(bucket.high))} at {bucket.x:,.0f}"
                 x = self._x(bucket.x)
-                parts.append(f'<g class="above"><title>{escape(words)}</title><path d="M{x:.1f} {TOP}l4 7h-8z"/></g>')
+                parts.append(f'<g class="above"><title>{escape(text)}</title><path d="M{x:.1f} {TOP}l4 7h-8z"/></g>')
         return "".join(parts)
 
     def _points(self) -> str:
         return "".join(
             f'<circle class="point" cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="4">'
-            f"<title>{escape(words)}</title></circle>"
-            for x, y, words in self.points
+            f"<title>{escape(text)}</title></circle>"
+            for x, y, text in self.points
             if math.isfinite(y)
         )
 
     def _bad(self) -> str:
-        told = [(x, words) for x, y, words in self.points if not math.isfinite(y)] + list(self.chart.bad)
+        marked = [(x, text) for x, y, text in self.points if not math.isfinite(y)] + list(self.chart.bad)
         for line in self.lines:
-            told += [
+            marked += [
                 (bucket.x, f"{line.label} not finite at {bucket.x:,.0f} ({bucket.not_finite} records)")
-                for bucket in line.found
+                for bucket in line.buckets
                 if bucket.not_finite
             ]
         return "".join(
-            f'<g class="bad"><title>{escape(words)}</title><path d="M{self._x(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8"/></g>'
-            for x, words in told[:500]
+            f'<g class="bad"><title>{escape(text)}</title><path d="M{self._x(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8"/></g>'
+            for x, text in marked[:500]
         )
 
     def _hovers(self) -> str:
-        """Wide invisible columns that say the values under the pointer, by the browser's own means."""
-        lines = [line for line in self.lines if line.in_hover and line.found]
+        """Invisible columns whose tooltip shows the values under the pointer, without scripts."""
+        lines = [line for line in self.lines if line.in_hover and line.buckets]
         if not lines:
             return ""
-        leading = max(lines, key=lambda line: len(line.found))
-        every = max(1, len(leading.found) // _HOVERS)
-        chosen = leading.found[::every]
+        leading = max(lines, key=lambda line: len(line.buckets))
+        every = max(1, len(leading.buckets) // _HOVERS)
+        chosen = leading.buckets[::every]
         xs = [self._x(bucket.x) for bucket in chosen]
         edges = [LEFT, *((a + b) / 2 for a, b in pairwise(xs)), self.chart.width - RIGHT]
         parts = []
         for bucket, begin, end in zip(chosen, edges, edges[1:], strict=False):
-            said = [f"{number(bucket.x) if bucket.x % 1 else f'{bucket.x:,.0f}'} {self.chart.x_unit}"]
+            texts = [f"{number(bucket.x) if bucket.x % 1 else f'{bucket.x:,.0f}'} {self.chart.x_unit}"]
             for line in lines:
-                near = _nearest(line.found, bucket.x)
-                said.append(f"{line.label}: {self._say(near)}")
+                near = _nearest(line.buckets, bucket.x)
+                texts.append(f"{line.label}: {self._value_text(near)}")
             parts.append(
                 f'<rect class="hover" x="{begin:.1f}" y="{TOP}" width="{max(0.5, end - begin):.1f}" '
-                f'height="{self.chart.height - TOP - BOTTOM}"><title>{escape(chr(10).join(said))}</title></rect>'
+                f'height="{self.chart.height - TOP - BOTTOM}"><title>{escape(chr(10).join(texts))}</title></rect>'
             )
         return "".join(parts)
 
-    def _say(self, bucket: ChartBucket) -> str:
+    def _value_text(self, bucket: ChartBucket) -> str:
         if math.isnan(bucket.mean):
             return "not finite"
-        say = self.chart.format
-        if bucket.high == bucket.low:
-            return say(self._back(bucket.mean))
-        return f"{say(self._back(bucket.mean))} ({say(self._back(bucket.low))} to {say(self._back(bucket.high))})"
+        low, high, mean = (self.chart.format(self._unscale(each)) for each in (bucket.low, bucket.high, bucket.mean))
+        return mean if bucket.high == bucket.low else f"{mean} ({low} to {high})"
 
 
-def _scaled(line: ChartLine, there: Callable[[float], float]) -> ChartLine:
+def _scaled(line: ChartLine, scale: Callable[[float], float]) -> ChartLine:
     found = [
-        bucket._replace(low=there(bucket.low), high=there(bucket.high), mean=there(bucket.mean))
+        bucket._replace(low=scale(bucket.low), high=scale(bucket.high), mean=scale(bucket.mean))
         if bucket.low > 0
         else bucket._replace(low=math.nan, high=math.nan, mean=math.nan)
-        for bucket in line.found
+        for bucket in line.buckets
     ]
     return ChartLine(line.label, found, line.style, line.band, line.in_hover)
 
 
 def _stretches(found: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
-    """Runs of finite buckets: a line does not bridge what is not finite."""
+    """Stretches of finite buckets: a line does not bridge non-finite ones."""
     stretch: list[ChartBucket] = []
     for bucket in found:
         if math.isnan(bucket.mean):

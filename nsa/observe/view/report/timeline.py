@@ -1,4 +1,4 @@
-"""The run on the wall clock: processes as bars, what happened as signs in lanes."""
+"""Timeline of a run as SVG: processes as bars, events as symbols in lanes."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -13,16 +13,16 @@ from nsa.observe.watch.conditions import AlertLevel
 
 WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
 _TOGETHER = 7.0
-"""Pixels; signs that are closer become one that tells of all."""
+"""Pixels; closer symbols of the same kind are merged into one."""
 
 
 class _TimelineMark(NamedTuple):
     lane: str
-    sign: str
+    symbol: str
     style: str
 
 
-_SIGNS = {
+_MARKS = {
     EventKind.START: _TimelineMark("starts and ends", "▶", "good"),
     EventKind.RESTART: _TimelineMark("starts and ends", "↻", "warn"),
     EventKind.DONE: _TimelineMark("starts and ends", "✓", "good"),
@@ -33,13 +33,13 @@ _SIGNS = {
     EventKind.CHECKPOINT_REJECTED: _TimelineMark("checkpoints", "✗", "crit"),
     EventKind.EVALUATION: _TimelineMark("evaluations", "○", "calm"),
     EventKind.EVALUATION_FAILED: _TimelineMark("evaluations", "✗", "warn"),
-    EventKind.SKIPPED_STEP: _TimelineMark("trouble", "×", "warn"),
-    EventKind.ROLLBACK: _TimelineMark("trouble", "↶", "warn"),
-    EventKind.STALL: _TimelineMark("trouble", "▲", "crit"),
+    EventKind.SKIPPED_STEP: _TimelineMark("problems", "×", "warn"),
+    EventKind.ROLLBACK: _TimelineMark("problems", "↶", "warn"),
+    EventKind.STALL: _TimelineMark("problems", "▲", "crit"),
     EventKind.FINDING: _TimelineMark("findings", "▲", "warn"),
     EventKind.HALT_ASKED: _TimelineMark("findings", "■", "warn"),
 }
-LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "trouble", "findings")
+LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "problems", "findings")
 
 
 def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
@@ -59,7 +59,7 @@ def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
     parts += _axis(total, bottom, x, wall.begin)
     for life in wall.lives:
         y, tall = TOP + 4, LANE - 8
-        words = f"{clock(life.begin)} to {clock(life.end)} UTC, {life.ending or 'no last word'}"
+        words = f"{clock(life.begin)} to {clock(life.end)} UTC, {life.ending or 'no final record'}"
         parts.append(
             f"<g><title>{escape(words)}</title>"
             f'<rect class="startup" x="{x(life.begin):.1f}" y="{y}" height="{tall}" '
@@ -68,34 +68,35 @@ def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
             f'width="{max(1.0, x(life.end) - x(life.first_step)):.1f}"/></g>'
         )
     for kind_group in _grouped(events, x):
-        sign = _sign(kind_group)
+        mark = _mark(kind_group)
         at = sum(x(event.ts) for event in kind_group) / len(kind_group)
-        y = TOP + LANE * (LANES.index(sign.lane) + 0.5) + 5
-        said = [
+        y = TOP + LANE * (LANES.index(mark.lane) + 0.5) + 5
+        texts = [
             f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {event_text(event)}".rstrip()
             for event in kind_group
         ]
-        words = "\n".join(said if len(said) <= 12 else [*said[:5], f"and {len(said) - 10} more", *said[-5:]])
+        tooltip = "\n".join(texts if len(texts) <= 12 else [*texts[:5], f"and {len(texts) - 10} more", *texts[-5:]])
         parts.append(
-            f'<text class="sign {sign.style}" x="{at:.1f}" y="{y:.1f}">{sign.sign}<title>{escape(words)}</title></text>'
+            f'<text class="sign {mark.style}" x="{at:.1f}" y="{y:.1f}">{mark.symbol}<title>{escape(tooltip)}</title>'
+            "</text>"
         )
     return "".join(parts) + "</svg>"
 
 
-def _sign(group: Sequence[RunEvent]) -> _TimelineMark:
-    sign = _SIGNS[group[0].kind]
+def _mark(group: Sequence[RunEvent]) -> _TimelineMark:
+    mark = _MARKS[group[0].kind]
     if group[0].kind != EventKind.FINDING:
-        return sign
+        return mark
     if any(event.details.get("level") == AlertLevel.CRITICAL for event in group):
-        return sign._replace(style="crit")
-    return sign._replace(sign="△", style="calm") if all(event.details.get("over") for event in group) else sign
+        return mark._replace(style="crit")
+    return mark._replace(symbol="△", style="calm") if all(event.details.get("over") for event in group) else mark
 
 
 def _grouped(events: Sequence[RunEvent], x: Callable[[float], float]) -> list[list[RunEvent]]:
     groups: list[list[RunEvent]] = []
     newest: dict[EventKind, list[RunEvent]] = {}
     for event in events:
-        if event.kind not in _SIGNS:
+        if event.kind not in _MARKS:
             continue
         group = newest.get(event.kind)
         if group is not None and x(event.ts) - x(group[0].ts) < _TOGETHER:
