@@ -10,6 +10,15 @@ from nsa.observe import names, records
 from nsa.observe.heartbeat import JsonLines, to_line
 
 
+class LauncherAction(StrEnum):
+    """Field `launcher` of an event: what the launcher did when the ranks had ended."""
+
+    RESTARTED = "restarted"
+    NOT_RESTARTED = "not restarted"
+    GAVE_UP = "given up"
+    STOPPED = "stopped as asked"
+
+
 class EventKind(StrEnum):
     START = "start"
     RESTART = "restart"
@@ -33,15 +42,6 @@ class EventKind(StrEnum):
     """The watchdog found a condition, or found it resolved (`over`)."""
     HALT_ASKED = "halt_asked"
     HALT_CLEARED = "halt_cleared"
-
-
-class LauncherAction(StrEnum):
-    """Field `launcher` of an event: what the launcher did when the ranks had ended."""
-
-    RESTARTED = "restarted"
-    NOT_RESTARTED = "not restarted"
-    GAVE_UP = "given up"
-    STOPPED = "stopped as asked"
 
 
 @dataclass(frozen=True)

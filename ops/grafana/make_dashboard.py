@@ -1,6 +1,6 @@
-"""Writes nsa.json, the Grafana dashboard of runs: `python ops/grafana/make_dashboard.py`.
+"""Writes the Grafana dashboard nsa.json: `python ops/grafana/make_dashboard.py`.
 
-Rows of panels, three to a row. Every expression keeps to the run and rank chosen at the top.
+Three panels per row. Every expression is filtered by the run and rank selected at the top.
 """
 
 import json
@@ -21,7 +21,7 @@ ROWS: dict[str, list[Panel]] = {
             (f"nsa_eval_loss_nats{{{RUN}}}", "{{run}} held out"),
         ]),
         ("Tokens per second, all ranks", "short", [(f'nsa_tokens_per_second{{{RUN}, rank="0"}}', "{{run}}")]),
-        ("Step, of all", "percentunit", [
+        ("Step, share of train.steps", "percentunit", [
             (f"max by (run) (nsa_step{{{RUN}}}) / max by (run) (nsa_steps_target)", "{{run}}"),
         ]),
         ("Learning rate", "sci", [(f'nsa_learning_rate{{{RUN}, rank="0"}}', "{{run}}")]),
@@ -47,29 +47,29 @@ ROWS: dict[str, list[Panel]] = {
             (f"nsa_selection_keys_mean{{{RANK}}}", "{{run}} mean"),
             (f"nsa_selection_keys_max{{{RANK}}}", "{{run}} largest"),
         ]),
-        ("Queries at their most keys; reads, counted of predicted", "percentunit", [
-            (f"nsa_selection_at_max_ratio{{{RANK}}}", "{{run}} at most"),
+        ("Queries at maximum keys; counted / predicted reads", "percentunit", [
+            (f"nsa_selection_at_max_ratio{{{RANK}}}", "{{run}} at maximum"),
             (f"nsa_reads_counted{{{RANK}}} / nsa_reads_predicted{{{RANK}}}", "{{run}} reads"),
         ]),
     ],
     "Machine": [
         ("Memory", "bytes", [(f"nsa_memory_bytes{{{RANK}}}", "{{run}} rank {{rank}} {{kind}}")]),
         ("Wait for data", "s", [(f"nsa_data_wait_seconds{{{RANK}}}", "{{run}} rank {{rank}}")]),
-        ("Own forward time by rank; step", "s", [
+        ("Forward time by rank; step time", "s", [
             (f"nsa_forward_seconds{{{RANK}}}", "{{run}} rank {{rank}}"),
             (f"nsa_step_seconds{{{RANK}}}", "{{run}} step"),
         ]),
     ],
-    "Life": [
-        ("Age of the heartbeat, and how old it may be", "s", [
+    "Liveness": [
+        ("Heartbeat age and limit", "s", [
             (f"time() - nsa_heartbeat_timestamp_seconds{{{RANK}}}", "{{run}} rank {{rank}}"),
             (f"nsa_heartbeat_limit_seconds{{{RANK}}}", "{{run}} rank {{rank}} limit"),
         ]),
         ("State", "short", [(f"nsa_run_state{{{RANK}}} == 1", "{{run}} rank {{rank}} {{state}}")]),
-        ("Restarts, ways back, steps lost", "short", [
+        ("Restarts, rollbacks, lost steps", "short", [
             (f"nsa_restarts_total{{{RUN}}}", "{{run}} restarts"),
-            (f"nsa_rollbacks_total{{{RUN}}}", "{{run}} ways back"),
-            (f"nsa_lost_steps_total{{{RUN}}}", "{{run}} steps lost"),
+            (f"nsa_rollbacks_total{{{RUN}}}", "{{run}} rollbacks"),
+            (f"nsa_lost_steps_total{{{RUN}}}", "{{run}} lost steps"),
         ]),
         ("Steps since the last checkpoint", "short", [
             (f"max by (run) (nsa_step{{{RUN}}}) - max by (run) (nsa_last_checkpoint_step)", "{{run}}"),
@@ -78,7 +78,7 @@ ROWS: dict[str, list[Panel]] = {
         ("Age of the last checkpoint", "s", [
             (f"time() - nsa_last_checkpoint_timestamp_seconds{{{RUN}}}", "{{run}}"),
         ]),
-        ("Findings of the health table", "short", [(f"nsa_findings{{{RUN}}} > 0", "{{run}} {{condition}}")]),
+        ("Health findings", "short", [(f"nsa_findings{{{RUN}}} > 0", "{{run}} {{condition}}")]),
     ],
 }  # fmt: skip
 FIRING = 'ALERTS{alertstate="firing", alertname=~"NSA.*", run=~"$run|"}'

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The far half of remote.sh, which sends this text to the other machine's bash. Nothing needs to be installed there
-# beyond bash, tmux and the project with its environment.
+# Remote part of remote.sh, which sends this text to bash on the other machine. Needs bash, tmux and the project with
+# its environment there.
 
 set -euo pipefail
 action=$1
@@ -20,7 +20,7 @@ start() {
     say "$RUN_NAME runs already: status shows it, stop ends it"
     exit 1
   fi
-  # Whatever is wrong with the words is told here, and not on a screen that nobody looks at.
+  # Report invalid arguments here, not inside tmux.
   local settings
   settings=$(nsa config show --json "$@")
   if [ "$PREFLIGHT" = 1 ]; then
@@ -39,7 +39,7 @@ start() {
     printf ' %q' --nproc "$RANKS" --grace "$GRACE" "$@"
     printf ' )\n'
     cat <<'RUN'
-# Ctrl-c and the end of the screen go to the launcher, which saves; this shell stays to note its exit code.
+# Ctrl-c and the end of the tmux session reach the launcher, which saves; this shell stays to record its exit code.
 trap : INT HUP TERM
 {
   echo "$BASHPID" >"$state/pid"
@@ -61,7 +61,7 @@ status() {
     say "$RUN_NAME ended with $code"
   else
     code=1
-    say "$RUN_NAME is gone without an exit code: killed, or the machine restarted. start goes on from its checkpoint"
+    say "$RUN_NAME is gone without an exit code: killed, or the machine restarted. Resume with start"
   fi
   tail -n 5 "$state/log" 2>/dev/null || true
   tail -n 1 "$(run_folder)/heartbeat_rank0.jsonl" 2>/dev/null || say "no heartbeat yet"
@@ -71,14 +71,14 @@ status() {
 stop() {
   if running; then
     kill -TERM "$(cat "$state/pid")"
-    say "asked $RUN_NAME to save and leave"
-    # The launcher kills the ranks after GRACE; if it is there a minute later still, someone has to look.
+    say "stopping $RUN_NAME: it saves and exits"
+    # The launcher kills the ranks after GRACE; if it still runs a minute later, give up.
     for ((i = 0; i < (GRACE + 60) * 5; i++)); do
       running || break
       sleep 0.2
     done
     if running; then
-      say "$RUN_NAME has not left: attach shows why"
+      say "$RUN_NAME is still running: see attach"
       exit 1
     fi
   fi

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# A run on another machine, over ssh: it lives in tmux there, so that a cut connection does not touch it.
+# Runs training on another machine over ssh, inside tmux there, so that it survives a lost connection.
 #
-#   ops/ssh/remote.sh start  HOST CONFIG [KEY=VALUE ...]   start, or go on from the newest checkpoint
-#   ops/ssh/remote.sh status HOST                          running or its exit code, last words, last heartbeat
-#   ops/ssh/remote.sh attach HOST                          its live screen; Ctrl-b d leaves it, Ctrl-c stops the run
-#   ops/ssh/remote.sh stop   HOST                          ask it to save and leave, wait until it has
+#   ops/ssh/remote.sh start  HOST CONFIG [KEY=VALUE ...]   start, or resume from the newest checkpoint
+#   ops/ssh/remote.sh status HOST                          running or its exit code, last log lines, last heartbeat
+#   ops/ssh/remote.sh attach HOST                          its terminal; Ctrl-b d detaches, Ctrl-c stops the run
+#   ops/ssh/remote.sh stop   HOST                          save a checkpoint and exit; waits for it
 #   ops/ssh/remote.sh tunnel HOST [PORT]                   its TensorBoard at http://127.0.0.1:PORT of this machine
 #
-# HOST is anything ssh understands; user, port, key and jump host belong into ~/.ssh/config.
-# `stop`, and `status` of a run that has ended, end with its exit code: 0 done, 10 saved and resumable, 11 halted, ...
-# If systemd over there ends your processes at logout (KillUserProcesses=yes), run `loginctl enable-linger` once.
+# HOST is any ssh destination; set user, port, key and jump host in ~/.ssh/config.
+# `stop`, and `status` of a run that has ended, return its exit code: 0 done, 10 saved and resumable, 11 halted, ...
+# If systemd on the other machine ends your processes at logout (KillUserProcesses=yes), run `loginctl enable-linger` once.
 
 set -euo pipefail
 
@@ -17,11 +17,11 @@ set -euo pipefail
 REMOTE_DIR=${REMOTE_DIR:-nsa-train}
 # Its virtual environment, absolute or relative to REMOTE_DIR.
 REMOTE_VENV=${REMOTE_VENV:-.venv}
-# One word for each run on that machine: names the tmux session and the folder of its log and exit code.
+# A unique word for each run on that machine: name of the tmux session and of the folder of its log and exit code.
 RUN_NAME=${RUN_NAME:-nsa}
 # Ranks; empty starts one per GPU.
 RANKS=${RANKS:-}
-# Seconds the ranks may take to save when asked to leave.
+# Seconds for the ranks to save and exit.
 GRACE=${GRACE:-300}
 # 0 skips the checks before a start.
 PREFLIGHT=${PREFLIGHT:-1}
@@ -40,8 +40,8 @@ read -ra options <<<"$SSH_OPTIONS"
 # A dead connection is noticed within a minute, not after hours.
 options+=(-o ServerAliveInterval=15 -o ServerAliveCountMax=4)
 
-# What ssh is to run over there: on_host.sh with the settings above and the given words. Quoted once more than usual:
-# ssh joins its words with blanks, for a shell to split again.
+# The remote command: on_host.sh with the settings above and the given arguments. Quoted twice: ssh joins its
+# arguments with blanks, and the remote shell splits them again.
 on_host() {
   local name
   for name in REMOTE_DIR REMOTE_VENV RUN_NAME RANKS GRACE PREFLIGHT REMOTE_PORT; do
@@ -70,7 +70,7 @@ tunnel)
     "$(on_host tensorboard_here)"
   ;;
 *)
-  echo "remote.sh: there is no action $action: start, status, attach, stop or tunnel"
+  echo "remote.sh: unknown action $action; use start, status, attach, stop or tunnel"
   exit 2
   ;;
 esac

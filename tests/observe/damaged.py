@@ -73,12 +73,17 @@ def _guarded(mutate: Callable[[Path, random.Random], str]) -> Callable[[Path, ra
     return tried
 
 
+def _json_field(folder: Path, rng: random.Random) -> tuple[Path, list[bytes], int, dict[str, Any], str]:
+    """A file, its lines, one of them, the record in it, and one of its fields."""
+    path, lines, place = _json_line(folder, rng)
+    record = json.loads(lines[place])
+    return path, lines, place, record, rng.choice(sorted(record))
+
+
 @_guarded
 def strange_value(folder: Path, rng: random.Random) -> str:
     """Another type or size in one field, of one record or of all from there on."""
-    path, lines, place = _json_line(folder, rng)
-    record = json.loads(lines[place])
-    field = rng.choice(sorted(record))
+    path, lines, place, _, field = _json_field(folder, rng)
     value = rng.choice(STRANGE)
     for at in range(place, len(lines) if rng.random() < 0.3 else place + 1):
         changed = json.loads(lines[at])
@@ -90,9 +95,7 @@ def strange_value(folder: Path, rng: random.Random) -> str:
 
 @_guarded
 def missing_field(folder: Path, rng: random.Random) -> str:
-    path, lines, place = _json_line(folder, rng)
-    record = json.loads(lines[place])
-    field = rng.choice(sorted(record))
+    path, lines, place, record, field = _json_field(folder, rng)
     del record[field]
     lines[place] = json.dumps(record).encode() + b"\n"
     path.write_bytes(b"".join(lines))

@@ -224,7 +224,7 @@ def test_loopback_is_told_from_the_rest(host, safe):
 def test_a_port_in_use_is_an_error_with_the_way_out(tmp_path):
     first = MetricsExporter([tmp_path], host="127.0.0.1", port=0)
     port = int(first.address.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port} .*Choose another --port"):
+    with pytest.raises(ConfigError, match=rf"{port} .*--port"):
         MetricsExporter([tmp_path], host="127.0.0.1", port=port)
     first.close()
 

@@ -135,18 +135,17 @@ def test_a_restart_is_a_vertical_mark(tmp_path):
     assert not any("┊" in line for line in drawn(healthy, tmp_path / "h"))
 
 
-def test_the_end_is_told_with_its_totals(tmp_path):
-    text = "\n".join(drawn(finished, tmp_path))
-    assert "✓ finished" in text
-    assert "step 1,000 of 1,000 · 100 %" in text
-    assert "goodput" in text
-    assert "this run has ended" in text
-
-
-def test_a_halt_is_told_with_its_reason(tmp_path):
-    text = "\n".join(drawn(halted, tmp_path))
-    assert "■ halted" in text
-    assert ".HALT: no reason given" in text
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (finished, ("✓ finished", "step 1,000 of 1,000 · 100 %", "goodput", "this run has ended")),
+        (halted, ("■ halted", ".HALT: no reason given")),
+        (wide, ("1 critical", "heartbeat_stall (ranks 0, 1, 2, 3")),  # one finding for all ranks
+    ],
+)
+def test_state_totals_and_findings_are_shown(make, shown, tmp_path):
+    text = "\n".join(drawn(make, tmp_path))
+    assert [words for words in shown if words not in text] == []
 
 
 def test_many_layers_are_all_shown_where_there_is_room_and_as_a_strip_elsewhere(tmp_path):
@@ -164,18 +163,14 @@ def test_the_slowest_of_many_ranks_is_named(tmp_path):
 
 
 def test_findings_beyond_the_room_are_counted(tmp_path):
-    look = take_snapshot(healthy(tmp_path))
-    look.findings = [HealthFinding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]]
-    text = "\n".join(line.plain for line in frame(look, 80, 24))
+    snapshot = take_snapshot(healthy(tmp_path))
+    snapshot.findings = [
+        HealthFinding(condition, 3, 7, "value 9, limit 3") for condition in list(CONDITIONS.values())[:5]
+    ]
+    text = "\n".join(line.plain for line in frame(snapshot, 80, 24))
     assert "5 critical" in text
     assert "✗ critical heartbeat_stall (rank 3, step 7): value 9" in text
     assert "and 4 more: process_gone" in text
-
-
-def test_what_holds_for_every_rank_is_one_finding(tmp_path):
-    text = "\n".join(drawn(wide, tmp_path))
-    assert "1 critical" in text
-    assert "heartbeat_stall (ranks 0, 1, 2, 3" in text
 
 
 def test_what_files_say_cannot_steer_the_terminal(tmp_path):

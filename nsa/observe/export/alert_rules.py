@@ -59,7 +59,23 @@ _USUAL_FORWARD = (
 )
 """Median of the ranks; for two ranks, where a median is the mean, the minimum."""
 
+_SIGNAL_OF_FINDING = {
+    "loss_divergence": "loss",
+    "throughput_zero": "throughput",
+    "loader_timeout": "data",
+    "out_of_memory": "memory",
+    "loss_plateau": "loss",
+    "loss_spike": "loss",
+    "data_slow": "data",
+    "memory_creep": "memory",
+    "grad_spikes": "grad_norm",
+    "evaluation_failed": "evaluation",
+    "clock_skew": "clock",
+}
+"""Conditions that the exporter evaluates: the alert only looks at `nsa_findings`."""
+
 RULES = {
+    **{name: AlertRule(signal, _finding(name)) for name, signal in _SIGNAL_OF_FINDING.items()},
     "heartbeat_stall": AlertRule(
         "heartbeat",
         f"{_AGE} > nsa_heartbeat_limit_seconds / {{speed}} unless nsa_process_up == 0 "
@@ -75,19 +91,13 @@ RULES = {
     "grad_nonfinite": AlertRule(
         "grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")
     ),
-    "loss_divergence": AlertRule("loss", _finding("loss_divergence")),
-    "throughput_zero": AlertRule("throughput", _finding("throughput_zero")),
     "gate_entropy_critical": AlertRule(
         "gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", CRITICAL_FOR_S
     ),
     "gate_collapse_critical": AlertRule(
         "gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", CRITICAL_FOR_S
     ),
-    "loader_timeout": AlertRule("data", _finding("loader_timeout")),
-    "out_of_memory": AlertRule("memory", _finding("out_of_memory")),
     "steps_skipped": AlertRule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
-    "loss_plateau": AlertRule("loss", _finding("loss_plateau")),
-    "loss_spike": AlertRule("loss", _finding("loss_spike")),
     "throughput_drop": AlertRule(
         "throughput",
         f"min {_BY_RUN} (nsa_tokens_per_second and nsa_heartbeat_limit_seconds) < (1 - {{throughput_drop}}) * "
@@ -102,9 +112,6 @@ RULES = {
     ),
     "gate_max_high": AlertRule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", WARNING_FOR_S),
     "reads_differ": AlertRule("reads", "nsa_reads_counted != nsa_reads_predicted"),
-    "data_slow": AlertRule("data", _finding("data_slow")),
-    "memory_creep": AlertRule("memory", _finding("memory_creep")),
-    "grad_spikes": AlertRule("grad_norm", _finding("grad_spikes")),
     "straggler": AlertRule(
         "forward",
         f"nsa_forward_seconds / on (instance, run) group_left () {_USUAL_FORWARD} > {{straggler}} "
@@ -116,9 +123,7 @@ RULES = {
         f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
         "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
     ),
-    "evaluation_failed": AlertRule("evaluation", _finding("evaluation_failed")),
     "synthetic_data": AlertRule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
-    "clock_skew": AlertRule("clock", _finding("clock_skew")),
 }
 """`nsa_heartbeat_limit_seconds` is exported until a rank writes its final record."""
 

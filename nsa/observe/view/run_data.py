@@ -7,6 +7,7 @@ in arrays: half a million records take some tens of megabytes. Steps repeated af
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from itertools import compress
 from math import isfinite
@@ -251,11 +252,8 @@ class RunFollower:
 
 def load(folder: Path) -> RunData:
     """All data of a run folder."""
-    follower = RunFollower(folder)
-    try:
+    with closing(RunFollower(folder)) as follower:
         return follower.update()
-    finally:
-        follower.close()
 
 
 def heartbeats(folder: Path) -> list[tuple[int, Path]]:

@@ -1,6 +1,7 @@
 """Snapshot of a run folder for monitor and report: run data, state, findings and goodput."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +59,5 @@ class SnapshotReader:
 
 
 def take_snapshot(folder: Path) -> RunSnapshot:
-    reader = SnapshotReader(folder)
-    try:
+    with closing(SnapshotReader(folder)) as reader:
         return reader.read()
-    finally:
-        reader.close()

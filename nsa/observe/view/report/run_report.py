@@ -124,7 +124,7 @@ def _gates(run: RunData) -> str:
 def _timeline(run: RunData, wall: Goodput | None) -> str:
     if wall is None:
         return '<p class="quiet">No records yet.</p>'
-    words = f"From {moment(wall.begin)} to {moment(wall.end)}; time since the start below. Outlined: start-up."
+    words = f"From {moment(wall.begin)} to {moment(wall.end)}; the axis shows time since the start. Outlined: start-up."
     return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
 
 
