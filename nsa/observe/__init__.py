@@ -1,1 +1,1 @@
-"""What a run tells the world: its folder, heartbeat, events and their copies. Needs neither torch nor the engine."""
+"""Monitoring of runs: run folder, heartbeat, events, health checks, exporter, views. Needs neither torch nor OLMo-core."""

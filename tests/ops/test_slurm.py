@@ -89,7 +89,7 @@ def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster,
     stops = [event.step for event in read_events(run.folder) if event.kind == EventKind.STOP]
     assert stops == [second, second], "the ranks' record and the launcher's"
     assert sorted(path.name for path in (run.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
-    assert "in the queue again" in run.said()
+    assert "requeued" in run.said()
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp
     beats = [last_beat(run.folder / names.heartbeat(rank)) for rank in (0, 1)]
     assert [beat.msg for beat in beats if beat] == [names.HALTED, names.HALTED]
     assert run.newest() == run.step()
-    assert "in the queue again" not in run.said()
+    assert "requeued" not in run.said()
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
     cluster.wait_for("idle nodes", cluster.idle)
     assert run.job.facts()["JobState"] == "CANCELLED"
     assert run.newest() == run.step()
-    assert "in the queue again" not in run.said()
+    assert "requeued" not in run.said()
 
 
 @pytest.mark.slow

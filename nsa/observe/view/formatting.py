@@ -115,7 +115,7 @@ def as_float(value: object) -> float:
 
 
 def event_text(event: RunEvent) -> str:
-    """What an event says beyond its kind and step, as one short line."""
+    """Details of an event beyond its kind and step, as one short line."""
     details = event.details
     if event.kind == EventKind.EVALUATION:
         return f"held-out loss {number(as_float(details.get('val_loss')))}"

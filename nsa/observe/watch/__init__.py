@@ -1,1 +1,1 @@
-"""Is a run well? Tails of its records, what is known of it, a pure judgement, and the processes that act on it."""
+"""Health of a run: record tails, history, health checks, watchdog, hang diagnosis, status, smoke test."""

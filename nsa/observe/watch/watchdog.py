@@ -167,7 +167,7 @@ class Watchdog:
         self._try(lambda: write_atomic(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
     def _try(self, write: Callable[[], _T]) -> _T | None:
-        """Log a failed write (a full disk, say) and keep watching; None if it failed."""
+        """Log a failed write (such as a full disk) and keep watching; None if it failed."""
         try:
             return write()
         except OSError as problem:
