@@ -29,9 +29,9 @@ from nsa.checkpoint.manifest import (
     examine,
     take_stock,
 )
-from nsa.checkpoint.store import FolderStore
 from nsa.errors import CheckpointError
 from nsa.files import fsync_path, fsync_tree, replace_file, write_atomic
+from nsa.storage import LocalFiles
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class CheckpointFolder:
         return names.step_of(os.readlink(link)) if link.is_symlink() else None
 
     def examine(self, step: int, *, deep: bool = True) -> CheckpointVerdict:
-        return examine(FolderStore(self.step_path(step)), key=self._key, step=step, deep=deep)
+        return examine(LocalFiles(self.step_path(step)), key=self._key, step=step, deep=deep)
 
     def find_resumable(
         self,
         inspect: Callable[[Path], object] | None = None,
-        wrong_hashes: Callable[[FolderStore, CheckpointManifest], Iterable[str]] | None = None,
+        wrong_hashes: Callable[[LocalFiles, CheckpointManifest], Iterable[str]] | None = None,
     ) -> ResumableCheckpoint:
         """Newest first, until one is good. Bad ones stay where they are, are never read further, and are reported.
 
@@ -146,7 +146,7 @@ class CheckpointFolder:
                 except CheckpointError as error:
                     problems = (str(error),)
             if not problems and wrong_hashes is not None:
-                problems = tuple(wrong_hashes(FolderStore(path), self.examine(step, deep=False).demand_good()))
+                problems = tuple(wrong_hashes(LocalFiles(path), self.examine(step, deep=False).demand_good()))
             if not problems:
                 return ResumableCheckpoint(step, path, tuple(passed_over))
             self._suspect.add(step)
@@ -172,7 +172,7 @@ class CheckpointFolder:
                 f"{staging} does not exist: step {step} was never written, so it cannot be committed."
             )
         try:
-            store = FolderStore(staging)
+            store = LocalFiles(staging)
             fsync_tree(staging)
             manifest = take_stock(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason)
             if not manifest.files:
@@ -194,7 +194,7 @@ class CheckpointFolder:
         must not push out what was saved here.
         """
         staging, target = self.staging(step), self.step_path(step)
-        examine(FolderStore(staging), key=self._key, step=step, deep=False).demand_good()
+        examine(LocalFiles(staging), key=self._key, step=step, deep=False).demand_good()
         inspect(staging)
         fsync_tree(staging)
         self._rename(staging, target)

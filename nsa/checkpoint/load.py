@@ -16,10 +16,10 @@ from nsa.checkpoint import names
 from nsa.checkpoint.manifest import examine
 from nsa.checkpoint.pickle_scan import demand_harmless, read_index, read_piece
 from nsa.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
-from nsa.checkpoint.store import IRREGULAR, FolderStore
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
 from nsa.files import replace_file
+from nsa.storage import IRREGULAR, LocalFiles
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ def open_checkpoint(
         raise CheckpointError(f"{checkpoint} does not exist. `nsa checkpoint ls RUN_FOLDER` shows what there is.")
     if allow_foreign and not os.path.lexists(checkpoint / names.COMMIT):
         log.warning("%s has no %s: damage to its tensors cannot be detected", checkpoint, names.COMMIT)
-        store = FolderStore(checkpoint)
+        store = LocalFiles(checkpoint)
         if irregular := sorted(name for name, size in store.files().items() if size == IRREGULAR):
             raise CheckpointError(f"{checkpoint / irregular[0]} is a link: a checkpoint holds its own files only.")
         return VerifiedFiles(checkpoint, None)
     step = names.step_of(checkpoint.name)
-    manifest = examine(FolderStore(checkpoint), key=key, step=step, deep=deep).demand_good()
+    manifest = examine(LocalFiles(checkpoint), key=key, step=step, deep=deep).demand_good()
     return VerifiedFiles(checkpoint, manifest)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nsa.checkpoint.names import COMMIT
-from nsa.checkpoint.store import IRREGULAR, CheckpointStore
 from nsa.errors import CheckpointError
+from nsa.storage import IRREGULAR, FileStore
 
 FORMAT = 2
 _WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
@@ -89,7 +89,7 @@ def read_key(file: Path) -> bytes:
     return key
 
 
-def take_stock(store: CheckpointStore, step: int, saved_at: str, reason: str = INTERVAL) -> CheckpointManifest:
+def take_stock(store: FileStore, step: int, saved_at: str, reason: str = INTERVAL) -> CheckpointManifest:
     """Hash every file that is there now."""
     sizes = store.files()
     sizes.pop(COMMIT, None)
@@ -165,7 +165,7 @@ def _require_names_inside(names: Mapping[str, ManifestEntry]) -> None:
 
 
 def examine(
-    store: CheckpointStore, *, key: bytes | None = None, step: int | None = None, deep: bool = True
+    store: FileStore, *, key: bytes | None = None, step: int | None = None, deep: bool = True
 ) -> CheckpointVerdict:
     """Compare a checkpoint with its COMMIT.json, reading bytes only. `deep=False` looks at names and sizes."""
     try:
@@ -184,7 +184,7 @@ def examine(
     return CheckpointVerdict(str(store), manifest, tuple(problems), signed=key is not None)
 
 
-def read_commit(store: CheckpointStore, size: int, key: bytes | None) -> CheckpointManifest:
+def read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointManifest:
     if size > LARGEST_COMMIT_BYTES:
         raise CheckpointError(f"{COMMIT} has {size} bytes, more than the {LARGEST_COMMIT_BYTES} allowed")
     raw = bytearray()
@@ -195,9 +195,7 @@ def read_commit(store: CheckpointStore, size: int, key: bytes | None) -> Checkpo
     return decode(bytes(raw), key)
 
 
-def _compare(
-    store: CheckpointStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool
-) -> Iterator[str]:
+def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool) -> Iterator[str]:
     whole = []
     for name, entry in manifest.files.items():
         found = sizes.get(name)
@@ -215,7 +213,7 @@ def _compare(
         yield from wrong_hashes(store, manifest, whole)
 
 
-def wrong_hashes(store: CheckpointStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
+def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
     """What the hashes of these files say against them."""
     by_file = {name for name in names if manifest.files[name].sha256 is not None}
     for name, found in _hash_all(store, names, by_file).items():
@@ -230,7 +228,7 @@ def same_content(listed: ManifestEntry, found: ManifestEntry) -> bool:
     return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
 
 
-def _hash_all(store: CheckpointStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
+def _hash_all(store: FileStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
     """hashlib lets go of the interpreter lock, so threads overlap both reading and hashing."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-hash") as pool:
         hashed = pool.map(lambda name: hash_blocks(store.chunks(name), whole=name in by_file), names)

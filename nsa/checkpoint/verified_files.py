@@ -14,9 +14,9 @@ from pathlib import Path
 
 from nsa.checkpoint import names
 from nsa.checkpoint.manifest import BLOCK_BYTES, CheckpointManifest, hash_blocks, same_content
-from nsa.checkpoint.store import IRREGULAR, FolderStore
 from nsa.errors import CheckpointError
 from nsa.files import open_regular
+from nsa.storage import IRREGULAR, LocalFiles
 
 _CACHED_BLOCKS = 4
 LARGEST_RANK_FILE_BYTES = 16 << 20
@@ -30,7 +30,7 @@ class VerifiedFiles:
         if manifest is not None:
             self.sizes = {name: entry.bytes for name, entry in manifest.files.items()}
         else:
-            self.sizes = {name: size for name, size in FolderStore(path).files().items() if size != IRREGULAR}
+            self.sizes = {name: size for name, size in LocalFiles(path).files().items() if size != IRREGULAR}
         self._cache: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._digests: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class VerifiedFiles:
         with self._lock:
             if name not in self._digests:
                 # The first format has one hash per file: blocks hashed in the same pass are as good as it is.
-                found = hash_blocks(FolderStore(self.path).chunks(name), whole=True)
+                found = hash_blocks(LocalFiles(self.path).chunks(name), whole=True)
                 if not same_content(entry, found):
                     raise CheckpointError(f"{self.path / name} does not match its SHA-256.")
                 self._digests[name] = found.blocks

@@ -128,7 +128,7 @@ def push(
     **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
     """
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.s3 import push as copy
+    from nsa.checkpoint.transfer import push as copy
 
     say(f"wrote {copy(_resolved(checkpoint), url, key=read_key(key_file) if key_file else None)}")
 
@@ -148,8 +148,8 @@ def pull(
     from nsa.checkpoint.lock import RunLock
     from nsa.checkpoint.manifest import read_key
     from nsa.checkpoint.names import CHECKPOINTS
-    from nsa.checkpoint.s3 import GIB
-    from nsa.checkpoint.s3 import pull as copy
+    from nsa.checkpoint.transfer import GIB
+    from nsa.checkpoint.transfer import pull as copy
 
     key = read_key(key_file) if key_file else None
     with RunLock(run):

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nsa.checkpoint.load import demand_trustworthy, export
 from nsa.checkpoint.manifest import encode, read_key, take_stock
-from nsa.checkpoint.store import FolderStore
 from nsa.errors import CheckpointError
+from nsa.storage import LocalFiles
 from tests.checkpoint.test_checkpointer import Bomb, Module, assert_same, checkpointer, save
 
 INDEX = "model_and_optim/.metadata"
@@ -41,7 +41,7 @@ def root(made, tmp_path):
 def commit(step: Path) -> None:
     """A manifest that fits, as whoever can write the folder can write it."""
     (step / "COMMIT.json").unlink(missing_ok=True)
-    (step / "COMMIT.json").write_bytes(encode(take_stock(FolderStore(step), 2, "now")))
+    (step / "COMMIT.json").write_bytes(encode(take_stock(LocalFiles(step), 2, "now")))
 
 
 def refused(step: Path, tmp_path: Path) -> None:

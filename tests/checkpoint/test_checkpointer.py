@@ -28,10 +28,10 @@ from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E40
 from nsa.checkpoint.load import demand_trustworthy, export, open_checkpoint, read_model  # noqa: E402
 from nsa.checkpoint.manifest import encode, take_stock  # noqa: E402
 from nsa.checkpoint.run_state import RunRecord  # noqa: E402
-from nsa.checkpoint.store import FolderStore  # noqa: E402
 from nsa.checkpoint.tensor_index import parse_index  # noqa: E402
 from nsa.errors import CheckpointError  # noqa: E402
 from nsa.model.transformer import NSATransformer  # noqa: E402
+from nsa.storage import LocalFiles  # noqa: E402
 from nsa.train.engine.checkpointer import VerifiedCheckpointer, VerifiedCheckpointerConfig  # noqa: E402
 
 CONFIG = {"train": {"lr": 0.1, "steps": 5}}
@@ -243,7 +243,7 @@ def test_a_pickle_bomb_is_never_executed(folder, tmp_path, plant, defence):
     plant(step2, Bomb(canary))
     if defence == "pickles":  # a hostile folder brings a manifest that fits
         (step2 / "COMMIT.json").unlink()
-        (step2 / "COMMIT.json").write_bytes(encode(take_stock(FolderStore(step2), 2, "now")))
+        (step2 / "COMMIT.json").write_bytes(encode(take_stock(LocalFiles(step2), 2, "now")))
     elif defence == "override":
         (step2 / "COMMIT.json").unlink()
     for use in (

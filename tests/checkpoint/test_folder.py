@@ -17,8 +17,8 @@ import pytest
 from nsa.checkpoint import names
 from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, RetentionPolicy
 from nsa.checkpoint.manifest import decode, examine, read_key
-from nsa.checkpoint.store import FolderStore
 from nsa.errors import CheckpointError
+from nsa.storage import LocalFiles
 
 ROOT = Path(__file__).parents[2]
 KEY = b"k" * 32
@@ -361,5 +361,5 @@ def test_names_are_spelled_strictly():
 def test_a_document_of_another_format_is_refused(folder):
     raw = (folder.path / "step200/COMMIT.json").read_bytes()
     assert decode(raw).step == 200
-    assert not examine(FolderStore(folder.path / "step100"), step=200).good
+    assert not examine(LocalFiles(folder.path / "step100"), step=200).good
     assert CheckpointFinding("step1", ("a", "b")).__str__() == "step1: a; b"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nsa.checkpoint.manifest import BLOCK_BYTES, decode, encode, examine, take_stock
-from nsa.checkpoint.store import FolderStore
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
+from nsa.storage import LocalFiles
 
 NAME = "model_and_optim/__0_0.distcp"
 SIZE = 2 * BLOCK_BYTES + 12345
@@ -33,7 +33,7 @@ def checkpoint(tmp_path, content):
 
 
 def commit_now(checkpoint: Path) -> None:
-    (checkpoint / "COMMIT.json").write_bytes(encode(take_stock(FolderStore(checkpoint), 7, "now")))
+    (checkpoint / "COMMIT.json").write_bytes(encode(take_stock(LocalFiles(checkpoint), 7, "now")))
 
 
 def commit_as_the_first_format(checkpoint: Path) -> None:
@@ -66,7 +66,7 @@ def write_at(checkpoint: Path, offset: int) -> None:
 @pytest.mark.parametrize("commit", COMMITS)
 def test_any_part_of_a_file_comes_back(checkpoint, content, commit):
     commit(checkpoint)
-    assert examine(FolderStore(checkpoint), step=7).good
+    assert examine(LocalFiles(checkpoint), step=7).good
     files = opened(checkpoint)
     dice = random.Random(1)
     parts = [(0, SIZE), (0, 0), (BLOCK_BYTES, 0), (BLOCK_BYTES - 1, 2), (SIZE - 1, 1)]
@@ -87,7 +87,7 @@ def test_a_changed_byte_is_refused_before_and_after_opening(checkpoint, commit, 
     before = opened(checkpoint)
     assert len(before.read_range(NAME, 0, 1 if offset else 0)) == (1 if offset else 0)
     write_at(checkpoint, offset)
-    assert not examine(FolderStore(checkpoint), step=7).good
+    assert not examine(LocalFiles(checkpoint), step=7).good
     for files in (before, opened(checkpoint)):
         with pytest.raises(CheckpointError, match="does not match its SHA-256"):
             files.read_range(NAME, 0, SIZE)

@@ -36,9 +36,9 @@ from nsa.checkpoint.load import demand_trustworthy, open_checkpoint, read_record
 from nsa.checkpoint.manifest import INTERVAL, CheckpointManifest, read_key, wrong_hashes
 from nsa.checkpoint.pickle_scan import demand_harmless, read_trainer_state
 from nsa.checkpoint.run_state import RunRecord
-from nsa.checkpoint.store import FolderStore
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
+from nsa.storage import LocalFiles
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class VerifiedCheckpointer(Checkpointer):
         def inspect(path: Path) -> None:
             demand_trustworthy(path, key=self.key, deep=False)
 
-        def hash_on_all_ranks(store: FolderStore, manifest: CheckpointManifest) -> list[str]:
+        def hash_on_all_ranks(store: LocalFiles, manifest: CheckpointManifest) -> list[str]:
             broadcast_object((store.path, manifest))
             return self._hash_share(store.path, manifest)
 
@@ -109,7 +109,7 @@ class VerifiedCheckpointer(Checkpointer):
         """What is wrong with any file, on every rank; the files are dealt out by size."""
         by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes, reverse=True)
         try:
-            problems = list(wrong_hashes(FolderStore(path), manifest, by_size[get_rank() :: get_world_size()]))
+            problems = list(wrong_hashes(LocalFiles(path), manifest, by_size[get_rank() :: get_world_size()]))
         except OSError as error:
             problems = [f"it cannot be read: {error}"]
         return [problem for part in all_gather_object(problems) for problem in part]

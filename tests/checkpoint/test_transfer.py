@@ -15,13 +15,13 @@ server_module = pytest.importorskip("moto.server")
 
 from botocore.config import Config  # noqa: E402
 
-from nsa.checkpoint import s3  # noqa: E402
+from nsa.checkpoint import transfer  # noqa: E402
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.checkpoint.manifest import CheckpointManifest, ManifestEntry, encode, take_stock  # noqa: E402
 from nsa.checkpoint.run_state import RunRecord  # noqa: E402
-from nsa.checkpoint.s3 import S3Checkpoint, connect, pull, push  # noqa: E402
-from nsa.checkpoint.store import FolderStore  # noqa: E402
-from nsa.errors import CheckpointError  # noqa: E402
+from nsa.checkpoint.transfer import pull, push  # noqa: E402
+from nsa.errors import CheckpointError, ConfigError  # noqa: E402
+from nsa.storage import CHUNK_BYTES, LocalFiles, S3Prefix  # noqa: E402
 
 KEY = b"k" * 32
 NAMES = ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "state.json"]
@@ -46,7 +46,7 @@ def client(server, monkeypatch):
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    made = connect()
+    made = S3Prefix(URL).client
     made.create_bucket(Bucket="models")
     yield made
     everything = boto3.resource("s3").Bucket("models")
@@ -176,11 +176,23 @@ def test_a_committed_one_is_never_overwritten(client, folder):
 
 
 def test_of_two_writers_the_second_is_told(client):
-    place = S3Checkpoint(f"{URL}/step9", client)
-    place.put_if_absent("COMMIT.json", b"first")
-    with pytest.raises(CheckpointError, match="committed by another writer"):
-        place.put_if_absent("COMMIT.json", b"second")
-    assert place.read("COMMIT.json") == b"first"
+    place = S3Prefix(f"{URL}/step9", client)
+    assert place.put_if_absent("COMMIT.json", b"first")
+    assert not place.put_if_absent("COMMIT.json", b"second")
+    assert place.read_bytes("COMMIT.json", limit=5) == b"first"
+
+
+def test_a_checkpoint_that_another_writer_committed_meanwhile_stays(client, folder):
+    class Late(Dying):
+        """Another writer commits between our last look and our own commit."""
+
+        def put_object(self, **put):
+            client.put_object(Bucket=put["Bucket"], Key=put["Key"], Body=b"theirs")
+            return client.put_object(**put)
+
+    with pytest.raises(CheckpointError, match="another writer"):
+        push(folder.step_path(1), URL, client=Late(client, 99))
+    assert S3Prefix(f"{URL}/step1", client).read_bytes("COMMIT.json", limit=9) == b"theirs"
 
 
 def test_a_key_refuses_what_it_did_not_sign(client, tmp_path, other):
@@ -198,7 +210,7 @@ def test_a_bad_local_one_is_not_copied(client, folder):
     (folder.step_path(2) / NAMES[1]).write_bytes(b"x")
     with pytest.raises(CheckpointError, match="cannot be trusted"):
         push(folder.step_path(2), URL)
-    assert S3Checkpoint(URL, client).folders() == []
+    assert S3Prefix(URL, client).folders() == []
 
 
 def test_names_that_leave_the_folder_are_refused(client, folder, other):
@@ -215,10 +227,25 @@ def test_names_that_leave_the_folder_are_refused(client, folder, other):
 def test_a_place_that_is_none_and_a_bucket_that_is_missing(client, folder, other):
     for url in ("models/run", "s3://", "s3://models"):
         with pytest.raises(CheckpointError, match="is not a place"):
-            S3Checkpoint(url)
+            S3Prefix(url, error=CheckpointError)
     with pytest.raises(CheckpointError, match="cannot be used"):
         push(folder.step_path(1), "s3://nobody/run")
     assert pull(URL, other).step is None
+
+
+def test_an_address_names_its_endpoint_and_region(client, server, folder, other):
+    url = f"{URL}?endpoint={server}&region=us-east-1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        assert str(push(folder.step_path(1), url)) == f"{URL}/step1"
+        assert pull(url, other).step == 1
+
+
+@pytest.mark.parametrize("url", ["s3://me:secret@models/run", f"{URL}?endpoint=host:9", f"{URL}?secret=x"])
+def test_credentials_and_unknown_options_in_an_address_are_refused(url, folder):
+    with pytest.raises(ConfigError) as refused:
+        push(folder.step_path(1), url)
+    assert "me:secret" not in str(refused.value)
 
 
 def test_a_store_that_does_not_answer_is_told(client, folder):
@@ -245,7 +272,7 @@ def hostile(folder: CheckpointFolder, step: int, change) -> None:
     path = folder.step_path(step)
     change(path)
     (path / "COMMIT.json").unlink()
-    (path / "COMMIT.json").write_bytes(encode(take_stock(FolderStore(path), step, "now")))
+    (path / "COMMIT.json").write_bytes(encode(take_stock(LocalFiles(path), step, "now")))
 
 
 def plant_code(path: Path) -> None:
@@ -328,8 +355,8 @@ def test_more_than_was_listed_is_not_downloaded(client, folder, other):
     store = Stretching(client, more=100)
     found = pull(URL, other, client=store)
     assert found.step is None
-    assert "longer than it was said to be" in str(found.passed_over[0])
-    assert store.sent <= 2 * s3.CHUNK_BYTES
+    assert "longer than its listed size" in str(found.passed_over[0])
+    assert store.sent <= 2 * CHUNK_BYTES
     assert other.steps() == []
 
 
@@ -347,7 +374,7 @@ def test_what_is_too_large_is_refused_before_it_is_downloaded(client, folder, ot
     with pytest.raises(CheckpointError):  # a size that does not go with its hashes
         encode_and_decode(CheckpointManifest(2, "now", huge))
     with pytest.raises(CheckpointError, match="free"):
-        s3._require_room(CheckpointManifest(2, "now", huge), other.path, None)
+        transfer._require_room(CheckpointManifest(2, "now", huge), other.path, None)
 
 
 def encode_and_decode(manifest: CheckpointManifest) -> CheckpointManifest:
