@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.manifest import (
     INTERVAL,
     REQUESTED,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.manifest import examine
 from nsa.checkpoint.pickle_scan import demand_harmless, read_index, read_piece
 from nsa.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
@@ -22,9 +22,6 @@ from nsa.files import replace_file
 from nsa.storage import IRREGULAR, LocalFiles
 
 log = logging.getLogger(__name__)
-
-MODEL_PT = "model.pt"
-MODEL_SAFETENSORS = "model.safetensors"
 
 
 def demand_trustworthy(
@@ -93,14 +90,14 @@ def export(checkpoint: Path, to: Path, *, key: bytes | None = None, allow_foreig
         about |= {"step": str(record.step), "config": json.dumps(record.config, sort_keys=True)}
     to.mkdir(parents=True, exist_ok=True)
     written = []
-    for name in (MODEL_PT, MODEL_SAFETENSORS):
+    for name in (names.MODEL, names.MODEL_SAFETENSORS):
         path, temporary = to / name, to / f".{name}.new"
         try:
-            if name == MODEL_PT:
+            if name == names.MODEL:
                 torch.save(model, temporary)
             else:
                 save_file(model, temporary, metadata=about)
-                shutil.copymode(to / MODEL_PT, temporary)  # safetensors makes private files
+                shutil.copymode(to / names.MODEL, temporary)  # safetensors makes private files
             replace_file(temporary, path, durable=True)
         # torch.save reports a full disk by a RuntimeError, safetensors by an error of its own.
         except (OSError, RuntimeError, SafetensorError) as error:

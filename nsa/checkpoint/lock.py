@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nsa.checkpoint.names import LOCK
 from nsa.errors import CheckpointError
 from nsa.files import try_lock, unlock
+from nsa.names import LOCK
 
 _RETRY_S = 0.1
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nsa.checkpoint.names import COMMIT
 from nsa.errors import CheckpointError
+from nsa.names import COMMIT
 from nsa.storage import IRREGULAR, FileStore
 
 FORMAT = 2

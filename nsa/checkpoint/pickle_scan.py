@@ -4,15 +4,13 @@ DCP's index (`.metadata`), the tensors inside `.distcp` files and the engine's `
 of them is ever given to `pickle` or `torch.load`: `tensor_index` and `torch_file` read them without executing anything.
 """
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.pickle_reader import PickleRefused
 from nsa.checkpoint.run_state import LARGEST_JSON_BYTES
 from nsa.checkpoint.tensor_index import Metadata, PieceLocation, largest_index, parse_index
 from nsa.checkpoint.torch_file import check_torch_file, read_torch_file
 from nsa.checkpoint.verified_files import LARGEST_RANK_FILE_BYTES, VerifiedFiles
 from nsa.errors import CheckpointError
-
-_PIECES = ".distcp"
 
 
 def read_index(files: VerifiedFiles) -> Metadata:
@@ -21,7 +19,7 @@ def read_index(files: VerifiedFiles) -> Metadata:
     sizes = {
         name.removeprefix(folder): size
         for name, size in files.sizes.items()
-        if name.startswith(folder) and name.endswith(_PIECES)
+        if name.startswith(folder) and name.endswith(names.TENSOR_FILES)
     }
     name = f"{folder}{names.TENSOR_INDEX}"
     if name not in files.sizes:
@@ -65,7 +63,11 @@ def demand_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
         if pieces:
             _check(files, f"{folder}{where.relative_path}", None, where.offset, where.length)
     for name, size in files.sizes.items():  # a replica that had nothing to add leaves empty files
-        if name.endswith(_PIECES) and size and (not name.startswith(folder) or name.removeprefix(folder) not in used):
+        if (
+            name.endswith(names.TENSOR_FILES)
+            and size
+            and (not name.startswith(folder) or name.removeprefix(folder) not in used)
+        ):
             raise CheckpointError(f"{files.path / name} is in no index of tensors: nobody would know what is in it.")
     return index
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from nsa.checkpoint.names import STATE
 from nsa.errors import CheckpointError
 from nsa.files import write_atomic
+from nsa.names import STATE
 
 FORMAT = 1
 LARGEST_JSON_BYTES = 16 << 20

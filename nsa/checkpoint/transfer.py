@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, ResumableCheckpoint
 from nsa.checkpoint.manifest import LARGEST_COMMIT_BYTES, CheckpointManifest, decode, examine
 from nsa.errors import CheckpointError

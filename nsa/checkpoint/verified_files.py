@@ -12,7 +12,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.manifest import BLOCK_BYTES, CheckpointManifest, hash_blocks, same_content
 from nsa.errors import CheckpointError
 from nsa.files import open_regular

@@ -26,7 +26,7 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
     **Example:** `nsa checkpoint ls artifacts/run`
     """
     from nsa.checkpoint.lock import holder
-    from nsa.checkpoint.names import step_name
+    from nsa.names import step_name
 
     folder = _open(run, key_file)
     saved = {step: manifest.reason for step, manifest in folder.committed().items()}
@@ -57,7 +57,7 @@ def verify(
     """
     from nsa.checkpoint.load import demand_trustworthy
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.names import step_of
+    from nsa.names import step_of
 
     one = _resolved(path)
     if step_of(one.name) is not None:
@@ -101,7 +101,7 @@ def export(
     from nsa.checkpoint.load import demand_trustworthy
     from nsa.checkpoint.load import export as write
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.names import COMMIT, step_of
+    from nsa.names import COMMIT, step_of
 
     source = _resolved(checkpoint)
     if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
@@ -147,9 +147,9 @@ def pull(
     from nsa.checkpoint.folder import CheckpointFolder
     from nsa.checkpoint.lock import RunLock
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.names import CHECKPOINTS
     from nsa.checkpoint.transfer import GIB
     from nsa.checkpoint.transfer import pull as copy
+    from nsa.names import CHECKPOINTS
 
     key = read_key(key_file) if key_file else None
     with RunLock(run):
@@ -187,7 +187,7 @@ def _resolved(path: Path) -> Path:
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
     from nsa.checkpoint.folder import CheckpointFolder
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.names import CHECKPOINTS
+    from nsa.names import CHECKPOINTS
 
     inside = run / CHECKPOINTS
     folder = inside if inside.is_dir() else run

@@ -11,7 +11,7 @@ from nsa.cli.launch import launch
 from nsa.cli.preflight import ALLOW_HELP
 from nsa.cli.terminal import say
 from nsa.errors import ConfigError
-from nsa.observe.names import PROGRESS
+from nsa.names import PROGRESS
 from nsa.terminal_text import printable
 
 if TYPE_CHECKING:

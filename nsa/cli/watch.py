@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa import names
 from nsa.cli.terminal import say
 from nsa.errors import ConfigError, ExitCode
 from nsa.terminal_text import printable
@@ -101,7 +102,6 @@ def halt(
 
     **Example:** `nsa halt artifacts/run --reason "node maintenance" --wait`
     """
-    from nsa.observe import names
     from nsa.observe.halt_file import read, request
 
     folder = _folder(run, directory)
@@ -124,7 +124,6 @@ def smoke(
 
     **Example:** `nsa smoke artifacts/run --min-steps 100`
     """
-    from nsa.observe import names
     from nsa.observe.watch.smoke import smoke as smoke_checks
 
     if run is None and (csv is None or heartbeat is None):
@@ -222,7 +221,7 @@ def _show(folder: Path, found: "RunStatus") -> None:
         rows.append(("heartbeat", f"{age(found.beat_age_s)} ago, {found.ranks}{world} rank{'s' * (found.ranks != 1)}"))
     rows.append(("checkpoint", found.checkpoint or "none"))
     if found.halt is not None:
-        rows.append((".HALT", found.halt))
+        rows.append((names.HALT, found.halt))
     if found.unreadable:
         rows.append(("unreadable", describe_unreadable(found.unreadable)))
     for name, text in rows:

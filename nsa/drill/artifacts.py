@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder
-from nsa.observe import names
 from nsa.observe.events import EventKind, RunEvent, read_events
 from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 

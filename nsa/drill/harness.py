@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from nsa import names
 from nsa.config.env import without_settings
 from nsa.drill import artifacts
 from nsa.drill.inject import FaultKind, PlantedFault
 from nsa.drill.result import NotObserved
-from nsa.observe import names
 
 PROGRESS_TIMEOUT_S = 240.0
 """A wait fails after this long without progress; how fast something must happen is required by each scenario."""

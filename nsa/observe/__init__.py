@@ -1,1 +1,1 @@
-"""Monitoring of runs: run folder, heartbeat, events, health checks, exporter, views. Needs neither torch nor OLMo-core."""
+"""Run folder, heartbeat, events, health checks, monitor and report. Needs neither torch nor the training engine."""

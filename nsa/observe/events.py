@@ -6,7 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import names, records
+from nsa import names
+from nsa.observe import records
 from nsa.observe.heartbeat import JsonLines, to_line
 
 

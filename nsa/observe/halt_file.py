@@ -5,8 +5,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa import names
 from nsa.files import create_atomic, replace_file
-from nsa.observe import names, records
+from nsa.observe import records
 from nsa.observe.events import EventKind, add_event
 
 _MAX_BYTES = 1 << 16

@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from nsa import names
 from nsa.files import open_regular
-from nsa.observe import names, records
+from nsa.observe import records
 
 ALIVE_EVERY_S = 15.0
 """A run that makes progress writes a record at least this often, plus one step."""

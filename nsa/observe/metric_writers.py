@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa import names
 from nsa.files import write_atomic
-from nsa.observe import names
 from nsa.observe.heartbeat import HeartbeatRecord, to_line
 
 # Scripts read columns by position: step and loss stay the first two.

@@ -9,14 +9,13 @@ import csv
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from nsa import names
 from nsa.files import open_regular
-from nsa.observe import names
 
 LONGEST_LINE = 1 << 20
 """Longer lines are skipped instead of being kept in memory."""
@@ -27,7 +26,6 @@ _LARGEST_NUMBER = 1e100
 """Larger values are not measurements; sums and squares of smaller ones do not overflow."""
 _LATEST_TIME = 253_402_300_000.0  # end of the year 9999, the last that datetime supports
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
-_HEARTBEAT_NAME = re.compile(r"heartbeat_rank(0|[1-9][0-9]{0,5})\.jsonl")
 
 T = TypeVar("T")
 Check = Callable[[Any], Any]
@@ -232,8 +230,8 @@ def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
     """(rank, path), lowest rank first."""
     found = []
     for path in folder.glob(names.HEARTBEATS):
-        if match := _HEARTBEAT_NAME.fullmatch(path.name):
-            found.append((int(match[1]), path))
+        if (rank := names.rank_of_heartbeat(path.name)) is not None:
+            found.append((rank, path))
     return sorted(found)
 
 

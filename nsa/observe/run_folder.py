@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nsa import __version__
+from nsa import __version__, names
 from nsa.config.schema import RunConfig
 from nsa.files import write_atomic
-from nsa.observe import halt_file, names, records
+from nsa.observe import halt_file, records
 from nsa.observe.heartbeat import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")

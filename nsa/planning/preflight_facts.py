@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nsa import names
 from nsa.config.schema import RunConfig, settings
-from nsa.observe import names
 from nsa.observe.run_folder import RunFolder
 from nsa.planning.estimate import RunEstimate
 from nsa.planning.hardware import HardwareTarget

@@ -3,13 +3,13 @@
 import glob
 from pathlib import Path
 
+from nsa import names
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
 from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
 from nsa.data.source.hub import FINEWEB_EDU
 from nsa.data.tokenizer import load_tokenizer
 from nsa.errors import ConfigError, DataError
-from nsa.observe import names
 from nsa.storage import StorageFolder
 
 _PACKING = {"stream": "concat", "best_fit": "best_fit"}

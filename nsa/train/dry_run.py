@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.load import open_checkpoint, read_model
-from nsa.checkpoint.names import CHECKPOINTS, step_name
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.errors import NSAError
+from nsa.names import CHECKPOINTS, step_name
 from nsa.planning.hardware import GIB, HardwareTarget
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
 from nsa.train import datasets

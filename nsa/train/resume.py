@@ -9,7 +9,7 @@ from typing import Any
 from olmo_core.train.callbacks import CheckpointerCallback
 from olmo_core.train.callbacks.checkpointer import CheckpointRemovalStrategy
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding, RetentionPolicy
 from nsa.checkpoint.manifest import LAST, REQUESTED, read_key
 from nsa.config.schema import RunConfig

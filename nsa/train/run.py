@@ -16,6 +16,7 @@ from olmo_core.distributed.utils import broadcast_object
 from olmo_core.train import Duration, LoadStrategy, prepare_training_environment, teardown_training_environment
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
 
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.load import export
 from nsa.checkpoint.lock import RunLock
@@ -27,7 +28,7 @@ from nsa.errors import ConfigError, DataError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.triton.switch import set_tuning
-from nsa.observe import halt_file, names
+from nsa.observe import halt_file
 from nsa.observe.events import EventKind
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.metric_writers import VAL_LOSS, MetricWriters, scalars

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, RetentionPolicy
 from nsa.checkpoint.manifest import decode, examine, read_key
 from nsa.errors import CheckpointError

@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from nsa import names
 from nsa.checkpoint.manifest import CheckpointManifest, ManifestEntry, encode
-from nsa.checkpoint.names import COMMIT
 from nsa.cli.main import main
-from nsa.observe import names
+from nsa.names import COMMIT
 from nsa.observe.events import EventKind
 from nsa.observe.export.exporter import RunsCollector
 from nsa.terminal_text import printable

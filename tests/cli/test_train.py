@@ -107,8 +107,8 @@ def test_scripts_are_thin(script):
 
 
 def test_a_step_that_was_not_taken_is_told_and_ends_nothing(capsys):
+    from nsa import names
     from nsa.cli.train import _PlainProgress
-    from nsa.observe import names
     from nsa.observe.heartbeat import HeartbeatRecord
 
     skipped = HeartbeatRecord.now(ts=0.0, rank=0, step=7, msg=names.SKIPPED, loss=float("nan"), detail="loss is nan")

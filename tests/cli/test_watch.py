@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from nsa import names
 from nsa.cli.main import app
 from nsa.errors import ConfigError
-from nsa.observe import names
 from nsa.observe.events import EventKind, add_event, read_events
 from nsa.observe.halt_file import read
 from nsa.observe.heartbeat import JsonLines

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from nsa import names
 from nsa.data.prefetch.tensors import to_tensors
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout
-from nsa.observe import names
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import HealthLimits

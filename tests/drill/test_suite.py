@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from nsa import names
 from nsa.cli.main import app
 from nsa.config.env import without_settings
 from nsa.drill import artifacts, suite
@@ -23,7 +24,6 @@ from nsa.drill.inject import FaultKind, PlantedFault
 from nsa.drill.result import DrillResult, NotObserved
 from nsa.drill.suite import DrillScenario, DrillSuite, choose
 from nsa.errors import ConfigError
-from nsa.observe import names
 from nsa.observe.heartbeat import HeartbeatRecord
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.failure_codes import FailureCode
 from nsa.observe.heartbeat import HeartbeatRecord

@@ -11,8 +11,8 @@ import pytest
 import typer
 from prometheus_client import CollectorRegistry, generate_latest
 
+from nsa import names
 from nsa.cli.main import app
-from nsa.observe import names
 from nsa.observe.events import read_events
 from nsa.observe.export.exporter import RunsCollector
 from nsa.observe.heartbeat import HeartbeatRecord

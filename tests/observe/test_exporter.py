@@ -20,8 +20,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
+from nsa import names
 from nsa.errors import ConfigError
-from nsa.observe import names
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.export import run_metrics
 from nsa.observe.export.exporter import MetricsExporter, RunsCollector, is_loopback, run_names

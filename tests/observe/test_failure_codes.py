@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa import errors
-from nsa.observe import names
+from nsa import errors, names
 from nsa.observe.events import EventKind, LauncherAction, add_event, read_events_and_damage
 from nsa.observe.failure_codes import FailureCode, code_of_exception, code_of_exit_status, recorded_code
 from nsa.observe.heartbeat import beat_parser

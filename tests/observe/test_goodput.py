@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause, goodput

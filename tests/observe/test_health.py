@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
 from nsa.observe.watch.health import RunPhase, examine, phase

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, add_event, read_events
 from nsa.observe.heartbeat import HeartbeatRecord, JsonLines, last_beat, mib, read_beats
 from nsa.observe.run_folder import RunFolder

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.watch.conditions import HealthLimits

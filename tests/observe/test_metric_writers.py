@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.metric_writers import MetricWriters
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from nsa import names
 from nsa.cli.main import app
-from nsa.observe import names
 from nsa.observe.events import EventKind
 from nsa.observe.view.monitor.frame import frame
 from nsa.observe.view.monitor.text_layout import plain_ascii

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from nsa import names
 from nsa.cli.main import app
-from nsa.observe import names
 from nsa.observe.events import EventKind
 from nsa.observe.view.goodput import TimeCause, goodput
 from nsa.observe.view.report.run_report import render

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from nsa.config.schema import RunConfig
-from nsa.observe.names import ENV
+from nsa.names import ENV
 from nsa.observe.run_folder import RunFolder, code_version
 
 

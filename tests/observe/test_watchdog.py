@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from nsa.observe import halt_file, names
+from nsa import names
+from nsa.observe import halt_file
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits

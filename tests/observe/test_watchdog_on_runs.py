@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines, last_beat
 from nsa.observe.watch.conditions import HealthLimits
@@ -106,7 +106,6 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from nsa.observe import names
 from nsa.train.callbacks.signals import Signals
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 import os

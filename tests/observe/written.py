@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
 from tests.observe.recorded import a_run

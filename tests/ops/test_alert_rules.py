@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.export import run_metrics
 from nsa.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
 from nsa.observe.export.run_metrics import CountedHistory, samples

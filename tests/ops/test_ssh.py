@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder
-from nsa.observe import names
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.train.launch.launcher import LOGS
 from tests.ops.needs import programs, root

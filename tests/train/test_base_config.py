@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nsa import names
 from nsa.data.prefetcher import PrefetchSettings
 from nsa.data.rows.batch import Batch
 from nsa.data.rows.specs import DirectData, SyntheticData
 from nsa.errors import ConfigError
 from nsa.model.loss import IGNORE
-from nsa.observe import names
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.data_loader import RowLoader, divide_reading, to_engine
 

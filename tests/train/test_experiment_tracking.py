@@ -10,9 +10,9 @@ import pytest
 
 from nsa.config import load
 from nsa.errors import ConfigError
+from nsa.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa.observe.export.background_logger import BackgroundLogger, TrackerIds
 from nsa.observe.heartbeat import read_beats
-from nsa.observe.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa.train.experiment_tracking import start_tracking
 from tests.train.runs import ROOT, environment, free_port, write_config
 

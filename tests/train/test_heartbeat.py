@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.heartbeat import PROGRESS_FIELDS, read_beats
 from tests.train.runs import Job, run_all
 

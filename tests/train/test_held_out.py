@@ -11,9 +11,9 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from typer.testing import CliRunner
 
+from nsa import names
 from nsa.cli.main import app
 from nsa.config import load
-from nsa.observe import names
 from nsa.observe.events import EventKind, read_events
 from nsa.planning.hardware import hardware_here
 from nsa.planning.preflight import RuleStatus, judge

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 from tests.train.runs import environment, write_config
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from nsa import names
 from nsa.errors import ConfigError
-from nsa.observe import names
 from nsa.observe.heartbeat import last_beat
 from nsa.train.launch.launcher import node_address
 from nsa.train.launch.node_address import (

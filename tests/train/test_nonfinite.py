@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.failure_codes import FailureCode
 from nsa.observe.heartbeat import read_beats

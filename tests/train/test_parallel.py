@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from nsa.names import PROGRESS, heartbeat
 from nsa.observe.heartbeat import read_beats
-from nsa.observe.names import PROGRESS, heartbeat
 from tests.train.runs import Job, run_all
 
 STEPS = 20

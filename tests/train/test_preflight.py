@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 
+from nsa import names
 from nsa.config import load
 from nsa.errors import PreflightError
-from nsa.observe import names
 from nsa.observe.heartbeat import read_beats
 from nsa.planning.hardware import hardware_here, parse_target
 from nsa.planning.preflight import RuleStatus, judge

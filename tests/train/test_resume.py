@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all

@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
+from nsa import names
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config import load
 from nsa.config.describe import may_change_on_resume
 from nsa.config.layer import flatten
 from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
-from nsa.observe import names
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
 from nsa.train.distributed import RankInfo

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder
-from nsa.observe import names
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.observe.run_folder import RunFolder

@@ -2,12 +2,12 @@
 
 import signal
 
+from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.corpus import write_jsonl
 from nsa.drill.harness import DrillHarness
 from nsa.drill.inject import FaultKind
 from nsa.drill.result import DrillResult
-from nsa.observe import names
 from nsa.observe.events import EventKind
 
 _STEPS, _SAVE_EVERY, _SLOWEST_FETCH_S = 500, 50, 1.5

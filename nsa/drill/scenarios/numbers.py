@@ -2,13 +2,13 @@
 
 import json
 
+from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.harness import DrillHarness
 from nsa.drill.inject import FaultKind
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
 from nsa.errors import ExitCode, NonFiniteError
-from nsa.observe import names
 from nsa.observe.events import EventKind
 
 

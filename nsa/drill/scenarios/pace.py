@@ -5,13 +5,13 @@ import signal
 import time
 from contextlib import suppress
 
+from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.harness import DrillHarness
 from nsa.drill.inject import FaultKind
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
 from nsa.errors import ExitCode
-from nsa.observe import names
 
 _STALL_S, _SAVE_EVERY = 4.0, 16
 _COLLECTIVE_S = 15.0

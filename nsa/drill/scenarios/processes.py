@@ -4,12 +4,12 @@ import os
 import signal
 import time
 
+from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.harness import SAVE_EVERY, DrillHarness
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios.resume import finish
 from nsa.errors import ExitCode
-from nsa.observe import names
 from nsa.observe.events import EventKind, LauncherAction
 
 _MIDDLE = SAVE_EVERY + 2

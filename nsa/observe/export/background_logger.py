@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nsa.files import write_atomic
-from nsa.observe.names import TRACKERS
+from nsa.names import TRACKERS
 
 _QUEUE_SIZE = 1024
 """Records that may be queued; further ones are dropped."""

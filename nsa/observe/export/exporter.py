@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from nsa import names
 from nsa.errors import ConfigError
 from nsa.files import write_atomic
-from nsa.observe import names
 from nsa.observe.export.run_metrics import CountedHistory, MetricSample, run_info, samples
 from nsa.observe.watch.history import HistoryReader
 from nsa.terminal_text import printable

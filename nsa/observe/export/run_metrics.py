@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nsa.observe import names, records
+from nsa import names
+from nsa.observe import records
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits

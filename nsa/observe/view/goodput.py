@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.run_data import EvaluationRecord, RankSeries
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits

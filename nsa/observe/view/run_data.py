@@ -14,8 +14,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nsa import names
 from nsa.errors import ConfigError
-from nsa.observe import names, records
+from nsa.observe import records
 from nsa.observe.events import RunEvent, read_events_and_damage
 from nsa.observe.heartbeat import HeartbeatRecord, beat_fields
 from nsa.observe.run_folder import RunFolder

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import names, records
+from nsa import names
+from nsa.observe import records
 from nsa.observe.watch.history import RankLog
 from nsa.observe.watch.processes import send, state_of, writes_to
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from statistics import median
 
-from nsa.observe import names
+from nsa import names
 from nsa.observe.failure_codes import FailureCode, recorded_code
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits

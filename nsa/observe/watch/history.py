@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from nsa.observe import names, records
+from nsa import names
+from nsa.observe import records
 from nsa.observe.events import EventKind, LauncherAction, RunEvent, parse_event
 from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
 from nsa.observe.watch.conditions import HealthLimits

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from nsa.observe import names, records
+from nsa import names
+from nsa.observe import records
 from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
 from nsa.observe.watch.trends import spread
 

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.observe import halt_file, names
+from nsa import names
+from nsa.observe import halt_file
 from nsa.observe.watch.conditions import AlertLevel, HealthFinding
 from nsa.observe.watch.health import RunPhase, phase
 from nsa.observe.watch.history import RunHistory

@@ -14,8 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nsa import names
 from nsa.files import write_atomic
-from nsa.observe import halt_file, names, records
+from nsa.observe import halt_file, records
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.watch.conditions import AlertLevel, HealthFinding, HealthLimits
 from nsa.observe.watch.hang_diagnosis import HangDiagnosis

@@ -7,7 +7,7 @@ from pathlib import Path
 from olmo_core.aliases import PathOrStr
 from olmo_core.train.callbacks import Callback
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.failure_codes import code_of_exception
 

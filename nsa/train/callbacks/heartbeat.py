@@ -16,10 +16,10 @@ from olmo_core.train.callbacks import Callback
 from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 from torch import Tensor
 
+from nsa import names
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.kernels.registry import BRANCHES
-from nsa.observe import names
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
 from nsa.train.distributed import HostCollectives, RankInfo

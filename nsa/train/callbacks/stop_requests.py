@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from olmo_core.train.callbacks import Callback
 
+from nsa import names
 from nsa.errors import ExitCode
-from nsa.observe import names
 from nsa.observe.events import EventKind
 from nsa.observe.run_folder import RunFolder
 from nsa.train.callbacks.event_log import EventLogCallback

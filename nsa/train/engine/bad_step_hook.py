@@ -20,9 +20,9 @@ from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 from olmo_core.train.train_module import TransformerTrainModule
 from torch import Tensor
 
+from nsa import names
 from nsa.config.schema import RunConfig
 from nsa.errors import NonFiniteError
-from nsa.observe import names
 from nsa.observe.events import EventKind
 from nsa.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
 from nsa.train.callbacks.event_log import EventLogCallback

@@ -29,7 +29,7 @@ from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig
 from olmo_core.train.train_module import TrainModule
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nsa.checkpoint import names
+from nsa import names
 from nsa.checkpoint.dcp_reader import VerifiedReader
 from nsa.checkpoint.folder import CheckpointFolder, ResumableCheckpoint, RetentionPolicy
 from nsa.checkpoint.load import demand_trustworthy, open_checkpoint, read_record

@@ -21,6 +21,7 @@ from olmo_core.data.data_loader import TextDataLoaderBase
 from olmo_core.distributed.utils import all_gather_object, broadcast_object
 from torch import Tensor
 
+from nsa import names
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.batch import Batch
 from nsa.data.rows.row_stream import State
@@ -28,7 +29,6 @@ from nsa.data.rows.specs import DirectData, RowData, check_batch
 from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import CheckpointError
 from nsa.model.loss import IGNORE
-from nsa.observe import names
 from nsa.train.distributed import RankInfo
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 
 from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.names import CHECKPOINTS
 from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFiniteError, ReplicaError
+from nsa.names import CHECKPOINTS
 from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.failure_codes import code_of_exit_status
 from nsa.train.launch.agent import AgentSpec, leave_signals, rank_log

@@ -6,8 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from nsa import names
 from nsa.config.layer import flatten
-from nsa.observe import names, records
+from nsa.observe import records
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.formatting import UNKNOWN, count, duration, event_text, mean_of_last, moment, number, plain, share
 from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause

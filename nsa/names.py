@@ -1,0 +1,161 @@
+"""Names of files and folders in a run folder and its checkpoints, and of the fields of its records, with units.
+
+RUN/                                train.out_dir
+    env.json, events.jsonl, metrics.json, training.csv, val.csv, trackers.json, tb/
+    heartbeat_rank{N}.jsonl         one per rank; also stackdump_rank{N}_{pid}.txt, collectives_rank{N}_{pid}.json
+    .lock                           held by the process that writes the run
+    .HALT, .anomaly_type, gate_collapse_details.json, health_check.log
+    model.pt, model.safetensors     the final weights
+    checkpoints/
+        step200/                    a complete checkpoint: COMMIT.json lists and hashes every other file in it
+            COMMIT.json             written last
+            state.json              step, data cursor and settings
+            model_and_optim/        tensors in `__{rank}_{n}.distcp`, written by DCP; its index `.metadata` is a pickle
+            train/rank{N}.pt        the engine's own trainer state, with the random state of each rank
+            .metadata.json          the engine's note that it has finished
+        latest -> step200           replaced atomically after every save
+        .saving-step300/            being written, or left by a killed save
+        .replaced-step200/          the former step200 while a new one takes its place
+        .deleting-step100/          being removed by retention
+
+On-disk names are a contract: runs of earlier versions resume and reports read them.
+"""
+
+import re
+from pathlib import Path
+
+ENV = "env.json"
+EVENTS = "events.jsonl"
+TRAINING_CSV = "training.csv"
+VAL_CSV = "val.csv"
+METRICS = "metrics.json"
+TRACKERS = "trackers.json"
+TENSORBOARD = "tb"
+CHECKPOINTS = "checkpoints"
+DATA_CHECKSUMS = "data_checksums"
+DATA_EXCHANGE = "data_exchange"
+LATEST = "latest"
+MODEL = "model.pt"
+MODEL_SAFETENSORS = "model.safetensors"
+HALT = ".HALT"
+ANOMALY = ".anomaly_type"
+GATE_COLLAPSE = "gate_collapse_details.json"
+HEALTH_LOG = "health_check.log"
+LOCK = ".lock"
+HEARTBEATS = "heartbeat_rank*.jsonl"
+STACKDUMPS = "stackdump_*.txt"
+COLLECTIVES = "collectives_*.json"
+_HEARTBEAT = re.compile(r"heartbeat_rank(0|[1-9][0-9]{0,5})\.jsonl")
+
+
+def heartbeat(rank: int) -> str:
+    return f"heartbeat_rank{rank}.jsonl"
+
+
+def rank_of_heartbeat(name: str) -> int | None:
+    match = _HEARTBEAT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stackdump(rank: int, pid: int) -> str:
+    return f"stackdump_rank{rank}_{pid}.txt"
+
+
+def collectives(rank: int, pid: int) -> str:
+    """Flight-recorder trace of a rank's process groups, written beside a stack dump."""
+    return f"collectives_rank{rank}_{pid}.json"
+
+
+# In a checkpoint.
+
+COMMIT = "COMMIT.json"
+STATE = "state.json"
+TENSORS = "model_and_optim"
+TENSOR_INDEX = ".metadata"
+TENSOR_FILES = ".distcp"
+"""Ending of the files that hold tensors."""
+
+SAVING = ".saving-"
+REPLACED = ".replaced-"
+DELETING = ".deleting-"
+NEW_LINK = ".latest-new"
+
+_STEP = re.compile(r"step(0|[1-9]\d{0,17})")
+_NUMBER = r"(0|[1-9]\d{0,8})"
+# Checkpoints of earlier versions also hold state/rank{N}.json, which nothing reads.
+_KNOWN_FILE = re.compile(
+    rf"COMMIT\.json|state\.json|\.metadata\.json|state/rank{_NUMBER}\.json|train/rank{_NUMBER}\.pt"
+    rf"|(model_and_optim/)?(\.metadata|__{_NUMBER}_{_NUMBER}\.distcp)"
+)
+
+
+def step_name(step: int) -> str:
+    return f"step{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step a folder name stands for; None if it is not a checkpoint's name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def trainer_state(rank: int) -> str:
+    return f"train/rank{rank}.pt"
+
+
+def is_known_file(name: str) -> bool:
+    """Whether a file of this name may be in a checkpoint, ours or one written by DCP alone."""
+    return _KNOWN_FILE.fullmatch(name) is not None
+
+
+def is_leftover(name: str) -> bool:
+    """Folders that only a killed process leaves behind."""
+    return name.startswith((SAVING, DELETING, REPLACED))
+
+
+def tensors_of(checkpoint: Path) -> Path:
+    return checkpoint / TENSORS
+
+
+# In records: what a heartbeat's `msg` says.
+START = "start"
+PROGRESS = "progress"
+ALIVE = "alive"
+"""Steps continue: written between progress records that are far apart."""
+HALTED = "halt"
+STOPPED = "stop"
+DONE = "done"
+FAILED = "error"
+SKIPPED = "skipped_step"
+ROLLED_BACK = "rollback"
+
+ENDINGS = (HALTED, STOPPED, DONE, FAILED)
+"""Last message of a process; one that stops without any of these hangs or was killed."""
+
+UNITS = {
+    "ts": "seconds since 1970",
+    "loss": "nats per token",
+    "toks_per_s": "tokens per second, all ranks together",
+    "step_s": "seconds per optimizer step since the last record",
+    "dt_fetch_s": "seconds of waiting for the last batch",
+    "gpu_mem_alloc": "MiB",
+    "gpu_mem_reserved": "MiB",
+    "gpu_mem_alloc_gib": "GiB",
+    "gpu_mem_reserved_gib": "GiB",
+    "gate_entropy_mean": "nats; ln 3 = 1.0986 is uniform",
+    "gate_max_mean": "share of the largest gate",
+    "forward_s": "seconds of this rank's own forward passes of the last step, without waiting for other ranks (ddp)",
+    "host_mem_rss": "MiB",
+    "gate_collapse_frac": "share of the gates (one per layer and head or group)",
+    "gate_branch_shares": "shares, in the order compressed, selected, sliding",
+    "gate_shares_by_layer": "the same, one triple per layer",
+    "sel_k_mean": "tokens per query",
+    "sel_k_max": "tokens per query",
+    "sel_pct_at_max": "share of the queries; depends on positions only (the last of a block), not on health",
+    "reads_pred": "keys, all layers of the last forward pass of this rank",
+    "reads_act_total": "keys, all layers of the last forward pass of this rank",
+    "tokens_seen": "tokens since step 0, all ranks together",
+    "skipped_steps": "steps since step 0 whose optimizer did not run, the non-finite ones included",
+    "nonfinite_steps": "steps since step 0 with a loss or gradient norm that is not finite",
+}
+"""Fields that are not listed are counts or names."""
