@@ -1,7 +1,7 @@
-"""Escapes foreign text before it is shown in a terminal, a log or a label.
+"""Escapes control characters in untrusted text before it is shown in a terminal, a log or a label.
 
-Foreign is what a file, a server or another person chose: names of files and runs, manifests, heartbeats, events,
-`.HALT`. A terminal obeys control characters in it: they move the cursor, hide lines, rename the window, write the
+Untrusted is what a file, a server or another person chose: names of files and runs, manifests, heartbeats, events,
+`.HALT`. A terminal executes control characters: they move the cursor, hide lines, rename the window, write the
 clipboard (OSC 52) or make a link (OSC 8); bidirectional overrides show a name in another order than it has.
 """
 
@@ -9,7 +9,7 @@ clipboard (OSC 52) or make a link (OSC 8); bidirectional overrides show a name i
 def printable(text: object, most: int | None = None, *, keep_newlines: bool = False) -> str:
     """`text` on one line, with every character that is not printable written as its escape, e.g. `\\x1b`.
 
-    Longer than `most`, it is cut with an ellipsis. `keep_newlines` is for messages of ours that have several lines.
+    Longer than `most`, it is cut with an ellipsis. `keep_newlines` is for our own messages of several lines.
     """
     raw = str(text)
     shown = raw if most is None or len(raw) <= most else raw[: most + 1]

@@ -1,1 +1,1 @@
-"""What DCP lacks: whole, verified, atomic checkpoints, and one writer per run. See `folder` for the order of a save."""
+"""Atomic, checksummed checkpoints on top of torch.distributed.checkpoint (DCP), with a single-writer lock."""

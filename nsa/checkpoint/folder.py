@@ -1,13 +1,13 @@
-"""The `checkpoints/` folder of a run: staging, commit, latest, fallback, retention, leftovers.
+"""Atomic checkpoint writes: staging, commit by rename, the `latest` link, fallback, retention, cleanup after a kill.
 
-A save, in order. Rank 0 alone does everything after the first step, once all ranks have written.
-1. Every rank writes into `staging(step)`, a hidden folder that nothing ever resumes from.
-2. Every file is brought to the disk, then hashed.
+The steps of a save. Rank 0 alone does everything after the first one, once all ranks have written.
+1. Every rank writes into `staging(step)`, a hidden folder that nothing resumes from.
+2. fsync of every file, then hashing.
 3. COMMIT.json is written last.
 4. The folder is renamed to `step{N}`. Only now does the checkpoint exist.
-5. `latest` is replaced. 6. Old checkpoints are retired.
-A kill before 4 leaves the previous checkpoint and a leftover; after 4 it leaves the new one. A link that missed its
-turn and leftovers are put right by `tidy` at the next start. All of it needs the run's lock (`lock.RunLock`).
+5. `latest` is replaced. 6. Old checkpoints are deleted.
+A kill before 4 leaves the previous checkpoint and a leftover folder; after 4 it leaves the new one. `clean_up` at the
+next start corrects the link and removes leftovers. All of it requires the run's lock (`lock.RunLock`).
 """
 
 import os
@@ -25,9 +25,9 @@ from nsa.checkpoint.manifest import (
     REQUESTED,
     CheckpointManifest,
     CheckpointVerdict,
+    build_manifest,
     encode,
     examine,
-    take_stock,
 )
 from nsa.errors import CheckpointError
 from nsa.files import fsync_path, fsync_tree, replace_file, write_atomic
@@ -36,7 +36,7 @@ from nsa.storage import LocalFiles
 
 @dataclass(frozen=True)
 class CheckpointFinding:
-    """A checkpoint that was passed over, for the log and for events.jsonl."""
+    """A checkpoint that was rejected, and why; for the log and for events.jsonl."""
 
     name: str
     problems: tuple[str, ...]
@@ -47,7 +47,7 @@ class CheckpointFinding:
 
 @dataclass(frozen=True)
 class ResumableCheckpoint:
-    """The newest checkpoint that can be trusted, and every newer one that cannot, with what is wrong with it."""
+    """The newest good checkpoint, and every newer one that was rejected."""
 
     step: int | None
     path: Path | None
@@ -57,13 +57,13 @@ class ResumableCheckpoint:
 @dataclass(frozen=True)
 class RetentionPolicy:
     keep_last: int = 3
-    """How many of the newest checkpoints stay; one alone is no fallback."""
+    """How many of the newest checkpoints are kept; with one there is no fallback."""
     keep_every: int = 0
-    """Checkpoints at multiples of this step stay for good; 0 keeps none."""
+    """Checkpoints at multiples of this step are never deleted; 0 for none."""
 
     @classmethod
     def from_settings(cls, config: Mapping[str, Any]) -> Self:
-        """Of a run, from the settings that its checkpoints record."""
+        """The policy of a run, from the settings that its checkpoints record."""
         train = config.get("train", {})
         return cls(int(train.get("keep_checkpoints", cls.keep_last)), int(train.get("keep_every", cls.keep_every)))
 
@@ -75,7 +75,7 @@ class RetentionPolicy:
             )
 
     def why_kept(self, saved: Mapping[int, str]) -> dict[int, tuple[str, ...]]:
-        """Why each checkpoint stays, from its step and the reason it was saved for; an empty answer for what may go."""
+        """Why each checkpoint is kept, from its step and the reason it was saved for; empty for those to delete."""
         newest = sorted(saved)[-self.keep_last :]
         return {
             step: tuple(
@@ -102,18 +102,18 @@ class CheckpointFolder:
         return self.path / names.step_name(step)
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, good or not, ascending."""
+        """Steps that have a folder, complete or not, ascending."""
         if not self.path.is_dir():
             return []
         found = (names.step_of(path.name) for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(step for step in found if step is not None)
 
     def committed_steps(self) -> list[int]:
-        """Steps whose COMMIT.json is whole: quick, for counting progress. It says nothing about the tensors."""
+        """Steps whose COMMIT.json is intact: quick, for counting progress. Tensors are not verified."""
         return list(self.committed())
 
     def committed(self) -> dict[int, CheckpointManifest]:
-        """Of every step whose COMMIT.json is whole, what it says."""
+        """The manifest of every step whose COMMIT.json is intact."""
         verdicts = {step: self.examine(step, deep=False) for step in self.steps()}
         return {step: verdict.manifest for step, verdict in verdicts.items() if verdict.good and verdict.manifest}
 
@@ -130,11 +130,11 @@ class CheckpointFolder:
         inspect: Callable[[Path], object] | None = None,
         wrong_hashes: Callable[[LocalFiles, CheckpointManifest], Iterable[str]] | None = None,
     ) -> ResumableCheckpoint:
-        """Newest first, until one is good. Bad ones stay where they are, are never read further, and are reported.
+        """The newest good checkpoint. Bad ones are reported, left in place and not read further.
 
-        `inspect` looks at the contents of one whose names and sizes are right, and raises CheckpointError for what
-        would not be loaded: otherwise it would be found again at every start. `wrong_hashes` compares the files with
-        their hashes, where that is not to be done here alone.
+        `inspect` reads the contents of one whose names and sizes are right, and raises CheckpointError for what would
+        not be loaded: otherwise it would be found again at every start. `wrong_hashes` compares the files with their
+        hashes when all ranks share that work.
         """
         passed_over: list[CheckpointFinding] = []
         for step in reversed(self.steps()):
@@ -146,7 +146,7 @@ class CheckpointFolder:
                 except CheckpointError as error:
                     problems = (str(error),)
             if not problems and wrong_hashes is not None:
-                problems = tuple(wrong_hashes(LocalFiles(path), self.examine(step, deep=False).demand_good()))
+                problems = tuple(wrong_hashes(LocalFiles(path), self.examine(step, deep=False).require_good()))
             if not problems:
                 return ResumableCheckpoint(step, path, tuple(passed_over))
             self._suspect.add(step)
@@ -154,7 +154,7 @@ class CheckpointFolder:
         return ResumableCheckpoint(None, None, tuple(passed_over))
 
     def staging(self, step: int) -> Path:
-        """Where the ranks write. The same on every rank without asking; rank 0 calls `begin` first."""
+        """Where the ranks write: the same path on every rank. Rank 0 calls `begin` first."""
         return self.path / f"{names.SAVING}{names.step_name(step)}"
 
     def begin(self, step: int) -> Path:
@@ -165,7 +165,7 @@ class CheckpointFolder:
         return staging
 
     def commit(self, step: int, reason: str = INTERVAL) -> Path:
-        """Turn what lies in staging into a checkpoint. On rank 0, when every rank has written."""
+        """Turn the staging folder into a checkpoint. Called on rank 0 when every rank has written."""
         staging, target = self.staging(step), self.step_path(step)
         if not staging.is_dir():
             raise CheckpointError(
@@ -174,7 +174,7 @@ class CheckpointFolder:
         try:
             store = LocalFiles(staging)
             fsync_tree(staging)
-            manifest = take_stock(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason)
+            manifest = build_manifest(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason)
             if not manifest.files:
                 raise CheckpointError(f"{staging} is empty: there is nothing to commit for step {step}.")
             write_atomic(staging / names.COMMIT, encode(manifest, self._key), durable=True)
@@ -184,17 +184,19 @@ class CheckpointFolder:
                 f"step {step} could not be saved ({error}): the checkpoints before it are untouched. "
                 f"Free disk space or set train.out_dir to another disk."
             ) from error
-        self._settle(step)
+        self._suspect.discard(step)
+        self._point_latest_at(step)
+        self._delete_old()
         return target
 
     def adopt(self, step: int, inspect: Callable[[Path], object]) -> Path:
-        """Take in a checkpoint that was committed elsewhere and copied into staging, its COMMIT.json included.
+        """Add a checkpoint that was committed elsewhere and copied into staging, with its COMMIT.json.
 
-        `inspect` raises CheckpointError for what would not be loaded. Nothing is retired: what comes from elsewhere
-        must not push out what was saved here.
+        `inspect` raises CheckpointError for what would not be loaded. Nothing is deleted: a checkpoint from elsewhere
+        must not displace those saved here.
         """
         staging, target = self.staging(step), self.step_path(step)
-        examine(LocalFiles(staging), key=self._key, step=step, deep=False).demand_good()
+        examine(LocalFiles(staging), key=self._key, step=step, deep=False).require_good()
         inspect(staging)
         fsync_tree(staging)
         self._rename(staging, target)
@@ -216,24 +218,24 @@ class CheckpointFolder:
                 if (failure := done.exception()) is not None:
                     raise CheckpointError(f"step {step} was not written ({failure}): nothing was committed.")
                 committed.set_result(self.commit(step, reason))
-            except BaseException as error:  # noqa: BLE001 - handed on to whoever waits for the future
+            except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
                 committed.set_exception(error)
 
         written.add_done_callback(finish)
         return committed
 
     def set_reason(self, step: int, reason: str) -> None:
-        """Record another reason for a checkpoint that this version has saved; what it holds stays as it is."""
-        manifest = self.examine(step, deep=False).demand_good()
+        """Record another reason for a checkpoint; its content does not change."""
+        manifest = self.examine(step, deep=False).require_good()
         content = encode(replace(manifest, reason=reason), self._key)
         write_atomic(self.step_path(step) / names.COMMIT, content, durable=True)
 
     def abandon(self, step: int) -> None:
-        """Forget a save that failed, and give its disk space back."""
+        """Delete the files of a save that failed."""
         shutil.rmtree(self.staging(step), ignore_errors=True)
 
-    def tidy(self) -> list[str]:
-        """Put right what a kill left behind, and say what was done. Only with the run's lock in hand, before saving."""
+    def clean_up(self) -> list[str]:
+        """Repair what a kill left behind and return what was done. Requires the run's lock; call it before saving."""
         if not self.path.is_dir():
             return []
         done = []
@@ -244,7 +246,7 @@ class CheckpointFolder:
             if path.name.startswith(names.REPLACED) and not original.exists():
                 os.rename(path, original)
                 fsync_path(self.path)
-                done.append(f"put {original.name} back: a kill came between its removal and its replacement")
+                done.append(f"restored {original.name}: a kill interrupted its replacement")
             else:
                 shutil.rmtree(path)
                 done.append(f"removed {path.name}: left by a killed process")
@@ -264,11 +266,6 @@ class CheckpointFolder:
         fsync_path(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _settle(self, step: int) -> None:
-        self._suspect.discard(step)
-        self._point_latest_at(step)
-        self._retire()
-
     def _point_latest_at(self, step: int) -> None:
         link = self.path / names.NEW_LINK
         link.unlink(missing_ok=True)
@@ -276,8 +273,8 @@ class CheckpointFolder:
         replace_file(link, self.path / names.LATEST)
         fsync_path(self.path)
 
-    def _retire(self) -> None:
-        """Suspects neither count as kept nor are removed: they are evidence, and no fallback."""
+    def _delete_old(self) -> None:
+        """Apply retention. Rejected checkpoints are neither counted nor deleted: they are evidence, not a fallback."""
         saved = {step: found.reason for step, found in self.committed().items() if step not in self._suspect}
         for step, why in self._retention.why_kept(saved).items():
             if why or step == self.latest():

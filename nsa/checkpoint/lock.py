@@ -1,7 +1,7 @@
-"""One writer per run folder: a kernel lock on `.lock`, which also says who holds it.
+"""Single-writer lock of a run folder: flock on `.lock`, whose content names the holder.
 
-The kernel drops the lock when its process dies, however it dies, so a lock cannot be left behind; what is left is the
-note inside the file, which tells the next run that the last one did not end cleanly.
+The kernel releases the lock when its process dies, so no stale lock remains. The content of the file does remain, which
+shows the next run that the last one did not end cleanly.
 """
 
 import json
@@ -36,11 +36,11 @@ class RunLock:
     def __init__(self, run_folder: Path) -> None:
         self.file = run_folder / LOCK
         self.died: LockHolder | None = None
-        """The last holder, if it went without releasing."""
+        """The last holder, if it died without releasing."""
         self._descriptor: int | None = None
 
     def acquire(self, *, wait_s: float = 0.0) -> Self:
-        """Take the lock, waiting up to `wait_s` for the ranks of a killed run to be gone."""
+        """Take the lock, waiting up to `wait_s` for the ranks of a killed run to exit."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + wait_s
@@ -84,7 +84,7 @@ class RunLock:
 
 
 def holder(run_folder: Path) -> LockHolder | None:
-    """Who holds a run folder now; None if nobody does. For reports: only `acquire` decides."""
+    """The process that holds a run folder now, or None. For reports only: `acquire` decides."""
     try:
         descriptor = os.open(run_folder / LOCK, os.O_RDWR)
     except FileNotFoundError:

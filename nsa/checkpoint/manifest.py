@@ -1,8 +1,8 @@
 """COMMIT.json: the size of every file of a checkpoint and the SHA-256 of its blocks, written last, optionally signed.
 
 A file is hashed in blocks of 8 MiB, so that a rank can verify the bytes it loads, as it loads them, without reading the
-rest of the file. A file of one block has the hash that `sha256sum` prints. Hashes tell damage from health. They do not
-tell who wrote a folder: whoever can write the tensors can write the hashes. A key (HMAC-SHA256 over this text) does.
+rest of the file. A file of one block has the hash that `sha256sum` prints. Hashes detect damage but do not authenticate
+the writer: whoever can write the tensors can write the hashes. A key (HMAC-SHA256 over this text) does.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class ManifestEntry:
 
 
 REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
-"""Why a checkpoint was saved: train.save_every came round, somebody asked (USR2), the run ended or was stopped."""
+"""Why a checkpoint was saved: train.save_every, a request (USR2), or the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CheckpointManifest:
 
 @dataclass(frozen=True)
 class CheckpointVerdict:
-    """What an examination found. Nothing of a checkpoint with problems may be read by anything that unpickles."""
+    """Result of comparing a checkpoint with its manifest. One with problems must not reach anything that unpickles."""
 
     where: str
     manifest: CheckpointManifest | None
@@ -66,7 +66,7 @@ class CheckpointVerdict:
     def good(self) -> bool:
         return not self.problems
 
-    def demand_good(self) -> CheckpointManifest:
+    def require_good(self) -> CheckpointManifest:
         if self.problems or self.manifest is None:
             raise CheckpointError(
                 f"{self.where} cannot be trusted ({'; '.join(self.problems)}): its weights may be wrong and its "
@@ -89,12 +89,14 @@ def read_key(file: Path) -> bytes:
     return key
 
 
-def take_stock(store: FileStore, step: int, saved_at: str, reason: str = INTERVAL) -> CheckpointManifest:
-    """Hash every file that is there now."""
+def build_manifest(store: FileStore, step: int, saved_at: str, reason: str = INTERVAL) -> CheckpointManifest:
+    """Hash every file of a checkpoint that is about to be committed."""
     sizes = store.files()
     sizes.pop(COMMIT, None)
     if irregular := sorted(name for name, size in sizes.items() if size == IRREGULAR):
-        raise CheckpointError(f"{store} holds {irregular[0]}, which is no plain file: a checkpoint cannot keep it.")
+        raise CheckpointError(
+            f"{store} holds {irregular[0]}, which is not a regular file: a checkpoint cannot keep it."
+        )
     return CheckpointManifest(step, saved_at, _hash_all(store, sorted(sizes)), reason)
 
 
@@ -110,7 +112,7 @@ def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
 
 
 def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
-    """Raises CheckpointError unless every bit is as it was written and, with a key, signed with that key."""
+    """Raises CheckpointError unless the bytes are as written and, with a key, signed with that key."""
     try:
         document = json.loads(raw)
         body = document["commit"]
@@ -167,7 +169,7 @@ def _require_names_inside(names: Mapping[str, ManifestEntry]) -> None:
 def examine(
     store: FileStore, *, key: bytes | None = None, step: int | None = None, deep: bool = True
 ) -> CheckpointVerdict:
-    """Compare a checkpoint with its COMMIT.json, reading bytes only. `deep=False` looks at names and sizes."""
+    """Compare a checkpoint with its COMMIT.json, reading bytes only. `deep=False` compares names and sizes."""
     try:
         sizes = store.files()
         if sizes.get(COMMIT, IRREGULAR) == IRREGULAR:
@@ -180,7 +182,7 @@ def examine(
     except OSError as error:
         return CheckpointVerdict(str(store), None, (f"it cannot be read: {error}",))
     if step is not None and manifest.step != step:
-        problems.insert(0, f"{COMMIT} speaks of step {manifest.step}")
+        problems.insert(0, f"{COMMIT} is of step {manifest.step}")
     return CheckpointVerdict(str(store), manifest, tuple(problems), signed=key is not None)
 
 
@@ -191,7 +193,7 @@ def read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointMan
     for chunk in store.chunks(COMMIT):
         raw += chunk
         if len(raw) > LARGEST_COMMIT_BYTES:
-            raise CheckpointError(f"{COMMIT} is longer than it was said to be")
+            raise CheckpointError(f"{COMMIT} is longer than its listed size")
     return decode(bytes(raw), key)
 
 
@@ -202,7 +204,7 @@ def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str,
         if found is None:
             yield f"{name} is missing"
         elif found == IRREGULAR:
-            yield f"{name} is no plain file"
+            yield f"{name} is not a regular file"
         elif found != entry.bytes:
             yield f"{name} has {found} bytes, not {entry.bytes}"
         else:
@@ -214,7 +216,7 @@ def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str,
 
 
 def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
-    """What the hashes of these files say against them."""
+    """A message for each of these files that does not match its hash."""
     by_file = {name for name in names if manifest.files[name].sha256 is not None}
     for name, found in _hash_all(store, names, by_file).items():
         if not same_content(manifest.files[name], found):
@@ -222,14 +224,14 @@ def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str
 
 
 def same_content(listed: ManifestEntry, found: ManifestEntry) -> bool:
-    """Whether a file that was just hashed is the one in a manifest."""
+    """Whether a file that was just hashed is the one listed."""
     if listed.sha256 is not None:
         return (listed.bytes, listed.sha256) == (found.bytes, found.sha256)
     return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
 
 
 def _hash_all(store: FileStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
-    """hashlib lets go of the interpreter lock, so threads overlap both reading and hashing."""
+    """hashlib releases the GIL, so threads overlap both reading and hashing."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-hash") as pool:
         hashed = pool.map(lambda name: hash_blocks(store.chunks(name), whole=name in by_file), names)
         return dict(zip(names, hashed, strict=True))

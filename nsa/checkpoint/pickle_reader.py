@@ -1,9 +1,8 @@
-"""Static reader of pickles: it builds plain values itself and never imports, calls or patches what a pickle names.
+"""Safe unpickler: builds plain values from a pickle and never imports, calls or modifies what the pickle names.
 
 A name in a pickle (GLOBAL) stays text. Calling it (REDUCE), making an object of it (NEWOBJ) and setting its state
-(BUILD) are looked up in a `PickleGrammar`, a short table of our own functions; whatever is not in the table is
-refused. The
-containers are exact built-in ones, so nothing in the result has a method that the pickle brought along.
+(BUILD) are looked up in a `PickleGrammar`, a short table of our own functions; everything else is refused. Containers
+are exact built-in types, so that nothing in the result has a method from the pickle.
 """
 
 import struct
@@ -14,17 +13,17 @@ from typing import Any
 _DEEPEST = 64
 _BUILTINS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
 _KEY_TYPES = frozenset({type(None), bool, str, bytes})
-_LARGEST_KEY = 1 << 60  # beyond it different whole numbers can be made to share a hash, and a dict to take for ever
-_FEWEST_BYTES_PER_OBJECT = 4  # a pickle of brackets would otherwise take fifty times its size in memory
+_LARGEST_KEY = 1 << 60  # larger integers can be chosen to share a hash, which makes a dict quadratic
+_FEWEST_BYTES_PER_OBJECT = 4  # a pickle of empty containers would otherwise take fifty times its size in memory
 
 
 class PickleRefused(ValueError):
-    """The pickle holds, or does, something that its grammar has no place for."""
+    """The pickle contains something that its grammar does not allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickledName:
-    """What a pickle names: text, never the thing itself."""
+    """A name in a pickle: text, never the object itself."""
 
     module: str
     name: str
@@ -45,20 +44,20 @@ class PendingObject:
 
 @dataclass(frozen=True)
 class PickleGrammar:
-    """Everything but plain values that a kind of pickle may hold."""
+    """What a kind of pickle may contain besides plain values."""
 
     constants: Mapping[PickledName, Any] = field(default_factory=dict)
-    """Names that stand for a value."""
+    """Names with a fixed value."""
     calls: Mapping[PickledName, Callable[..., Any]] = field(default_factory=dict)
     """Names that may be called, with our function for it; it may return a `PendingObject`."""
     objects: Mapping[PickledName, Callable[[Any], Any]] = field(default_factory=dict)
-    """Names of which objects may be made, with our function from the state to the value."""
+    """Classes that may be instantiated, with our function from the state to the value."""
     stateless: Mapping[PickledName, Callable[[], Any]] = field(default_factory=dict)
-    """Names of which objects without a state may be made."""
+    """Classes that may be instantiated without a state."""
     arguments: frozenset[PickledName] = frozenset()
-    """Names that may only be given to a call."""
+    """Names that may only be arguments of a call."""
     persistent: Callable[[Any], Any] | None = None
-    """What to do about a persistent id."""
+    """Resolves a persistent id."""
     leaves: frozenset[type] = frozenset()
     """Types, besides the built-in ones, that may be in the result."""
     keys: frozenset[type] = frozenset()
@@ -71,7 +70,7 @@ def read_pickle(raw: bytes | bytearray | memoryview, grammar: PickleGrammar) -> 
         value = _PickleMachine(bytes(raw), grammar).run()
     except PickleRefused:
         raise
-    # What damage looks like: positions and marks that are not there, states of the wrong shape, bytes that are no text.
+    # Damage: missing positions and marks, states of the wrong shape, bytes that are not text.
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
         raise PickleRefused(f"it is damaged ({type(error).__name__})") from error
     _require_plain(value, grammar.leaves)
@@ -79,7 +78,7 @@ def read_pickle(raw: bytes | bytearray | memoryview, grammar: PickleGrammar) -> 
 
 
 def _require_plain(value: Any, leaves: frozenset[type]) -> None:
-    """Exact types all the way down, no cycles, not too deep; shared parts are looked at once per depth."""
+    """Exact types at every level, no cycles, limited depth; shared parts are checked once per level."""
     seen: dict[int, int] = {}
     level: list[Any] = [value]
     for depth in range(_DEEPEST):
@@ -245,14 +244,14 @@ class _PickleMachine:
 
     def find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise PickleRefused("it names something by no text")
+            raise PickleRefused("it has a name that is not text")
         found, grammar = PickledName(module, name), self.grammar
         if found in grammar.constants:
             self.stack.append(grammar.constants[found])
         elif any(found in some for some in (grammar.calls, grammar.objects, grammar.stateless, grammar.arguments)):
             self.stack.append(self.names.setdefault(found, found))
         else:
-            raise PickleRefused(f"it asks for {found}")
+            raise PickleRefused(f"it refers to {found}")
 
     def reduce(self) -> None:
         self.count_object()
@@ -282,11 +281,11 @@ class _PickleMachine:
 
     def persistent(self) -> None:
         if self.grammar.persistent is None:
-            raise PickleRefused("it asks for a persistent object")
+            raise PickleRefused("it refers to a persistent object")
         self.count_object()
         self.stack.append(self.grammar.persistent(self.pop()))
 
-    # The operations that make up most of an index, without the detour over `take`.
+    # The most frequent operations of an index, without calling `take`.
     def small_number(self) -> None:
         self.stack.append(self.raw[self.at])
         self.at += 1
@@ -328,7 +327,7 @@ def _table(acts: Mapping[int, _Act]) -> list[_Act | None]:
 _OPERATIONS = _table(
     {
         0x80: lambda m: m.take(1),  # PROTO
-        0x95: lambda m: m.take(8),  # FRAME: how much to read ahead; all of it is here already
+        0x95: lambda m: m.take(8),  # FRAME: the length to read ahead; all of it is in memory
         0x28: _PickleMachine.mark,
         0x30: lambda m: m.pop(),  # POP
         0x4E: lambda m: m.push(None),

@@ -1,4 +1,4 @@
-"""Decides whether a checkpoint holds nothing but what a checkpoint may hold, by reading it as it will be loaded.
+"""Static scan of the pickle files in a checkpoint: refuses everything but tensors and plain containers.
 
 DCP's index (`.metadata`), the tensors inside `.distcp` files and the engine's `train/rank{N}.pt` are all pickles. None
 of them is ever given to `pickle` or `torch.load`: `tensor_index` and `torch_file` read them without executing anything.
@@ -29,28 +29,28 @@ def read_index(files: VerifiedFiles) -> Metadata:
 
 
 def read_piece(files: VerifiedFiles, where: PieceLocation) -> object:
-    """A tensor, or a plain value, from its place in a file of tensors."""
+    """A tensor, or a plain value, from its location in a `.distcp` file."""
     name = f"{files.tensor_folder}{where.relative_path}"
     return _plain(files, name, files.read_range(name, where.offset, where.length))
 
 
 def read_trainer_state(files: VerifiedFiles, rank: int) -> object:
-    """What the engine keeps per rank; that of rank 0 for a rank that there was not. None if there is neither."""
+    """The engine's state of a rank; that of rank 0 if the saving run had no such rank. None if there is neither."""
     for name in (names.trainer_state(rank), names.trainer_state(0)):
         if name in files.sizes:
             return _plain(files, name, files.read(name, limit=LARGEST_RANK_FILE_BYTES))
     return None
 
 
-def demand_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
-    """Raise CheckpointError, naming the file, for anything that a checkpoint has no use for or that cannot be loaded.
+def require_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
+    """Raise CheckpointError, naming the file, for anything that does not belong in a checkpoint or cannot be loaded.
 
-    It returns the index of the tensors, which it has read. `pieces=False` leaves out the heads of the tensors' pieces,
-    of which a large run has millions: they are looked at when they are loaded.
+    Returns the index of the tensors. `pieces=False` skips the headers of the pieces of tensors, of which a large run
+    has millions: they are checked when they are loaded.
     """
     for name, size in files.sizes.items():
         if not names.is_known_file(name):
-            raise CheckpointError(f"{files.path} holds {name!r}, which is no file that a checkpoint has.")
+            raise CheckpointError(f"{files.path} holds {name!r}, which does not belong in a checkpoint.")
         if name.endswith(".json") and name != names.COMMIT and size > LARGEST_JSON_BYTES:
             raise CheckpointError(f"{files.path / name} has {size} bytes: a record has at most {LARGEST_JSON_BYTES}.")
         if name.endswith(".pt"):
@@ -68,7 +68,7 @@ def demand_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
             and size
             and (not name.startswith(folder) or name.removeprefix(folder) not in used)
         ):
-            raise CheckpointError(f"{files.path / name} is in no index of tensors: nobody would know what is in it.")
+            raise CheckpointError(f"{files.path / name} is not in the index of tensors.")
     return index
 
 

@@ -1,7 +1,7 @@
-"""state.json: what a run must know again besides its tensors, in text that anyone can read and nothing can execute.
+"""state.json: step, data cursor, skipped batches, spike window and settings of a run, as JSON.
 
-Everything in it is the same on every rank and free of the world size. Random states are per rank: the engine keeps them
-in `train/rank{N}.pt`.
+It is the same on every rank and independent of the world size. Random states are per rank: the engine keeps them in
+`train/rank{N}.pt`.
 """
 
 import hashlib
@@ -32,10 +32,10 @@ class RunRecord:
     """`RunConfig.model_dump(mode="json")`."""
     data_cursor: Mapping[str, Any]
     skipped_batches: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of batches never to train on, first and one past last."""
+    """Ranges of batches that are never trained on: first and one past last."""
     spike_window: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the trainer wants back, as JSON values."""
+    """Other values of the trainer, as JSON."""
 
     def write(self, checkpoint: Path) -> None:
         """Into a staging folder, on rank 0."""
@@ -50,7 +50,7 @@ class RunRecord:
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, path: Path) -> Self:
-        """From the bytes of a file that is called `path` in messages."""
+        """From the bytes of a file; `path` is for messages."""
         values = _parse_json(raw, path)
         try:
             version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")

@@ -1,7 +1,7 @@
-"""Reader for DCP's `.metadata`, the index of a checkpoint's tensors: a pickle, read without executing anything.
+"""Safe reader for DCP's `.metadata`, the index of a checkpoint's tensors (a pickle), without executing anything.
 
-The result is built here, from checked values: every piece lies in a file of its own folder, no two pieces are read from
-the same bytes, and every tensor is as large as the pieces that are there for it.
+The result is built from checked values: every piece is in a file of the same folder, no two pieces share bytes, and
+every tensor is as large as the sum of its pieces.
 """
 
 import math
@@ -34,7 +34,7 @@ _SMALLEST_LIMIT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PieceLocation:
-    """Where the bytes of one piece lie; the engine's `_StorageInfo`."""
+    """Location of the bytes of one piece; the engine's `_StorageInfo`."""
 
     relative_path: str
     offset: int
@@ -42,7 +42,7 @@ class PieceLocation:
 
 
 def largest_index(tensor_bytes: int) -> int:
-    """How large an index may be, beside so many bytes of tensors; a real one has less than a thousandth of them."""
+    """Size limit of an index for so many bytes of tensors; a real index has less than a thousandth of that."""
     return _SMALLEST_LIMIT_BYTES + tensor_bytes // 1000
 
 
@@ -92,7 +92,7 @@ def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
 
 
 def _fields(state: Any, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[Any]:
-    """The values of known fields, in order; None for optional ones that are not there."""
+    """The values of known fields, in order; None for missing optional ones."""
     if type(state) is not dict or not set(required) <= state.keys() <= {*required, *optional}:
         raise PickleRefused("it has an object with other fields than expected")
     return [state.get(name) for name in (*required, *optional)]
@@ -174,7 +174,7 @@ def _memory_format(number: Any) -> torch.memory_format:
 
 
 def _member(of: Any, name: Any) -> torch.memory_format:
-    """`getattr`, by which Python up to 3.11.3 pickles the member of an enum: that, and nothing else."""
+    """`getattr`, with which Python up to 3.11.3 pickles an enum member: only for that."""
     _require(of == _FORMAT, name in _FORMAT_NAMES)
     return _FORMATS[_FORMAT_NAMES.index(name)]
 

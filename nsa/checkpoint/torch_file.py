@@ -1,7 +1,7 @@
-"""Reader for what torch.save writes: plain values and tensors in a zip archive, executing and unpacking nothing.
+"""Safe reader for files of torch.save: plain values and tensors in a zip archive, without executing or decompressing.
 
-`torch.load` unpacks compressed archives, so that 2 MiB become 2 GiB, and with weights_only=False it runs any code. Here
-an archive is as large as its records, a storage as large as its record, and a tensor at most as large as its storage.
+`torch.load` decompresses archives, so that 2 MiB become 2 GiB, and with weights_only=False it runs any code. Here an
+archive is as large as its records, a storage as large as its record, and a tensor at most as large as its storage.
 Tensors share the memory of the bytes they were read from.
 """
 

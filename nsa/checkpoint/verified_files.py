@@ -1,8 +1,8 @@
-"""Reads the files of one checkpoint so that every byte handed out was verified as it was read.
+"""Reads checkpoint files and verifies the SHA-256 of every block before its bytes are used.
 
-Verifying a folder first and reading it later leaves a moment for a swap. Here a block is read into memory, hashed
-there, compared with the manifest, and only then used: a file that is replaced or written into meanwhile is refused. No
-byte is read twice for that, and a rank reads no more than the blocks its own tensors lie in.
+Verifying a folder first and reading it later would leave a time window for a swap. Here a block is read into memory,
+hashed there, compared with the manifest, and only then used: a file that is replaced or changed meanwhile is refused.
+No byte is read twice, and a rank reads only the blocks that contain its own tensors.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class VerifiedFiles:
 
     @property
     def tensor_folder(self) -> str:
-        """Where the index lies, ending with a slash; empty for tensors alone, as DCP itself leaves them."""
+        """Folder of the tensor index, ending with a slash; empty for a folder written by DCP alone."""
         inside = f"{names.TENSORS}/"
         return inside if f"{inside}{names.TENSOR_INDEX}" in self.sizes else ""
 
@@ -50,7 +50,7 @@ class VerifiedFiles:
         return self.read_range(name, 0, self.sizes.get(name, 0))
 
     def read_range(self, name: str, offset: int, length: int) -> bytearray:
-        """Part of a file; raises CheckpointError if what is there is not what was committed."""
+        """Part of a file; raises CheckpointError if it is not what was committed."""
         if name not in self.sizes:
             raise CheckpointError(f"{self.path / name} is missing.")
         if offset < 0 or length < 0 or offset + length > self.sizes[name]:
@@ -65,7 +65,7 @@ class VerifiedFiles:
         return content
 
     def peek(self, name: str, offset: int, length: int) -> bytes:
-        """Part of a file that is judged and not used: it is not verified here."""
+        """Part of a file, not verified: for checks that do not use the content."""
         try:
             with open_regular(self.path / name, follow_links=False) as file:
                 return os.pread(file.fileno(), length, offset)
@@ -73,7 +73,7 @@ class VerifiedFiles:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
 
     def _block(self, name: str, number: int, *, keep: bool) -> bytes:
-        """`keep`: the next piece probably begins in the same block, and another thread may want it at this moment."""
+        """`keep` caches the block: the next piece probably begins in it, or another thread needs it now."""
         if not keep:
             return self._read_block(name, number)
         with self._lock:

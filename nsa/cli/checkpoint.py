@@ -55,7 +55,7 @@ def verify(
 
     **Example:** `nsa checkpoint verify artifacts/run/checkpoints/latest`
     """
-    from nsa.checkpoint.load import demand_trustworthy
+    from nsa.checkpoint.load import require_trustworthy
     from nsa.checkpoint.manifest import read_key
     from nsa.names import step_of
 
@@ -71,7 +71,7 @@ def verify(
     bad = 0
     for checkpoint in wanted:
         try:
-            manifest = demand_trustworthy(checkpoint, key=key).manifest
+            manifest = require_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
             bad += 1
             say(f"BAD   {error}")
@@ -98,15 +98,15 @@ def export(
     """
     require_writable_folder(out)
 
-    from nsa.checkpoint.load import demand_trustworthy
     from nsa.checkpoint.load import export as write
+    from nsa.checkpoint.load import require_trustworthy
     from nsa.checkpoint.manifest import read_key
     from nsa.names import COMMIT, step_of
 
     source = _resolved(checkpoint)
     if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
         key = read_key(key_file) if key_file else None
-        found = _open(checkpoint, key_file).find_resumable(lambda path: demand_trustworthy(path, key=key))
+        found = _open(checkpoint, key_file).find_resumable(lambda path: require_trustworthy(path, key=key))
         for finding in found.passed_over:
             say(f"WARNING: passed over {finding}")
         if found.path is None:

@@ -153,7 +153,7 @@ def _claim(config: RunConfig, folder: RunFolder, resuming: bool, open_things: Ex
     lock = RunLock(folder.path).acquire(wait_s=_LOCK_WAIT_S if resuming else 0.0)
     open_things.callback(lock.release)
     checkpoints = CheckpointFolder(folder.checkpoints, key=signing_key(config))
-    checkpoints.tidy()
+    checkpoints.clean_up()
     if not resuming and (steps := checkpoints.steps()):
         raise ConfigError(
             f"{folder.path} already holds a run, up to step {steps[-1]}: a new one would mix with it. Add --resume to "

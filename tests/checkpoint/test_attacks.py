@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from nsa.checkpoint.load import demand_trustworthy, export
-from nsa.checkpoint.manifest import encode, read_key, take_stock
+from nsa.checkpoint.load import export, require_trustworthy
+from nsa.checkpoint.manifest import build_manifest, encode, read_key
 from nsa.errors import CheckpointError
 from nsa.storage import LocalFiles
 from tests.checkpoint.test_checkpointer import Bomb, Module, assert_same, checkpointer, save
@@ -41,13 +41,13 @@ def root(made, tmp_path):
 def commit(step: Path) -> None:
     """A manifest that fits, as whoever can write the folder can write it."""
     (step / "COMMIT.json").unlink(missing_ok=True)
-    (step / "COMMIT.json").write_bytes(encode(take_stock(LocalFiles(step), 2, "now")))
+    (step / "COMMIT.json").write_bytes(encode(build_manifest(LocalFiles(step), 2, "now")))
 
 
 def refused(step: Path, tmp_path: Path) -> None:
     """By every way to use a checkpoint."""
     for use in (
-        lambda: demand_trustworthy(step),
+        lambda: require_trustworthy(step),
         lambda: checkpointer(step.parent, allow_foreign=True).load(step, Module(seed=1)),
         lambda: export(step, tmp_path / "out", allow_foreign=True),
     ):

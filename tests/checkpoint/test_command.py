@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy
 from nsa.checkpoint.lock import RunLock
-from nsa.checkpoint.manifest import encode, take_stock
+from nsa.checkpoint.manifest import build_manifest, encode
 from nsa.checkpoint.run_state import RunRecord
 from nsa.cli.checkpoint import app
 from nsa.errors import CheckpointError
@@ -108,7 +108,7 @@ def test_verify_and_ls_need_no_train_extra(tmp_path):
     save(run / "checkpoints", 1)
     torch.save({"rng": numpy.random.get_state()}, run / "checkpoints/step1/train/rank0.pt")
     folder = run / "checkpoints/step1"
-    (folder / "COMMIT.json").write_bytes(encode(take_stock(LocalFiles(folder), 1, "now")))
+    (folder / "COMMIT.json").write_bytes(encode(build_manifest(LocalFiles(folder), 1, "now")))
 
     def use(*words: object) -> subprocess.CompletedProcess:
         command = [sys.executable, "-c", WITHOUT_TRAIN, *map(str, words)]

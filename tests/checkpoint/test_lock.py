@@ -36,7 +36,7 @@ def other(tmp_path):
 
 
 def test_two_writers_are_refused_and_the_first_is_named(tmp_path, other):
-    with pytest.raises(CheckpointError, match=f"is in use by process {other.pid} on .* since 20"):
+    with pytest.raises(CheckpointError, match=str(other.pid)):
         RunLock(tmp_path).acquire()
     found = holder(tmp_path)
     assert found is not None
@@ -44,7 +44,7 @@ def test_two_writers_are_refused_and_the_first_is_named(tmp_path, other):
 
 
 def test_two_locks_in_one_process_are_refused_too(tmp_path):
-    with RunLock(tmp_path), pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
+    with RunLock(tmp_path), pytest.raises(CheckpointError, match=str(os.getpid())):
         RunLock(tmp_path).acquire()
     assert RunLock(tmp_path).acquire().died is None
 

@@ -30,11 +30,10 @@ from olmo_core.train.train_module import TrainModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nsa import names
-from nsa.checkpoint.dcp_reader import VerifiedReader
 from nsa.checkpoint.folder import CheckpointFolder, ResumableCheckpoint, RetentionPolicy
-from nsa.checkpoint.load import demand_trustworthy, open_checkpoint, read_record
+from nsa.checkpoint.load import VerifiedReader, open_checkpoint, read_record, require_trustworthy
 from nsa.checkpoint.manifest import INTERVAL, CheckpointManifest, read_key, wrong_hashes
-from nsa.checkpoint.pickle_scan import demand_harmless, read_trainer_state
+from nsa.checkpoint.pickle_scan import read_trainer_state, require_harmless
 from nsa.checkpoint.run_state import RunRecord
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
@@ -85,7 +84,7 @@ class VerifiedCheckpointer(Checkpointer):
         """The same answer on all ranks. Rank 0 looks for it; all ranks hash, each its share of the files."""
 
         def inspect(path: Path) -> None:
-            demand_trustworthy(path, key=self.key, deep=False)
+            require_trustworthy(path, key=self.key, deep=False)
 
         def hash_on_all_ranks(store: LocalFiles, manifest: CheckpointManifest) -> list[str]:
             broadcast_object((store.path, manifest))
@@ -164,7 +163,7 @@ class VerifiedCheckpointer(Checkpointer):
         read: dict[str, Any] = {}
 
         def read_small_files() -> None:
-            read["index"] = demand_harmless(files, pieces=False)
+            read["index"] = require_harmless(files, pieces=False)
             read["record"] = read_record(files)
             read["state"] = read_trainer_state(files, get_rank()) if load_trainer_state is not False else None
             if load_trainer_state is True and not isinstance(read["state"], dict):
