@@ -1,4 +1,4 @@
-"""The description of a run: `load` makes a frozen `RunConfig`, each value with its origin. Needs no torch."""
+"""Configuration: `load` resolves a run to a frozen `RunConfig` that knows the origin of each value. Needs no torch."""
 
 from nsa.config.load import load
 from nsa.config.schema import RunConfig

@@ -1,4 +1,4 @@
-"""A setting in words: what it may be, what it counts. Messages and docs/CONFIG.md both ask here, so they agree."""
+"""Type, allowed values and unit of a setting as text, for error messages and docs/CONFIG.md."""
 
 import types
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class SettingUnit:
-    """What a number counts; shown in messages and in docs/CONFIG.md."""
+    """Unit of a number; shown in messages and in docs/CONFIG.md."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class ValueDescription:
-    """How to describe a value whose pattern would tell a user nothing."""
+    """Description of a value whose regular expression would not help a user."""
 
     words: str
 
@@ -32,22 +32,22 @@ def may_change_on_resume(field: FieldInfo) -> bool:
 
 
 def kind(field: FieldInfo) -> str:
-    """What a value must look like, in words: 'a whole number ≥ 1', 'one of bf16, fp16, fp32'."""
+    """Type and limits of a value as text: 'a whole number ≥ 1', 'one of bf16, fp16, fp32'."""
     return _kind(field.annotation, list(field.metadata))
 
 
 def unit(field: FieldInfo) -> str:
-    """What the value counts, or '' where a number has no unit."""
+    """The unit of a number, or '' if it has none."""
     return next((m.name for m in _metadata(field.annotation, field.metadata) if isinstance(m, SettingUnit)), "")
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The allowed words of a choice, or () for any other field."""
+    """The options of an enumerated setting, or () for any other field."""
     return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 
 def plain(value: Any) -> str:
-    """A value as one would write it in a config."""
+    """A value as it is written in a config."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -1,4 +1,4 @@
-"""docs/CONFIG.md and docs/ENV.md, written from the schema and the environment table so that they cannot disagree."""
+"""Generates docs/CONFIG.md and docs/ENV.md from the schema and the table of environment variables."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,9 +39,9 @@ def _config_page() -> Iterator[str]:
         "4. the environment ([ENV.md](ENV.md)); a branch's own variable wins over the one for all branches",
         "5. the command line, as `section.key=value`",
         "",
-        "`nsa config show FILE` prints every value of a run and where it came from; `nsa config check FILE` lists",
-        "everything that is wrong. Values are read by the type of their setting: `2e-4` is a number where a number is",
-        "due, `no` is text where text is due. Unknown keys, and keys written twice, are errors.",
+        "`nsa config show FILE` prints every value of a run and its origin; `nsa config check FILE` lists every",
+        "problem. A value is parsed by the type of its setting: `2e-4` is a number for a numeric setting, `no` is text",
+        "for a text setting. Unknown keys and duplicate keys are errors.",
         "",
         "A run that resumes (`--resume`, `--resume-from`) must have the values its checkpoint was saved with, except",
         "where the column *on resume* says *may change*; such changes are recorded in `events.jsonl`. Other settings",
@@ -59,13 +59,13 @@ def _config_page() -> Iterator[str]:
     yield from (
         "## Retired keys",
         "",
-        "They load, do nothing, and each gives one notice.",
+        "They are accepted and ignored; each produces one notice.",
         "",
         *_table(("key", "instead"), ((f"`{key}`", f"{reason}.") for key, reason in RETIRED_KEYS.items())),
         "## Toy configs",
         "",
-        f"`profile: {RunConfig.TOY}` names no hardware: it marks a config for trying things out, and preflight",
-        "refuses it for long runs.",
+        f"`profile: {RunConfig.TOY}` names no hardware: it marks a config for experiments, which preflight refuses for",
+        "long runs.",
         "",
     )
 
@@ -76,17 +76,17 @@ def _env_page() -> Iterator[str]:
         "",
         _NOTE,
         "",
-        "The environment wins over the config file and loses to the command line. It is read once, at start. A",
-        f"variable that is set but empty counts as unset. Any other name beginning with `{env.PREFIX}` is an error, so",
-        "that a typo cannot pass for a setting. Types, defaults and units are the setting's; [CONFIG.md](CONFIG.md)",
-        "has them all.",
+        "The environment overrides the config file; the command line overrides the environment. It is read once, at",
+        f"start. A variable that is set but empty counts as unset. Any other name beginning with `{env.PREFIX}` is an",
+        "error, so that a typo does not go unnoticed. Types, defaults and units are those of the setting: see",
+        "[CONFIG.md](CONFIG.md).",
         "",
         "## In use",
         "",
         *_table(("name", "sets", "type", "unit", "default", "meaning"), _variables()),
         "## Retired",
         "",
-        "They do nothing; each gives one notice that says so.",
+        "They are ignored; each produces one notice.",
         "",
         *_table(("name", "instead"), ((f"`{name}`", f"{reason}.") for name, reason in env.RETIRED.items())),
     )
@@ -99,7 +99,7 @@ def _variables() -> Iterator[tuple[str, ...]]:
         "a path",
         "",
         "",
-        "Read where no file is named on the command line.",
+        "Used if no file is given on the command line.",
     )
     for name, variable in env.VARIABLES.items():
         field = settings()[variable.keys[0]]

@@ -1,7 +1,8 @@
-"""The one table that owns every `NSA_*` name, and the one place in the package that reads the environment for settings.
+"""Environment variables: the table of every `NSA_*` name, and the only place that reads the environment for settings.
 
-A name sets one or more settings, or is retired and says what took its place. Names that set several settings are
-applied first, so that a branch's own variable wins over the one for all branches. docs/ENV.md is generated from here.
+A variable sets one or more settings, or is retired with a note on its replacement. Variables that set several settings
+are applied first, so that the variable of one branch overrides the one for all branches. docs/ENV.md is generated from
+this table.
 """
 
 import os
@@ -21,7 +22,7 @@ BRANCHES = tuple(KernelsConfig.model_fields)
 
 @dataclass(frozen=True)
 class EnvVariable:
-    """A name that sets each of `keys`; `negated` where a true value switches the setting off."""
+    """A variable that sets each of `keys`; `negated` if a true value turns the setting off."""
 
     keys: tuple[str, ...]
     meaning: str
@@ -34,17 +35,15 @@ VARIABLES: dict[str, EnvVariable] = {
     "NSA_FWE_Q": EnvVariable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
     "NSA_FWE_WARMUP_BATCHES": EnvVariable(("data.warmup_batches",), "Batches to have ready before step 1."),
     "NSA_FWE_WARMUP_TIMEOUT": EnvVariable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
-    "NSA_PREFILL_TILE": EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass."),
-    "NSA_ROPE_SCALE": EnvVariable(("model.rope_scale",), "Positions are divided by this before rotation."),
+    "NSA_PREFILL_TILE": EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass when generating."),
+    "NSA_ROPE_SCALE": EnvVariable(("model.rope_scale",), "Divisor of positions before rotation."),
     "NSA_SDPA_NO_FLASH": EnvVariable(
-        ("runtime.use_flash",), "A true value keeps kernels=auto to the portable backend.", negated=True
+        ("runtime.use_flash",), "A true value restricts kernels=auto to the portable backend.", negated=True
     ),
-    "NSA_KERNEL_CACHE": EnvVariable(
-        ("runtime.kernel_cache",), "Folder that keeps compiled CPU kernels and tuned tiles."
-    ),
+    "NSA_KERNEL_CACHE": EnvVariable(("runtime.kernel_cache",), "Folder for compiled CPU kernels and tuned tile sizes."),
     "NSA_TUNE_KERNELS": EnvVariable(
         ("runtime.tune_kernels",),
-        "Time tile sizes on the GPU at first use; without, all GPUs of a kind give equal bits.",
+        "Time tile sizes on the GPU at first use; if off, GPUs of one model give bitwise equal results.",
     ),
     "NSA_KERNEL": EnvVariable(
         tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. portable or reference."
@@ -64,17 +63,17 @@ RETIRED: dict[str, str] = {
     "NSA_USE_FA2": f"{_FLASH_ATTN} kernels.sliding and kernels.compressed",
     "NSA_USE_FA2_WIN": f"{_FLASH_ATTN} kernels.sliding",
     "NSA_USE_FA2_CMP": f"{_FLASH_ATTN} kernels.compressed",
-    "NSA_FA2_MIN_LEN_WIN": f"{_FLASH_ATTN} kernels.sliding, where auto weighs the length",
-    "NSA_FA2_MIN_LEN_CMP": f"{_FLASH_ATTN} kernels.compressed, where auto weighs the length",
-    "NSA_USE_TRITON_SEL": "backends are chosen per branch; set kernels.selected to insist on one",
+    "NSA_FA2_MIN_LEN_WIN": f"{_FLASH_ATTN} kernels.sliding, where auto depends on the length",
+    "NSA_FA2_MIN_LEN_CMP": f"{_FLASH_ATTN} kernels.compressed, where auto depends on the length",
+    "NSA_USE_TRITON_SEL": "backends are chosen per branch; set kernels.selected to require one",
     "NSA_USE_SEL_PACK": _SELECTION,
     "NSA_USE_SEL_MASK": _SELECTION,
     "NSA_FORCE_SEL_MASK": _SELECTION,
     "NSA_USE_SEL_VARLEN": _SELECTION,
     "NSA_FORCE_PARITY": "set NSA_KERNEL=portable, or kernels.* in the config, to run the portable path in every branch",
     "NSA_PREFILL_BATCHED": "there is one forward; NSA_PREFILL_TILE (runtime.prefill_chunk) sets how it is chunked",
-    "NSA_STRICT_ASSERTS": "tests prove causality, no step checks it; scripts/run_gpu_causality_test.sh runs them",
-    "NSA_DEBUG_COMPARE": "chosen backends and reasons are always logged; NSA_KERNEL=reference runs the plain formulas",
+    "NSA_STRICT_ASSERTS": "no step checks causality, tests do; scripts/run_gpu_causality_test.sh runs them",
+    "NSA_DEBUG_COMPARE": "backends and reasons are always logged; NSA_KERNEL=reference runs plain PyTorch",
     "NSA_ENV_STATIC": "the environment is read once, at start, always",
     "NSA_DISABLE_AUX_STATS": "statistics are computed on log steps only; train.log_every sets how often",
     "NSA_TB_DISABLE": "TensorBoard copies the heartbeat on log steps only; train.log_every sets how often",
@@ -85,41 +84,41 @@ _SWITCH = TypeAdapter(bool)
 
 
 def snapshot() -> dict[str, str]:
-    """The process's variables that concern us, to be passed to `load`."""
+    """The NSA_* variables of this process and CONFIG, to be passed to `load`."""
     return {name: text for name, text in os.environ.items() if name.startswith(PREFIX) or name == CONFIG_FILE}
 
 
 def without_settings() -> dict[str, str]:
-    """The process's other variables, for a child whose settings are all on its command line."""
+    """All other variables, for a child process whose settings are all on its command line."""
     ours = snapshot()
     return {name: text for name, text in os.environ.items() if name not in ours}
 
 
 def read(environ: Mapping[str, str]) -> SettingsLayer:
-    """What the environment sets. A variable that is set but empty counts as unset, as shells' scripts expect."""
+    """The settings given by environment variables. A variable that is set but empty counts as unset."""
     layer = SettingsLayer()
     names = [name for name, text in environ.items() if name.startswith(PREFIX) and text.strip()]
-    for name in sorted(names, key=lambda name: (-_width(name), name)):
+    for name in sorted(names, key=lambda name: (-_n_keys(name), name)):
         where = f"environment {name}"
         if variable := VARIABLES.get(name):
             text = _negate(environ[name]) if variable.negated else environ[name].strip()
             for key in variable.keys:
-                layer.take(key, text, origin=where, where=where)
+                layer.add(key, text, origin=where, where=where)
         elif name in RETIRED:
-            layer.notices.append(f"{where} is retired and does nothing: {RETIRED[name]}.")
+            layer.notices.append(f"{where} is retired and ignored: {RETIRED[name]}.")
         else:
             guess = nearest(name, (*VARIABLES, *RETIRED))
             hint = f"Did you mean {guess}?" if guess else "docs/ENV.md lists them all."
-            layer.problems.append(f"{where}: there is no such setting, and a typo must not go unnoticed. {hint}")
+            layer.problems.append(f"{where}: unknown environment variable. {hint}")
     return layer
 
 
-def _width(name: str) -> int:
+def _n_keys(name: str) -> int:
     return len(VARIABLES[name].keys) if name in VARIABLES else 0
 
 
 def _negate(text: str) -> str:
-    """The opposite of a switch; anything else stays as it is, for the schema to refuse."""
+    """The opposite of a boolean; anything else is returned unchanged and refused by the schema."""
     try:
         return str(not _SWITCH.validate_python(text.strip()))
     except ValidationError:

@@ -10,11 +10,11 @@ from nsa.config.schema import RETIRED_KEYS, sections, settings
 
 @dataclass(frozen=True)
 class GivenValue:
-    """One value as somebody wrote it; the schema gives it its type, so `no` and `2e-4` mean what the setting needs."""
+    """One value as text; the schema gives it its type, so `no` and `2e-4` are parsed as the setting needs."""
 
     text: str | None
     origin: str  # as RunConfig.origin reports it
-    where: str  # as a message points at it, with a line where there is one
+    where: str  # location shown in messages, with a line number if there is one
 
 
 @dataclass
@@ -24,12 +24,12 @@ class SettingsLayer:
     notices: list[str] = field(default_factory=list)
     readable: bool = True
 
-    def take(self, key: str, text: str | None, *, origin: str, where: str) -> None:
-        """Store a value under a known key; note a retired one; report an unknown one."""
+    def add(self, key: str, text: str | None, *, origin: str, where: str) -> None:
+        """Store the value of a known key; add a notice for a retired key and a problem for an unknown one."""
         if key in settings():
             self.given[key] = GivenValue(text, origin, where)
         elif key in RETIRED_KEYS:
-            self.notices.append(f"{where}: {key} is retired and does nothing: {RETIRED_KEYS[key]}.")
+            self.notices.append(f"{where}: {key} is retired and ignored: {RETIRED_KEYS[key]}.")
         else:
             self.problems.append(f"{where}: {_unknown(key)}")
 
@@ -46,7 +46,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """The known word most like this one, or None where nothing is alike."""
+    """The known word closest to this one, or None if nothing is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
@@ -58,7 +58,7 @@ def section_hint(name: str) -> str:
 
 
 def _unknown(key: str) -> str:
-    """Why a key cannot be used and which one was probably meant: same name elsewhere first, then a like name."""
+    """Why a key is unknown and which one was probably meant: the same name elsewhere first, then a similar name."""
     section, _, name = key.rpartition(".")
     if key in sections():
         return f"{key} is a section, not a setting. Set its keys one by one, e.g. {_keys_of(key)[0]}."

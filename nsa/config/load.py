@@ -1,6 +1,7 @@
-"""Defaults, hardware profile, file, environment, command line → one frozen `RunConfig`, each value with its origin.
+"""Config loader: merges defaults, hardware profile, YAML file, environment and command line into one `RunConfig`.
 
-A later layer wins over an earlier one. Everything that is wrong, in whichever layer, is reported in one error.
+A later layer overrides an earlier one, and each value keeps its origin. All problems of all layers are reported in one
+error.
 """
 
 import os
@@ -29,16 +30,13 @@ def load(
 ) -> RunConfig:
     """Resolve a run.
 
-    `file` is the YAML (default: the one `CONFIG` names in `environ`), `environ` the variables to honour
-    (`nsa.config.env.snapshot()` for the process's own) and `overrides` words such as `train.lr=1e-4`.
+    `file` is the YAML file (default: the one `CONFIG` names in `environ`), `environ` the variables to apply
+    (`nsa.config.env.snapshot()` for those of the process) and `overrides` words such as `train.lr=1e-4`.
     """
     environ = environ or {}
     file = file or environ.get(env.CONFIG_FILE)
     if not file:
-        raise ConfigError(
-            "no config file was named: a run must say what it trains. Give one, e.g. configs/train_50k.yaml, "
-            "or set CONFIG to its path."
-        )
+        raise ConfigError("no config file was given. Name one, e.g. configs/train_50k.yaml, or set CONFIG to its path.")
     path = Path(file)
     from_file = yaml_file.read(path)
     from_environ = env.read(environ)
@@ -49,7 +47,7 @@ def load(
     given = {key: value for layer in layers for key, value in layer.given.items()}
     notices = [notice for layer in layers for notice in layer.notices]
     problems = [problem for layer in layers for problem in layer.problems]
-    notices += _shorten_warmup_of_a_probe(given)
+    notices += _shorten_warmup(given)
 
     if from_file.readable and from_profile.readable:
         try:
@@ -65,27 +63,27 @@ def load(
 
 
 def read_overrides(overrides: Sequence[str]) -> SettingsLayer:
-    """`key=value` words of a command line; of two for the same key the later wins, and `null` means no value."""
+    """`key=value` words of a command line; the later of two for the same key wins, and `null` means no value."""
     layer = SettingsLayer()
     for word in overrides:
         key, equals, text = word.partition("=")
         if equals:
-            layer.take(key, None if text == "null" else text, origin=COMMAND_LINE, where=COMMAND_LINE)
+            layer.add(key, None if text == "null" else text, origin=COMMAND_LINE, where=COMMAND_LINE)
         else:
             layer.problems.append(f"{COMMAND_LINE}: {word!r} is not key=value. Write e.g. train.lr=1e-4.")
     return layer
 
 
-def _read_profile(asked: GivenValue | None, config_path: Path) -> SettingsLayer:
-    if asked is None or asked.text in (None, "", RunConfig.TOY):
+def _read_profile(requested: GivenValue | None, config_path: Path) -> SettingsLayer:
+    if requested is None or requested.text in (None, "", RunConfig.TOY):
         return SettingsLayer()
-    name = str(asked.text)
+    name = str(requested.text)
     path = _find_profile(name, config_path)
     if path is None:
         known = sorted({found.stem for folder in _profile_folders(config_path) for found in folder.glob("*.yaml")})
         guess = nearest(name, known)
         hint = f"Did you mean {guess}?" if guess else f"There are {', '.join([*known, RunConfig.TOY])}."
-        return SettingsLayer(problems=[f"{asked.where}: no hardware profile {name!r}. {hint}"], readable=False)
+        return SettingsLayer(problems=[f"{requested.where}: no hardware profile {name!r}. {hint}"], readable=False)
     layer = yaml_file.read(path, origin=f"profile {name}")
     if inner := layer.given.pop("profile", None):
         layer.problems.append(f"{inner.where}: a profile cannot name another profile. Write its values out.")
@@ -97,16 +95,16 @@ def _find_profile(name: str, config_path: Path) -> Path | None:
         candidates = [Path(name), config_path.parent / name]
     else:
         candidates = [folder / f"{name}.yaml" for folder in _profile_folders(config_path)]
-    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)  # also of no possible name
+    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)  # False for an invalid name
 
 
 def _profile_folders(config_path: Path) -> tuple[Path, ...]:
-    """Beside the config first, so that a copied configs/ folder is complete in itself."""
+    """Next to the config first, so that a copied configs/ folder is self-contained."""
     return (config_path.parent / "profiles", Path("configs") / "profiles", _SOURCE_TREE_PROFILES)
 
 
-def _shorten_warmup_of_a_probe(given: dict[str, GivenValue]) -> Iterator[str]:
-    """`--steps 100` on a long config is a probe: fit its warm-up to it and say so, rather than refuse the run."""
+def _shorten_warmup(given: dict[str, GivenValue]) -> Iterator[str]:
+    """`--steps 100` on a long config is a short trial: shorten its warm-up with a notice, do not refuse it."""
     steps, warmup = given.get("train.steps"), given.get("train.warmup_steps")
     if not steps or not warmup or steps.origin != COMMAND_LINE or warmup.origin == COMMAND_LINE:
         return
@@ -114,13 +112,13 @@ def _shorten_warmup_of_a_probe(given: dict[str, GivenValue]) -> Iterator[str]:
     if given_steps is not None and given_warmup is not None and given_warmup > given_steps:
         given["train.warmup_steps"] = replace(steps, origin=f"{COMMAND_LINE} train.steps={steps.text}")
         yield (
-            f"train.warmup_steps is {warmup.text} ({warmup.where}) but the command line asks for {steps.text} steps: "
-            f"warm-up is shortened to {steps.text}."
+            f"train.warmup_steps is {warmup.text} ({warmup.where}) but the command line sets train.steps to "
+            f"{steps.text}: warm-up is shortened to {steps.text}."
         )
 
 
 def _whole_number(value: GivenValue) -> int | None:
-    """None for what the schema will refuse; Python converts no text of thousands of digits."""
+    """None if the schema will refuse it; Python does not convert text of thousands of digits."""
     text = str(value.text)
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
@@ -134,7 +132,7 @@ def _nested(given: Mapping[str, GivenValue]) -> dict[str, Any]:
 
 
 def _explain(details: ErrorDetails, given: Mapping[str, GivenValue]) -> Iterator[str]:
-    """Our words for one of pydantic's findings, with the place each value came from."""
+    """The message for one pydantic error, with the location of each value."""
     if details["type"] == rules.BROKEN_RULES:
         for rule in details["ctx"]["broken"]:
             places = dict.fromkeys(given[key].where if key in given else f"default {key}" for key in rule.keys)
@@ -145,7 +143,7 @@ def _explain(details: ErrorDetails, given: Mapping[str, GivenValue]) -> Iterator
     got = "no value" if value.text is None else _shortened(repr(value.text))
     counted = f", in {unit(field)}" if unit(field) else ""
     guess = nearest(str(value.text), choices(field))
-    fix = f"Did you mean {guess}?" if guess else f"It is: {field.description} Default: {plain(field.default)}."
+    fix = f"Did you mean {guess}?" if guess else f"Description: {field.description} Default: {plain(field.default)}."
     yield f"{value.where}: {key} must be {kind(field)}{counted} (got {got}). {fix}"
 
 

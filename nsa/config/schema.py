@@ -55,36 +55,36 @@ class ConfigSection(BaseModel):
 
 
 class ModelConfig(ConfigSection):
-    """The transformer around the attention."""
+    """Sizes of the transformer."""
 
     dim: Count = Field(default=768, description="Width of the residual stream.")
     n_layers: Count = Field(default=12, description="Number of transformer blocks.")
     n_heads: Count = Field(default=12, description="Query heads per block.")
     n_kv_groups: Count = Field(
-        default=2, description="Key/value groups; the heads of a group share keys, values, selection."
+        default=2, description="Key/value groups; the heads of a group share keys, values and selected blocks."
     )
     d_k: Count = Field(default=64, description="Query and key width per head; even, because RoPE rotates pairs.")
     d_v: Count = Field(default=64, description="Value width per head.")
     vocab_size: Count | None = Field(
-        default=None, description="Rows of the embedding; null takes the tokenizer's vocabulary."
+        default=None, description="Rows of the embedding; null uses the tokenizer's vocabulary size."
     )
     ffn_dim: Count | None = Field(
         default=None, description="Hidden width of the SwiGLU; null means 8/3 of dim, rounded up to a multiple of 64."
     )
-    tie_embeddings: bool = Field(default=False, description="Use the input embedding as the output projection too.")
+    tie_embeddings: bool = Field(default=False, description="Share the input embedding with the output projection.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon inside RMSNorm.")
     rope_base: Positive = Field(default=500_000.0, description="Base of the rotary frequencies.")
     rope_scale: Positive = Field(
-        default=1.0, description="Positions are divided by this before rotation; > 1 stretches reach."
+        default=1.0, description="Positions are divided by this before rotation (linear RoPE scaling)."
     )
 
     @property
     def ffn_size(self) -> int:
-        """The SwiGLU's hidden width with null resolved."""
+        """Hidden width of the SwiGLU; the default if `ffn_dim` is null."""
         return self.ffn_dim if self.ffn_dim is not None else default_ffn_dim(self.dim)
 
     @model_validator(mode="after")
-    def _hold_together(self) -> Self:
+    def _check_rules(self) -> Self:
         return rules.enforce(self, rules.check_model(self.n_heads, self.n_kv_groups, self.d_k))
 
 
@@ -95,12 +95,12 @@ class NSAConfig(ConfigSection):
     d: Tokens = Field(default=Geometry.d, description="Stride between compression blocks; divides l and l_sel.")
     l_sel: Tokens = Field(default=Geometry.l_sel, description="Length of a selection block.")
     n_sel: Annotated[int, Field(ge=1), SettingUnit("blocks")] = Field(
-        default=Geometry.n_sel, description="Selection blocks each query reads, the first and two local ones included."
+        default=Geometry.n_sel, description="Selected blocks per query, including the first block and two local ones."
     )
-    w: Tokens = Field(default=Geometry.w, description="Sliding window, the query's own token included.")
-    phi: Phi = Field(default="avg", description="Operator that compresses a block to one token.")
+    w: Tokens = Field(default=Geometry.w, description="Length of the sliding window, including the query's own token.")
+    phi: Phi = Field(default="avg", description="Compression operator that pools a block into one token.")
     phi_pos_emb: bool = Field(
-        default=False, description="Learned position inside a block, added before phi (linear, mlp)."
+        default=False, description="Learned intra-block position embedding, added before phi (linear, mlp)."
     )
     gate: Gate = Field(
         default="softmax",
@@ -108,7 +108,7 @@ class NSAConfig(ConfigSection):
     )
     gate_per: GatePer = Field(default="head", description="One gate per query head or per group of heads.")
     gate_temperature: Positive = Field(
-        default=1.0, description="Gate logits are divided by this; above 1 evens the branches out."
+        default=1.0, description="Gate logits are divided by this; a value above 1 makes the branch weights more equal."
     )
     rope_compressed: RopeCompressed = Field(
         default="auto",
@@ -123,167 +123,173 @@ class NSAConfig(ConfigSection):
     @field_validator("rope_compressed")
     @classmethod
     def _resolve_auto(cls, value: str, info: ValidationInfo) -> str:
-        """Everything that reads or records the settings sees what `auto` came to."""
+        """Resolve `auto`, so that everything that reads or records the settings sees the result."""
         return resolve_rope_compressed(info.data["phi"], value) if "phi" in info.data else value
 
     @model_validator(mode="after")
-    def _hold_together(self) -> Self:
+    def _check_rules(self) -> Self:
         sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
         return rules.enforce(self, rules.check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed))
 
 
 class RuntimeConfig(ConfigSection):
-    """Where and in which arithmetic a run computes."""
+    """Device, precision and memory options."""
 
     device: Changeable[
         Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), ValueDescription("auto, cpu, cuda or cuda:N")]
-    ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, decided once and logged.")
+    ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, chosen once and logged.")
     precision: Changeable[Precision] = Field(
         default="bf16",
-        description="Arithmetic of the model; the loss is fp32 always. Long runs want bf16; training refuses fp16.",
+        description="Compute precision; the loss is always fp32. Long runs need bf16; fp16 cannot train.",
     )
     gradient_checkpointing: Changeable[bool] = Field(
-        default=False, description="Recompute activations in backward: less memory, more time."
+        default=False,
+        description="Recompute activations in the backward pass: less memory, more time.",
     )
     use_flash: Changeable[bool] = Field(
-        default=True, description="Let kernels=auto take fused kernels; false keeps it to the portable backend."
+        default=True, description="Let kernels=auto select fused kernels; false restricts it to the portable backend."
     )
     prefill_chunk: Changeable[Tokens] = Field(
         default=2048, description="Prompt tokens per prefill pass when generating; no command reads it yet."
     )
     threads: Changeable[Count | None] = Field(
         default=None,
-        description="CPU threads for torch; null leaves torch's choice. Bitwise resume needs the same number.",
+        description="CPU threads of torch; null keeps torch's default. Bitwise resume needs the same number.",
     )
     kernel_cache: Changeable[Text | None] = Field(
         default=None,
-        description="Folder that keeps compiled CPU kernels and tuned tiles; null is the user's cache folder.",
+        description="Folder for compiled CPU kernels and tuned tile sizes; null is the user's cache folder.",
     )
     tune_kernels: Changeable[bool] = Field(
         default=False,
-        description="Time tile sizes on the GPU at first use and keep the fastest; without, all GPUs of a kind give "
-        "equal bits.",
+        description="Time tile sizes on the GPU at first use and keep the fastest; if false, GPUs of one model give "
+        "bitwise equal results.",
     )
 
 
 class KernelsConfig(ConfigSection):
-    """One backend per branch. A backend asked for by name that cannot run is an error, never replaced."""
+    """Kernel backend of each branch. A backend requested by name that cannot run is an error, never replaced."""
 
     compressed: Changeable[Text] = Field(
-        default="auto", description="Backend of compressed attention; auto picks and logs the reason."
+        default="auto", description="Backend of compressed attention; auto selects one and logs the reason."
     )
-    select: Changeable[Text] = Field(default="auto", description="Backend that scores and picks the selection blocks.")
+    select: Changeable[Text] = Field(default="auto", description="Backend of top-n block selection.")
     selected: Changeable[Text] = Field(default="auto", description="Backend of attention over the selected blocks.")
     sliding: Changeable[Text] = Field(default="auto", description="Backend of sliding-window attention.")
 
 
 class TrainConfig(ConfigSection):
-    """Length, batch, optimizer and rhythm of a training run."""
+    """Length, batch size, optimizer, logging and checkpoints of a training run."""
 
-    steps: Changeable[Steps] = Field(default=1000, description="Optimizer steps in the whole run.")
+    steps: Changeable[Steps] = Field(default=1000, description="Optimizer steps of the whole run.")
     seq_len: Tokens = Field(default=2048, description="Length of a training row.")
     batch_size: Changeable[Annotated[int, Field(ge=1), SettingUnit("rows")]] = Field(
-        default=1, description="Rows per forward pass over all ranks together; a multiple of the number of ranks."
+        default=1, description="Rows per forward pass, summed over all ranks; a multiple of the number of ranks."
     )
     accumulate_grad_batches: Changeable[Count] = Field(
-        default=1, description="Forward passes per optimizer step; a step sees batch_size times this many rows."
+        default=1,
+        description="Forward passes per step; batch_size times this is the global batch size.",
     )
     lr: Changeable[Positive] = Field(default=3e-4, description="Peak learning rate, reached at the end of warm-up.")
-    lr_schedule: Changeable[LearningRateSchedule] = Field(default="cosine", description="Learning rate after warm-up.")
+    lr_schedule: Changeable[LearningRateSchedule] = Field(
+        default="cosine", description="Learning rate schedule after warm-up."
+    )
     warmup_steps: Changeable[Annotated[int, Field(ge=0), SettingUnit("steps")]] = Field(
         default=0, description="Steps of linear warm-up from zero."
     )
     final_lr_ratio: Changeable[Annotated[float, Field(ge=0, le=1)]] = Field(
-        default=0.1, description="Share of lr that cosine and linear schedules end with."
+        default=0.1, description="Final learning rate of cosine and linear schedules, as a fraction of lr."
     )
     weight_decay: Changeable[Annotated[float, Field(ge=0)]] = Field(default=0.01, description="AdamW weight decay.")
     grad_clip: Changeable[Annotated[float, Field(ge=0)]] = Field(
-        default=1.0, description="Largest gradient norm; 0 does not clip."
+        default=1.0, description="Gradient norm above which gradients are clipped; 0 disables clipping."
     )
     max_skipped: Changeable[Annotated[int, Field(ge=0), SettingUnit("steps")]] = Field(
         default=3,
-        description="Non-finite or spiking steps of any skip_window that are skipped; one more and the run goes back.",
+        description="Non-finite or spiking steps skipped within skip_window; one more triggers a rollback.",
     )
     max_rollbacks: Changeable[Annotated[int, Field(ge=0)]] = Field(
         default=3,
-        description="Times a run may go back to its last checkpoint, leaving out the batches since; then it stops.",
+        description="Rollbacks to the last checkpoint, skipping the batches since then, before the run stops.",
     )
-    skip_window: Changeable[Steps] = Field(default=128, description="Steps back that max_skipped and spike_sigma look.")
+    skip_window: Changeable[Steps] = Field(
+        default=128, description="Number of recent steps used by max_skipped and spike_sigma."
+    )
     spike_sigma: Changeable[Annotated[float, Field(ge=0)]] = Field(
         default=0.0,
-        description="Skip steps whose loss or gradient norm is this many sigma above its window; 0 skips none.",
+        description="Skip steps whose loss or gradient norm is this many sigma above the window; 0 disables it.",
     )
     replica_check_every: Changeable[StepsOrNever] = Field(
-        default=0, description="Steps between checks that replicas of the weights (ddp, hsdp) are equal bit for bit."
+        default=0, description="Steps between bitwise comparisons of replicated weights (ddp, hsdp)."
     )
     log_every: Changeable[Steps] = Field(default=20, description="Steps between progress records.")
     eval_every: Changeable[StepsOrNever] = Field(
         default=1000, description="Steps between evaluations on the held-out split."
     )
-    eval_batches: Changeable[Count] = Field(
-        default=16, description="Batches of the held-out split that an evaluation reads."
-    )
+    eval_batches: Changeable[Count] = Field(default=16, description="Batches of the held-out split per evaluation.")
     save_every: Changeable[StepsOrNever] = Field(
-        default=1000, description="Steps between checkpoints; the end of a run is always saved."
+        default=1000, description="Steps between checkpoints; the last step is always saved."
     )
     save_async: Changeable[bool] = Field(
-        default=True, description="Write checkpoints in the background while training goes on."
+        default=True, description="Write checkpoints in the background during training."
     )
     keep_checkpoints: Changeable[Count] = Field(
-        default=3, description="Newest checkpoints to keep; older ones are removed, unless another setting keeps them."
+        default=3,
+        description="Newest checkpoints to keep; older ones are removed, unless another setting keeps them.",
     )
     keep_every: Changeable[StepsOrNever] = Field(
         default=0,
-        description="Checkpoints at multiples of this step are kept for good, besides the newest; 0 keeps none. Those "
-        "asked for by USR2 always stay.",
+        description="Checkpoints at multiples of this step are never removed; 0 keeps only the newest. Those requested "
+        "by USR2 are never removed.",
     )
     checkpoint_key_file: Changeable[str | None] = Field(
-        default=None, description="File with a key that signs checkpoints; only signed ones are then loaded."
+        default=None,
+        description="File with a key that signs checkpoints; only signed ones are then loaded.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
-        default=1337, description="Seeds weights, data order and the held-out split."
+        default=1337, description="Random seed of weights, data order and held-out split."
     )
     out_dir: Changeable[Text] = Field(default="artifacts/run", description="The run folder; one run, one folder.")
 
     @model_validator(mode="after")
-    def _hold_together(self) -> Self:
+    def _check_rules(self) -> Self:
         return rules.enforce(self, rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every))
 
 
 class ParallelConfig(ConfigSection):
-    """How several ranks share a run; with one rank nothing of it matters."""
+    """Data parallelism; unused with one rank."""
 
     data: Changeable[DataParallel] = Field(
         default="ddp",
-        description="ddp: whole weights on every rank; fsdp: sharded over all; hsdp: sharded in groups of shard_ranks.",
+        description="ddp: replicated weights; fsdp: sharded over all ranks; hsdp: sharded in groups of shard_ranks.",
     )
     shard_ranks: Changeable[Annotated[int, Field(ge=1), SettingUnit("ranks")] | None] = Field(
-        default=None, description="Ranks that hold one copy of the weights together (hsdp); null means one node's."
+        default=None, description="Ranks that share one copy of the weights (hsdp); null: the ranks of one node."
     )
     timeout_s: Changeable[Seconds] = Field(
-        default=600.0, description="Longest wait for other ranks before a run fails."
+        default=600.0, description="Timeout of collectives: longest wait for other ranks before a run fails."
     )
 
 
 class DataConfig(ConfigSection):
-    """Where the tokens come from."""
+    """Dataset, tokenizer, packing and prefetching."""
 
     dataset: DatasetKind = Field(
         default="fineweb_edu",
-        description="Streamed parquet, your own parquet/JSONL, token shards made earlier, or made-up tasks.",
+        description="Streamed parquet, your own parquet or JSONL, prepared token shards, or synthetic tasks.",
     )
     path: Changeable[Text | None] = Field(
         default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
     )
     tokenizer: Changeable[Text] = Field(default="byte", description="byte, or the path of a tokenizers JSON file.")
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.001, description="Share of the documents kept for evaluation and never trained on."
+        default=0.001, description="Fraction of the documents held out for evaluation and never trained on."
     )
     packing: RowPacking = Field(
         default="stream", description="stream cuts documents at row ends; best_fit keeps them whole where they fit."
     )
     on_end: Changeable[OnDataEnd] = Field(
-        default="epoch", description="Data used up: start another epoch, or stop with an error."
+        default="epoch", description="At the end of the data: start another epoch, or stop with an error."
     )
     queue_depth: Changeable[Annotated[int, Field(ge=1), SettingUnit("batches")]] = Field(
         default=8, description="Batches the prefetcher keeps ready."
@@ -292,58 +298,58 @@ class DataConfig(ConfigSection):
         default=True, description="Prepare batches in the background while the step computes."
     )
     warmup_batches: Changeable[Annotated[int, Field(ge=0), SettingUnit("batches")]] = Field(
-        default=0, description="Batches to have ready before step 1; hides a slow first fetch."
+        default=0, description="Batches to prefetch before step 1; hides a slow first fetch."
     )
     warmup_timeout_s: Changeable[Seconds] = Field(default=60.0, description="Longest wait for the warm-up batches.")
     loader_timeout_s: Changeable[Seconds] = Field(
-        default=120.0, description="Longest wait for any one batch before the run stops."
+        default=120.0, description="Longest wait for one batch before the run stops."
     )
     report_docs: Changeable[Annotated[int, Field(ge=0), SettingUnit("documents, 0 = never")]] = Field(
         default=1000, description="Documents between progress lines of the data reader."
     )
     max_bad_units: Changeable[Annotated[int, Field(ge=0), SettingUnit("row groups")]] = Field(
-        default=8, description="Unreadable pieces of data to skip, each with a warning, before the run stops."
+        default=8, description="Unreadable row groups to skip, each with a warning, before the run stops."
     )
     cache_dir: Changeable[Text | None] = Field(
         default=None,
         description="Folder for fetched shards, hub listings and unit checksums; null: checksums in the run folder.",
     )
     cache_gib: Changeable[Annotated[float, Field(gt=0), SettingUnit("GiB")]] = Field(
-        default=16.0, description="Disk the download cache may fill."
+        default=16.0, description="Largest size of the download cache."
     )
     synthetic_task: SyntheticTask = Field(
-        default="copy", description="Synthetic data: random tokens, a repeated sequence, or one fact to find again."
+        default="copy", description="Synthetic task: random tokens, a sequence to copy, or a value to retrieve."
     )
     synthetic_on_fail: Changeable[bool] = Field(
         default=False,
-        description="Train on synthetic data if the dataset fails: loud, recorded, refused for long runs.",
+        description="Train on synthetic data if the dataset fails; logged, recorded, and refused for long runs.",
     )
 
     @model_validator(mode="after")
-    def _hold_together(self) -> Self:
+    def _check_rules(self) -> Self:
         return rules.enforce(self, rules.check_data(self.dataset, self.path))
 
 
 class TrackConfig(ConfigSection):
-    """Copies of the heartbeat for trackers of experiments. One that is slow or down costs records, never a step."""
+    """Experiment tracking with W&B and MLflow. A slow or unavailable service drops records, never blocks training."""
 
     name: Changeable[Text | None] = Field(
-        default=None, description="What trackers call the run; null takes the run folder's name."
+        default=None, description="Name of the run in the trackers; null uses the name of the run folder."
     )
     wandb_project: Changeable[Text | None] = Field(
-        default=None, description="Weights & Biases project; null sends nothing. WANDB_API_KEY must be set."
+        default=None, description="Weights & Biases project; null disables it. WANDB_API_KEY must be set."
     )
     wandb_entity: Changeable[Text | None] = Field(
-        default=None, description="Weights & Biases team or user; null is the key's own."
+        default=None, description="Weights & Biases team or user; null is the owner of the API key."
     )
     mlflow_uri: Changeable[Text | None] = Field(
         default=None, description="MLflow tracking server, e.g. http://127.0.0.1:5000."
     )
-    mlflow_experiment: Changeable[Text] = Field(default="nsa", description="MLflow experiment that the run appears in.")
+    mlflow_experiment: Changeable[Text] = Field(default="nsa", description="MLflow experiment of the run.")
 
 
 class RunConfig(ConfigSection):
-    """A whole run, resolved. `nsa.config.load` makes one from files, environment and command line."""
+    """A resolved run. `nsa.config.load` builds one from files, environment and command line."""
 
     TOY: ClassVar[str] = "toy"
 
@@ -376,7 +382,7 @@ class RunConfig(ConfigSection):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the reader should know about how this config was resolved, e.g. retired names it used."""
+        """Notes on how this config was resolved, e.g. retired names that were ignored."""
         return self._notices
 
     def value(self, key: str) -> Any:
@@ -389,7 +395,7 @@ class RunConfig(ConfigSection):
         return found
 
     def origin(self, key: str) -> str:
-        """Where a value came from: a file and line, a profile, the environment, the command line, or the default."""
+        """Origin of a value: file and line, profile, environment variable, command line, or default."""
         value = self.value(key)
         if key in self._origins:
             return self._origins[key]
@@ -401,13 +407,13 @@ class RunConfig(ConfigSection):
         return {key: self.origin(key) for key in settings()}
 
 
-# Keys that configs still carry from earlier systems: they load, do nothing, and say what took their place.
+# Keys of earlier systems that old configs contain: accepted, ignored, and reported with their replacement.
 RETIRED_KEYS = {
     "runtime.use_triton_sel": "the backend of each branch is chosen by kernels.selected and kernels.select",
-    "runtime.sel_triton_min_L": "kernels.selected=auto weighs the length itself",
+    "runtime.sel_triton_min_L": "kernels.selected=auto depends on the length",
     "runtime.fa2_enabled": "flash-attn is not used; kernels.sliding and kernels.compressed choose the backend",
-    "runtime.fa2_min_len_win": "kernels.sliding=auto weighs the length itself",
-    "runtime.fa2_min_len_cmp": "kernels.compressed=auto weighs the length itself",
+    "runtime.fa2_min_len_win": "kernels.sliding=auto depends on the length",
+    "runtime.fa2_min_len_cmp": "kernels.compressed=auto depends on the length",
 }
 
 

@@ -1,7 +1,7 @@
-"""YAML text → one layer, with a line number for every value.
+"""YAML reader: one file → one layer of settings with a line number for every value.
 
-The text is composed, not constructed: a scalar keeps the characters the user wrote and the schema gives it its type.
-That closes YAML 1.1's traps (`2e-4` a string, `no` false, `12:30` seven hundred and fifty) and builds no objects.
+The text is composed, not constructed: a scalar stays text and the schema gives it its type. This avoids the traps of
+YAML 1.1 (`2e-4` is a string, `no` is false, `12:30` is 750) and creates no Python objects from the file.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def read(path: Path, *, origin: str | None = None) -> SettingsLayer:
-    """Read one file. Values report `path:line` as their origin unless a name for the whole file is given."""
+    """Read one file. The origin of a value is `path:line`, unless `origin` names the whole file."""
     layer = SettingsLayer()
     root = _compose(path, layer)
     if root is None:
@@ -25,10 +25,10 @@ def read(path: Path, *, origin: str | None = None) -> SettingsLayer:
         return layer
     for key, node, line in _pairs(root, path, "", layer):
         if key not in sections():
-            _take_top_level(key, node, f"{path}:{line}", origin, layer)
+            _add_top_level(key, node, f"{path}:{line}", origin, layer)
         elif isinstance(node, yaml.MappingNode):
             for name, value, value_line in _pairs(node, path, f"{key}.", layer):
-                _take(f"{key}.{name}", value, f"{path}:{value_line}", origin, layer)
+                _add_value(f"{key}.{name}", value, f"{path}:{value_line}", origin, layer)
         elif not _is_null(node):
             layer.problems.append(
                 f"{path}:{line}: {key} is a section. Write its keys below it, indented by two spaces."
@@ -41,7 +41,7 @@ def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
         with path.open("rb") as file:
             raw = file.read(_MOST_BYTES + 1)
         if len(raw) > _MOST_BYTES:
-            layer.problems.append(f"{path}: larger than {_MOST_BYTES >> 10} KiB: this is no config file.")
+            layer.problems.append(f"{path}: larger than {_MOST_BYTES >> 10} KiB: not a config file. Check the path.")
             return None
         root = yaml.compose(raw.decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
 def _pairs(
     node: yaml.MappingNode, path: Path, prefix: str, layer: SettingsLayer
 ) -> Iterator[tuple[str, yaml.Node, int]]:
-    """Key, value and line of each entry; a key written twice is a problem: YAML would keep the last in silence."""
+    """Key, value and line of each entry; a duplicate key is a problem, because YAML would silently keep the last."""
     first_line: dict[str, int] = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
@@ -79,30 +79,30 @@ def _pairs(
             layer.problems.append(f"{path}:{line}: a key must be a plain word.")
         elif key_node.tag == "tag:yaml.org,2002:merge":
             layer.problems.append(
-                f"{path}:{line}: merging with << is not supported: every value has a line. Write it out."
+                f"{path}:{line}: merge keys (<<) are not supported: every value has one line. Write the keys out."
             )
         elif (key := key_node.value) in first_line:
             layer.problems.append(
-                f"{path}:{line}: {prefix}{key} is written twice, first on line {first_line[key]}. Keep one of them."
+                f"{path}:{line}: {prefix}{key} is a duplicate of line {first_line[key]}. Keep one of them."
             )
         else:
             first_line[key] = line
             yield key, value, line
 
 
-def _take_top_level(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
+def _add_top_level(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
     if isinstance(node, yaml.MappingNode):
         layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
     elif "." in key:
         section, _, name = key.partition(".")
         layer.problems.append(f"{where}: {key} is written with a dot. In a file, write {name} below {section}:")
     else:
-        _take(key, node, where, origin, layer)
+        _add_value(key, node, where, origin, layer)
 
 
-def _take(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
+def _add_value(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
     if isinstance(node, yaml.ScalarNode):
-        layer.take(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
+        layer.add(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
     else:
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         layer.problems.append(f"{where}: {key} takes one value, not {found}.")

@@ -81,7 +81,9 @@ def test_a_variable_sets_its_setting(resolve, name, text, key, value):
 @pytest.mark.parametrize("name", env.RETIRED)
 def test_a_retired_name_gives_one_notice_and_changes_nothing(resolve, name):
     config = resolve(**{name: "1"})
-    assert config.notices == (f"environment {name} is retired and does nothing: {env.RETIRED[name]}.",)
+    (notice,) = config.notices
+    assert notice.startswith(f"environment {name} ")
+    assert env.RETIRED[name] in notice
     assert config.model_dump() == resolve().model_dump()
 
 
@@ -96,9 +98,9 @@ def test_a_retired_name_gives_one_notice_and_changes_nothing(resolve, name):
 def test_an_unknown_name_is_an_error(resolve, name, hint):
     with pytest.raises(ConfigError) as caught:
         resolve(**{name: "1"})
-    assert str(caught.value).endswith(
-        f"  - environment {name}: there is no such setting, and a typo must not go unnoticed. {hint}"
-    )
+    (problem,) = str(caught.value).splitlines()[1:]
+    assert problem.startswith(f"  - environment {name}: ")
+    assert problem.endswith(hint)
 
 
 def test_other_peoples_variables_are_none_of_our_business(resolve):
@@ -111,7 +113,7 @@ def test_an_empty_variable_counts_as_unset(resolve):
 
 
 def test_a_bad_value_names_the_variable_and_the_setting(resolve):
-    with pytest.raises(ConfigError, match=r"environment NSA_SDPA_NO_FLASH: runtime.use_flash must be true or false"):
+    with pytest.raises(ConfigError, match=r"environment NSA_SDPA_NO_FLASH: runtime\.use_flash "):
         resolve(NSA_SDPA_NO_FLASH="maybe")
 
 
