@@ -1,1 +1,1 @@
-"""The `nsa` command: arguments in, one call out. The only package that prints."""
+"""The `nsa` command line: one module per command. The only package that prints."""

@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, verify and export the checkpoints of a run.", no_args_is_help=True)
 
 _RUN = typer.Argument(..., metavar="RUN", help="A run folder, or its checkpoints folder.")
-_KEY = typer.Option(None, "--key-file", help="File with the key that signed the checkpoints.")
+_KEY = typer.Option(None, "--key-file", help="File with the key that signs the checkpoints.")
 
 
 @app.command("ls")
 def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
-    """List checkpoints, newest last: why each was saved, why it is kept, and what a quick look (names and sizes, no
-    hashes) finds wrong.
+    """List checkpoints, newest last, with the reason each was saved and is kept; checks names and sizes, not hashes.
 
     **Example:** `nsa checkpoint ls artifacts/run`
     """
@@ -51,7 +50,7 @@ def verify(
     path: Path = typer.Argument(..., metavar="RUN|CHECKPOINT", help="A run folder, or one checkpoint in it."),
     key_file: Path = _KEY,
 ) -> None:
-    """Compare every file with its SHA-256 and look into every pickle, executing none; exit 0 if all are good, else 22.
+    """Compare every file with its SHA-256 and scan every pickle without executing it; exit 0 if all are good, else 22.
 
     **Example:** `nsa checkpoint verify artifacts/run/checkpoints/latest`
     """
@@ -85,14 +84,16 @@ def verify(
 
 @app.command()
 def export(
-    checkpoint: Path = typer.Argument(..., help="A checkpoint, or a run folder: its newest good one."),
+    checkpoint: Path = typer.Argument(..., help="A checkpoint, or a run folder to export its newest valid checkpoint."),
     out: Path = typer.Option(Path(), "--out", help="Folder for model.pt and model.safetensors."),
     key_file: Path = _KEY,
     allow_foreign: bool = typer.Option(
-        False, "--allow-foreign", help="Take a DCP folder without COMMIT.json: damage cannot be detected then."
+        False,
+        "--allow-foreign",
+        help="Accept a DCP folder without COMMIT.json; corruption is then not detected.",
     ),
 ) -> None:
-    """Write model.pt and model.safetensors from a verified checkpoint, executing nothing that is in it.
+    """Write model.pt and model.safetensors from a verified checkpoint, without executing anything in it.
 
     **Example:** `nsa checkpoint export artifacts/run --out exported`
     """
@@ -120,10 +121,10 @@ def export(
 @app.command()
 def push(
     checkpoint: Path = typer.Argument(..., help="A checkpoint, e.g. RUN/checkpoints/latest."),
-    url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of this run are kept."),
+    url: str = typer.Argument(..., help="s3://BUCKET/PATH of the checkpoints of this run."),
     key_file: Path = _KEY,
 ) -> None:
-    """Copy a verified checkpoint into an object store; COMMIT.json goes last, so half a copy is no checkpoint.
+    """Upload a verified checkpoint to an object store; COMMIT.json is written last, so a partial upload is ignored.
 
     **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
     """
@@ -135,12 +136,12 @@ def push(
 
 @app.command()
 def pull(
-    url: str = typer.Argument(..., help="s3://BUCKET/PATH, where the checkpoints of a run are kept."),
-    run: Path = typer.Argument(..., metavar="RUN", help="The run folder to bring the newest good one into."),
+    url: str = typer.Argument(..., help="s3://BUCKET/PATH of the checkpoints of a run."),
+    run: Path = typer.Argument(..., metavar="RUN", help="The run folder to download the newest valid checkpoint into."),
     key_file: Path = _KEY,
     max_gib: float = typer.Option(None, "--max-gib", help="Refuse checkpoints larger than this.", min=0.0),
 ) -> None:
-    """Copy the newest good checkpoint of an object store into a run folder, and verify it there.
+    """Download the newest valid checkpoint from an object store into a run folder and verify it.
 
     **Example:** `nsa checkpoint pull s3://models/run artifacts/run`
     """
@@ -163,7 +164,7 @@ def pull(
 
 
 def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPolicy":
-    """As the run's newest checkpoint records it; the default where there is no record."""
+    """Retention settings recorded in the newest checkpoint; the default if there is no record."""
     from nsa.checkpoint.folder import RetentionPolicy
     from nsa.checkpoint.run_state import RunRecord
 
@@ -181,7 +182,7 @@ def _resolved(path: Path) -> Path:
     try:
         return path.resolve()
     except (RuntimeError, OSError) as error:  # a loop of links is a RuntimeError in Python 3.11
-        raise CheckpointError(f"{path} leads to no checkpoint ({error}). Check the path.") from None
+        raise CheckpointError(f"{path} does not lead to a checkpoint ({error}). Check the path.") from None
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":

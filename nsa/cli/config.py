@@ -1,4 +1,4 @@
-"""`nsa config`: show a resolved run, check files, write the reference pages."""
+"""`nsa config`: print a resolved config, check config files, generate the reference pages."""
 
 import json
 import sys
@@ -14,27 +14,27 @@ from nsa.terminal_text import printable
 if TYPE_CHECKING:
     from nsa.config import RunConfig
 
-app = typer.Typer(help="Look at, check and document the settings of a run.", no_args_is_help=True)
+app = typer.Typer(help="Print, check and document the settings of a run.", no_args_is_help=True)
 
-_ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
+_ARGUMENTS_HELP = "Config file (default: $CONFIG), then settings to override, e.g. train.lr=1e-4."
 
 
 @app.command()
 def show(
     arguments: list[str] = typer.Argument(None, metavar="FILE KEY=VALUE", help=_ARGUMENTS_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: config, origins, notices."),
-    changed: bool = typer.Option(False, "--changed", help="Only settings that differ from their default."),
+    changed: bool = typer.Option(False, "--changed", help="Print only settings that differ from their default."),
 ) -> None:
-    """Print every setting of a run and where its value comes from.
+    """Print every setting of a run and the origin of its value.
 
-    Later wins: default, hardware profile, file, environment, command line.
+    Later layers override earlier ones: default, hardware profile, file, environment, command line.
 
     **Example:** `nsa config show configs/train_50k.yaml train.lr=1e-4 --changed`
     """
     from nsa.config.schema import settings
 
     config = resolve(arguments or [])
-    # A value that follows from others (auto, resolved) was not changed by anyone.
+    # A value derived from others (auto, resolved) was not changed by the user.
     differ = [key for key, field in settings().items() if config.value(key) != field.default]
     keys = [key for key in differ if config.origin(key) != "default"] if changed else list(settings())
     if as_json:
@@ -47,9 +47,9 @@ def show(
 
 @app.command()
 def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config files to check.")) -> None:
-    """Check config files, with this shell's NSA_* variables applied; exit 0 if all are usable, else 20.
+    """Check config files, with the NSA_* environment variables applied. Exit 0 if all are valid, else 20.
 
-    Every problem of every file is listed, with its line.
+    Every problem of every file is listed with its line number.
 
     **Example:** `nsa config check configs/*.yaml`
     """
@@ -64,7 +64,7 @@ def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config f
             failed = True
             print(printable(error, keep_newlines=True))
         else:
-            say(f"{file} is usable")
+            say(f"{file} is valid")
             for notice in config.notices:
                 say(f"  - notice: {notice}")
     if failed:
@@ -72,10 +72,10 @@ def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config f
 
 
 @app.command()
-def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Folder to write CONFIG.md and ENV.md into.")) -> None:
-    """Write docs/CONFIG.md and docs/ENV.md from the code.
+def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Output folder for CONFIG.md and ENV.md.")) -> None:
+    """Generate docs/CONFIG.md and docs/ENV.md from the code.
 
-    **Example:** `nsa config docs`, after a change to a setting.
+    **Example:** `nsa config docs` after a setting was changed.
     """
     from nsa.config.docs import write
 
@@ -84,15 +84,14 @@ def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Folder to writ
 
 
 def resolve(arguments: list[str]) -> "RunConfig":
-    """A run from command-line words: at most one file, any number of key=value, plus this process's environment."""
+    """Load the config named on the command line (at most one file) with key=value overrides and the environment."""
     from nsa.config import env, load
 
     overrides = [word for word in arguments if "=" in word and not Path(word).exists()]
     files = [word for word in arguments if word not in overrides]
     if len(files) > 1:
         raise ConfigError(
-            f"one config file at a time, got {len(files)} ({', '.join(files)}): a run has one description. "
-            f"Settings to change are written key=value."
+            f"expected one config file, got {len(files)} ({', '.join(files)}). Write settings to override as key=value."
         )
     return load(files[0] if files else None, environ=env.snapshot(), overrides=overrides)
 
@@ -103,7 +102,7 @@ def _print_table(config: "RunConfig", keys: list[str]) -> None:
 
     from nsa.config.describe import plain
 
-    # A pipe has no width of its own: leave it room, so that grep finds whole lines.
+    # A pipe has no width: use a wide table, so that grep finds whole lines.
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     for notice in config.notices:
         console.print(f"notice: {printable(notice)}", style="yellow", soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.outputs import require_writable_folder
-from nsa.cli.sigterm import polite_end
+from nsa.cli.sigterm import sigterm_as_interrupt
 from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 
@@ -53,7 +53,7 @@ def drill(
     folder = _folder(keep)
     console = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     began, rows = time.monotonic(), {}
-    with polite_end():
+    with sigterm_as_interrupt():
         for name, row in _run(names, folder, jobs or min(2, len(os.sched_getaffinity(0))), console):
             rows[name] = row
     ordered = [rows[name] for name in names]

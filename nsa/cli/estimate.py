@@ -1,4 +1,4 @@
-"""`nsa estimate`: what a run needs and costs, before anything is rented."""
+"""`nsa estimate`: parameters, FLOPs, memory, time and price of a run."""
 
 import json
 import sys
@@ -12,10 +12,10 @@ from nsa.cli.config import resolve
 if TYPE_CHECKING:
     from nsa.planning.estimate import RunEstimate
 
-ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.seq_len=8192."
-TARGET_HELP = "Hardware: NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
-EFFICIENCY_HELP = "Share of the peak FLOP/s that the model's own FLOPs reach, e.g. 0.3 (default: an assumption)."
-PRICE_HELP = "USD per GPU and hour (default: an assumption)."
+ARGUMENTS_HELP = "Config file (default: $CONFIG), then settings to override, e.g. train.seq_len=8192."
+TARGET_HELP = "Hardware as NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
+EFFICIENCY_HELP = "Model FLOPs utilization (MFU), e.g. 0.3 (default: assumed)."
+PRICE_HELP = "USD per GPU-hour (default: assumed)."
 
 
 def estimate(
@@ -23,14 +23,14 @@ def estimate(
     target: str = typer.Option("here", help=TARGET_HELP),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
-    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help="Do not refuse for this rule; repeatable."),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help="Ignore this preflight rule; repeatable."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),
 ) -> None:
-    """Reckon parameters, FLOPs, memory, time and price of a run.
+    """Estimate parameters, FLOPs, memory, time and price of a run.
 
-    Weights, gradients and optimizer states are exact; activations are reckoned tensor by tensor, within 15 % of what
-    was measured on a CPU. Time and price rest on an assumed efficiency: give your own once you know it. What
-    `nsa preflight --no-dry-run` refuses is refused here too, below the figures, with exit 2.
+    Weights, gradients and optimizer states are exact; activations are estimated tensor by tensor, within 15 % of
+    measurements on a CPU. Time and price depend on an assumed efficiency: pass your own with `--efficiency`. If
+    `nsa preflight --no-dry-run` refuses the run, this command prints the estimate and exits with 2.
 
     **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
     `nsa estimate configs/train_50k.yaml train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
@@ -91,16 +91,19 @@ def as_dict(found: "RunEstimate") -> dict[str, Any]:
 
 
 def summary(found: "RunEstimate") -> Iterator[tuple[str, str]]:
-    """Memory, time and price, a line each."""
+    """Memory, time and price, one line each."""
     memory = found.memory
     yield "memory", f"{size(memory.total)} of {size(memory.available)} on each device"
     yield "time", f"{duration(found.wall_s)} for {found.steps:,} steps, {found.tokens_per_s:,.0f} tokens/s"
     yield "", found.timing
-    yield "price", f"{found.usd:,.2f} USD at {found.usd_per_hour:.2f} an hour for {found.target} (assumed unless given)"
+    yield (
+        "price",
+        f"{found.usd:,.2f} USD at {found.usd_per_hour:.2f} per hour for {found.target} (assumed unless given)",
+    )
 
 
 def size(n_bytes: float) -> str:
-    """In GiB or MiB, whichever is readable."""
+    """Text in GiB or MiB."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 / 10 else f"{n_bytes / 2**20:.2f} MiB"
 
 
@@ -136,23 +139,23 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     for part, count in flops.items():
         yield f"  {part}", f"{count / 1e6:,.1f}", _share(count, total)
     if found.recomputed_flops_per_token:
-        note = "on top: gradient checkpointing computes the blocks twice"
+        note = "in addition: gradient checkpointing runs the forward pass of the blocks twice"
         yield "  recomputed", f"{found.recomputed_flops_per_token / 1e6:,.1f}", note
-    yield from (("", "", ""), ("memory per device", size(memory.total), "at the worst moment of a step"))
+    yield from (("", "", ""), ("memory per device", size(memory.total), "peak of a step"))
     yield "  weights", size(memory.weights), "exact; fp32"
     yield "  gradients", size(memory.gradients), "exact; fp32"
     yield "  optimizer", size(memory.optimizer), "exact; AdamW's two moments"
     on = memory.gradient_checkpointing
     other = f"{size(memory.activations.peak(not on))} {'without' if on else 'with'} gradient checkpointing"
     yield "  activations", size(memory.activations.peak(on)), other
-    yield "    of it kernels", size(memory.activations.workspace), "at most; what they use and nothing keeps"
+    yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
     if memory.communication:
-        yield "  communication", size(memory.communication), "between ranks; reckoned, not measured"
+        yield "  communication", size(memory.communication), "between ranks; estimated, not measured"
     yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
     yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer, on disk"))
     note = f"{found.kept_checkpoints} of them, by train.keep_checkpoints and train.keep_every"
     yield "  kept at the end", size(found.kept_checkpoints * found.checkpoint_bytes), note
-    yield "cache", size(found.cache_bytes), "keys and values of one row when the model is used"
+    yield "cache", size(found.cache_bytes), "KV cache of one row at inference"
     yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
     yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing
     yield (
@@ -160,7 +163,11 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
         duration(found.wall_s),
         f"{found.steps:,} steps, {found.steps * found.tokens_per_step / 1e6:,.0f} M tokens",
     )
-    yield "price", f"{found.usd:,.2f} USD", f"at {found.usd_per_hour:.2f} an hour in all, assumed unless given"
+    yield (
+        "price",
+        f"{found.usd:,.2f} USD",
+        f"at {found.usd_per_hour:.2f} per hour for all devices, assumed unless given",
+    )
 
 
 def _share(part: float, whole: float) -> str:

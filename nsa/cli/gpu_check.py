@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.outputs import require_writable_folder
-from nsa.cli.sigterm import polite_end
+from nsa.cli.sigterm import sigterm_as_interrupt
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def gpu_check(
     )
     console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False, markup=False, soft_wrap=True)
     try:
-        with polite_end():
+        with sigterm_as_interrupt():
             _run_checks(runner, record, console)
         record.complete = True
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The `nsa` command: assembles the subcommands and turns our errors into messages and exit codes."""
+"""Entry point of the `nsa` command: registers the subcommands and maps errors to messages and exit codes."""
 
 import sys
 
@@ -27,7 +27,7 @@ from nsa.cli.outputs import explain
 from nsa.cli.terminal import complain
 from nsa.errors import ConfigError, NSAError
 
-# Packages that a plain install leaves out, and the extra that brings each.
+# Optional packages, and the extra that installs each.
 EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
@@ -66,15 +66,15 @@ app.command()(drill.drill)
 app.command()(gpu_check.gpu_check)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"nsa {__version__}")
         raise typer.Exit()
 
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Train and run language models with Native Sparse Attention."""
 
@@ -91,16 +91,16 @@ def main() -> None:
             raise
         extra = EXTRA_OF[package]
         print(
-            f"this command needs the package {package}, which is not installed: it comes with the extra {extra!r}. "
+            f"this command needs the package {package}, which is not installed. It is part of the extra {extra!r}. "
             f"Run: pip install 'nsa-train[{extra}]' (in a checkout: pip install -e '.[{extra}]').",
             file=sys.stderr,
         )
         sys.exit(ConfigError.exit_code)
     except OSError as error:
-        if (told := explain(error)) is None:
+        if (explained := explain(error)) is None:
             raise
-        complain(f"{type(told).__name__}: {told}")
-        sys.exit(told.exit_code)
+        complain(f"{type(explained).__name__}: {explained}")
+        sys.exit(explained.exit_code)
 
 
 if __name__ == "__main__":

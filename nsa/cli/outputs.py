@@ -1,4 +1,4 @@
-"""Checks before a long command that its output can be written, and messages for paths that cannot."""
+"""Writability checks for output paths before a long command, and messages for disk and path errors."""
 
 import errno
 from pathlib import Path
@@ -12,7 +12,7 @@ _WRONG_PATH = {
 
 
 def require_writable_file(*paths: Path | None) -> None:
-    """Raise if one of these files, or a folder that it needs, cannot be written; None stands for no output."""
+    """Raise if one of these files, or its folder, is not writable; None means no output."""
     for path in paths:
         if path is not None:
             require_writable_folder(path.parent)
@@ -25,7 +25,7 @@ def require_writable_file(*paths: Path | None) -> None:
 
 
 def require_writable_folder(folder: Path | None) -> None:
-    """Raise if nothing can be written into this folder, or if it cannot be made."""
+    """Raise if this folder is not writable or cannot be created."""
     from nsa.observe.run_folder import why_not_writable
 
     if folder is not None and (problem := why_not_writable(folder)):
@@ -33,7 +33,7 @@ def require_writable_folder(folder: Path | None) -> None:
 
 
 def explain(error: OSError) -> OutputError | None:
-    """A message for a path or a disk that a user can correct; None for what must be a defect of ours."""
+    """The error for a path or disk problem that the user can fix; None for anything else."""
     if error.errno in NO_ROOM:
         what = f"cannot write {error.filename}" if error.filename else "cannot write"
         return OutputError(f"{what}: {error.strerror}. Free disk space, or write to another disk.")

@@ -1,4 +1,4 @@
-"""`nsa preflight`: everything that could make a run a waste, looked at before it begins."""
+"""`nsa preflight`: checks a run against every preflight rule before it starts."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nsa.planning.preflight import RuleVerdict
     from nsa.planning.preflight_facts import PreflightFacts
 
-ALLOW_HELP = "Let the run break this rule; again for each. Recorded in env.json and in every heartbeat."
+ALLOW_HELP = "Run although this rule fails; repeatable. Recorded in env.json and in every heartbeat."
 _STYLES = {"pass": "green", "fail": "bold red", "allowed": "yellow", "not checked": "cyan"}
 
 
@@ -26,19 +26,19 @@ def preflight(
     allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
-    fetch: bool = typer.Option(False, "--fetch", help="Also try data that lies on another machine."),
-    dry_run: bool = typer.Option(True, help="Try one batch, one step and one checkpoint."),
-    timeout: float = typer.Option(600.0, min=1.0, help="Seconds the dry run may take besides data.loader_timeout_s."),
-    resume: bool = typer.Option(False, "--resume", help="The run will go on from what is in its folder."),
+    fetch: bool = typer.Option(False, "--fetch", help="Also fetch one batch of remote data."),
+    dry_run: bool = typer.Option(True, help="Run one batch, one step and one checkpoint."),
+    timeout: float = typer.Option(600.0, min=1.0, help="Time limit of the dry run, in seconds."),
+    resume: bool = typer.Option(False, "--resume", help="Check a run that resumes from its run folder."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: verdicts and estimate."),
 ) -> None:
-    """Judge a run before it begins: every rule at once, exit 2 if any fails. `nsa train` does the same at its start.
+    """Report every problem of a run before it starts; exit 2 if any rule fails. `nsa train` checks the same rules.
 
-    A dry run measures what can be measured: on the hardware that is here a real batch, step and checkpoint; with
-    `--target` for other hardware the step runs with fake tensors. What could not be checked is listed with the reason.
-    The dry run is a process with a limit on memory and time; what cannot fit into this machine is not started.
+    The dry run reads a real batch, runs a step and writes a checkpoint on this machine; for another `--target` it runs
+    the step with fake tensors. Rules that could not be checked are listed with the reason. The dry run is a separate
+    process with memory and time limits; parts that do not fit on this machine are skipped.
 
-    **Examples:** `nsa preflight configs/train_50k.yaml --target a100-80gb`, and on the machine itself
+    **Examples:** `nsa preflight configs/train_50k.yaml --target a100-80gb`, and on the training machine
     `nsa preflight configs/train_50k.yaml --fetch`
     """
     config = resolve(arguments or [])
@@ -70,11 +70,11 @@ def preflight(
 
 
 def _progress(shown: ExitStack) -> Any:
-    """A line that changes, on a terminal only; beside the output, so that JSON stays JSON."""
+    """Status line on stderr, on a terminal only, so that stdout stays valid JSON."""
     from rich.console import Console
     from rich.text import Text
 
-    status = shown.enter_context(Console(stderr=True).status("looking"))
+    status = shown.enter_context(Console(stderr=True).status("checking"))
     return lambda text: status.update(Text(f"dry run: {printable(text)}"))
 
 
@@ -113,16 +113,16 @@ def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     console.print(table)
     console.print()
     if facts.estimate is not None:
-        reckoned = Table(box=None, show_header=False, pad_edge=False)
+        figures = Table(box=None, show_header=False, pad_edge=False)
         for name, line in summary(facts.estimate):
-            reckoned.add_row(name, line)
-        console.print(reckoned)
+            figures.add_row(name, line)
+        console.print(figures)
         console.print()
     if broken := failed(verdicts):
-        rules = "1 rule is" if len(broken) == 1 else f"{len(broken)} rules are"
-        console.print(f"Refused: {rules} broken.", style="bold red")
+        rules = "1 rule fails" if len(broken) == 1 else f"{len(broken)} rules fail"
+        console.print(f"Refused: {rules}.", style="bold red")
         console.print(how_to_override(broken))
     else:
         unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
         rest = f", {unchecked} rules could not be checked" if unchecked else ""
-        console.print(f"Nothing stands against this run{rest}.", style="bold green")
+        console.print(f"No rule fails{rest}.", style="bold green")

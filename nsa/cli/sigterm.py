@@ -1,4 +1,4 @@
-"""A SIGTERM that ends a command as Ctrl-C does: through the blocks that end its processes and keep what it has."""
+"""Handles SIGTERM like Ctrl-C so that cleanup code runs: child processes are stopped and results are kept."""
 
 import signal
 from collections.abc import Iterator
@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def polite_end() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM inside this block."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

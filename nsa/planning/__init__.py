@@ -1,1 +1,1 @@
-"""Judgements before money is spent: does this machine compute attention rightly, may this run start."""
+"""Planning: memory, time and price estimates, target hardware, and the preflight rules a run must pass."""

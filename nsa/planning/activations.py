@@ -1,10 +1,8 @@
-"""What one forward and backward pass keeps in memory, reckoned tensor by tensor.
+"""Activation memory estimate, tensor by tensor.
 
-Here, and nowhere else, stands which tensors a pass keeps for its backward. The attention operators save the same ones
-whichever backend runs (`nsa.kernels.ops`); backends differ in what they use meanwhile, which is `workspace_bytes`.
-Figures are bytes of one rank's forward pass of B rows of S tokens. tests/planning/test_activations.py holds them
-against
-what an allocator counted.
+This is the only list of the tensors that a forward pass saves for backward. The attention operators save the same ones
+with every backend (`nsa.kernels.ops`); backends differ in their temporary memory, `workspace_bytes`. Numbers are bytes
+for one rank's forward pass of B rows of S tokens. tests/planning/test_activations.py compares them with an allocator.
 
 D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H heads · G kv groups · K key dim
 """
@@ -24,15 +22,15 @@ _BRANCHES = 3
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward pass of one rank, and how it computes."""
+    """Shape and precision of one rank's forward pass."""
 
     rows: int
     seq_len: int
     vocab_size: int
     autocast: bool
-    """Weights in fp32, cast to bf16 at each use; else they are used in the dtype they are gathered in."""
+    """Weights in fp32, cast to bf16 at each use; otherwise used in the dtype they are gathered in."""
     width: int
-    """Bytes of one number of the model's arithmetic: 2 for bf16, 4 for fp32."""
+    """Bytes per number in the compute precision: 2 for bf16, 4 for fp32."""
     on_gpu: bool
 
     @property
@@ -41,30 +39,30 @@ class ForwardPass:
 
     @property
     def stream_width(self) -> int:
-        """Bytes of one number of the residual stream: under autocast it begins, and so stays, in fp32."""
+        """Bytes per number of the residual stream: under autocast it starts and stays in fp32."""
         return FP32 if self.autocast else self.width
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Peaks above weights, gradients and optimizer states."""
+    """Peak bytes in addition to weights, gradients and optimizer states."""
 
     kept: int
-    """Every block's tensors kept for the backward pass."""
+    """Without gradient checkpointing: the saved tensors of every block."""
     recomputed: int
-    """With gradient checkpointing: the inputs of the blocks, and one block at a time again."""
+    """With gradient checkpointing: the inputs of all blocks, and the tensors of one recomputed block."""
     workspace: int
-    """Of both: what the attention kernels use meanwhile and nothing keeps."""
+    """Part of both: temporary memory of the attention kernels."""
 
     def peak(self, gradient_checkpointing: bool) -> int:
         return self.recomputed if gradient_checkpointing else self.kept
 
 
 def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_weights: int) -> ActivationMemory:
-    """Peaks of a pass. `linear_weights`: weights of one block's matrix products; `head_weights`: of the last one.
+    """Peak memory of a pass. `linear_weights`: weights of one block's matrix products; `head_weights`: of the head.
 
-    A pass has three moments at which the most can be alive: the loss, the backward pass of the last block's
-    feed-forward, and that of its attention. Which one it is depends on the vocabulary and on the widths.
+    The peak is at one of three points: the loss, the backward pass of the last block's feed-forward, or that of its
+    attention. Which one depends on the vocabulary and the widths.
     """
     layers, block = config.model.n_layers, _BlockTensors(config, one)
     casts = one.width * linear_weights if one.autocast else 0
@@ -78,7 +76,7 @@ def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_w
 
     kept = layers * saved
     inputs = layers * one.tokens * config.model.dim * one.stream_width
-    all_casts = layers * casts  # autocast holds them until it ends, after the loss and before the backward pass
+    all_casts = layers * casts  # autocast keeps them until it ends, after the loss and before the backward pass
     return ActivationMemory(
         kept=kept + max(head + loss_forward, head + loss_backward, during_block),
         recomputed=inputs + max(all_casts + head + loss_forward, head + loss_backward, saved + during_block),
@@ -87,7 +85,7 @@ def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_w
 
 
 class _BlockTensors:
-    """The tensors of one block, in bytes."""
+    """Sizes of the tensors of one block, in bytes."""
 
     def __init__(self, config: RunConfig, one: ForwardPass) -> None:
         model, nsa, geometry = config.model, config.nsa, config.nsa.geometry
@@ -99,32 +97,32 @@ class _BlockTensors:
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
 
     def saved(self) -> int:
-        """What its forward pass keeps for its backward pass."""
+        """Saved by the forward pass for the backward pass."""
         per_token = self._norm(readers=4) + self._attention() + self._norm(readers=2) + self._feed_forward()
         return self.one.tokens * per_token + self.one.rows * self._compressed()
 
     def feed_forward_backward(self) -> int:
-        """More than `saved` while the feed-forward is differentiated; its last product is free by then."""
+        """In addition to `saved` during the backward pass of the feed-forward, after its last product is freed."""
         width = self.one.width
         cast = width * self.dim if self.one.autocast else 0
         gradients = self.one.stream_width * self.dim + cast + 3 * width * self.ffn
         return self.one.tokens * (gradients - width * self.ffn)
 
     def attention_backward(self, workspace: int) -> int:
-        """More than `saved` while the attention is: the feed-forward's tensors are free by then."""
+        """In addition to `saved` during the backward pass of the attention, after the feed-forward's is freed."""
         width = self.one.width
         gradients = (
             self.one.stream_width * self.dim
             + FP32 * self.values  # of the mixed branches
             + width * self.values  # of one branch at a time
             + 2 * width * self.keys  # of the queries: from this branch, and from those before it
-            + (FP32 + width) * self.groups * (self.d_k + self.d_v)  # of keys and values, in fp32 while they are summed
+            + (FP32 + width) * self.groups * (self.d_k + self.d_v)  # of keys and values, summed in fp32
         )
         freed = self._norm(readers=2) + self._feed_forward() + width * self.values
         return max(0, self.one.tokens * (gradients - freed) + workspace)
 
     def _norm(self, readers: int) -> int:
-        """Its input and the normalised input in fp32, and its output: once, or cast for each product that reads it."""
+        """Input and normalised input in fp32, and the output: once, or cast for each product that reads it."""
         width = self.one.width
         outputs = readers * width if self.one.autocast else width
         return 2 * FP32 * self.dim + FP32 + outputs * self.dim
@@ -134,9 +132,9 @@ class _BlockTensors:
         return (
             width * self.keys  # q
             + 2 * width * self.groups * self.d_k  # k of the selected and the sliding branch
-            + _BRANCHES * width * self.groups * self.d_v  # v of all branches lies in one tensor
+            + _BRANCHES * width * self.groups * self.d_v  # v of all branches is one tensor
             + rotated * FP32 * self.d_k  # a cosine and a sine per pair and rotation
-            + INT32 * self.groups * self.n_sel  # the chosen blocks
+            + INT32 * self.groups * self.n_sel  # the selected blocks
             + 2 * INT64  # positions and starts
             + _BRANCHES * (width * self.values + FP32 * self.heads)  # each branch's output and log-sum-exp
             + _BRANCHES * FP32 * self.gates
@@ -144,7 +142,7 @@ class _BlockTensors:
         )
 
     def _compressed(self) -> int:
-        """Per row: which tokens each block reads, the compressed keys and values, and what φ keeps."""
+        """Per row: token indices of each block, the compressed keys and values, and what φ saves."""
         width = self.one.width
         per_block = 2 * INT64 * self.l + width * self.groups * (self.d_k + self.d_v)
         if self.after:
@@ -160,12 +158,12 @@ class _BlockTensors:
 
 
 def _head(config: RunConfig, one: ForwardPass) -> int:
-    """What the last norm and product keep, and the ids and labels."""
+    """Saved by the last norm and the head, and the ids and labels."""
     return one.tokens * (2 * FP32 * config.model.dim + FP32 + one.width * config.model.dim + 2 * INT64)
 
 
 def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
-    """The largest temporaries of the kernels that will run: those of the selected branch's backward pass."""
+    """Largest temporary memory of the kernels that will run: the backward pass of the selected branch."""
     if not one.on_gpu and wanted_kernels(config).selected in ("auto", "cpu"):
         return _packed_keys(config, one)
     if one.on_gpu and wanted_kernels(config).selected == "triton":
@@ -174,28 +172,28 @@ def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
 
 
 def _packed_keys(config: RunConfig, one: ForwardPass) -> int:
-    """The compiled CPU kernels pack one branch's keys and values twice, in fp32, and add up their gradients in it."""
+    """Compiled CPU kernels: two packed fp32 copies of one branch's keys and values, and their gradients in fp32."""
     model = config.model
     return 3 * FP32 * one.tokens * model.n_kv_groups * (model.d_k + model.d_v)
 
 
 def _slots(config: RunConfig, one: ForwardPass) -> int:
-    """The Triton kernels keep what every query gets from each of its blocks, which may lie across two windows of keys,
-    and gradients of windows in fp32: a sum per window, and one more for every PIECE of its readers."""
+    """Triton kernels: the partial result of every query and selected block, which may overlap two windows of keys, and
+    fp32 gradients of the windows: one sum per window, and one more for every PIECE of its readers."""
     model, geometry = config.model, config.nsa.geometry
     queries = one.tokens * model.n_heads * model.d_k * one.width
     slots = one.tokens * model.n_heads * 2 * geometry.n_sel * max(model.d_k, model.d_v) * one.width
-    share = min(1.0, max(SLOT_BYTES, QUERIES_OF_SLOTS * queries) / slots)  # of the queries, which are taken at a time
+    share = min(1.0, max(SLOT_BYTES, QUERIES_OF_SLOTS * queries) / slots)  # of the queries, processed in chunks
     windows = one.rows * model.n_kv_groups * geometry.n_blocks(one.seq_len)
     sums = windows + int(share * one.tokens * model.n_kv_groups * geometry.n_sel * 2) // PIECE
     return int(share * slots) + sums * geometry.l_sel * (model.d_k + model.d_v) * FP32
 
 
 def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
-    """The portable kernels' temporaries.
+    """Portable kernels.
 
-    Either the union of the blocks that a chunk of queries chose, with scores and their gradients, or for each query a
-    copy of its own keys and values, with their gradients. Which one depends on the data, so it is the larger.
+    Either the union of the blocks selected by a chunk of queries, with scores and their gradients, or for each query a
+    copy of its own keys and values, with their gradients. This depends on the data, so the larger one is returned.
     """
     model, geometry = config.model, config.nsa.geometry
     budget = OTHER_ELEMENTS if one.on_gpu else CPU_ELEMENTS
@@ -208,6 +206,6 @@ def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
         return shared
     copied = min(queries, max(1, 4 * budget // (one.rows * model.n_kv_groups * chosen * model.d_k)))
     keys = one.rows * copied * model.n_kv_groups * chosen
-    # Copies and their gradients; where chunks follow each other, the next one's copies exist before these are dropped.
+    # Copies and their gradients; with several chunks, the next copies exist before the previous ones are freed.
     generations = 2 if copied == one.seq_len else 3
     return max(shared, keys * (generations * FP32 * (model.d_k + model.d_v) + INT64))

@@ -1,8 +1,7 @@
-"""What a run needs and costs, reckoned from its description alone: parameters, FLOPs, memory, time, price.
+"""Memory estimate and cost of a run from its config: parameters, FLOPs, memory, checkpoint size, time, price.
 
-Weights, gradients and optimizer bytes are exact. Activations are reckoned tensor by tensor and held against
-measurements (tests/planning/test_activations.py). Time and price rest on an assumed efficiency, which is named with
-them.
+Weights, gradients and optimizer states are exact. The activation memory estimate is compared with measurements in
+tests/planning/test_activations.py. Time and price depend on an assumed efficiency, which is printed with them.
 """
 
 from collections.abc import Mapping
@@ -20,14 +19,14 @@ from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget
 
 _ADAM_MOMENTS = 2
 _ADAM_BYTES_MOVED = 28  # per parameter and step: weight, gradient and two moments read, all but the gradient written
-_CONTEXT_BYTES = {True: int(0.8 * GIB), False: int(0.4 * GIB)}  # CUDA's own, or an interpreter with torch
+_CONTEXT_BYTES = {True: int(0.8 * GIB), False: int(0.4 * GIB)}  # CUDA context, or a Python process with torch
 _FRAGMENTATION = 0.05
 _POSSIBLE_SIZE = 2**24
-_FILED_TENSOR_BYTES = 8 * 1024  # what a checkpoint adds to each tensor, in round figures: headers, index, alignment
+_FILED_TENSOR_BYTES = 8 * 1024  # overhead per tensor in a checkpoint, rounded: headers, index, alignment
 
 GPU_EFFICIENCY, CPU_EFFICIENCY = 0.02, 0.1
-_GPU_ORIGIN = "assumed: what an earlier NSA trainer reached on an A100; this one was not yet measured on a GPU"
-_CPU_ORIGIN = "assumed, in round figures"
+_GPU_ORIGIN = "assumed: reached by an earlier NSA trainer on an A100; not yet measured on a GPU here"
+_CPU_ORIGIN = "assumed, rounded"
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ParameterCounts:
     feed_forward: int
     norms: int
     head: int
-    """0 where the head uses the embedding."""
+    """0 if the head shares the embedding."""
     tensors: int
 
     @property
@@ -51,7 +50,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one device at the worst moment of a step."""
+    """Bytes on one device at the peak of a step."""
 
     weights: int
     gradients: int
@@ -59,16 +58,16 @@ class MemoryEstimate:
     activations: ActivationMemory
     gradient_checkpointing: bool
     optimizer_step: int
-    """Temporaries of the optimizer's step; by then activations are gone."""
+    """Temporary memory of the optimizer step, when activations are already freed."""
     communication: int
     reserve: int
-    """Assumed: the driver's context and what fragmentation wastes."""
+    """Assumed: driver context and fragmentation."""
     available: int
 
     @property
     def total(self) -> int:
-        passing = max(self.activations.peak(self.gradient_checkpointing), self.optimizer_step)
-        return self.weights + self.gradients + self.optimizer + self.communication + passing + self.reserve
+        temporary = max(self.activations.peak(self.gradient_checkpointing), self.optimizer_step)
+        return self.weights + self.gradients + self.optimizer + self.communication + temporary + self.reserve
 
     @property
     def fits(self) -> bool:
@@ -81,26 +80,26 @@ class RunEstimate:
     vocab_size: int
     parameters: ParameterCounts
     flops_per_token: Mapping[str, float]
-    """To train on one token, by part, all layers."""
+    """Forward and backward for one token, by part, summed over layers."""
     recomputed_flops_per_token: float
-    """On top, with gradient checkpointing: the blocks' forward pass once more."""
+    """In addition, with gradient checkpointing: the second forward pass of the blocks."""
     memory: MemoryEstimate
     checkpoint_bytes: int
     kept_checkpoints: int
-    """How many are there at the end: the newest, and those at multiples of train.keep_every."""
+    """Number at the end of the run: the newest, and those at multiples of train.keep_every."""
     export_bytes: int
-    """The final model.pt and its safetensors twin."""
+    """Final model.pt and model.safetensors."""
     cache_bytes: int
-    """Keys and values of one row of train.seq_len tokens when the model is used, in the run's precision."""
+    """KV cache of one row of train.seq_len tokens at inference, in the run's precision."""
     tokens_per_step: int
     steps: int
     step_s: float
     measured: bool
-    """Whether `step_s` was measured on the target; else it rests on an assumed efficiency."""
+    """Whether `step_s` was measured on the target; otherwise it depends on an assumed efficiency."""
     timing: str
-    """Where `step_s` comes from, in words."""
+    """Source of `step_s`, as text."""
     usd_per_hour: float
-    """Of all devices together; assumed unless given."""
+    """All devices together; assumed unless given."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -124,12 +123,12 @@ def estimate(
     price: float | None = None,
     measured_step_s: float | None = None,
 ) -> RunEstimate:
-    """`efficiency`: share of the peak that the model's own FLOPs reach; `price`: USD per device-hour."""
+    """`efficiency`: model FLOPs utilization (fraction of the peak); `price`: USD per device-hour."""
     train, vocab_size = config.train, config.model.vocab_size or vocab_size
     try:
         model = _one_layer(config, vocab_size)
         cache_bytes = _cache_bytes(config, model)
-    except (RuntimeError, OverflowError, TypeError) as error:  # torch's, for a size that does not fit into 64 bits
+    except (RuntimeError, OverflowError, TypeError) as error:  # raised by torch for a size that does not fit in 64 bits
         raise _explain_impossible_size(config, error) from error
     parameters = _parameters(config, model)
     flops, recomputed = _flops(config, model)
@@ -164,20 +163,20 @@ def estimate(
 
 
 def _one_layer(config: RunConfig, vocab_size: int) -> NSATransformer:
-    """The model with one block, without values: whatever is asked of it is the real model's answer."""
+    """The model with one block on the meta device: real shapes, no memory."""
     short = config.model_copy(update={"model": config.model.model_copy(update={"n_layers": 1})})
     with torch.device("meta"):
         return build_model(short, vocab_size)
 
 
 def _explain_impossible_size(config: RunConfig, error: Exception) -> Exception:
-    """The largest size is the one to blame; with none that is large, the error is not about sizes."""
+    """Names the largest size as the cause; if no size is large, returns the original error."""
     keys = [key for key in settings() if key.startswith(("model.", "nsa.")) or key == "train.seq_len"]
     sizes = {key: value for key in keys if isinstance(value := config.value(key), int)}
     key = max(sizes, key=lambda name: sizes[name])
     if sizes[key] < _POSSIBLE_SIZE:
         return error
-    return ConfigError(f"{key} is {sizes[key]}: no tensor can be that large. Set a smaller one.")
+    return ConfigError(f"{key} is {sizes[key]}: no tensor can be that large. Set a smaller value.")
 
 
 def _parameters(config: RunConfig, model: NSATransformer) -> ParameterCounts:
@@ -199,13 +198,13 @@ def _parameters(config: RunConfig, model: NSATransformer) -> ParameterCounts:
 
 
 def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], float]:
-    """By part, forward and backward, in all layers; and the blocks' forward pass alone."""
+    """FLOPs per token by part, forward and backward, over all layers; and of the blocks' forward pass alone."""
     layers, block = config.model.n_layers, model.blocks[0]
     assert isinstance(block, LlamaBlockNSA)
     attention = block.attention.flops(config.train.seq_len)
     feed_forward = 2.0 * sum(p.numel() for p in block.feed_forward.parameters())
     forward = {"feed_forward": feed_forward, **attention}
-    # Backward costs twice forward; choosing blocks has none.
+    # Backward costs twice the forward pass; block selection has no backward.
     flops = {part: layers * count * (1 if part == "select" else 3) for part, count in forward.items()}
     return {**flops, "head": 6.0 * model.lm_head.w_out.weight.numel()}, layers * sum(forward.values())
 
@@ -240,18 +239,18 @@ def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, paramete
 
 
 def _state_bytes(parameters: ParameterCounts) -> int:
-    """AdamW's: two moments in fp32, and a step count for every tensor."""
+    """AdamW: two moments in fp32, and a step count per tensor."""
     return FP32 * (_ADAM_MOMENTS * parameters.total + parameters.tensors)
 
 
 def _checkpoint_bytes(parameters: ParameterCounts) -> int:
-    """Of every parameter the weight, two moments and a step count, with what files add to them."""
+    """Weights, two moments and step counts, with the overhead of the file format."""
     tensors = (2 + _ADAM_MOMENTS) * parameters.tensors
     return FP32 * parameters.total + _state_bytes(parameters) + tensors * _FILED_TENSOR_BYTES
 
 
 def _kept_checkpoints(train: TrainConfig) -> int:
-    """Counted, not listed: a run may have a billion steps."""
+    """Computed without a list of steps: a run may have a billion."""
     steps, every, for_good = train.steps, train.save_every, train.keep_every
     by_interval, at_the_end = (steps // every, int(steps % every > 0)) if every else (0, 1)
     newest = min(train.keep_checkpoints, by_interval + at_the_end)
@@ -262,7 +261,7 @@ def _kept_checkpoints(train: TrainConfig) -> int:
 
 
 def _shards(config: RunConfig, target: HardwareTarget) -> int:
-    """Devices that hold one copy of the weights together."""
+    """Number of devices that share one copy of the weights."""
     if config.parallel.data == "ddp":
         return 1
     if config.parallel.data == "fsdp":
@@ -273,8 +272,8 @@ def _shards(config: RunConfig, target: HardwareTarget) -> int:
 def _communication(
     config: RunConfig, target: HardwareTarget, parameters: ParameterCounts, width: int, in_block: int
 ) -> int:
-    """ddp: a second copy of the gradients, in buckets. Sharded: one block gathered and one on its way, embedding and
-    head gathered, and one block's whole gradient in fp32. Not measured."""
+    """ddp: a second copy of the gradients, in buckets. Sharded: one gathered block and one prefetched, the gathered
+    embedding and head, and the full gradient of one block in fp32. Not measured."""
     if target.count == 1:
         return 0
     if config.parallel.data == "ddp":

@@ -1,4 +1,4 @@
-"""Memory of this machine, as the kernel and a control group (container) grant it to this process."""
+"""Host memory available to this process: /proc/meminfo and cgroup (container) limits."""
 
 import os
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ class HostMemory:
 
     total: int
     available: int
-    """What could be allocated now without swapping."""
+    """Can be allocated now without swapping."""
 
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory:
-    """The smallest of the machine's memory and the limits of the control groups that this process is in."""
-    if not (proc / "meminfo").exists():  # not Linux: nothing tells how much of it is free
+    """The smaller of the machine's memory and the cgroup limits of this process."""
+    if not (proc / "meminfo").exists():  # not Linux: free memory is unknown
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return HostMemory(installed, installed)
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
@@ -33,7 +33,7 @@ def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> HostMemory:
 
 
 def process_memory(pid: int, proc: Path = _PROC) -> int:
-    """Bytes that a process and its descendants hold and share with no file; 0 for those that have ended."""
+    """Anonymous and shared memory of a process and its descendants, in bytes; 0 if it has exited."""
     try:
         status = (proc / str(pid) / "status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -48,16 +48,16 @@ def _children(pid: int, proc: Path) -> list[int]:
     for file in (proc / str(pid) / "task").glob("*/children"):
         try:
             found += [int(word) for word in file.read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # exited in the meantime
             continue
     return found
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of every control group from this process's own up to the root; version 2 and 1."""
+    """Limit and usage of every cgroup from this process's own up to the root; versions 2 and 1."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except FileNotFoundError:  # a kernel without control groups
+    except FileNotFoundError:  # a kernel without cgroups
         return
     for line in lines:
         _, controllers, group = line.split(":", 2)
@@ -76,7 +76,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """None for "max" and where the namespace of a container hides the file."""
+    """None for "max", or if the container hides the file."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -85,7 +85,7 @@ def _number(file: Path) -> int | None:
 
 
 def _statistic(file: Path, name: str) -> int:
-    """The page cache that the kernel would give back, for one."""
+    """One line of memory.stat, e.g. the page cache that the kernel can reclaim."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""From facts to verdicts: every rule that applies, all of them, before a run may begin."""
+"""Preflight: evaluates every rule on the facts of a run and raises with all that fail."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class RuleStatus(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     ALLOWED = "allowed"
-    """It fails, and somebody said by name that it may."""
+    """It fails and was allowed by name (`--allow`)."""
     NOT_CHECKED = "not checked"
 
 
@@ -28,7 +28,7 @@ class RuleVerdict:
 
 
 def judge(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[RuleVerdict]:
-    """A verdict for every rule that applies to this run."""
+    """Evaluate every rule that applies to this run."""
     check_names(allowed)
     long = is_long(facts)
     rules = [rule for rule in RULES if (long or not rule.long_runs_only) and rule.applies(facts)]
@@ -49,22 +49,22 @@ def demand(verdicts: Iterable[RuleVerdict]) -> None:
 
 
 def how_to_override(failed: Iterable[RuleVerdict]) -> str:
-    """The options that would start the run anyway, or the rules for which there is none."""
+    """The `--allow` options that would start the run anyway, or the rules that cannot be allowed."""
     rules = [verdict.rule for verdict in failed]
     if never := [rule for rule in rules if rule in NEVER_ALLOWED]:
-        return f"--allow does not lift {', '.join(never)}: the run could not start."
+        return f"--allow does not apply to {', '.join(never)}: the run could not start."
     return "To run it anyway: " + " ".join(f"--allow={rule}" for rule in rules)
 
 
 def check_names(allowed: Sequence[str]) -> None:
-    """An override that names no rule would allow nothing, in silence."""
+    """Refuse an `--allow` that names no rule, which would otherwise be ignored silently."""
     for name in allowed:
         if name not in NAMES:
             guess = nearest(name, NAMES)
             hint = f"Did you mean {guess}?" if guess else f"Rules are {', '.join(NAMES)}."
-            raise ConfigError(f"--allow {name}: there is no such rule of preflight. {hint}")
+            raise ConfigError(f"--allow {name}: no such preflight rule. {hint}")
         if name in NEVER_ALLOWED:
-            raise ConfigError(f"--allow {name}: without it the run could not start. Correct what the rule names.")
+            raise ConfigError(f"--allow {name}: the run could not start. Correct what this rule reports.")
 
 
 def _verdict(name: str, asks: str, finding: RuleFinding, allowed: Sequence[str]) -> RuleVerdict:

@@ -1,4 +1,4 @@
-"""Everything that the rules of preflight may look at, as a record: they judge it, they do not look for themselves."""
+"""Facts collected for preflight: config, hardware, estimate, dry-run result, run folder."""
 
 import json
 import os
@@ -17,24 +17,24 @@ from nsa.planning.hardware import HardwareTarget
 
 @dataclass(frozen=True)
 class DryRunAttempt:
-    """Something that was tried, or the reason why it was not."""
+    """One part of the dry run: its result, its problem, or why it was not tried."""
 
     problem: str | None = None
     not_tried: str | None = None
     seen: str = ""
-    """What it showed, if it went well."""
+    """Result, if it succeeded."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A batch, the model, a step and a checkpoint, before the run."""
+    """Dry run before training: one batch, the model, one step and one checkpoint."""
 
     data: DryRunAttempt
     model: DryRunAttempt
     step: DryRunAttempt
     checkpoint: DryRunAttempt
     step_s: float | None = None
-    """One optimizer step on the target; None where it was not there."""
+    """Duration of one optimizer step on the target; None if it was not measured."""
 
     @classmethod
     def not_tried(cls, why: str) -> "DryRun":
@@ -44,22 +44,22 @@ class DryRun:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What `train.out_dir` holds before the run."""
+    """Contents of `train.out_dir` before the run."""
 
     path: str
     checkpoints: tuple[int, ...] = ()
     """Steps, oldest first."""
     last_step: int = 0
-    """The last one of that other run."""
+    """Last step of a different run in that folder."""
     other_settings: tuple[str, ...] = ()
-    """Settings in which the run that is recorded there differs from this one; steps may."""
+    """Settings in which the recorded run differs from this one, except train.steps."""
     halt: str | None = None
-    """What `.HALT` says."""
+    """Content of `.HALT`."""
     disk_free: int | None = None
     problem: str | None = None
-    """Why it cannot be written; nothing else is known of it then."""
+    """Why it is not writable; the other fields are then unknown."""
     in_use_by: str | None = None
-    """The process that runs there now."""
+    """The process that holds the run lock."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class PreflightFacts:
     config: RunConfig
     target: HardwareTarget
     estimate: RunEstimate | None
-    """None where the vocabulary, and so the model's size, is not known."""
+    """None if the vocabulary size, and so the model size, is unknown."""
     folder: FolderFacts
     dry_run: DryRun
     ranks_problem: str | None = None
-    """Why this config cannot be spread over so many ranks, or be computed by the trainer at all."""
+    """Why this config cannot run on this number of ranks, or at all."""
     resuming: bool = False
-    held_out: DryRunAttempt = DryRunAttempt(not_tried="the held-out split was not looked at")
+    held_out: DryRunAttempt = DryRunAttempt(not_tried="the held-out split was not read")
     """One batch of the held-out split."""
 
 
 def look_at_folder(config: RunConfig, checkpoints: Sequence[int], in_use_by: str | None = None) -> FolderFacts:
-    """Reads only; a folder that is not there yet is empty, on the disk of its nearest parent."""
+    """Read the run folder without changing it; a missing folder is empty, on the disk of its nearest parent."""
     folder = RunFolder(config.train.out_dir)
     other = _other_settings(config, folder.path / names.ENV)
     return FolderFacts(
@@ -95,7 +95,7 @@ def look_at_folder(config: RunConfig, checkpoints: Sequence[int], in_use_by: str
 def _other_settings(config: RunConfig, env: Path) -> tuple[str, ...]:
     try:
         before = json.loads(env.read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):  # no run is recorded there
+    except (OSError, ValueError, KeyError, TypeError):  # no recorded run
         return ()
     found = []
     for key in settings():
@@ -111,7 +111,7 @@ _UNKNOWN = object()
 def _value(config: Any, key: str) -> Any:
     for part in key.split("."):
         if not isinstance(config, dict) or part not in config:
-            return _UNKNOWN  # recorded before there was such a setting
+            return _UNKNOWN  # recorded before this setting existed
         config = config[part]
     return config
 

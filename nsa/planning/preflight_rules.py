@@ -1,7 +1,7 @@
-"""The rules a run must keep before it may begin. Each looks at facts and finds; none looks for itself.
+"""Preflight rules: what a run must satisfy before it starts. Pure functions of the collected facts.
 
-Most of them only hold for long runs, where a mistake costs days: 24.5 GPU-hours were once spent on a toy model in fp32
-whose checkpoints nobody had switched on.
+Most rules apply to long runs only, where a mistake costs days: 24.5 GPU-hours were once spent on a toy model in fp32
+with checkpoints disabled. To add a rule, add it to RULES here and a case to tests/planning/test_preflight.py.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ TOY_PARAMETERS = 10_000_000  # in the blocks
 TOY_SEQ_LEN = 512
 FEWEST_CHECKPOINTS = 5
 HALT_FILE, HELD_OUT = "halt_file", "held_out"
-RECORD_GAP_S = 600.0  # nobody sees loss and gates between two records
+RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
 
 
 @dataclass(frozen=True)
 class RuleFinding:
-    """`holds` is None where it could not be found out; `what` then says why."""
+    """`holds` is None if the rule could not be checked; `what` then gives the reason."""
 
     holds: bool | None
     what: str
@@ -31,38 +31,53 @@ class RuleFinding:
 @dataclass(frozen=True)
 class PreflightRule:
     name: str
-    """As `--allow` spells it."""
+    """As in `--allow NAME`."""
     asks: str
-    """What must hold, in a few words."""
+    """The requirement, in a few words."""
     check: Callable[[PreflightFacts], RuleFinding]
     long_runs_only: bool = False
     can_be_allowed: bool = True
-    """Whether `--allow` lifts it; false where the trainer itself could not run."""
+    """Whether `--allow` overrides it; false if the trainer itself could not run."""
     applies: Callable[[PreflightFacts], bool] = lambda facts: True
 
 
 def is_long(facts: PreflightFacts) -> bool:
-    """Whether a mistake would be found too late."""
+    """Whether the rules for long runs apply: many steps, or hours on a GPU."""
     if facts.config.train.steps >= LONG_RUN_STEPS:
         return True
     return facts.target.device.is_gpu and facts.estimate is not None and facts.estimate.wall_s > LONG_RUN_S
 
 
+def _finding(holds: bool, what: str, why: str, fix: str) -> RuleFinding:
+    """`why` is the reason of the rule, shown only if it fails."""
+    return RuleFinding(holds, what if holds else f"{what}: {why}", fix)
+
+
+def _boolean(key: str, required: bool, why: str) -> Callable[[PreflightFacts], RuleFinding]:
+    """A rule that a boolean setting has this value."""
+
+    def check(facts: PreflightFacts) -> RuleFinding:
+        value = facts.config.value(key)
+        return _finding(value is required, f"{key} is {_plain(value)}", why, f"Set {key}={_plain(required)}.")
+
+    return check
+
+
 def _precision(facts: PreflightFacts) -> RuleFinding:
     precision = facts.config.runtime.precision
-    return RuleFinding(
+    return _finding(
         precision == "bf16",
-        f"runtime.precision is {precision}"
-        + ("" if precision == "bf16" else ": other arithmetic is many times slower on a GPU, or unstable"),
+        f"runtime.precision is {precision}",
+        "other precisions are much slower on a GPU, or unstable",
         "Set runtime.precision=bf16.",
     )
 
 
 def why_no_fp16(precision: str) -> str | None:
-    """The reason against training in this precision, which the trainer gives too."""
+    """Why a run cannot train in this precision, or None; the trainer checks it too."""
     if precision != "fp16":
         return None
-    return "runtime.precision is fp16: small gradients become zero in it without loss scaling, which the engine lacks"
+    return "runtime.precision is fp16: small gradients underflow without loss scaling, which the engine does not have"
 
 
 NOT_FP16 = "Set runtime.precision=bf16, or fp32 on a GPU without bf16."
@@ -74,31 +89,12 @@ def _precision_fp16(facts: PreflightFacts) -> RuleFinding:
     return RuleFinding(problem is None, problem or f"runtime.precision is {precision}", NOT_FP16)
 
 
-def _gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
-    on = facts.config.runtime.gradient_checkpointing
-    return RuleFinding(
-        on,
-        f"runtime.gradient_checkpointing is {_plain(on)}"
-        + ("" if on else ": memory for activations then grows with every layer"),
-        "Set runtime.gradient_checkpointing=true.",
-    )
-
-
-def _flash(facts: PreflightFacts) -> RuleFinding:
-    on = facts.config.runtime.use_flash
-    return RuleFinding(
-        on,
-        f"runtime.use_flash is {_plain(on)}" + ("" if on else ": fused kernels may not run"),
-        "Set runtime.use_flash=true.",
-    )
-
-
 def _save_every(facts: PreflightFacts) -> RuleFinding:
     every, steps = facts.config.train.save_every, facts.config.train.steps
-    return RuleFinding(
+    return _finding(
         every > 0,
-        f"train.save_every is {every} for {steps} steps"
-        + ("" if every > 0 else ": nothing could be recovered before the end"),
+        f"train.save_every is {every} for {steps} steps",
+        "a crash would lose the whole run",
         f"Set e.g. train.save_every={max(1, steps // 10)}.",
     )
 
@@ -106,117 +102,107 @@ def _save_every(facts: PreflightFacts) -> RuleFinding:
 def _recovery_points(facts: PreflightFacts) -> RuleFinding:
     every, steps = facts.config.train.save_every, facts.config.train.steps
     count = steps // every if every else 0
-    enough = count >= FEWEST_CHECKPOINTS
-    return RuleFinding(
-        enough,
-        f"{count} checkpoints in {steps} steps (train.save_every={every})"
-        + ("" if enough else f": a crash could lose {100 * min(every, steps) // steps} % of the run"),
+    return _finding(
+        count >= FEWEST_CHECKPOINTS,
+        f"{count} checkpoints in {steps} steps (train.save_every={every})",
+        f"a crash could lose {100 * min(every, steps) // steps} % of the run",
         f"Set e.g. train.save_every={max(1, steps // 10)}.",
     )
 
 
 def _toy_profile(facts: PreflightFacts) -> RuleFinding:
-    toy = facts.config.is_toy
-    return RuleFinding(
-        not toy,
-        f"profile is {facts.config.profile or 'null'}" + (": its config says it is unfit for long runs" if toy else ""),
+    return _finding(
+        not facts.config.is_toy,
+        f"profile is {facts.config.profile or 'null'}",
+        "the config is marked as unsuitable for long runs",
         "Start from configs/train_50k.yaml.",
     )
 
 
 def _toy_model(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
-        return RuleFinding(None, "the model's size is not known without its vocabulary")
+        return RuleFinding(None, "the model size is unknown without the vocabulary size")
     size, model = facts.estimate.parameters.in_blocks, facts.config.model
-    what = f"{size / 1e6:.1f} M parameters in the blocks (model.dim={model.dim}, model.n_layers={model.n_layers})"
-    return RuleFinding(
+    return _finding(
         size >= TOY_PARAMETERS,
-        what if size >= TOY_PARAMETERS else f"{what}, at least {TOY_PARAMETERS / 1e6:.0f} M: a toy teaches nothing",
+        f"{size / 1e6:.1f} M parameters in the blocks (model.dim={model.dim}, model.n_layers={model.n_layers})",
+        f"a long run needs at least {TOY_PARAMETERS / 1e6:.0f} M",
         "Set e.g. model.dim=768 model.n_layers=12, or start from configs/train_50k.yaml.",
     )
 
 
 def _toy_sequence(facts: PreflightFacts) -> RuleFinding:
     seq_len = facts.config.train.seq_len
-    fine = seq_len >= TOY_SEQ_LEN
-    return RuleFinding(
-        fine,
-        f"train.seq_len is {seq_len}" + ("" if fine else f", at least {TOY_SEQ_LEN}: NSA is for long text"),
+    return _finding(
+        seq_len >= TOY_SEQ_LEN,
+        f"train.seq_len is {seq_len}",
+        f"a long run needs at least {TOY_SEQ_LEN}, because NSA is for long sequences",
         "Set e.g. train.seq_len=2048.",
-    )
-
-
-def _synthetic_on_fail(facts: PreflightFacts) -> RuleFinding:
-    on = facts.config.data.synthetic_on_fail
-    return RuleFinding(
-        not on,
-        f"data.synthetic_on_fail is {_plain(on)}" + (": a long run on made-up data is lost" if on else ""),
-        "Set data.synthetic_on_fail=false.",
     )
 
 
 def _synthetic_data(facts: PreflightFacts) -> RuleFinding:
     dataset = facts.config.data.dataset
-    made_up = dataset == "synthetic"
-    return RuleFinding(
-        not made_up,
-        f"data.dataset is {dataset}" + (": a long run on made-up data teaches nothing" if made_up else ""),
+    return _finding(
+        dataset != "synthetic",
+        f"data.dataset is {dataset}",
+        "a long run on synthetic data learns nothing useful",
         "Set data.dataset to fineweb_edu, local or prepared.",
     )
 
 
 def _record_gap(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
-        return RuleFinding(None, "the time of a step is not known without the vocabulary")
+        return RuleFinding(None, "the step time is unknown without the vocabulary size")
     every, step_s = facts.config.train.log_every, facts.estimate.step_s
     what = f"a record every {_seconds(every * step_s)} (train.log_every={every}, {_seconds(step_s)} a step"
     if every * step_s <= RECORD_GAP_S:
         return RuleFinding(True, f"{what})")
-    if not facts.estimate.measured:  # an assumption must not refuse a run
-        return RuleFinding(None, f"{what} by an assumed efficiency)")
+    if not facts.estimate.measured:  # an assumed speed must not refuse a run
+        return RuleFinding(None, f"{what} at an assumed efficiency)")
     return RuleFinding(
         False,
-        f"{what}), at most {RECORD_GAP_S:.0f} s: between records nobody sees loss and gates",
+        f"{what}), at most {RECORD_GAP_S:.0f} s: loss and gates are not recorded in between",
         f"Set train.log_every={int(RECORD_GAP_S / step_s)}."
         if step_s <= RECORD_GAP_S
-        else "Make a step shorter: lower train.accumulate_grad_batches or train.batch_size.",
+        else "Make a step shorter: reduce train.accumulate_grad_batches or train.batch_size.",
     )
 
 
 def _out_dir(facts: PreflightFacts) -> RuleFinding:
     problem, path = facts.folder.problem, facts.folder.path
     if problem is None:
-        return RuleFinding(True, f"{path} can be written")
+        return RuleFinding(True, f"{path} is writable")
     if not facts.target.here:
-        return RuleFinding(None, f"{facts.target} is not here, so its disk could not be asked")
-    return RuleFinding(False, f"train.out_dir is {path} and {problem}", "Set train.out_dir to a folder you can write.")
+        return RuleFinding(None, f"the disk of {facts.target} cannot be checked from this machine")
+    return RuleFinding(False, f"train.out_dir is {path} and {problem}", "Set train.out_dir to a writable folder.")
 
 
 def _other_run(facts: PreflightFacts) -> RuleFinding:
     folder = facts.folder
     if folder.problem is not None:
-        return RuleFinding(None, "the run folder cannot be looked at: see the rule out_dir")
+        return RuleFinding(None, "the run folder cannot be read: see the rule out_dir")
     if facts.resuming:
-        return RuleFinding(True, f"{folder.path} is resumed")
+        return RuleFinding(True, f"{folder.path} is being resumed")
     if folder.in_use_by is not None:
         what = f"{folder.path} is in use by {folder.in_use_by}"
         return RuleFinding(False, what, "Stop that run, or set train.out_dir to another folder.")
     if folder.checkpoints:
-        what = f"{folder.path} already holds a run, with checkpoints up to step {folder.checkpoints[-1]}"
+        what = f"{folder.path} already contains a run, with checkpoints up to step {folder.checkpoints[-1]}"
         return RuleFinding(False, what, "Set train.out_dir to another folder, or add --resume.")
     if folder.other_settings and is_long(facts):
         shown = ", ".join(folder.other_settings[:2]) + (" …" if len(folder.other_settings) > 2 else "")
-        what = f"{folder.path} already holds another run, of {folder.last_step} steps: {shown}"
+        what = f"{folder.path} already contains another run, of {folder.last_step} steps: {shown}"
         return RuleFinding(False, what, "Set train.out_dir to another folder.")
-    return RuleFinding(True, f"{folder.path} holds no other run")
+    return RuleFinding(True, f"{folder.path} contains no other run")
 
 
 def _halt_file(facts: PreflightFacts) -> RuleFinding:
     folder = facts.folder
     if folder.problem is not None:
-        return RuleFinding(None, "the run folder cannot be looked at: see the rule out_dir")
+        return RuleFinding(None, "the run folder cannot be read: see the rule out_dir")
     if folder.halt is None:
-        return RuleFinding(True, "nothing asks the run to stop")
+        return RuleFinding(True, "there is no .HALT file")
     return RuleFinding(False, f"{folder.path}/.HALT would stop the run ({folder.halt})", f"Remove {folder.path}/.HALT.")
 
 
@@ -228,7 +214,7 @@ def _ranks(facts: PreflightFacts) -> RuleFinding:
 
 def _memory(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
-        return RuleFinding(None, "memory cannot be reckoned without the vocabulary")
+        return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
     memory, config = facts.estimate.memory, facts.config
     what = f"about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB of {facts.target.device.name}"
     if memory.fits:
@@ -243,26 +229,26 @@ def _memory(facts: PreflightFacts) -> RuleFinding:
         fix = f"Set train.batch_size={half} train.accumulate_grad_batches={more}."
     else:
         fix = "Shard with parallel.data=fsdp over more GPUs, or shorten train.seq_len."
-    return RuleFinding(False, f"{what}: it would run out of memory", fix)
+    return RuleFinding(False, f"{what}: the run would run out of memory", fix)
 
 
 def _disk(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
-        return RuleFinding(None, "a checkpoint's size is not known without the vocabulary")
+        return RuleFinding(None, "the checkpoint size is unknown without the vocabulary size")
     if facts.folder.disk_free is None:
-        return RuleFinding(None, f"the disk of {facts.folder.path} does not say how much is free")
+        return RuleFinding(None, f"the free space on the disk of {facts.folder.path} is unknown")
     keep = facts.estimate.kept_checkpoints
     there = min(keep, len(facts.folder.checkpoints))
     need = (keep + 1 - there) * facts.estimate.checkpoint_bytes + facts.estimate.export_bytes
     fits = need <= facts.folder.disk_free
     what = f"{need / GIB:.2f} GiB for {keep} + 1 checkpoints and the final model"
     if not facts.target.here:
-        return RuleFinding(None, f"{what}: {facts.target} is not here, so its disk could not be asked")
+        return RuleFinding(None, f"{what}: the disk of {facts.target} cannot be checked from this machine")
     what = f"{what}, {facts.folder.disk_free / GIB:.1f} GiB free"
     return RuleFinding(fits, what, "Free disk space, set train.out_dir to another disk, or keep fewer checkpoints.")
 
 
-def _attempt(of: Callable[[PreflightFacts], DryRunAttempt], fix: str) -> Callable[[PreflightFacts], RuleFinding]:
+def _dry_run_rule(of: Callable[[PreflightFacts], DryRunAttempt], fix: str) -> Callable[[PreflightFacts], RuleFinding]:
     def check(facts: PreflightFacts) -> RuleFinding:
         attempt = of(facts)
         if attempt.not_tried is not None:
@@ -281,8 +267,15 @@ RULES: tuple[PreflightRule, ...] = (
         applies=lambda facts: facts.config.runtime.precision != "fp16",
     ),
     PreflightRule("precision_fp16", "not fp16", _precision_fp16, can_be_allowed=False),
-    PreflightRule("gradient_checkpointing", "on", _gradient_checkpointing, long_runs_only=True),
-    PreflightRule("flash", "on", _flash, long_runs_only=True),
+    PreflightRule(
+        "gradient_checkpointing",
+        "on",
+        _boolean("runtime.gradient_checkpointing", True, "activation memory grows with every layer"),
+        long_runs_only=True,
+    ),
+    PreflightRule(
+        "flash", "on", _boolean("runtime.use_flash", True, "fused kernels are disabled"), long_runs_only=True
+    ),
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(
         "recovery_points",
@@ -292,36 +285,41 @@ RULES: tuple[PreflightRule, ...] = (
         applies=lambda facts: facts.config.train.save_every > 0,
     ),
     PreflightRule("toy_profile", "not marked as a toy", _toy_profile, long_runs_only=True),
-    PreflightRule("toy_model", "a model worth the time", _toy_model, long_runs_only=True),
-    PreflightRule("toy_sequence", "a sequence worth the time", _toy_sequence, long_runs_only=True),
-    PreflightRule("synthetic_on_fail", "off", _synthetic_on_fail, long_runs_only=True),
-    PreflightRule("synthetic_data", "real data", _synthetic_data, long_runs_only=True),
-    PreflightRule("record_gap", "records often enough", _record_gap, long_runs_only=True),
-    PreflightRule("out_dir", "the run folder can be written", _out_dir, can_be_allowed=False),
-    PreflightRule("other_run", "a folder of its own", _other_run),
-    PreflightRule(HALT_FILE, "no .HALT", _halt_file),
-    PreflightRule("ranks", "rows divide over ranks", _ranks, can_be_allowed=False),
-    PreflightRule("memory", "the device is large enough", _memory),
-    PreflightRule("disk", "the disk is large enough", _disk),
+    PreflightRule("toy_model", "not a toy model", _toy_model, long_runs_only=True),
+    PreflightRule("toy_sequence", "not a toy sequence length", _toy_sequence, long_runs_only=True),
     PreflightRule(
-        "data", "a batch comes in time", _attempt(lambda facts: facts.dry_run.data, "Correct data.* and try again.")
+        "synthetic_on_fail",
+        "off",
+        _boolean("data.synthetic_on_fail", False, "a long run must not continue on synthetic data"),
+        long_runs_only=True,
+    ),
+    PreflightRule("synthetic_data", "real data", _synthetic_data, long_runs_only=True),
+    PreflightRule("record_gap", "frequent records", _record_gap, long_runs_only=True),
+    PreflightRule("out_dir", "a writable run folder", _out_dir, can_be_allowed=False),
+    PreflightRule("other_run", "an unused run folder", _other_run),
+    PreflightRule(HALT_FILE, "no .HALT file", _halt_file),
+    PreflightRule("ranks", "batch divisible by ranks", _ranks, can_be_allowed=False),
+    PreflightRule("memory", "enough device memory", _memory),
+    PreflightRule("disk", "enough disk space", _disk),
+    PreflightRule(
+        "data", "a batch in time", _dry_run_rule(lambda facts: facts.dry_run.data, "Correct data.* and try again.")
     ),
     PreflightRule(
         HELD_OUT,
         "a batch to evaluate on",
-        _attempt(lambda facts: facts.held_out, "Hold out more documents, or set train.eval_every=0."),
+        _dry_run_rule(lambda facts: facts.held_out, "Hold out more documents, or set train.eval_every=0."),
         applies=lambda facts: facts.config.train.eval_every > 0 and not facts.resuming,
     ),
     PreflightRule(
-        "model", "the model builds", _attempt(lambda facts: facts.dry_run.model, "Correct model.* and nsa.*.")
+        "model", "the model builds", _dry_run_rule(lambda facts: facts.dry_run.model, "Correct model.* and nsa.*.")
     ),
     PreflightRule(
-        "step", "a step works", _attempt(lambda facts: facts.dry_run.step, "Correct the config; see the message.")
+        "step", "a step runs", _dry_run_rule(lambda facts: facts.dry_run.step, "Correct the config; see the message.")
     ),
     PreflightRule(
         "checkpoint",
-        "a checkpoint reads back",
-        _attempt(lambda facts: facts.dry_run.checkpoint, "Set train.out_dir to a disk that can be written."),
+        "a checkpoint can be read back",
+        _dry_run_rule(lambda facts: facts.dry_run.checkpoint, "Set train.out_dir to a writable disk."),
     ),
 )
 NAMES = tuple(rule.name for rule in RULES)

@@ -11,13 +11,13 @@ def test_a_target_is_a_name_and_a_count():
 
 
 def test_an_unknown_name_gets_the_nearest_one():
-    with pytest.raises(ConfigError, match=r"Did you mean a100-80gb\?"):
+    with pytest.raises(ConfigError, match=r"a100-80gb\?"):
         parse_target("a100-80g")
 
 
 @pytest.mark.parametrize("text", ["h200:0", "h200:", "h200:two"])
 def test_a_count_is_a_number(text):
-    with pytest.raises(ConfigError, match=r"Write e\.g\. h200:2"):
+    with pytest.raises(ConfigError, match=text):
         parse_target(text)
 
 
