@@ -1,4 +1,4 @@
-"""Imports point downwards only, the engine stays in nsa.train, and settings come from the environment in one place.
+"""Imports point downwards only, only nsa.train.engine imports the engine, one place reads the environment.
 
 The rules read the source, not the running program: an import inside a function or under TYPE_CHECKING counts too.
 """
@@ -33,7 +33,9 @@ NEIGHBOURS = {
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 OUTSIDE = ("tools", "tests", "scripts")
-ENGINE = "olmo_core"
+ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
+# Private members of these may be used in nsa.train outside the adapter.
+NOT_ENGINE = {"self", "cls", "torch"}
 READS_ENVIRONMENT = ("nsa.config.env", "nsa.train", "nsa.storage", "nsa.data.tokenizer")  # the last two only set
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -92,6 +94,18 @@ def reads_environment(source: str) -> bool:
     return False
 
 
+def private_members(source: str) -> Iterator[str]:
+    """`object._member` on anything but self, cls and torch; `_asdict` and alike of named tuples are public."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            owner = node.value if ast.unparse(root) != "torch" else root
+            if ast.unparse(owner) not in NOT_ENGINE and node.attr not in ("_asdict", "_fields", "_replace"):
+                yield ast.unparse(node)
+
+
 def inside(module: str, homes: tuple[str, ...]) -> bool:
     return any(module == home or module.startswith(f"{home}.") for home in homes)
 
@@ -104,16 +118,19 @@ def mistakes(module: str, source: str) -> Iterator[str]:
         return
     for name in imports(module, source):
         there = package_of(name)
-        if name.partition(".")[0] == ENGINE and not inside(module, ("nsa.train",)):
-            yield f"{module} imports {name}: the engine is imported in nsa.train alone, so that it can be replaced"
         if name.partition(".")[0] in OUTSIDE:
             yield f"{module} imports {name}: it is not part of the installed package"
+        if name.partition(".")[0] == ENGINE and not inside(module, (ENGINE_ADAPTER,)):
+            yield f"{module} imports {name}: only {ENGINE_ADAPTER} imports the engine, so that it can be replaced"
         if there is None or there == here or (here, there) in NEIGHBOURS:
             continue
         if there not in LEVEL:
             yield f"{module} imports {name}: nsa.{there} is in no row of LAYERS"
         elif LEVEL[there] <= LEVEL[here]:
             yield f"{module} imports {name}: nsa.{there} does not stand below nsa.{here}"
+    if inside(module, ("nsa.train",)) and not inside(module, (ENGINE_ADAPTER,)):
+        for member in private_members(source):
+            yield f"{module} uses {member}: private members of the engine are used in {ENGINE_ADAPTER} alone"
     if reads_environment(source) and not inside(module, READS_ENVIRONMENT):
         yield f"{module} reads the environment: nsa.config.env does that, and nsa.train for torchrun's variables"
 
@@ -153,6 +170,10 @@ def test_the_package_is_looked_at():
         ("nsa.observe.heartbeat", "import olmo_core"),
         ("nsa.planning.preflight", "from olmo_core.train import Trainer"),
         ("nsa.cli.main", "from olmo_core import x"),
+        ("nsa.train.run", "from olmo_core.train import Trainer"),
+        ("nsa.train.callbacks.heartbeat", "from olmo_core.train.callbacks import Callback"),
+        ("nsa.train.dry_run", "def f(module):\n    return module._clip_grad_norm(1.0)"),
+        ("nsa.train.callbacks.event_log", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
         ("nsa.observe.watch.watchdog", "from nsa.train import build"),
         ("nsa.verify.gpu_check.speed", "from tools.perf_model import predict"),
         ("nsa.cli.bench", "import importlib\nimportlib.import_module('tools.perf_model')"),
@@ -186,6 +207,11 @@ def test_a_package_without_a_place_is_seen(monkeypatch):
             "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa.observe import heartbeat",
         ),
         ("nsa.config.env", "import os\nos.environ.items()"),
+        ("nsa.train.engine.build", "def f(trainer):\n    trainer._metrics.clear()"),
+        (
+            "nsa.train.callbacks.event_log",
+            "import torch\nclass A:\n    def f(self):\n        return self._a, torch._C._x",
+        ),
         (
             "nsa.kernels.sdpa",
             "import os\nos.path.join('a', 'b')\nimport torch\nfrom nsa.errors import KernelUnavailable",
