@@ -1,100 +1,120 @@
-"""`nsa launch`: several ranks that are watched and started again from the last checkpoint."""
+"""`nsa launch`: train on several ranks, restarted from the last checkpoint after failures."""
 
 import multiprocessing
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from nsa.cli.config import resolve
 from nsa.cli.preflight import ALLOW_HELP
 from nsa.cli.terminal import say
+from nsa.train.start_options import StartOptions
 
 if TYPE_CHECKING:
     from nsa.config import RunConfig
+
+RESUME_HELP = "Resume from the newest good checkpoint of the run folder."
+RESUME_FROM_HELP = "Resume from this checkpoint or run folder."
+CLEAR_HALT_HELP = "Move a .HALT file of an earlier run aside and start."
 
 
 def launch(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help="As for `nsa train`."),
     nproc: int = typer.Option(1, "--nproc", help="Ranks on this node, one per GPU."),
-    nnodes: str = typer.Option("1", "--nnodes", help="Nodes, or least:most. Run the same command on each."),
-    rdzv_endpoint: str = typer.Option(None, "--rdzv-endpoint", help="HOST:PORT where several nodes meet."),
-    rdzv_id: str = typer.Option("", "--rdzv-id", help="Tells lives of a run apart, e.g. a job id; same on all nodes."),
-    listen: str = typer.Option(None, "--listen", help="This node's address, of several nodes; else by its route."),
-    resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
-    resume_from: Path = typer.Option(None, "--resume-from", help="Start from this checkpoint or run folder."),
-    grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and leave when asked to."),
-    clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
+    nnodes: str = typer.Option("1", "--nnodes", help="Number of nodes, or min:max. Run the same command on each."),
+    rdzv_endpoint: str = typer.Option(None, "--rdzv-endpoint", help="HOST:PORT of the rendezvous of several nodes."),
+    rdzv_id: str = typer.Option("", "--rdzv-id", help="Id of this start, e.g. a job id; the same on all nodes."),
+    listen: str = typer.Option(None, "--listen", help="Address of this node, of several; default: by its route."),
+    resume: bool = typer.Option(False, "--resume", help=RESUME_HELP),
+    resume_from: Path = typer.Option(None, "--resume-from", help=RESUME_FROM_HELP),
+    grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and exit when stopped."),
+    clear_halt: bool = typer.Option(False, "--clear-halt", help=CLEAR_HALT_HELP),
     allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
 ) -> None:
-    """Train on several ranks; restart from the last checkpoint what can get better, stop after 3 cycles without one.
+    """Train on several ranks; restart from the last checkpoint after failures that may pass.
 
-    Ends with the code of `nsa train`: 0 done, 10 asked to leave, 11 halted, 20 config, … Logs of every rank are in
-    the run folder, under logs/.
+    Gives up after 3 cycles without a new checkpoint. Exit codes are those of `nsa train`: 0 done, 10 stopped, 11
+    halted, 20 config, … Logs of every rank are in the run folder, under logs/.
 
     **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
     """
+    options = StartOptions(resume=resume, resume_from=resume_from, clear_halt=clear_halt, allow=tuple(allow))
+    code = launch_ranks(
+        list(arguments or []),
+        options,
+        nproc=nproc,
+        nnodes=nnodes,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        listen=listen,
+        grace_s=grace,
+    )
+    raise typer.Exit(code)
+
+
+def launch_ranks(
+    words: list[str],
+    options: StartOptions,
+    *,
+    nproc: int,
+    nnodes: str = "1",
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str = "",
+    listen: str | None = None,
+    grace_s: float = 300.0,
+) -> int:
+    """Check config and preflight rules here, then launch ranks of `nsa train`; returns the exit code."""
     from nsa.planning.preflight import check_names
     from nsa.train.launch.launcher import LaunchSettings
     from nsa.train.launch.launcher import launch as run
 
-    words = list(arguments or [])
-    config = resolve(words)  # a wrong config is told here, before any rank starts
-    check_names(allow)
-
-    def program(again: bool) -> list[str]:
-        overrides = [f"--allow={rule}" for rule in allow]
-        command = [sys.executable, "-m", "nsa.cli", "train", *words, *overrides]
-        if again:
-            return [*command, "--resume"]
-        return [*command, "--resume-from", str(resume_from)] if resume_from is not None else command
-
-    plan = LaunchSettings(
-        program=program,
+    config = resolve(words)  # a wrong config is reported here, before any rank starts
+    check_names(options.allow)
+    settings = LaunchSettings(
+        command=[sys.executable, "-m", "nsa.cli", "train", *words],
         run_folder=Path(config.train.out_dir),
         nproc=nproc,
         nnodes=nnodes,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,
         listen=listen,
-        resume=resume,
-        grace_s=grace,
+        start=options.without_clear_halt(),
+        grace_s=grace_s,
     )
-    resuming = resume or resume_from is not None
-    _refuse_unfit(config, nproc, plan.nodes(), resuming=resuming, clear_halt=clear_halt, allowed=allow)
-    if clear_halt:
-        _put_halt_aside(plan.run_folder)
-    code = run(plan, lambda text: say(f"launch: {text}"), _show)
-    raise typer.Exit(code)
+    _require_preflight(config, nproc, settings.nodes(), options)
+    if options.clear_halt:
+        _clear_halt(settings.run_folder)
+    return run(settings, lambda text: say(f"launch: {text}"), _show)
 
 
-def _refuse_unfit(config: "RunConfig", nproc: int, nodes: tuple[int, int], **given: Any) -> None:
-    """Raise with every rule of preflight that this run breaks, before any rank starts.
+def _require_preflight(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
+    """Raise with every preflight rule that this run breaks, before any rank starts.
 
-    In a process of its own: looking at a GPU takes some of its memory, and the launcher stays as long as the run.
+    In a separate process: querying a GPU takes some of its memory, and the launcher lives as long as the run.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(_judge, config, nproc, nodes, given).result()
+        process.submit(_check, config, nproc, nodes, options).result()
 
 
-def _judge(config: "RunConfig", nproc: int, nodes: tuple[int, int], given: dict[str, Any]) -> None:
-    from nsa.train.preflight_facts import demand_fitness, world_of
+def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
+    from nsa.train.preflight_facts import require_preflight, world_of
 
     # Held-out rows take time to read. A node that joins later finds the checkpoints of the run that it joins.
     left_to_ranks = ("held_out", "other_run") if nodes[1] > 1 else ("held_out",)
-    demand_fitness(config, world_of(config, nproc, nodes), left_to_ranks=left_to_ranks, **given)
+    require_preflight(config, world_of(config, nproc, nodes), options, left_to_ranks=left_to_ranks)
 
 
-def _put_halt_aside(folder: Path) -> None:
-    """Before the first start only: one that comes later, restarts included, is obeyed."""
+def _clear_halt(folder: Path) -> None:
+    """Once, before the first start: a file that appears later, before a restart included, stops the run."""
     from nsa.observe import halt_file
     from nsa.observe.run_folder import RunFolder
 
     if aside := halt_file.clear(folder, now=time.time(), step=RunFolder(folder).last_step()):
-        say(f"launch: the .HALT that was there is {aside} now")
+        say(f"launch: moved the existing .HALT to {aside}")
 
 
 def _show(text: str) -> None:

@@ -58,7 +58,7 @@ def preflight(
             fetch_remote=fetch,
             resuming=resume,
             time_limit_s=timeout,
-            say=_progress(shown),
+            log=_progress(shown),
         )
     verdicts = judge(facts, allow)
     if as_json:

@@ -1,4 +1,4 @@
-"""`nsa train`: train a model, or go on training it."""
+"""`nsa train`: train a model, or resume training it."""
 
 import time
 from pathlib import Path
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa.cli.config import resolve
-from nsa.cli.launch import launch
+from nsa.cli.launch import CLEAR_HALT_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa.cli.preflight import ALLOW_HELP
 from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 from nsa.names import PROGRESS
 from nsa.terminal_text import printable
+from nsa.train.start_options import StartOptions
 
 if TYPE_CHECKING:
     from nsa.observe.heartbeat import HeartbeatRecord
@@ -23,21 +24,23 @@ _ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then setting
 
 def train(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=_ARGUMENTS_HELP),
-    resume: bool = typer.Option(False, "--resume", help="Go on from the newest good checkpoint of the run folder."),
-    resume_from: Path = typer.Option(None, "--resume-from", help="Go on from this checkpoint or run folder."),
-    clear_halt: bool = typer.Option(False, "--clear-halt", help="Put a .HALT of an earlier run aside, and start."),
+    resume: bool = typer.Option(False, "--resume", help=RESUME_HELP),
+    resume_from: Path = typer.Option(None, "--resume-from", help=RESUME_FROM_HELP),
+    clear_halt: bool = typer.Option(False, "--clear-halt", help=CLEAR_HALT_HELP),
     dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
     steps: int = typer.Option(None, help="train.steps."),
     precision: str = typer.Option(None, help="runtime.precision: bf16 or fp32."),
-    ddp: int = typer.Option(-1, help="1 starts a rank per GPU, 0 insists on one rank, -1 takes what torchrun gives."),
+    ddp: int = typer.Option(
+        -1, help="1 starts a rank per GPU, 0 requires a single rank, -1 uses the ranks that torchrun started."
+    ),
     fwe_report_docs: int = typer.Option(None, help="data.report_docs."),
     loader_timeout: float = typer.Option(None, help="data.loader_timeout_s."),
     synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", help="data.synthetic_on_fail=true."),
     allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
 ) -> None:
-    """Train until done or asked to stop. Exit 0 done, 10 asked to leave, 11 halted, 20 config, 21 data, 22 checkpoint.
+    """Train until done or stopped. Exit codes: 0 done, 10 stopped, 11 halted, 20 config, 21 data, 22 checkpoint.
 
-    A run that breaks rules of `nsa preflight` is refused with 2, unless `--allow` names them.
+    A run that breaks rules of `nsa preflight` is refused with exit code 2, unless `--allow` names them.
 
     **Examples:** `nsa train configs/cpu_quickstart.yaml`, and on several GPUs
     `torchrun --nproc_per_node=8 -m nsa.cli train configs/train_50k.yaml parallel.data=fsdp --resume`
@@ -57,23 +60,21 @@ def train(
     from nsa.train.distributed import RankInfo
     from nsa.train.run import train as run
 
-    ranks, checkpoint = RankInfo.from_environment(), _existing(resume_from or named)
+    ranks = RankInfo.from_environment()
+    options = StartOptions(
+        resume=resume, resume_from=_existing(resume_from or named), clear_halt=clear_halt, allow=tuple(allow)
+    )
     if ddp == 0 and ranks.world > 1:
         raise ConfigError(
-            f"--ddp 0 insists on one rank and torchrun started {ranks.world}. Leave --ddp out, or start without "
-            f"torchrun."
+            f"--ddp 0 requires a single rank and torchrun started {ranks.world}. Omit --ddp, or start without torchrun."
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
-        again = resume and checkpoint is None
-        launch(words, gpus, "1", None, "", None, again, checkpoint, 300.0, clear_halt, allow)  # type: ignore[arg-type]
-    code = run(
-        config, resume=resume, resume_from=checkpoint, clear_halt=clear_halt, allowed=allow, reporter=_reporter()
-    )
-    raise typer.Exit(code)
+        raise typer.Exit(launch_ranks(words, options, nproc=gpus))
+    raise typer.Exit(run(config, options, _reporter()))
 
 
 def _split_off_checkpoint(words: list[str]) -> tuple[list[str], Path | None]:
-    """`--resume PATH` is an older spelling of `--resume-from PATH`: a folder among the words is that path."""
+    """`--resume PATH` is an older spelling of `--resume-from PATH`: a folder among the arguments is that path."""
     folders = [word for word in words if Path(word).is_dir() or word.endswith(".pt")]
     if len(folders) > 1:
         raise ConfigError(f"--resume was given {len(folders)} checkpoints ({', '.join(folders)}). Give one.")
@@ -81,7 +82,7 @@ def _split_off_checkpoint(words: list[str]) -> tuple[list[str], Path | None]:
 
 
 def _existing(path: Path | None) -> Path | None:
-    """Checkpoints were files called NAME.pt once and are folders called NAME now."""
+    """Checkpoints were once files named NAME.pt and are now folders named NAME."""
     if path is not None and path.suffix == ".pt" and not path.exists() and path.with_suffix("").is_dir():
         return path.with_suffix("")
     return path
@@ -101,7 +102,7 @@ def _reporter() -> Any:
 
 
 class _PlainProgress:
-    """A line per record, for logs."""
+    """One line per record, for logs."""
 
     def line(self, text: str) -> None:
         say(text)
@@ -112,12 +113,12 @@ class _PlainProgress:
         elif beat.detail:
             say(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
-    def verdict(self, verdict: "EvaluationResult") -> None:
-        print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f} over {verdict.tokens} tokens", flush=True)
+    def evaluation(self, result: "EvaluationResult") -> None:
+        print(f"step {result.step} · held-out loss {result.val_loss:.4f} over {result.tokens} tokens", flush=True)
 
 
 class _LiveProgress(_PlainProgress):
-    """On a terminal, progress is one line that changes; what stays is printed above it."""
+    """On a terminal: one progress line that is updated in place, with permanent lines printed above it."""
 
     def __init__(self, console: Any) -> None:
         from rich.live import Live
@@ -138,8 +139,8 @@ class _LiveProgress(_PlainProgress):
         if beat.step >= steps:
             self._live.stop()
 
-    def verdict(self, verdict: "EvaluationResult") -> None:
-        self._console.print(f"step {verdict.step} · held-out loss {verdict.val_loss:.4f}")
+    def evaluation(self, result: "EvaluationResult") -> None:
+        self._console.print(f"step {result.step} · held-out loss {result.val_loss:.4f}")
 
 
 def _progress(beat: "HeartbeatRecord", steps: int) -> str:

@@ -18,22 +18,24 @@ def _config(words: list[str]) -> RunConfig:
     return load(Path(words[0]), overrides=words[1:])
 
 
-def _train(fault: str, words: list[str], *, resume: bool) -> int:
+def _train(fault: str, words: list[str]) -> int:
     from nsa.drill.inject import inject
     from nsa.train.run import train
+    from nsa.train.start_options import StartOptions
+
+    options = StartOptions(resume="--resume" in words)  # the only option that a launcher adds here
+    words = [word for word in words if word != "--resume"]
 
     inject(PlantedFault.from_json(fault))
-    return train(_config(words), resume=resume)
+    return train(_config(words), options)
 
 
 def _launch(fault: str, nproc: int, words: list[str]) -> int:
     from nsa.train.launch.launcher import LaunchSettings, launch
 
-    def program(again: bool) -> list[str]:
-        return [sys.executable, "-m", _MODULE, "resume" if again else "train", fault, "1", *words]
-
-    plan = LaunchSettings(program=program, run_folder=Path(_config(words).train.out_dir), nproc=nproc)
-    return launch(plan, lambda text: _log(f"launch: {text}"))
+    command = [sys.executable, "-m", _MODULE, "train", fault, "1", *words]
+    settings = LaunchSettings(command=command, run_folder=Path(_config(words).train.out_dir), nproc=nproc)
+    return launch(settings, lambda text: _log(f"launch: {text}"))
 
 
 def _log(text: str) -> None:
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> int:
     try:
         if command == "launch":
             return _launch(fault, int(nproc), words)
-        return _train(fault, words, resume=command == "resume")
+        return _train(fault, words)
     except NSAError as error:
         _log(f"{type(error).__name__}: {error}")
         return error.exit_code

@@ -1,4 +1,4 @@
-"""From the settings of a run to the rows it trains and is judged on."""
+"""Builds the training and held-out datasets of a run from its settings; global batch size; location of the data."""
 
 import glob
 from pathlib import Path
@@ -18,7 +18,7 @@ _HELD_OUT_SEED = 1 << 32  # synthetic rows of a seed that no run can be given
 
 
 def vocabulary(config: RunConfig) -> int:
-    """Ids the model must know."""
+    """Vocabulary size of the data."""
     if config.data.dataset == "prepared":
         return read_manifest(StorageFolder(_path(config))).vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size
@@ -37,22 +37,22 @@ def require_tokenizer(config: RunConfig) -> None:
 
 
 def training_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
-    """`run_folder` keeps the checksums of the units that are read, unless data.cache_dir does."""
+    """`run_folder` stores the checksums of the units that are read, unless data.cache_dir does."""
     return _rows(config, vocab_size, run_folder, held_out=False)
 
 
 def held_out_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
-    """One pass over what training never sees."""
+    """One pass over rows that training never sees."""
     return _rows(config, vocab_size, run_folder, held_out=True)
 
 
 def global_rows(config: RunConfig) -> int:
-    """Rows of one optimizer step, over all ranks and forward passes."""
+    """Global batch size: rows of one optimizer step, over all ranks and forward passes."""
     return config.train.batch_size * config.train.accumulate_grad_batches
 
 
 def remote_address(config: RunConfig) -> str | None:
-    """Where the data is, if that is not a folder or a file here."""
+    """Address of the data if it is not on this machine, else None."""
     if config.data.dataset == "synthetic":
         return None
     path = config.data.path
@@ -62,13 +62,15 @@ def remote_address(config: RunConfig) -> str | None:
 
 
 def find_data(config: RunConfig) -> None:
-    """Raise if data that should be on this machine, or its tokenizer, is missing. Reads no document."""
+    """Raise if local data or the tokenizer is missing. Reads no document."""
     vocabulary(config)
     if config.data.dataset in ("synthetic", "prepared") or remote_address(config) is not None:
         return
     path = _path(config)
     if not Path(path).exists() and not glob.glob(path, recursive=True):
-        raise DataError(f"data.path is {path} and there is no such file or folder. Set data.path to your data.")
+        raise DataError(
+            f"data.path is {path} and there is no such file or folder. Set data.path to the location of your data."
+        )
 
 
 def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_out: bool) -> RowData:
@@ -107,4 +109,4 @@ def _path(config: RunConfig) -> str:
         return config.data.path
     if config.data.dataset == "fineweb_edu":
         return FINEWEB_EDU
-    raise ConfigError(f"data.dataset={config.data.dataset} needs data.path: there is no default place for your data.")
+    raise ConfigError(f"data.dataset={config.data.dataset} needs data.path: it has no default.")

@@ -1,11 +1,9 @@
-"""Before a run: one batch of its data, its model, one step, one checkpoint written and read back.
+"""Dry run: one batch of the data, the model, one training step, and one checkpoint written and read back.
 
-On the hardware the run is meant for, the step is real and timed. For hardware that is not here it runs with fake
-tensors, which have shapes and dtypes and no values: what does not fit together shows, what does not fit into memory
-does not. Nothing is left behind.
+On the hardware of the run, the step is real and timed. For hardware that is not here it runs with fake tensors, which
+have shapes and dtypes and no values: this finds shapes that do not match, but not a lack of memory. No file remains.
 """
 
-import logging
 import math
 import time
 import warnings
@@ -27,15 +25,16 @@ from nsa.planning.hardware import GIB, HardwareTarget
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
 from nsa.train import datasets
 from nsa.train.distributed import RankInfo
+from nsa.train.dry_run_process import scratch_folder
 from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa.train.engine.build import build_train_module, choose_device
+from nsa.train.engine.checkpointer import make_checkpointer, signing_key
 from nsa.train.engine.data_loader import Tensors, to_engine
+from nsa.train.engine.environment import quiet_engine_log
 from nsa.train.engine.mixer import transformer_config
-from nsa.train.resume import make_checkpointer, signing_key
-from nsa.train.scratch import scratch_folder
 
-Say = Callable[[str], None]
-Done = Callable[[str, DryRunAttempt], None]
+Log = Callable[[str], None]
+OnDone = Callable[[str, DryRunAttempt], None]
 
 # A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
 _FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError, MemoryError)
@@ -48,38 +47,33 @@ def dry_run(
     target: HardwareTarget,
     *,
     fetch_remote: bool,
-    say: Say,
-    done: Done = lambda part, attempt: None,
+    log: Log,
+    done: OnDone = lambda part, attempt: None,
     no_data: str | None = None,
     no_real_step: str | None = None,
 ) -> DryRun:
     """Try one batch, the model, one step and one checkpoint.
 
-    `fetch_remote`: try data that lies on another machine too. `say` hears what is being done, `done` each attempt but
-    the last as soon as it is known. `no_data`, `no_real_step`: why no batch is fetched, why the step uses fake tensors.
+    `fetch_remote`: also try data on another machine. Progress messages go to `log`, each attempt but the last to
+    `done` as soon as it is known. `no_data`, `no_real_step`: why no batch is fetched, why the step uses fake tensors.
     """
-    say("fetching a batch")
+    log("fetching a batch")
     if no_data is not None:
         data, batch = DryRunAttempt(not_tried=no_data), None
     else:
         data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
     done("data", data)
-    if away := no_real_step or _why_not_here(config, target):
-        say("one step with fake tensors")
+    if reason := no_real_step or _why_not_here(config, target):
+        log("one step with fake tensors")
         model, step = _try_fake(config, vocab_size, target.count)
-        return DryRun(data, model, step, DryRunAttempt(not_tried=f"{away}: the run writes its first one itself"))
-    say("building the model")
-    quiet = logging.getLogger("olmo_core")
-    level = quiet.level
-    quiet.setLevel(logging.WARNING)
-    try:
-        return _try_here(config, vocab_size, target.count, data, batch, say, done)
-    finally:
-        quiet.setLevel(level)
+        return DryRun(data, model, step, DryRunAttempt(not_tried=f"{reason}: the run writes its first one itself"))
+    log("building the model")
+    with quiet_engine_log():
+        return _try_here(config, vocab_size, target.count, data, batch, log, done)
 
 
 def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
-    """One process stands for one rank of ddp; a whole model may be too large where its ranks hold parts of it."""
+    """One process can stand for one rank of ddp; with sharding, the whole model may be too large for one."""
     if not target.here:
         return f"{target} is not here"
     if target.count > 1 and config.parallel.data != "ddp":
@@ -88,32 +82,34 @@ def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
 
 
 def _try_here(
-    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, say: Say, done: Done
+    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, log: Log, done: OnDone
 ) -> DryRun:
     try:
         device = choose_device(config, RankInfo())
-        alone = _share_of_one(config, world)
-        module = build_train_module(alone, vocab_size, RankInfo(), device)
+        share = _share_of_one(config, world)
+        module = build_train_module(share, vocab_size, RankInfo(), device)
     except _FAILURES as error:
         no_model = DryRunAttempt(not_tried="there is no model")
-        return DryRun(data, DryRunAttempt(problem=_tell(error)), no_model, no_model)
+        return DryRun(data, DryRunAttempt(problem=_describe(error)), no_model, no_model)
     model = DryRunAttempt(seen=f"{module.model.num_params:,} parameters on {device}")
     done("model", model)
-    say("one step")
-    made_up = "" if batch is not None else ", on made-up tokens"
-    batch = batch or _made_up(alone, vocab_size)
+    log("one step")
+    random_tokens = "" if batch is not None else ", on random tokens"
+    batch = batch or _random_batch(share, vocab_size)
     try:
-        step_s, peak = _step(module, alone, batch)
+        step_s, peak = _step(module, share, batch)
     except _FAILURES as error:
-        return DryRun(data, model, DryRunAttempt(problem=_tell(error)), DryRunAttempt(not_tried="there was no step"))
-    step = DryRunAttempt(seen=f"{step_s:.3g} s a step{peak}{made_up}")
+        return DryRun(
+            data, model, DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there was no step")
+        )
+    step = DryRunAttempt(seen=f"{step_s:.3g} s a step{peak}{random_tokens}")
     done("step", step)
-    say("one checkpoint")
+    log("one checkpoint")
     return DryRun(data, model, step, _try_checkpoint(config, module), step_s)
 
 
 def _share_of_one(config: RunConfig, world: int) -> RunConfig:
-    """The run as one of its ranks computes it."""
+    """The config of one rank's share of the batch."""
     rows_of_one = max(1, config.train.batch_size // world)
     return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": rows_of_one})})
 
@@ -129,17 +125,17 @@ def _try_data(
         wanted = datasets.training_rows(config, vocab_size)
         with BatchPrefetcher(
             wanted, global_rows=datasets.global_rows(config), world=world, settings=settings
-        ) as feeder:
-            feeder.warm_up()
-            batch = next(feeder)
+        ) as prefetcher:
+            prefetcher.warm_up()
+            batch = next(prefetcher)
     except _FAILURES as error:
-        return DryRunAttempt(problem=_tell(error)), None
+        return DryRunAttempt(problem=_describe(error)), None
     return DryRunAttempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(
         batch
     )
 
 
-def _made_up(config: RunConfig, vocab_size: int) -> Tensors:
+def _random_batch(config: RunConfig, vocab_size: int) -> Tensors:
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = (config.train.batch_size, config.train.seq_len)
     tokens = torch.randint(min(vocab_size, config.model.vocab_size or vocab_size), shape, generator=generator)
@@ -147,42 +143,21 @@ def _made_up(config: RunConfig, vocab_size: int) -> Tensors:
 
 
 def _step(module: StepSkippingTrainModule, config: RunConfig, batch: Tensors) -> tuple[float, str]:
-    """Seconds of one optimizer step, and the peak of the GPU's memory in words. Raises if it is not finite."""
+    """Seconds of one optimizer step, and the peak GPU memory as text. Raises if loss or norm is not finite."""
     device, on_gpu = module.device, module.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     share = {name: value[: config.train.batch_size] for name, value in batch.items()}
-    loss, pass_s = _timed(lambda: _pass(module, share), on_gpu)
+    loss, pass_s = _timed(lambda: module.forward_backward(share), on_gpu)
     if pass_s < _REPEAT_BELOW_S:  # the first one also compiles and warms up
-        loss, pass_s = _timed(lambda: _pass(module, share), on_gpu)
-    norm = float(module._clip_grad_norm(config.train.grad_clip or float("inf")))
+        loss, pass_s = _timed(lambda: module.forward_backward(share), on_gpu)
+    norm = module.clip_gradients(config.train.grad_clip or float("inf"))
     _, optimizer_s = _timed(module.optim.step, on_gpu)
     module.zero_grads()
     if not math.isfinite(loss) or not math.isfinite(norm):
         raise RuntimeError(f"the first step is not finite: loss {loss}, gradient norm {norm}")
     peak = f", {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if on_gpu else ""
     return config.train.accumulate_grad_batches * pass_s + optimizer_s, peak
-
-
-def _pass(module: StepSkippingTrainModule, share: Tensors) -> float:
-    """A forward and a backward pass as the engine makes them."""
-    micro_batch = {name: value.to(module.device) if _is_tokens(name) else value for name, value in share.items()}
-    input_ids, labels, more = module._prepare_batch(micro_batch)
-    with module._train_microbatch_context(0, 1):
-        output = module.model_forward(
-            input_ids,
-            labels=labels,
-            ignore_index=module.label_ignore_index,
-            loss_reduction="mean",
-            return_logits=False,
-            **more,
-        )
-        output.loss.backward()
-    return float(output.loss.detach())
-
-
-def _is_tokens(name: str) -> bool:
-    return name in ("input_ids", "labels")
 
 
 def _timed(act: Callable[[], Any], on_gpu: bool) -> tuple[Any, float]:
@@ -200,7 +175,7 @@ def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRu
             checkpoints, key = scratch / CHECKPOINTS, signing_key(config)
             record = RunRecord(step=1, world_size=1, config=config.model_dump(mode="json"), data_cursor={})
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is no process group
+                warnings.simplefilter("ignore")  # about the missing process group
                 make_checkpointer(config, scratch, lambda: record).save(checkpoints / step_name(1), module, {})
             found = CheckpointFolder(checkpoints, key=key).find_resumable()
             if found.path is None:
@@ -209,7 +184,7 @@ def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRu
             read, size = read_model(open_checkpoint(found.path, key=key)), _size(found.path)
             wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
     except _FAILURES as error:
-        return DryRunAttempt(problem=_tell(error))
+        return DryRunAttempt(problem=_describe(error))
     if wrong:
         return DryRunAttempt(problem=f"{len(wrong)} tensors read back differently, {wrong[0]} first: suspect the disk")
     return DryRunAttempt(
@@ -227,28 +202,28 @@ def _size(folder: Path) -> int:
 
 
 def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAttempt, DryRunAttempt]:
-    """Forward, loss and backward of one rank's share, with shapes alone."""
-    alone = _share_of_one(config, world)
+    """Forward, loss and backward of one rank's share with fake tensors."""
+    share = _share_of_one(config, world)
     with FakeTensorMode():
         try:
-            model = transformer_config(alone, vocab_size).build(init_device="cpu")
+            model = transformer_config(share, vocab_size).build(init_device="cpu")
         except _FAILURES as error:
-            return DryRunAttempt(problem=_tell(error)), DryRunAttempt(not_tried="there is no model")
+            return DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there is no model")
         built = DryRunAttempt(seen=f"{model.num_params:,} parameters, as fake tensors")
-        tokens = torch.zeros(alone.train.batch_size, alone.train.seq_len, dtype=torch.long)
+        tokens = torch.zeros(share.train.batch_size, share.train.seq_len, dtype=torch.long)
         try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=alone.runtime.precision == "bf16"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=share.runtime.precision == "bf16"):
                 output = model(tokens, labels=tokens, loss_reduction="mean", return_logits=False)
             output.loss.backward()
         except _FAILURES as error:
-            return built, DryRunAttempt(problem=_tell(error))
+            return built, DryRunAttempt(problem=_describe(error))
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     if without:
         return built, DryRunAttempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
-    return built, DryRunAttempt(seen="shapes alone, with fake tensors: time and memory were not measured")
+    return built, DryRunAttempt(seen="shapes only, with fake tensors: time and memory were not measured")
 
 
-def _tell(error: BaseException) -> str:
-    """In one line; a type says more than some messages do."""
+def _describe(error: BaseException) -> str:
+    """One line, with the exception type, which says more than some messages."""
     text = " ".join(str(error).split())
     return text if isinstance(error, NSAError) else f"{type(error).__name__}: {text[:300]}"

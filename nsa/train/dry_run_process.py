@@ -1,22 +1,23 @@
-"""Runs the dry run of preflight in a child process with a limit on memory and time.
+"""Runs the dry run of preflight in a child process with a limit on memory and time, and owns its scratch folder.
 
 The parent sums up the memory of the child and its descendants and kills them above the limit; the child asks the
-kernel to be the first victim of an out-of-memory kill. A child that dies, however it dies, becomes a failed attempt
-with the reason. As a program this module is that child: a request on stdin, JSON lines on stdout; it ends when stdin
+kernel to be the first victim of an out-of-memory kill. A child that dies, for whatever reason, becomes a failed attempt
+with that reason. As a program this module is that child: a request on stdin, JSON lines on stdout; it ends when stdin
 is closed, so it does not outlive its parent.
 """
 
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -25,23 +26,22 @@ from nsa.config.schema import RunConfig
 from nsa.planning.hardware import GIB, HardwareDevice, HardwareTarget
 from nsa.planning.host_memory import process_memory
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
-from nsa.train.scratch import remove_scratch_of
 
 _POLL_S = 0.05
-_LAST_WORDS_S = 10.0
+_EXIT_WAIT_S = 10.0
 _PARTS = ("data", "model", "step", "checkpoint")
 
 
 @dataclass(frozen=True)
 class DryRunLimits:
     memory_bytes: int
-    """Of the child and its descendants together."""
+    """Limit for the child and its descendants together."""
     time_s: float
 
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What the child needs to know."""
+    """The arguments of `dry_run`, as JSON on the child's stdin."""
 
     config: dict[str, Any]
     vocab_size: int
@@ -68,10 +68,10 @@ class _DryRunProgress:
     attempts: dict[str, DryRunAttempt] = field(default_factory=dict)
     result: DryRun | None = None
 
-    def take(self, line: bytes, say: Callable[[str], None]) -> None:
+    def read(self, line: bytes, log: Callable[[str], None]) -> None:
         message = json.loads(line)
-        if "say" in message:
-            say(message["say"])
+        if "log" in message:
+            log(message["log"])
         elif "done" in message:
             self.attempts[message["done"]] = DryRunAttempt(**message["attempt"])
         else:
@@ -87,11 +87,11 @@ class _DryRunProgress:
         return DryRun(data, model, step, checkpoint)
 
 
-def dry_run_in_child(request: DryRunRequest, limits: DryRunLimits, say: Callable[[str], None]) -> DryRun:
-    """The dry run's result, whatever becomes of its process; `say` hears what it is doing."""
+def dry_run_in_child(request: DryRunRequest, limits: DryRunLimits, log: Callable[[str], None]) -> DryRun:
+    """The dry run's result, even if its process dies; its progress goes to `log`."""
     progress = _DryRunProgress()
     with tempfile.TemporaryFile() as errors:
-        # A session of its own, so that its feeding process can be ended with it.
+        # A session of its own, so that its prefetching process can be killed with it.
         child = subprocess.Popen(
             [sys.executable, "-m", "nsa.train.dry_run_process"],
             stdin=subprocess.PIPE,
@@ -100,16 +100,16 @@ def dry_run_in_child(request: DryRunRequest, limits: DryRunLimits, say: Callable
             start_new_session=True,
         )
         try:
-            why = _follow(child, request, limits, progress, say)
+            why = _follow(child, request, limits, progress, log)
             if why is None and progress.result is None:
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(_LAST_WORDS_S)  # its exit code and what it prints say why
+                    child.wait(_EXIT_WAIT_S)  # its exit code and what it prints say why
         finally:
             _kill(child)
-            remove_scratch_of(child.pid, Path(request.run_config().train.out_dir))
+            _remove_scratch_of(child.pid, Path(request.run_config().train.out_dir))
         if progress.result is not None:
             return progress.result
-        return progress.died(why or _how_it_ended(child.returncode, errors))
+        return progress.died(why or _exit_reason(child.returncode, errors))
 
 
 def _follow(
@@ -117,15 +117,15 @@ def _follow(
     request: DryRunRequest,
     limits: DryRunLimits,
     progress: _DryRunProgress,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> str | None:
-    """Read what the child reports until it closes its output; returns why it must be ended before that."""
+    """Read the child's messages until it closes its output; returns why it must be killed before that, or None."""
     assert child.stdin is not None
     assert child.stdout is not None
     try:
         child.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
         child.stdin.flush()
-    except BrokenPipeError:  # it has ended already; its exit code says more
+    except BrokenPipeError:  # it has already exited; its exit code says more
         return None
     deadline, output, text = time.monotonic() + limits.time_s, child.stdout.fileno(), b""
     while True:
@@ -135,7 +135,7 @@ def _follow(
                 return None
             *lines, text = (text + read).split(b"\n")
             for line in lines:
-                progress.take(line, say)
+                progress.read(line, log)
         if (used := process_memory(child.pid)) > limits.memory_bytes:
             return (
                 f"the dry run was ended when it held {used / GIB:.2f} GiB: its limit is the "
@@ -146,34 +146,58 @@ def _follow(
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """The child and whatever else is in its session."""
+    """Kill the child and all processes of its session."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None
-        with suppress(BrokenPipeError):  # what was buffered for it has no reader any more
+        with suppress(BrokenPipeError):  # the buffered request has no reader any more
             pipe.close()
 
 
-def _how_it_ended(code: int, errors: IO[bytes]) -> str:
+def _exit_reason(code: int, errors: IO[bytes]) -> str:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        guess = ": the kernel kills so when memory runs out" if code == -signal.SIGKILL else ""
+        guess = ": the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
         return f"the process of the dry run was killed by {name}{guess}"
     errors.seek(0)
     last = (errors.read().decode("utf-8", "replace").strip().splitlines() or ["it printed no reason"])[-1]
     return f"the process of the dry run ended with exit code {code}: {last[:300]}"
 
 
+@contextmanager
+def scratch_folder(out_dir: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of the run: in the run folder, or in its nearest existing parent."""
+    made = Path(tempfile.mkdtemp(prefix=_scratch_prefix(os.getpid()), dir=_existing_parent(out_dir)))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove_scratch_of(pid: int, out_dir: Path) -> None:
+    """Scratch folders that a killed process could not remove itself."""
+    for left in _existing_parent(out_dir).glob(f"{_scratch_prefix(pid)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _existing_parent(out_dir: Path) -> Path:
+    return next(path for path in (out_dir, *out_dir.absolute().parents) if os.path.isdir(path))
+
+
+def _scratch_prefix(pid: int) -> str:
+    return f".preflight-{pid}-"
+
+
 def _main() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
     request = DryRunRequest(**json.loads(sys.stdin.buffer.readline()))
     config, target = request.run_config(), request.hardware()
-    # What libraries print goes to stderr: stdout carries our lines alone.
+    # Output of libraries goes to stderr: stdout carries JSON lines only.
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
         from nsa.train.dry_run import dry_run
 
         def send(**message: Any) -> None:
@@ -184,7 +208,7 @@ def _main() -> None:
             request.vocab_size,
             target,
             fetch_remote=request.fetch_remote,
-            say=lambda text: send(say=text),
+            log=lambda text: send(log=text),
             done=lambda part, attempt: send(done=part, attempt=asdict(attempt)),
             no_data=request.no_data,
             no_real_step=request.no_real_step,
@@ -192,7 +216,7 @@ def _main() -> None:
         send(result=asdict(result))
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 

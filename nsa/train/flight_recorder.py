@@ -1,7 +1,7 @@
-"""What the process groups of a rank last did, for a run that hangs: torch's flight recorder as a file.
+"""Flight recorder: writes the last collectives of every process group to a file, to diagnose a hang.
 
-Gloo keeps the record always, NCCL if `BUFFER` is set before the groups are made. Reading it takes no collective and, as
-a blocked collective lets go of the interpreter, any thread can do it while the main one hangs.
+Gloo always keeps the record, NCCL only if `BUFFER` is set before the groups are made. Reading it takes no collective
+and, as a blocked collective releases the interpreter lock, any thread can do it while the main thread hangs.
 """
 
 import json
@@ -14,17 +14,18 @@ import torch.distributed as dist
 from nsa.files import write_atomic
 
 BUFFER = "TORCH_FR_BUFFER_SIZE"
-_BUFFERED = "2000"
+_ENTRIES = "2000"
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 """The second exists in builds with CUDA."""
 
 
-def keep_record() -> None:
-    os.environ.setdefault(BUFFER, _BUFFERED)
+def enable_flight_recorder() -> None:
+    """Before the process groups are made."""
+    os.environ.setdefault(BUFFER, _ENTRIES)
 
 
-def write_record(path: Path) -> bool:
-    """Whole or not at all; False where there are no process groups."""
+def write_flight_record(path: Path) -> bool:
+    """Atomic; False where there are no process groups."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     c10d = torch._C._distributed_c10d

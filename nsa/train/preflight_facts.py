@@ -1,12 +1,15 @@
-"""Gather the facts of a run for `nsa.planning`: before it with a dry run, at its start without one."""
+"""Collects the facts for preflight (`nsa.planning`): before a run with a dry run, at its start without one."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.lock import holder
 from nsa.config.schema import RunConfig
-from nsa.errors import ConfigError, DataError, NSAError
+from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa.data.rows.specs import DirectData, PreparedData
+from nsa.data.shards.manifest import read_manifest
+from nsa.errors import ConfigError, DataError, DataTimeout, NSAError
 from nsa.observe.run_folder import RunFolder, why_not_writable
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
@@ -14,14 +17,14 @@ from nsa.planning.host_memory import host_memory
 from nsa.planning.preflight import demand, failed, judge
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, look_at_folder
 from nsa.planning.preflight_rules import HALT_FILE, HELD_OUT, why_no_fp16
+from nsa.storage import StorageFolder
 from nsa.train import datasets
-from nsa.train.distributed import RankInfo
+from nsa.train.distributed import RankInfo, check_world_size
 from nsa.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
-from nsa.train.held_out import try_held_out
-from nsa.train.rank_rules import check
+from nsa.train.start_options import StartOptions
 
 DRY_RUN_S = 600.0
-_SPARED_SHARE = 0.9  # of the memory that is available: the rest is for whoever else is here
+_SPARED_SHARE = 0.9  # of the available memory: the rest is for other processes
 _BATCH_BYTES_PER_TOKEN = 64  # ids, labels and document lengths, as they are built, sent and received
 
 
@@ -36,15 +39,15 @@ def gather(
     look_for_held_out: bool = False,
     fetch_remote: bool = False,
     resuming: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     memory_limit: int | None = None,
     time_limit_s: float = DRY_RUN_S,
 ) -> PreflightFacts:
-    """The facts of a run that has not begun. `try_it`: with a dry run; `say` hears what it is doing. Without one,
-    `look_for_data` asks whether the data is there, `look_for_held_out` whether it gives a batch to evaluate on.
+    """The facts of a run that has not started. `try_it`: with a dry run, whose progress goes to `log`. Without one,
+    `look_for_data` checks whether the data exists, `look_for_held_out` whether it gives a batch to evaluate on.
 
-    The dry run may take `memory_limit` bytes of this machine (default: nearly all that is available now) and
-    `time_limit_s` besides the loader's own timeout. What would not fit by the estimate is not started.
+    The dry run may use `memory_limit` bytes of this machine (default: nearly all that is available now) and
+    `time_limit_s` in addition to the loader's own timeout. Parts that do not fit by the estimate are not started.
     """
     problem, folder = _ranks_problem(config, target.count), _folder(config)
     try:
@@ -58,7 +61,7 @@ def gather(
         return PreflightFacts(
             config, target, None, folder, DryRun(no_data, no_model, no_model, no_model), problem, resuming
         )
-    reckoned = estimate(config, target, vocab_size, efficiency=efficiency, price=price)
+    estimated = estimate(config, target, vocab_size, efficiency=efficiency, price=price)
     spare = memory_limit or int(_SPARED_SHARE * host_memory().available)
     if try_it and problem is not None:
         tried = DryRun.not_tried("the config cannot be computed: see the rule ranks")
@@ -74,21 +77,21 @@ def gather(
             target,
             fetch_remote=fetch_remote,
             no_data=_too_large(_batch_bytes(config, datasets.global_rows(config) // target.count), spare, "a batch"),
-            no_real_step=_too_large(_host_bytes(reckoned), spare, "a real step") if target.here else None,
+            no_real_step=_too_large(_host_bytes(estimated), spare, "a real step") if target.here else None,
         )
-        tried = dry_run_in_child(request, limits, say)
+        tried = dry_run_in_child(request, limits, log)
         if tried.step_s is not None:
-            reckoned = estimate(config, target, vocab_size, price=price, measured_step_s=tried.step_s)
+            estimated = estimate(config, target, vocab_size, price=price, measured_step_s=tried.step_s)
     else:
-        tried = DryRun.not_tried("no dry run was asked for")
+        tried = DryRun.not_tried("no dry run was requested")
         if look_for_data:
             tried = replace(tried, data=_look_for_data(config, target, folder, resuming))
-    held_out = DryRunAttempt(not_tried="no dry run was asked for")
+    held_out = DryRunAttempt(not_tried="no dry run was requested")
     if too_large := _too_large(_batch_bytes(config, config.train.batch_size), spare, "a batch"):
         held_out = DryRunAttempt(not_tried=too_large)
     elif (try_it or look_for_held_out) and tried.data.problem is None:
         held_out = _held_out(config, vocab_size, resuming, fetch_remote=fetch_remote or look_for_held_out)
-    return PreflightFacts(config, target, reckoned, folder, tried, problem, resuming, held_out)
+    return PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out)
 
 
 def _too_large(need: int, spare: int, what: str) -> str | None:
@@ -97,10 +100,10 @@ def _too_large(need: int, spare: int, what: str) -> str | None:
     return f"{what} would take about {need / GIB:.1f} GiB and this machine can spare {spare / GIB:.1f} GiB now"
 
 
-def _host_bytes(reckoned: RunEstimate) -> int:
-    """Memory of this machine that a real dry run takes: the step where that runs here, and a checkpoint read back."""
-    memory = reckoned.memory
-    on_host = reckoned.checkpoint_bytes if reckoned.target.device.is_gpu else memory.total
+def _host_bytes(estimated: RunEstimate) -> int:
+    """Host memory of a real dry run: the step, if it runs on the host, and a checkpoint read back."""
+    memory = estimated.memory
+    on_host = estimated.checkpoint_bytes if estimated.target.device.is_gpu else memory.total
     return on_host + 2 * memory.weights
 
 
@@ -108,65 +111,99 @@ def _batch_bytes(config: RunConfig, n_rows: int) -> int:
     return n_rows * config.train.seq_len * _BATCH_BYTES_PER_TOKEN
 
 
-def demand_fitness(
-    config: RunConfig,
-    ranks: RankInfo,
-    *,
-    resuming: bool,
-    clear_halt: bool = False,
-    allowed: Sequence[str] = (),
-    left_to_ranks: Collection[str] = (),
+def require_preflight(
+    config: RunConfig, ranks: RankInfo, options: StartOptions, *, left_to_ranks: Collection[str] = ()
 ) -> None:
-    """At the start of a run, in one process: raise with every rule that it breaks. Of the data, one held-out batch is
-    read at most.
+    """At the start of a run, in one process: raise with every preflight rule that it breaks.
 
-    Its own first batch, step and checkpoint are the measurement here. `left_to_ranks`: rules that a launcher does
-    not judge. A `.HALT` alone does not refuse: the run ends with a code of its own for that.
+    Reads one held-out batch of the data at most; the run's own first batch, step and checkpoint replace the dry run.
+    `left_to_ranks`: rules that a launcher leaves to its ranks. A `.HALT` file alone does not raise: the run ends with
+    an exit code of its own for it.
     """
     target = hardware_here(config.runtime.device, ranks.world, ranks.local_world)
-    # A rank may have been restarted: data that is gone then may come back, so it is no reason to give up.
+    # A rank may have been restarted: missing data may come back then, so it is no reason to give up.
     facts = gather(
         config,
         target,
         try_it=False,
-        resuming=resuming,
+        resuming=options.resuming,
         look_for_data=not ranks.distributed,
         look_for_held_out=HELD_OUT not in left_to_ranks,
     )
-    if clear_halt:
+    if options.clear_halt:
         facts = replace(facts, folder=replace(facts.folder, halt=None))
-    verdicts = [verdict for verdict in judge(facts, allowed) if verdict.rule not in left_to_ranks]
+    verdicts = [verdict for verdict in judge(facts, options.allow) if verdict.rule not in left_to_ranks]
     if {verdict.rule for verdict in failed(verdicts)} != {HALT_FILE}:
         demand(verdicts)
 
 
 def world_of(config: RunConfig, nproc: int, nodes: tuple[int, int]) -> RankInfo:
-    """The ranks a launcher will start: of an elastic number of nodes, the smallest that this config can use."""
+    """The ranks that a launcher will start: for an elastic number of nodes, the smallest that this config can use."""
     worlds = [nproc * count for count in range(nodes[0], nodes[1] + 1)]
     fitting = (world for world in worlds if _ranks_problem(config, world, nproc) is None)
     return RankInfo(world=next(fitting, worlds[0]), local_world=nproc)
 
 
 def _look_for_data(config: RunConfig, target: HardwareTarget, folder: FolderFacts, resuming: bool) -> DryRunAttempt:
-    """Whether the data is there at all. A run that continues from a checkpoint finds that out itself, and may wait."""
+    """Whether the data exists. A run that resumes from a checkpoint checks that itself, and may wait for it."""
     if config.data.synthetic_on_fail or (resuming and folder.checkpoints):
-        return DryRunAttempt(not_tried="the run itself looks for it")
+        return DryRunAttempt(not_tried="the run itself checks it")
     if place := datasets.remote_address(config):
         return DryRunAttempt(not_tried=f"{place} is on another machine")
     if not target.here:
-        return DryRunAttempt(not_tried=f"{target} is not here, so its disk could not be asked")
+        return DryRunAttempt(not_tried=f"{target} is not here, so its disk could not be checked")
     try:
         datasets.find_data(config)
     except NSAError as error:
         return DryRunAttempt(problem=str(error))
-    return DryRunAttempt(not_tried="no batch was fetched: no dry run was asked for")
+    return DryRunAttempt(not_tried="no batch was fetched: no dry run was requested")
 
 
 def _held_out(config: RunConfig, vocab_size: int, resuming: bool, *, fetch_remote: bool) -> DryRunAttempt:
-    """Not of a run that is resumed: a failing evaluation is recorded there, and must not keep it from going on."""
+    """Not for a resumed run: a failed evaluation is recorded there and must not prevent it from continuing."""
     if resuming or not config.train.eval_every:
-        return DryRunAttempt(not_tried="nothing will be evaluated before the run is under way")
+        return DryRunAttempt(not_tried="nothing is evaluated at the start of this run")
     return try_held_out(config, vocab_size, fetch_remote=fetch_remote)
+
+
+def try_held_out(config: RunConfig, vocab_size: int, *, fetch_remote: bool) -> DryRunAttempt:
+    """Whether the held-out split gives one batch to evaluate on: the preflight rule `held_out`."""
+    data, wanted = datasets.held_out_rows(config, vocab_size), config.train.batch_size
+    if isinstance(data, DirectData) and not data.held_out_fraction:
+        return DryRunAttempt(problem="data.held_out is 0 and train.eval_every is not: there is nothing to evaluate on")
+    if not fetch_remote and (place := datasets.remote_address(config)):
+        return DryRunAttempt(not_tried=f"{place} is on another machine; --fetch tries it")
+    try:
+        if isinstance(data, PreparedData):
+            return _in_manifest(data, wanted)
+        if isinstance(data, DirectData):
+            return _in_documents(data, wanted, config.data.loader_timeout_s)
+    except DataError as error:
+        if isinstance(error, DataTimeout) or config.data.synthetic_on_fail:
+            return DryRunAttempt(not_tried=f"no held-out batch was read: {error}")
+        return DryRunAttempt(problem=f"no batch of {wanted} held-out rows to evaluate on: {error}")
+    return DryRunAttempt(seen=f"{data} have no end")
+
+
+def _in_manifest(data: PreparedData, wanted: int) -> DryRunAttempt:
+    tokens = read_manifest(StorageFolder(data.url)).totals(data.split)["tokens"]
+    found = -(-tokens // data.seq_len)
+    what = f"{data} holds {tokens:,} tokens, {found} rows of {data.seq_len}"
+    if found >= wanted:
+        return DryRunAttempt(seen=what)
+    return DryRunAttempt(
+        problem=f"{what}: an evaluation needs a batch of {wanted} rows (train.batch_size); prepare it again with a "
+        f"larger --held-out"
+    )
+
+
+def _in_documents(data: DirectData, wanted: int, timeout_s: float) -> DryRunAttempt:
+    """In a separate process, so that a source with few held-out documents is read for `timeout_s` at most."""
+    with BatchPrefetcher(
+        data, global_rows=wanted, settings=PrefetchSettings(queue_depth=1, timeout_s=timeout_s)
+    ) as prefetcher:
+        next(prefetcher)
+    return DryRunAttempt(seen=f"{data} gives a batch of {wanted} rows")
 
 
 def _folder(config: RunConfig) -> FolderFacts:
@@ -180,7 +217,7 @@ def _folder(config: RunConfig) -> FolderFacts:
 
 def _ranks_problem(config: RunConfig, world: int, local_world: int | None = None) -> str | None:
     try:
-        check(
+        check_world_size(
             config, RankInfo(world=world, local_world=local_world or min(world, RANKS_PER_NODE), distributed=world > 1)
         )
     except ConfigError as error:

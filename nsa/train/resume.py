@@ -1,111 +1,117 @@
-"""The seam between the trainer and its checkpoints: when to save, what to start from."""
+"""Decides which checkpoint to resume from, and refuses settings or data that it was not saved with.
 
-from collections.abc import Callable
-from concurrent.futures import Future
+Settings that may change on resume are marked in the schema (`Changeable`) and listed in docs/CONFIG.md. Values are
+compared as they take effect: a width left to its default equals the same width written down.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from olmo_core.train.callbacks import CheckpointerCallback
-from olmo_core.train.callbacks.checkpointer import CheckpointRemovalStrategy
-
 from nsa import names
-from nsa.checkpoint.folder import CheckpointFinding, RetentionPolicy
-from nsa.checkpoint.manifest import LAST, REQUESTED, read_key
-from nsa.config.schema import RunConfig
-from nsa.errors import CheckpointError
+from nsa.checkpoint.folder import CheckpointFinding
+from nsa.checkpoint.run_state import RunRecord
+from nsa.config.describe import may_change_on_resume, plain
+from nsa.config.layer import flatten
+from nsa.config.schema import RunConfig, default_ffn_dim, settings
+from nsa.data.rows.specs import RowData
+from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.train import datasets
 from nsa.train.engine.checkpointer import VerifiedCheckpointer
+from nsa.train.start_options import StartOptions
+
+VOCAB_SIZE = "vocab_size"
+"""Key in `RunRecord.more`: the resolved `model.vocab_size`."""
+_VOCAB_KEY, _FFN_KEY = "model.vocab_size", "model.ffn_dim"
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run goes on from; newer checkpoints that could not be trusted are named."""
+    """The checkpoint a run resumes from, if any, and the newer ones that were rejected."""
 
     path: Path | None
     step: int
     passed_over: tuple[CheckpointFinding, ...] = ()
 
 
-@dataclass
-class CheckpointCallback(CheckpointerCallback):
-    """The engine's rhythm of saving, with saves that all ranks wait for and agree on."""
-
-    _future = None
-
-    def save_now(self) -> None:
-        """Somebody asks for a checkpoint, which is then kept. On all ranks, between steps."""
-        if self.step > self._latest_checkpoint_step:
-            self.checkpointer.reason = REQUESTED
-            self._save_checkpoint(save_async=False)
-        else:
-            self.settle()
-            self.checkpointer.set_reason(self._latest_checkpoint_path, REQUESTED)
-
-    def post_train(self) -> None:
-        self.checkpointer.reason = LAST
-        super().post_train()
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background came to nothing."""
-        saving: Future[Any] | None = self._future
-        return saving is not None and saving.done() and saving.exception() is not None
-
-    def settle(self) -> None:
-        """Wait for a save in the background; raises on all ranks if it failed on one."""
-        self._await_last_checkpoint()
-
-    def _await_last_checkpoint(self, blocking: bool = True) -> "Future[Any] | None":
-        # Whether the future is done differs between ranks, so only a wait of all ranks may act on it.
-        saving: Future[Any] | None = self._future
-        if not blocking or saving is None:
-            return None
-        self._future = None
-        self.checkpointer.settle(saving)
-        return saving
-
-
-def make_saver(config: RunConfig) -> CheckpointCallback:
-    return CheckpointCallback(
-        save_interval=config.train.save_every or None,
-        save_async=config.train.save_async,
-        pre_train_checkpoint=False,
-        remove=CheckpointRemovalStrategy.never,
-        max_checkpoints=None,  # retention is the checkpointer's
-    )
-
-
-def make_checkpointer(config: RunConfig, work_dir: Path, record: Callable[[], Any]) -> VerifiedCheckpointer:
-    return VerifiedCheckpointer(
-        work_dir=work_dir,
-        retention=RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every),
-        record=record,
-        key=signing_key(config),
-    )
-
-
-def signing_key(config: RunConfig) -> bytes | None:
-    """What checkpoints are signed with, if anything."""
-    return read_key(Path(config.train.checkpoint_key_file)) if config.train.checkpoint_key_file else None
-
-
-def find_origin(
-    checkpointer: VerifiedCheckpointer, checkpoints: Path, resume: bool, resume_from: Path | None
-) -> ResumePoint:
-    """The checkpoint to start from. All ranks must ask; the answer is the same for all."""
+def find_resume_point(checkpointer: VerifiedCheckpointer, checkpoints: Path, options: StartOptions) -> ResumePoint:
+    """The checkpoint to start from, the same on all ranks. Collective."""
+    resume_from = options.resume_from
     if resume_from is not None and names.step_of(resume_from.resolve().name) is not None:
         path = resume_from.resolve()
         return ResumePoint(path, names.step_of(path.name) or 0)
     if resume_from is not None:
         inside = resume_from / names.CHECKPOINTS
         checkpoints = inside if inside.is_dir() else resume_from
-    elif not resume:
+    elif not options.resume:
         return ResumePoint(None, 0)
     found = checkpointer.find_resumable(checkpoints)
     if found.path is None and (resume_from is not None or found.passed_over):
         why = "; ".join(str(finding) for finding in found.passed_over) or "there is none"
         raise CheckpointError(
-            f"{checkpoints} holds no checkpoint to resume from ({why}). Start anew in another train.out_dir, or give "
-            f"--resume-from a good one."
+            f"{checkpoints} holds no checkpoint to resume from ({why}). Start a new run in another train.out_dir, or "
+            f"give --resume-from a good one."
         )
     return ResumePoint(found.path, found.step or 0, found.passed_over)
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    key: str
+    saved: Any
+    now: Any
+
+    @property
+    def allowed(self) -> bool:
+        return self.key in settings() and may_change_on_resume(settings()[self.key])
+
+    def __str__(self) -> str:
+        now = plain(self.now) if self.key in settings() else "unknown to this version"
+        return f"{self.key}: saved {plain(self.saved)}, now {now}"
+
+
+def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> list[SettingChange]:
+    """All differences, in the order of the schema. A setting newer than the checkpoint counts as its default."""
+    defaults = {key: field.default for key, field in settings().items()}
+    saved, now = defaults | flatten(record.config), flatten(config.model_dump(mode="json"))
+    saved_vocab_size = record.more.get(VOCAB_SIZE) or saved[_VOCAB_KEY]
+    if saved_vocab_size is not None:  # not in checkpoints of earlier versions, whose data cursor names the tokenizer
+        saved[_VOCAB_KEY], now[_VOCAB_KEY] = saved_vocab_size, vocab_size
+    if None in (widths := (saved[_FFN_KEY], now[_FFN_KEY])) and widths != (None, None):
+        for values in (saved, now):
+            values[_FFN_KEY] = values[_FFN_KEY] or default_ffn_dim(values["model.dim"])
+    return [SettingChange(key, saved[key], now.get(key)) for key in saved if saved[key] != now.get(key)]
+
+
+def require_same_settings(checkpoint: Path, config: RunConfig, vocab_size: int) -> list[SettingChange]:
+    """Raise with every changed setting that may not change on resume; return the other changes."""
+    changes = changed_settings(RunRecord.read(checkpoint), config, vocab_size)
+    if refused := [change for change in changes if not change.allowed]:
+        back = " ".join(f"{change.key}={plain(change.saved)}" for change in refused)
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"{checkpoint} was saved with other settings, which may not change on resume (docs/CONFIG.md): its "
+                    f"weights would be used in another model, or its data cursor would mean other data.",
+                    *(f"  - {change}" for change in refused),
+                    f"Set them back ({back}), or start a new run in another train.out_dir.",
+                ]
+            )
+        )
+    return changes
+
+
+def require_same_data(checkpoint: Path, config: RunConfig, data: RowData, changes: list[SettingChange]) -> None:
+    """Raise unless the saved data cursor means the same rows. Data may have moved, so its content decides.
+
+    Listing a large remote source takes long, so one with an unchanged name is left to the loader, which also checks.
+    """
+    cursor: Mapping[str, Any] | None = RunRecord.read(checkpoint).data_cursor.get("cursor")
+    same_name = not any(change.key in ("data.path", "data.tokenizer") for change in changes)
+    if cursor is None or (same_name and datasets.remote_address(config)):
+        return
+    try:
+        data.open().load_state_dict(dict(cursor))
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{checkpoint} cannot be resumed with {data}: {error}") from error

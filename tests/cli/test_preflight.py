@@ -55,17 +55,17 @@ def test_allowed_rules_are_shown_as_allowed():
 
 def test_train_and_launch_take_overrides(monkeypatch):
     seen = {}
-    monkeypatch.setattr("nsa.train.run.train", lambda config, **more: seen.update(more) or 0)
+    monkeypatch.setattr("nsa.train.run.train", lambda config, options, reporter: seen.update(options=options) or 0)
     invoke("train", TOY, "data.dataset=synthetic", "--allow", "precision", "--allow", "flash")
-    assert seen["allowed"] == ["precision", "flash"]
+    assert seen["options"].allow == ("precision", "flash")
 
-    def launch(plan, *_):
-        seen["program"] = plan.program(True)
+    def launch(settings, *_):
+        seen["program"] = settings.start.for_restart().to_args()
         return 0
 
     monkeypatch.setattr("nsa.train.launch.launcher.launch", launch)
     invoke("launch", TOY, "--allow", "precision")
-    assert list(seen["program"][-2:]) == ["--allow=precision", "--resume"]
+    assert seen["program"] == ["--resume", "--allow=precision"]
     with pytest.raises(ConfigError, match="nothing_like_it"):
         invoke("launch", TOY, "--allow", "nothing_like_it")
 

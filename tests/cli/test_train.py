@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.errors import ConfigError
+from nsa.train.start_options import StartOptions
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -21,16 +22,16 @@ def called(monkeypatch):
     """Arguments of the trainer and the launcher, which do not run."""
     seen = {}
 
-    def fake_train(config, *, resume, resume_from, clear_halt, allowed, reporter):
-        seen.update(config=config, resume=resume, resume_from=resume_from, clear_halt=clear_halt, allowed=allowed)
+    def fake_train(config, options, reporter):
+        seen.update(config=config, options=options)
         return 10
 
-    def fake_launch(words, nproc, *rest):
-        seen.update(words=words, nproc=nproc)
-        raise SystemExit(0)
+    def fake_launch(words, options, *, nproc):
+        seen.update(words=words, options=options, nproc=nproc)
+        return 0
 
     monkeypatch.setattr("nsa.train.run.train", fake_train)
-    monkeypatch.setattr("nsa.cli.train.launch", fake_launch)
+    monkeypatch.setattr("nsa.cli.train.launch_ranks", fake_launch)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -50,8 +51,7 @@ def test_the_runbooks_options(called, monkeypatch):
     config = called["config"]
     assert (config.data.dataset, config.data.report_docs, config.data.loader_timeout_s) == ("fineweb_edu", 500, 90.0)
     assert (config.data.synthetic_on_fail, config.train.steps, config.runtime.precision) == (True, 7, "bf16")
-    assert called["resume"] is False
-    assert called["resume_from"] is None
+    assert called["options"] == StartOptions()
 
 
 def test_settings_and_options_mix(called):
@@ -69,10 +69,9 @@ def test_both_spellings_of_resume(called, tmp_path):
         ["--resume-from", f"{checkpoint}.pt"],
     ):
         invoke(CONFIG, "data.dataset=synthetic", *words)
-        assert called["resume_from"] == checkpoint
+        assert called["options"].resume_from == checkpoint
     invoke(CONFIG, "data.dataset=synthetic", "--resume")
-    assert called["resume"] is True
-    assert called["resume_from"] is None
+    assert called["options"] == StartOptions(resume=True)
 
 
 def test_ddp_asks_for_ranks(called, monkeypatch):

@@ -12,12 +12,10 @@ from threading import Event, Thread
 
 import numpy as np
 import pytest
-import torch
 
 from nsa import names
-from nsa.data.prefetch.tensors import to_tensors
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
-from nsa.data.rows.batch import Batch, EndOfData
+from nsa.data.rows.batch import EndOfData
 from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout
 from nsa.observe.failure_codes import code_of_exception
@@ -166,24 +164,6 @@ def test_the_worker_ends_with_its_parent(end: str) -> None:
 def test_an_impossible_share_is_refused_before_a_process_starts() -> None:
     with pytest.raises(ConfigError):
         BatchPrefetcher(SYNTHETIC, global_rows=3, world=2)
-
-
-def test_tensors_are_what_a_model_reads() -> None:
-    batch = Batch(
-        tokens=np.asarray([[1, 2, 65535], [4, 5, 6]], dtype=np.uint16),
-        cu_doc_lens=(np.asarray([0, 1, 3], np.int32), np.asarray([0, 3], np.int32)),
-        loss_mask=np.asarray([[1, 1, 0], [1, 1, 1]], dtype=bool),
-        row_ids=np.arange(2),
-        epoch=0,
-        documents=1,
-    )
-    tensors = to_tensors(batch, torch.device("cpu"))
-    assert tensors["input_ids"].tolist() == [[1, 2, 65535], [4, 5, 6]]
-    assert tensors["input_ids"].dtype == torch.int64
-    assert tensors["cu_doc_lens"].tolist() == [0, 1, 3, 6]
-    assert tensors["cu_doc_lens"].dtype == torch.int32
-    assert tensors["label_mask"].sum() == 5
-    assert not tensors["input_ids"].is_pinned()
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])

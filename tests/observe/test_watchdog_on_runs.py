@@ -106,11 +106,11 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from nsa.train.callbacks.signals import Signals
+from nsa.train.callbacks.stop_requests import SignalHandlers
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 import os
 here = rank, os.getpid()
-signals = Signals(folder / names.stackdump(*here), folder / names.collectives(*here))
+signals = SignalHandlers(folder / names.stackdump(*here), folder / names.collectives(*here))
 signals.install()
 dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{sys.argv[3]}")
 x = torch.ones(3)

@@ -11,7 +11,7 @@ import yaml
 from nsa.cli.main import app
 from nsa.config import load
 from nsa.errors import ExitCode
-from nsa.train.launch.launcher import _FINAL, _HOPEFUL
+from nsa.train.launch.launcher import FINAL_EXITS, RETRYABLE_EXITS
 from tests.ops.needs import programs
 from tests.train.runs import ROOT
 
@@ -164,7 +164,7 @@ def test_the_parts_of_the_jobset_name_each_other_rightly():
 def test_what_needs_a_person_is_not_started_again_and_a_preemption_is():
     codes = JOB["podFailurePolicy"]["rules"][0]["onExitCodes"]
     assert codes["containerName"] == CONTAINER["name"]
-    assert codes["values"] == sorted((_FINAL.keys() | _HOPEFUL.keys()) - {ExitCode.PREEMPTED}), (
+    assert codes["values"] == sorted((FINAL_EXITS.keys() | RETRYABLE_EXITS.keys()) - {ExitCode.PREEMPTED}), (
         "ordered, as Kubernetes demands"
     )
     assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [ExitCode.PREEMPTED]

@@ -35,7 +35,7 @@ class Job:
     """`key=value` words on top of BASE."""
     resume: bool = False
     resume_from: str | None = None
-    allowed: list[str] = field(default_factory=list)
+    allow: list[str] = field(default_factory=list)
 
 
 def run_all(*jobs: Job, timeout_s: float = 200) -> list[list[int]]:
@@ -79,11 +79,12 @@ def _rank(job: Job, config_path: Path) -> int:
     from nsa.config import load
     from nsa.errors import NSAError
     from nsa.train.run import train
+    from nsa.train.start_options import StartOptions
 
     config = load(config_path, overrides=[*job.changes, f"train.out_dir={job.out_dir}"])
     try:
         origin = Path(job.resume_from) if job.resume_from else None
-        return train(config, resume=job.resume, resume_from=origin, allowed=job.allowed)
+        return train(config, StartOptions(resume=job.resume, resume_from=origin, allow=tuple(job.allow)))
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

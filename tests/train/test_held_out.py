@@ -17,8 +17,7 @@ from nsa.config import load
 from nsa.observe.events import EventKind, read_events
 from nsa.planning.hardware import hardware_here
 from nsa.planning.preflight import RuleStatus, judge
-from nsa.train.held_out import try_held_out
-from nsa.train.preflight_facts import gather
+from nsa.train.preflight_facts import gather, try_held_out
 from tests.train.runs import ROOT, Job, run_all, write_config
 
 CORPUS = ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet"
@@ -59,7 +58,7 @@ def runs(tmp_path_factory, sets):
     codes = run_all(
         Job(str(folder / "refused_set"), 2, of_set(sets[0] / "without")),
         Job(str(folder / "refused_documents"), 1, of_documents("0.0")),
-        Job(str(folder / "allowed"), 2, of_set(sets[0] / "without"), allowed=[RULE]),
+        Job(str(folder / "allowed"), 2, of_set(sets[0] / "without"), allow=[RULE]),
         Job(str(folder / "allowed"), 1, [*of_set(sets[0] / "without"), "train.steps=6"], resume=True),
         Job(str(folder / "broke"), 1, [*of_set(breaks), "train.steps=6"], resume=True),
     )

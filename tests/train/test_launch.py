@@ -20,10 +20,10 @@ if __name__ == "__main__":
 
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.errors import ConfigError  # noqa: E402
-from nsa.observe.events import read_events  # noqa: E402
+from nsa.observe.events import LauncherAction, read_events  # noqa: E402
 from nsa.observe.failure_codes import code_of_exit_status  # noqa: E402
 from nsa.train.launch import launcher as launching  # noqa: E402
-from nsa.train.launch.launcher import LaunchSettings, RankOutcome, can_get_better, judge, launch  # noqa: E402
+from nsa.train.launch.launcher import LaunchSettings, RankOutcome, classify_exit, launch  # noqa: E402
 
 STEPS = 12
 
@@ -52,15 +52,15 @@ STEPS = 12
     ],
 )
 def test_only_what_can_get_better_is_restarted(codes, agent, code, again):
-    outcome = judge(codes, agent)
-    assert (outcome.code, can_get_better(outcome)) == (code, again)
+    outcome = classify_exit(codes, agent)
+    assert (outcome.code, outcome.restartable) == (code, again)
 
 
 def test_a_reason_names_the_rank_and_the_signal():
-    assert judge({0: 1, 1: -9}, 1).why == "rank 1 was killed by SIGKILL"
-    assert judge({}, -9).why == "the agent was killed by SIGKILL"
+    assert classify_exit({0: 1, 1: -9}, 1).why == "rank 1 was killed by SIGKILL"
+    assert classify_exit({}, -9).why == "the agent was killed by SIGKILL"
     assert RankOutcome(-9, "").exit_code == 137
-    assert judge({0: 20}, 1).why.startswith("rank 0 ended with 20: the config")
+    assert classify_exit({0: 20}, 1).why.startswith("rank 0 exited with 20: ")
 
 
 def commit(run: Path, step: int) -> None:
@@ -80,8 +80,8 @@ class Lives:
         left = list(told)
 
         class Cycle:
-            def __init__(cycle, plan, logs, resume, wishes, show) -> None:
-                self.resumed.append(resume)
+            def __init__(cycle, settings, logs, options, requests, show) -> None:
+                self.resumed.append(options.resume)
 
             def run(cycle) -> RankOutcome:
                 code, step = left.pop(0)
@@ -90,11 +90,11 @@ class Lives:
                 return RankOutcome(code, "told so")
 
         monkeypatch.setattr(launching, "_RankCycle", Cycle)
-        monkeypatch.setattr(launching._StopRequests, "pause", lambda wishes, seconds: self.pauses.append(seconds))
+        monkeypatch.setattr(launching._StopRequests, "pause", lambda requests, seconds: self.pauses.append(seconds))
 
 
 def plan(run: Path, **settings) -> LaunchSettings:
-    return LaunchSettings(program=lambda again: ["true"], run_folder=run, nproc=1, **settings)
+    return LaunchSettings(command=["true"], run_folder=run, nproc=1, **settings)
 
 
 def test_three_cycles_without_a_checkpoint_are_the_end(monkeypatch, tmp_path):
@@ -103,7 +103,7 @@ def test_three_cycles_without_a_checkpoint_are_the_end(monkeypatch, tmp_path):
     assert launch(plan(tmp_path), said.append) == 1
     assert lives.resumed == [False] * 3
     assert lives.pauses == [2.0, 4.0]
-    assert said[-1].startswith("given up after 3 cycles without a new checkpoint")
+    assert read_events(tmp_path)[-1].details["launcher"] == LauncherAction.GAVE_UP
 
 
 def test_a_new_checkpoint_starts_the_count_and_the_waiting_again(monkeypatch, tmp_path):
@@ -122,7 +122,7 @@ def test_a_checkpoint_saved_again_is_no_progress(monkeypatch, tmp_path):
 
 def test_waiting_has_a_limit(monkeypatch, tmp_path):
     lives = Lives(monkeypatch, tmp_path, *[(1, None)] * 20)
-    launch(plan(tmp_path, patience=20, backoff_most_s=10.0), lambda text: None)
+    launch(plan(tmp_path, max_fruitless_cycles=20, backoff_max_s=10.0), lambda text: None)
     assert max(lives.pauses) == 10.0
 
 
@@ -137,8 +137,8 @@ def test_what_cannot_get_better_is_not_restarted(monkeypatch, tmp_path, code):
 
 
 def test_numbers_that_cannot_be_launched_are_refused(tmp_path):
-    for settings, text in (({"nnodes": "x"}, "cannot be launched"), ({"nnodes": "2"}, "needs --rdzv-endpoint")):
-        with pytest.raises(ConfigError, match=text):
+    for settings, option in (({"nnodes": "x"}, "--nproc 1"), ({"nnodes": "2"}, "--rdzv-endpoint")):
+        with pytest.raises(ConfigError, match=option):
             launch(plan(tmp_path, **settings), print)
     assert plan(tmp_path, nnodes="2:4", rdzv_endpoint="a:1").nodes() == (2, 4)
 
@@ -248,7 +248,7 @@ def test_a_crash_loop_is_stopped_after_three(start, tmp_path):
     running = start("crash")
     assert running.end() == 7, running.said.read_text()
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["cycle0", "cycle1", "cycle2"]
-    assert "given up after 3 cycles" in running.said.read_text()
+    assert read_events(tmp_path)[-1].details["launcher"] == LauncherAction.GAVE_UP
     assert "rank 1 is up told to" in (tmp_path / "logs/cycle2/rank1.log").read_text()
 
 
@@ -266,7 +266,7 @@ def test_asked_to_leave_the_ranks_save_first(start, tmp_path):
     running.process.send_signal(signal.SIGTERM)
     assert running.end() == 10, running.said.read_text()
     assert newest(tmp_path) == 99
-    assert "stopped as asked" in running.said.read_text()
+    assert read_events(tmp_path)[-1].details["launcher"] == LauncherAction.STOPPED
     assert not (tmp_path / "logs/cycle1").exists()
 
 
@@ -341,12 +341,9 @@ def _leave(run: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        _stand_in(Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "again")
+        _stand_in(Path(sys.argv[2]), sys.argv[3], "--resume" in sys.argv)
     else:
         folder, mode = Path(sys.argv[2]), sys.argv[3]
-
-        def program(again: bool) -> list[str]:
-            return [sys.executable, __file__, "rank", str(folder), mode, "again" if again else "anew"]
-
-        made = LaunchSettings(program=program, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
+        command = [sys.executable, __file__, "rank", str(folder), mode]
+        made = LaunchSettings(command=command, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
         sys.exit(launch(made, lambda text: print(f"launch: {text}", flush=True), lambda text: print(text, end="")))

@@ -171,7 +171,7 @@ def test_what_does_not_get_better_ends_with_exit_code_23(ways_back):
     ends = {name: read_events(folder / name)[-1] for name in ("for_ever", "no_way", "too_early")}
     assert all(end.kind == EventKind.ERROR for end in ends.values())
     assert {end.details["failure_code"] for end in ends.values()} == {FailureCode.NONFINITE}
-    assert "went back to step 5 before" in ends["for_ever"].details["error"]
+    assert "rolled back to step 5 before" in ends["for_ever"].details["error"]
     assert "max_rollbacks" in ends["no_way"].details["error"]
     assert "no checkpoint" in ends["too_early"].details["error"]
     assert [event.kind for event in read_events(folder / "for_ever")].count(EventKind.ROLLBACK) == 1

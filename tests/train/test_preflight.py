@@ -29,7 +29,7 @@ def run_config(tmp_path: Path, *changes: str):
 def tried(config, target=None, **more):
     said = []
     target = target or hardware_here("cpu")
-    return dry_run(config, 257, target, fetch_remote=False, say=said.append, **more), said
+    return dry_run(config, 257, target, fetch_remote=False, log=said.append, **more), said
 
 
 def content(folder: Path) -> set[str]:
@@ -174,8 +174,8 @@ def runs(tmp_path_factory):
         (folder / name).mkdir()
     codes = run_all(
         Job(str(folder / "refused"), 2, LONG),
-        Job(str(folder / "short_of_one"), 1, LONG, allowed=BROKEN[1:]),
-        Job(str(folder / "allowed"), 1, ["train.steps=3"], allowed=["precision", "memory"]),
+        Job(str(folder / "short_of_one"), 1, LONG, allow=BROKEN[1:]),
+        Job(str(folder / "allowed"), 1, ["train.steps=3"], allow=["precision", "memory"]),
     )
     assert codes == [[2, 2], [2], [0]]
     return folder

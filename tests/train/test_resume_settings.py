@@ -18,7 +18,7 @@ from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
-from nsa.train.resume_check import VOCAB_SIZE, changed_settings, require_same_settings
+from nsa.train.resume import VOCAB_SIZE, changed_settings, require_same_settings
 from tests.train.runs import Job, run_all, write_config
 
 FREE = {key for key, field in settings().items() if may_change_on_resume(field)}

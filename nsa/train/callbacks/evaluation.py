@@ -1,4 +1,4 @@
-"""Loss on rows that training never sees, the same rows every time.
+"""Callback that evaluates the loss on held-out rows, the same rows every time.
 
 An evaluation that fails is reported and training continues: the checkpoint of its step has been started before it, and
 the next evaluation tries again.
@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from olmo_core.train.callbacks import Callback
-
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import RowData
 from nsa.errors import DataError, NSAError
 from nsa.model.loss import IGNORE
 from nsa.train.distributed import HostCollectives, RankInfo
+from nsa.train.engine import Callback
 from nsa.train.engine.data_loader import to_engine
 
 # What reading or a forward pass raises; torch reports memory, shapes and devices by RuntimeError.
@@ -33,12 +32,12 @@ class EvaluationResult(NamedTuple):
 class EvaluationCallback(Callback):
     data: RowData
     rows: int
-    """Of one forward pass, over all ranks."""
+    """Rows of one forward pass, over all ranks."""
     batches: int
     every: int
     ranks: RankInfo
-    agreement: HostCollectives
-    say: Callable[[EvaluationResult], None]
+    collectives: HostCollectives
+    emit: Callable[[EvaluationResult], None]
     report_failure: Callable[[str | None], None]
     """Called on every rank when an evaluation failed on any; None on ranks that did not fail themselves."""
     stay_alive: Callable[[], None]
@@ -54,11 +53,11 @@ class EvaluationCallback(Callback):
             self._evaluate()
 
     def _evaluate(self) -> None:
-        """All ranks agree before the forward passes, which some of them cannot make alone, and after them."""
+        """All ranks synchronize failures before the forward passes, which contain collectives, and after them."""
         began = time.perf_counter()
         self._last_step = self.step
         problem = self._read_once()
-        (failed,) = self.agreement.any([problem is not None])
+        (failed,) = self.collectives.any([problem is not None])
         nats, tokens = 0.0, 0.0
         if not failed:
             try:
@@ -68,12 +67,12 @@ class EvaluationCallback(Callback):
                     self.stay_alive()
             except _FAILURES as error:
                 problem = _describe(error)
-            (failed,) = self.agreement.any([problem is not None])
+            (failed,) = self.collectives.any([problem is not None])
         if failed:
             self.report_failure(problem)
             return
-        nats, tokens = self.agreement.sum([nats, tokens])
-        self.say(EvaluationResult(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
+        nats, tokens = self.collectives.sum([nats, tokens])
+        self.emit(EvaluationResult(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
 
     def _score(self, tensors: dict[str, Any]) -> tuple[float, float]:
         labels = tensors.pop("labels")
@@ -83,7 +82,7 @@ class EvaluationCallback(Callback):
         return float(losses.sum()), float(counted.sum())
 
     def _read_once(self) -> str | None:
-        """Fill `_kept`, whole or not at all; why it could not be filled, or None."""
+        """Fill `_kept`, completely or not at all; return why it could not be filled, or None."""
         try:
             self._kept = self._kept or self._read()
         except _FAILURES as error:
@@ -91,7 +90,7 @@ class EvaluationCallback(Callback):
         return None
 
     def _read(self) -> list[Batch]:
-        """Kept in memory: a held-out split of 0.1 % is found by reading a thousand times as much."""
+        """Batches are kept in memory: finding a held-out split of 0.1 % means reading a thousand times as much."""
         stream, kept = self.data.open(), list[Batch]()
         try:
             for _ in range(self.batches):
@@ -99,8 +98,8 @@ class EvaluationCallback(Callback):
         except EndOfData:
             if not kept:
                 raise DataError(
-                    f"{self.data} gives not even one batch of {self.rows} rows to evaluate on. Raise data.held_out, or "
-                    f"set train.eval_every=0."
+                    f"{self.data} holds less than one batch of {self.rows} rows to evaluate on. Raise data.held_out, "
+                    f"or set train.eval_every=0."
                 ) from None
         return kept
 

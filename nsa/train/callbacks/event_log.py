@@ -1,21 +1,19 @@
-"""Rank 0 writes down what happens to the run: first step and saves."""
+"""Callback that appends first step, saves and errors of a run to events.jsonl. On rank 0."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from olmo_core.aliases import PathOrStr
-from olmo_core.train.callbacks import Callback
-
 from nsa import names
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.failure_codes import code_of_exception
+from nsa.train.engine import Callback, PathOrStr
 
 
 @dataclass
 class EventLogCallback(Callback):
     run_folder: Path
-    _begun: bool = False
+    _started: bool = False
 
     def add(self, kind: EventKind, **details: object) -> None:
         self.add_at(self.step, kind, **details)
@@ -24,12 +22,12 @@ class EventLogCallback(Callback):
         add_event(self.run_folder, kind, ts=time.time(), step=step, **details)
 
     def post_train_batch(self) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             self.add(EventKind.FIRST_STEP)
 
     def post_checkpoint_saved(self, path: PathOrStr) -> None:
-        """In the thread that finished the save, when the run is steps further already."""
+        """Called in the thread that finished the save, when the run may be some steps further."""
         step = names.step_of(Path(path).name)
         assert step is not None
         self.add_at(step, EventKind.SAVE, path=str(path))

@@ -1,20 +1,18 @@
-"""On log steps, turn what the step left on the device into numbers, once, and write them down.
+"""Heartbeat callback: on log steps, appends loss, gradient norm, speed, memory and attention statistics as a record.
 
-Between log steps that are far apart, say that the run is alive: whoever watches takes silence for a stall.
+All values on the device are copied in one transfer. Between log steps that are far apart it appends "alive" records,
+because monitors take a silent run for a stall.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from olmo_core.aliases import PathOrStr
-from olmo_core.train.callbacks import Callback
-from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa import names
 from nsa.core.nsa_attention import NSAAttention
@@ -23,29 +21,73 @@ from nsa.kernels.registry import BRANCHES
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
 from nsa.train.distributed import HostCollectives, RankInfo
-from nsa.train.engine.forward_timer import ForwardTimer
+from nsa.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 
-GRAD_NORM_METRIC = "optim/total grad norm"
 _WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
+
+
+class ForwardTimer:
+    """Time of this rank's own forward passes, measured by hooks of the model; on a GPU by events, which do not block.
+
+    Under ddp nothing in a forward pass waits for other ranks, so a slow rank shows.
+    """
+
+    def __init__(self) -> None:
+        self._host_s = 0.0
+        self._began = 0.0
+        self._events: list[torch.cuda.Event] = []
+
+    @contextmanager
+    def on(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        self._host_s, self._events = 0.0, []
+        gpu = device.type == "cuda"
+        hooks = [
+            model.register_forward_pre_hook(lambda *_: self._mark() if gpu else self._start()),
+            model.register_forward_hook(lambda *_: self._mark() if gpu else self._stop()),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def seconds(self) -> float:
+        """Of all forward passes since `on`; waits for the GPU to finish the last of them."""
+        if not self._events:
+            return self._host_s
+        self._events[-1].synchronize()
+        pairs = zip(self._events[::2], self._events[1::2], strict=True)
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+    def _start(self) -> None:
+        self._began = time.perf_counter()
+
+    def _stop(self) -> None:
+        self._host_s += time.perf_counter() - self._began
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
 
 
 @dataclass
 class HeartbeatCallback(Callback):
-    """`say` takes every beat of this rank; the copies and the progress line listen there."""
+    """`emit` gets every record of this rank, for the metric writers and the progress line."""
 
     priority: ClassVar[int] = 10
 
     path: Path
     ranks: RankInfo
-    agreement: HostCollectives
+    collectives: HostCollectives
     log_every: int
     data: str
     synthetic: bool
-    say: Callable[[HeartbeatRecord], None]
+    emit: Callable[[HeartbeatRecord], None]
     counts: Callable[[], dict[str, int]]
-    """Skipped steps so far, by name."""
+    """Number of skipped steps so far, by field name."""
     allowed: tuple[str, ...] = ()
-    """Rules of preflight that this run may break."""
+    """Preflight rules that this run may break."""
     _probes: dict[str, Probe] = field(default_factory=dict)
     _probing: ExitStack = field(default_factory=ExitStack)
     _fetch_began: float = 0.0
@@ -55,7 +97,7 @@ class HeartbeatCallback(Callback):
     _first: bool = True
     _lines: JsonLines = field(init=False)
     _last_beat: float = 0.0
-    _clock: ForwardTimer = field(default_factory=ForwardTimer)
+    _timer: ForwardTimer = field(default_factory=ForwardTimer)
 
     def __post_init__(self) -> None:
         self._lines = JsonLines(self.path)
@@ -67,10 +109,10 @@ class HeartbeatCallback(Callback):
         beat = HeartbeatRecord.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
         self._lines.append(beat.to_line())
         self._last_beat = time.monotonic()
-        self.say(beat)
+        self.emit(beat)
 
     def stay_alive(self) -> None:
-        """Called wherever the run gets on; costs nothing while records are frequent."""
+        """Called wherever the run makes progress; costs nothing while records are frequent."""
         if time.monotonic() - self._last_beat > ALIVE_EVERY_S:
             self.beat(names.ALIVE)
 
@@ -79,7 +121,7 @@ class HeartbeatCallback(Callback):
         self._since, self._since_step = time.perf_counter(), self.step
 
     def post_checkpoint_loaded(self, path: PathOrStr) -> None:
-        """Perhaps in the middle of a step that the run goes back from: count and measure from here."""
+        """Possibly in the middle of a step, on rollback: count and measure from here."""
         self._probing.close()
         self._since, self._since_step = time.perf_counter(), self.step
 
@@ -91,7 +133,7 @@ class HeartbeatCallback(Callback):
         if self._due():
             model = self.trainer.train_module.model
             self._probes = self._probing.enter_context(probing(model))
-            self._probing.enter_context(self._clock.on(model, self.trainer.device))
+            self._probing.enter_context(self._timer.on(model, self.trainer.device))
 
     def post_train_batch(self) -> None:
         self._probing.close()
@@ -99,14 +141,14 @@ class HeartbeatCallback(Callback):
             self.stay_alive()
             return
         now = time.perf_counter()
-        figures = self._figures()
+        values = self._values()
         elapsed, steps = now - self._since, self.step - self._since_step
         self.beat(
             names.PROGRESS,
-            **figures,
+            **values,
             toks_per_s=steps * self.trainer.tokens_per_batch / elapsed,
             step_s=elapsed / max(1, steps),
-            forward_s=self._clock.seconds(),
+            forward_s=self._timer.seconds(),
             dt_fetch_s=self._fetch_s,
             lr=float(self.trainer.train_module.optim.param_groups[0]["lr"]),
             tokens_seen=self.trainer.global_train_tokens_seen,
@@ -121,8 +163,8 @@ class HeartbeatCallback(Callback):
         self._probing.close()
         self.beat(names.FAILED, detail=f"{type(exc).__name__}: {exc}", failure_code=code_of_exception(exc))
 
-    def tell_done(self) -> None:
-        """The last word, when all is saved and the engine has closed its callbacks."""
+    def log_done(self) -> None:
+        """Append the last record, after the final save, when the engine has closed its callbacks."""
         self._lines = JsonLines(self.path)
         self.beat(names.DONE)
         self.close()
@@ -131,11 +173,11 @@ class HeartbeatCallback(Callback):
         self._lines.close()
 
     def _due(self) -> bool:
-        """The first step of a process is always told: it says that data, kernels and ranks work."""
+        """The first step of a process is always logged: it shows that data, kernels and ranks work."""
         return self._first or self.step % self.log_every == 0 or self.step == self.trainer.max_steps
 
-    def _figures(self) -> dict[str, Any]:
-        """Everything the device knows, in one transfer; the loss is the mean over all ranks."""
+    def _values(self) -> dict[str, Any]:
+        """Loss, gradient norm and probes, copied from the device in one transfer; the loss is averaged over ranks."""
         tensors = {
             "loss": self.trainer.get_metric(TRAIN_CE_LOSS_METRIC),
             "grad_norm": self.trainer.get_metric(GRAD_NORM_METRIC),
@@ -144,17 +186,17 @@ class HeartbeatCallback(Callback):
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         device = self.trainer.device
         flat = torch.cat([tensor.detach().to(device, torch.float64).flatten() for tensor in present.values()]).tolist()
-        figures: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, tensor in present.items():
             numbers, flat = flat[: tensor.numel()], flat[tensor.numel() :]
             if tensor.dim() == 2:
                 width = tensor.shape[1]
-                figures[name] = tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width))
+                values[name] = tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width))
             else:
-                figures[name] = tuple(numbers) if tensor.dim() else int(numbers[0]) if name in _WHOLE else numbers[0]
-        if "loss" in figures:
-            figures["loss"] = self.agreement.mean(figures["loss"])
-        return figures
+                values[name] = tuple(numbers) if tensor.dim() else int(numbers[0]) if name in _WHOLE else numbers[0]
+        if "loss" in values:
+            values["loss"] = self.collectives.mean(values["loss"])
+        return values
 
     def _memory(self) -> dict[str, float]:
         on_gpu = self.trainer.device.type == "cuda"
@@ -169,7 +211,7 @@ class HeartbeatCallback(Callback):
         }
 
     def _kernels(self) -> dict[str, Any]:
-        """The backend of each branch; nothing is ever substituted, so nothing ever falls back."""
+        """The backend of each branch. Backends are never substituted, so the fallback counts are 0."""
         module = self.trainer.train_module
         layer = next(m for m in module.model.modules() if isinstance(m, NSAAttention))
         halved = module.autocast_precision or (module.dp_config and module.dp_config.param_dtype)
@@ -179,7 +221,7 @@ class HeartbeatCallback(Callback):
 
 
 def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:
-    """Sums of reads, largest of maxima, means of the rest, over the layers that were asked."""
+    """Sums of reads, maxima of maxima, means of the rest, over the probed layers."""
     combined = {}
     known = HeartbeatRecord.__dataclass_fields__
     for name in [name for name in probes[0].figures if name in known] if probes else []:

@@ -1,7 +1,7 @@
-"""Every so often, ask all ranks whether replicas of the weights are still the same, bit for bit.
+"""Periodic bitwise comparison of replicated weights across ranks (silent data corruption check).
 
-They begin equal and get equal gradients, so a difference is a fault of a machine (or of ours), and no loss shows it.
-Read once per check: all weights of the rank, summed as integers where they are.
+Replicas begin equal and get equal gradients, so a difference is a hardware fault (or a bug of ours) that no loss shows.
+A check reads all weights of the rank once and sums them as integers on their device.
 """
 
 from collections import Counter, defaultdict
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from olmo_core.train.callbacks import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nsa.errors import ReplicaError
 from nsa.train.distributed import HostCollectives
+from nsa.train.engine import Callback
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class ReplicaCheckCallback(Callback):
-    priority: ClassVar[int] = 5  # before the save (1): what differs is not saved
+    priority: ClassVar[int] = 5  # before the save (1): differing weights are not saved
 
     every: int
-    agreement: HostCollectives
+    collectives: HostCollectives
 
     def post_train_batch(self) -> None:
         if self.step % self.every:
             return
         parameters = list(self.trainer.train_module.model.parameters())
-        answers = self.agreement.gather([fingerprint(parameters), shard(parameters[0])])
+        answers = self.collectives.gather([fingerprint(parameters), shard(parameters[0])])
         if odd := odd_ones_out([(place, print_) for print_, place in answers]):
             who = ", ".join(map(str, odd))
             raise ReplicaError(
@@ -59,7 +59,7 @@ def odd_ones_out(answers: Sequence[tuple[int, int]]) -> list[int]:
 
 @torch.no_grad()
 def fingerprint(parameters: Iterable[Tensor]) -> int:
-    """A number that any one flipped bit changes: odd factors modulo 2^64 lose nothing."""
+    """A checksum that any single flipped bit changes: odd factors modulo 2^64 lose nothing."""
     sums = torch.stack([_local(p).view(_BITS[p.element_size()]).sum(dtype=torch.int64) for p in parameters])
     factors = torch.arange(1, 2 * len(sums), 2, device=sums.device)
     return int((sums * factors).sum())

@@ -1,1 +1,28 @@
-"""Subclasses and overrides of the training engine (OLMo-core)."""
+"""Adapter to the training engine (OLMo-core): the only package that imports `olmo_core`.
+
+The rest of `nsa.train` uses these modules and the public names below. Everything that overrides or touches a private
+member of the engine is here, and each such use has a test of its own in tests/train/engine/test_contract.py:
+
+- `mixer`: `SequenceMixer` and `SequenceMixerConfig`, registered as "nsa".
+- `build`: model, parallelism, optimizer and schedule from a `RunConfig`.
+- `data_loader`: `TextDataLoaderBase`; overrides `_iter_batches`, sets `_epoch`.
+- `bad_step_hook`: `TransformerTrainModule`; overrides `optim_step`, `_clip_grad_norm`, calls `_prepare_batch` and
+  `_train_microbatch_context`. `Trainer`; overrides `fit`, `_fit_epoch`, `_log_metrics`, uses `_metrics`, `_error`,
+  `_iter_callbacks`.
+- `checkpointer`: `Checkpointer`; overrides `save`, `save_async`, `load`, `_save_train_state`. `CheckpointerCallback`;
+  overrides `_await_last_checkpoint`, `post_train`, uses `_save_checkpoint`, `_future`, `_latest_checkpoint_step` and
+  `_latest_checkpoint_path`.
+- `environment`: process groups, seeds, logging and the default device that the engine sets.
+- `experiment_tracking`: `WandBCallback`, called outside the trainer.
+
+The callbacks in `nsa.train.callbacks` subclass `Callback` and use its public hooks, `step` and `trainer` only.
+"""
+
+from olmo_core.aliases import PathOrStr
+from olmo_core.train.callbacks import Callback
+from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
+
+GRAD_NORM_METRIC = "optim/total grad norm"
+"""Name under which the engine's train module records the gradient norm."""
+
+__all__ = ["GRAD_NORM_METRIC", "TRAIN_CE_LOSS_METRIC", "Callback", "PathOrStr"]

@@ -1,4 +1,4 @@
-"""From the description of a run to the engine's parts: model, parallelism, optimizer, schedule."""
+"""Builds model, data parallelism (ddp, fsdp, hsdp), optimizer and learning-rate schedule from a `RunConfig`."""
 
 import fnmatch
 
@@ -8,6 +8,8 @@ from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
 from olmo_core.optim.scheduler import Scheduler
+from olmo_core.train import Duration, LoadStrategy
+from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
 from olmo_core.train.train_module.transformer.config import (
     TransformerActivationCheckpointingConfig,
     TransformerDataParallelConfig,
@@ -15,26 +17,30 @@ from olmo_core.train.train_module.transformer.config import (
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
+from nsa.observe.run_folder import RunFolder
 from nsa.planning.preflight_rules import NOT_FP16, why_no_fp16
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
+from nsa.train.distributed import RankInfo, check_world_size
+from nsa.train.engine import Callback
+from nsa.train.engine.bad_step_hook import RollbackTrainer, StepSkippingTrainModule
+from nsa.train.engine.checkpointer import VerifiedCheckpointer
+from nsa.train.engine.data_loader import RowLoader
 from nsa.train.engine.mixer import transformer_config
-from nsa.train.rank_rules import check
 
 BETAS = (0.9, 0.95)
+_NEVER = 2**62
 NOT_DECAYED = ["*norm.weight", "*.bias", "*.b_in", "*.pos_emb", "embeddings.weight"]
 
 FROM_THE_CONFIG = ("initial_lr", "weight_decay")
-"""Of the optimizer, not restored from a checkpoint: a run may be resumed with others."""
+"""Optimizer settings not restored from a checkpoint: a run may be resumed with other values."""
 
 
 def choose_device(config: RunConfig, ranks: RankInfo) -> torch.device:
-    """Where this rank computes."""
+    """The device of this rank."""
     wanted = config.runtime.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(f"runtime.device is {wanted} and torch sees no GPU here. Set runtime.device=cpu or auto.")
+        raise ConfigError(f"runtime.device is {wanted} and torch finds no GPU. Set runtime.device=cpu or auto.")
     if ranks.distributed:
         return torch.device("cuda", ranks.local_rank)
     return torch.device("cuda" if wanted == "auto" else wanted)
@@ -44,7 +50,7 @@ def build_train_module(
     config: RunConfig, vocab_size: int, ranks: RankInfo, device: torch.device
 ) -> StepSkippingTrainModule:
     """The engine's train module around an NSA model; weights are the same for every number of ranks."""
-    check(config, ranks)
+    check_world_size(config, ranks)
     check_precision(config)
     train, bf16 = config.train, config.runtime.precision == "bf16"
     sharded = ranks.distributed and config.parallel.data != "ddp"
@@ -64,12 +70,41 @@ def build_train_module(
         ac_config=TransformerActivationCheckpointingConfig() if config.runtime.gradient_checkpointing else None,
         # Sharded weights are cast as they are gathered; whole ones, kept in fp32, at each use.
         autocast_precision=torch.bfloat16 if bf16 and not sharded else None,
-        max_grad_norm=train.grad_clip or float("inf"),  # the norm is wanted even where nothing is clipped
+        max_grad_norm=train.grad_clip or float("inf"),  # the norm is logged even if nothing is clipped
         scheduler=_schedule(config),
         device=device,
     )
     _scale_feed_forward(module.model)
     return module
+
+
+def build_trainer(
+    config: RunConfig,
+    folder: RunFolder,
+    module: StepSkippingTrainModule,
+    loader: RowLoader,
+    checkpointer: VerifiedCheckpointer,
+    callbacks: dict[str, Callback],
+) -> RollbackTrainer:
+    """The trainer, with our callbacks in place of the engine's console output and metric reduction."""
+    return RollbackTrainer(
+        work_dir=folder.path,
+        train_module=module,
+        data_loader=loader,
+        device=module.device,
+        save_folder=str(folder.checkpoints),
+        checkpointer=checkpointer,
+        callbacks={
+            **callbacks,
+            "console_logger": ConsoleLoggerCallback(log_interval=_NEVER, metrics_log_interval=_NEVER),
+            "garbage_collector": GarbageCollectorCallback(),
+        },
+        max_duration=Duration.steps(config.train.steps),
+        load_strategy=LoadStrategy.never,
+        metrics_collect_interval=config.train.log_every,
+        # The engine's check may stop ranks at different steps; `StopRequestCallback` does not.
+        cancel_check_interval=_NEVER,
+    )
 
 
 def check_precision(config: RunConfig) -> None:
@@ -78,7 +113,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def _not_decayed(model: Transformer) -> list[str]:
-    """The patterns that a parameter of this model has: the engine refuses one that nothing matches."""
+    """The patterns that match a parameter of this model: the engine refuses a pattern without a match."""
     names = [name for name, _ in model.named_parameters()]
     return [pattern for pattern in NOT_DECAYED if fnmatch.filter(names, pattern)]
 
@@ -104,6 +139,6 @@ def _schedule(config: RunConfig) -> Scheduler:
 
 @torch.no_grad()
 def _scale_feed_forward(model: Transformer) -> None:
-    """As `nsa.core.init`: what writes to the residual stream begins smaller in a deeper model."""
+    """As `nsa.core.init`: projections into the residual stream start smaller in a deeper model."""
     for block in model.blocks.values():
         block.feed_forward.w2.weight.mul_((2 * model.n_layers) ** -0.5)

@@ -1,7 +1,7 @@
-"""The engine's data loader over our row streams: every rank its share of one global sequence.
+"""The engine's data loader over row streams: each rank gets its share of every global batch.
 
-The saved state is the stream's cursor after the last batch taken; it names neither rank nor world size. Ranks that
-stream documents directly divide the reading: each reads and tokenises its share of the units and passes the tokens on
+The saved state is the stream's cursor after the last batch taken; it holds neither rank nor world size. Ranks that
+stream documents directly divide the reading: each reads and tokenizes its share of the units and shares the tokens
 through a folder of the run.
 """
 
@@ -37,7 +37,7 @@ Tensors = dict[str, Any]
 
 
 class RowLoader(TextDataLoaderBase):
-    """`prefetch` makes batches ahead in a process of their own; without it they are made in between steps."""
+    """With `prefetch`, batches are built ahead in a separate process; without it, between steps."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RowLoader(TextDataLoaderBase):
         )
         self.data, self.global_rows, self.ranks = data, global_rows, ranks
         self._prefetch = prefetch
-        self._feeder: BatchPrefetcher | None = None
+        self._prefetcher: BatchPrefetcher | None = None
         self._state: State | None = None
         self._documents = 0
         self._on_documents = on_documents
@@ -71,7 +71,7 @@ class RowLoader(TextDataLoaderBase):
         return None
 
     def reshuffle(self, epoch: int | None = None, **_: Any) -> None:
-        """The order is the stream's own."""
+        """Nothing to do: the stream defines the order."""
         self._epoch = epoch or 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,27 +82,27 @@ class RowLoader(TextDataLoaderBase):
         self._state = state_dict["cursor"]
 
     def get_mock_batch(self) -> Tensors:
-        """As large as a real one, for the engine's trial step."""
+        """As large as a real batch, for the engine's trial step before training."""
         rows, seq_len = self.global_rows // self.ranks.world, self.data.seq_len
         tokens = torch.zeros(rows, seq_len, dtype=torch.long)
         return {"input_ids": tokens, "labels": _shift(tokens)}
 
     def close(self) -> None:
-        if self._feeder is not None:
-            self._feeder.close()
-            self._feeder = None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
         if self.ranks.first:
             shutil.rmtree(self.work_dir / names.DATA_EXCHANGE, ignore_errors=True)
 
     def _iter_batches(self) -> Iterator[Tensors]:
-        for batch, state in self._feed() if self._prefetch else self._read():
+        for batch, state in self._prefetched() if self._prefetch else self._read():
             self._state = state
             self._documents += batch.documents
             self._on_documents(self._documents)
             yield to_engine(batch)
 
-    def _feed(self) -> Iterator[tuple[Batch, State | None]]:
-        self._feeder = feeder = BatchPrefetcher(
+    def _prefetched(self) -> Iterator[tuple[Batch, State | None]]:
+        self._prefetcher = prefetcher = BatchPrefetcher(
             divide_reading(self.data, self.ranks, self.work_dir),
             global_rows=self.global_rows,
             rank=self.ranks.rank,
@@ -110,9 +110,9 @@ class RowLoader(TextDataLoaderBase):
             settings=self._prefetch,
             state=self._state,
         )
-        feeder.warm_up()
-        for batch in feeder:
-            yield batch, feeder.state_dict()
+        prefetcher.warm_up()
+        for batch in prefetcher:
+            yield batch, prefetcher.state_dict()
 
     def _read(self) -> Iterator[tuple[Batch, State | None]]:
         data = divide_reading(self.data, self.ranks, self.work_dir)
@@ -140,14 +140,14 @@ def divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
         raise CheckpointError(f"{folder} cannot be made ({problem}): ranks share tokens there. Check the run folder.")
     if not all(all_gather_object(Path(folder).is_dir())):
         if ranks.first:
-            log.warning("%s is not seen by every rank: each rank reads and tokenises all of the data. Put the run "
+            log.warning("%s is not seen by every rank: each rank reads and tokenizes all of the data. Put the run "
                         "folder on a shared file system, or prepare the data.", work_dir)  # fmt: skip
         return data
     return replace(data, exchange=ExchangeSettings(folder, ranks.rank, ranks.world))
 
 
 def _new_exchange(work_dir: Path) -> tuple[str, str]:
-    """A folder of its own for every start, so that no rank reads what an earlier one left; and what went wrong."""
+    """A new folder for every start, so that no rank reads old files; and why it could not be made, or \"\"."""
     parent = work_dir / names.DATA_EXCHANGE
     folder = parent / uuid.uuid4().hex
     try:
@@ -159,7 +159,7 @@ def _new_exchange(work_dir: Path) -> tuple[str, str]:
 
 
 def to_engine(batch: Batch) -> Tensors:
-    """The tensors the engine's train module reads; its micro-batches are cuts along the rows."""
+    """Input ids, labels and document lengths as the engine's train module reads them; it splits batches along rows."""
     tokens = torch.from_numpy(batch.tokens.astype(np.int64))
     mask = torch.from_numpy(batch.loss_mask) if batch.loss_mask is not None else None
     tensors: Tensors = {"input_ids": tokens, "labels": _shift(tokens, mask)}
@@ -173,7 +173,7 @@ def to_engine(batch: Batch) -> Tensors:
 
 
 def _shift(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The label of a token is the next one, if that may be predicted."""
+    """Labels: the next token, or IGNORE where that is not predicted."""
     labels = torch.full_like(tokens, IGNORE)
     labels[:, :-1] = tokens[:, 1:] if mask is None else tokens[:, 1:].masked_fill(~mask[:, 1:], IGNORE)
     return labels

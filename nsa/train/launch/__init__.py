@@ -1,1 +1,1 @@
-"""Launcher: starts ranks, restarts them after failures, and the network between nodes."""
+"""Launcher: starts ranks, restarts them after failures, and connects several nodes."""

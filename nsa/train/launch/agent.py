@@ -1,7 +1,7 @@
-"""The two programs under the launcher: the agent, which is torch's elastic agent, and what each rank starts as.
+"""Programs that the launcher starts: torch's elastic agent, and the wrapper that each rank starts in.
 
-A chain of parents: launcher → agent → rank. Each asks the kernel to be killed when its parent dies, so that no rank
-goes on training, and writing checkpoints, after the launcher that would restart it is gone.
+Launcher → agent → rank: each asks the kernel to be killed when its parent dies (PR_SET_PDEATHSIG), so that no rank
+keeps training and writing checkpoints after the launcher that would restart it has died.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ def leave_signals() -> tuple[signal.Signals, ...]:
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """What an agent needs to know; it travels as JSON on its command line."""
+    """Arguments of an agent, passed as JSON on its command line."""
 
     program: list[str]
     logs: str
@@ -39,9 +39,9 @@ class AgentSpec:
     rdzv_endpoint: str
     rdzv_id: str
     listen: str
-    """The address of this node."""
+    """Address of this node."""
     secret_file: str | None
-    """The secret that several nodes share; the command line shows where it is, not what it is."""
+    """File with the secret that several nodes share: a path, because command lines are public."""
     launcher_pid: int
     shutdown_s: int
 
@@ -50,7 +50,7 @@ class AgentSpec:
 
     @property
     def outcome(self) -> Path:
-        """Rank → exit code of the ranks of this node that failed first; written when the agent ends by itself."""
+        """File: rank → exit code of the ranks of this node that failed first; written if the agent exits by itself."""
         return Path(self.logs) / "outcome.json"
 
 
@@ -59,7 +59,7 @@ def rank_log(logs: Path, rank: int) -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, and end now if it already has."""
+    """Have the kernel kill this process when its parent dies; exit now if it already has."""
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
@@ -68,32 +68,36 @@ def die_with_parent(parent: int) -> None:
 
 def run_agent(spec: AgentSpec) -> int:
     die_with_parent(spec.launcher_pid)
-    # A scheduler may signal every process of a job. The ranks save and leave; the agent must be there until they have.
+    # A scheduler may signal every process of a job. The ranks save and exit; the agent must live until they have.
     for number in (*leave_signals(), signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, _stay)
-    # Ranks that share a store with the rendezvous often meet a former life's keys: 5 of 12 restarts clean, with it 12.
+        signal.signal(number, _ignore_signal)
+    # Ranks that share a store with the rendezvous often read keys of an earlier start: without this setting 5 of 12
+    # restarts were clean, with it 12.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if spec.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    alone, secret = spec.secret_file is None, None if spec.secret_file is None else read_secret(Path(spec.secret_file))
-    _choose_interface(spec, alone)
+    one_node, secret = (
+        spec.secret_file is None,
+        None if spec.secret_file is None else read_secret(Path(spec.secret_file)),
+    )
+    _choose_interface(spec, one_node)
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from nsa.train.launch.rendezvous import ONE_NODE, SEVERAL_NODES, meeting_id, register
+    from nsa.train.launch.rendezvous import ONE_NODE, SEVERAL_NODES, register, rendezvous_id
 
     register(spec.listen, secret)
     config = LaunchConfig(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         nproc_per_node=spec.nproc,
-        run_id=spec.rdzv_id if secret is None else meeting_id(secret, spec.rdzv_id),
-        rdzv_backend=ONE_NODE if alone else SEVERAL_NODES,
+        run_id=spec.rdzv_id if secret is None else rendezvous_id(secret, spec.rdzv_id),
+        rdzv_backend=ONE_NODE if one_node else SEVERAL_NODES,
         rdzv_endpoint=spec.rdzv_endpoint,
         local_addr=spec.listen,
-        max_restarts=0,  # the launcher restarts: it looks at the cause and at the checkpoints first
+        max_restarts=0,  # the launcher restarts, after checking exit codes and checkpoints
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",
         shutdown_timeout=spec.shutdown_s,
@@ -103,14 +107,14 @@ def run_agent(spec: AgentSpec) -> int:
     try:
         elastic_launch(config, sys.executable)(*start)
     except ChildFailedError as error:
-        _tell(spec, {rank: failure.exitcode for rank, failure in error.failures.items()})
+        _write_outcome(spec, {rank: failure.exitcode for rank, failure in error.failures.items()})
         return 1
-    _tell(spec, {})
+    _write_outcome(spec, {})
     return 0
 
 
 def run_rank(logs: Path, agent_pid: int, program: list[str]) -> None:
-    """Become the program, with this rank's log as its output."""
+    """Replace this process by the program, with this rank's log as its output."""
     die_with_parent(agent_pid)  # survives exec
     log = os.open(rank_log(logs, int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -118,20 +122,20 @@ def run_rank(logs: Path, agent_pid: int, program: list[str]) -> None:
     os.execvp(program[0], program)
 
 
-def _choose_interface(spec: AgentSpec, alone: bool) -> None:
-    """Have the process groups of the ranks listen where the agent does."""
-    if alone:
+def _choose_interface(spec: AgentSpec, one_node: bool) -> None:
+    """Make the process groups of the ranks use the network interface of the agent."""
+    if one_node:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
     elif name := interface_of(spec.listen):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _tell(spec: AgentSpec, codes: Mapping[int, int]) -> None:
+def _write_outcome(spec: AgentSpec, codes: Mapping[int, int]) -> None:
     write_atomic(spec.outcome, json.dumps(codes))
 
 
-def _stay(number: int, frame: types.FrameType | None) -> None:
-    """A handler, not SIG_IGN: what is ignored stays ignored in the ranks."""
+def _ignore_signal(number: int, frame: types.FrameType | None) -> None:
+    """A handler instead of SIG_IGN, which the ranks would inherit."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Where the processes of `nsa launch` listen, and the secret that nodes of one run share. No torch.
+"""Network addresses that `nsa launch` listens on, and the rendezvous secret that the nodes of a run share. No torch.
 
-One node listens on loopback. Of several, each listens at one address: that of `--listen`, or the one it has on the way
-to the rendezvous endpoint.
+A single node listens on loopback. Of several nodes, each listens at one address: that of `--listen`, or the one of its
+route to the rendezvous endpoint.
 """
 
 import fcntl
@@ -30,8 +30,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"--rdzv-endpoint {endpoint} is not HOST:PORT: the nodes must meet at one address. Give the name or "
-            f"address of one of them and a port that is free there, the same on all."
+            f"--rdzv-endpoint {endpoint} is not HOST:PORT. Give the name or address of one node and a port that is "
+            f"free there, the same on all nodes."
         )
     return host.strip("[]"), int(port)
 
@@ -58,13 +58,13 @@ def own_address(endpoint: str, listen: str | None) -> str:
 
 
 def is_host(endpoint: str, own: str) -> bool:
-    """Whether the store of the rendezvous is to run on this node."""
+    """Whether this node serves the store of the rendezvous."""
     host, port = split_endpoint(endpoint)
     return own in _addresses(host, port) or host in (socket.gethostname(), socket.getfqdn())
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface with this IPv4 address; None if it cannot be told."""
+    """The name of the network interface with this IPv4 address; None if unknown."""
     if sys.platform != "linux" or ":" in address:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -81,7 +81,7 @@ def loopback_interface() -> str:
 
 
 def make_secret(run_folder: Path) -> Path:
-    """The file with the secret of this run, written by the node that comes first. Readable by its owner only."""
+    """The file with the secret of this run, written by the first node. Readable by its owner only."""
     path = run_folder / SECRET
     run_folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -96,13 +96,11 @@ def make_secret(run_folder: Path) -> Path:
 
 
 def read_secret(path: Path) -> bytes:
-    """Waits a moment for the node that writes it."""
+    """Waits until the first node has written it."""
     until = time.monotonic() + _SECRET_WAIT_S
     while len(secret := path.read_bytes()) < 2 * _SECRET_BYTES:
         if time.monotonic() > until:
-            raise ConfigError(
-                f"{path} is incomplete: the nodes of a run share it. Remove it and start all nodes again."
-            )
+            raise ConfigError(f"{path} is incomplete. Remove it and start all nodes again.")
         time.sleep(0.1)
     return secret
 
@@ -117,7 +115,9 @@ def _checked(listen: str) -> str:
             f"--listen {listen} is not an address of this node ({error}). `ip address` lists them."
         ) from None
     if wildcard:
-        raise ConfigError(f"--listen {listen} is every address of this node. Name the one that the other nodes reach.")
+        raise ConfigError(
+            f"--listen {listen} means every address of this node. Give the one that the other nodes can reach."
+        )
     return listen
 
 

@@ -1,9 +1,9 @@
-"""Rendezvous handlers for the elastic agent that listen at one address and unpickle nothing from strangers.
+"""Rendezvous handlers for torch's elastic agent that listen at one address and unpickle only signed data.
 
-torch's own bind a store to every interface, and c10d unpickles whatever is stored under the id of the rendezvous, which
-any client can list. Here one node meets itself over loopback without any shared state; several nodes sign the state
-with the secret of the run. In both cases the store of the ranks is served by the agent, anew for each life, so that
-ranks neither listen themselves nor meet keys of ranks before them.
+torch's own handlers bind a store to every interface, and c10d unpickles whatever is stored under the rendezvous id,
+which any client can list. Here a single node uses loopback without shared state; several nodes sign the state with the
+secret of the run. In both cases the agent serves a new store for each start of the ranks, so that ranks neither listen
+themselves nor read keys of earlier ranks.
 """
 
 import hmac
@@ -31,13 +31,13 @@ _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 
 
-def meeting_id(secret: bytes, name: str) -> str:
-    """An id that does not give the secret away."""
+def rendezvous_id(secret: bytes, name: str) -> str:
+    """A rendezvous id derived from the secret that does not reveal it."""
     return hmac.digest(secret, b"id " + name.encode(), _DIGEST).hex()[:32]
 
 
 def register(own: str, secret: bytes | None) -> None:
-    """Make the handlers known to the elastic agent of this process."""
+    """Register the handlers with the elastic agent of this process."""
 
     def several(params: RendezvousParameters) -> RendezvousHandler:
         assert secret is not None
@@ -48,7 +48,7 @@ def register(own: str, secret: bytes | None) -> None:
 
 
 def serve_store(address: str, port: int = 0) -> TCPStore:
-    """A store that listens at this address alone."""
+    """A store that listens at this address only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family, backlog=2048)
     bound = listener.getsockname()[1]
@@ -95,12 +95,12 @@ class OneNode(RendezvousHandler):
 class SeveralNodes(RendezvousHandler):
     """torch's dynamic rendezvous, with a signed state, and stores that listen at this node's address.
 
-    It wants TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: the agents then agree on an address and a free port of the first
-    node for the ranks' store, and leave it to somebody else to serve it.
+    It requires TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: the agents then agree on an address and a free port of the first
+    node for the ranks' store, but do not serve it themselves.
     """
 
     def __init__(self, params: RendezvousParameters, own: str, secret: bytes) -> None:
-        store = _meeting_store(params.endpoint, own)
+        store = _rendezvous_store(params.endpoint, own)
         backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret)
         self._inner, self._own = create_handler(store, backend, params), own
         self._ranks_store: TCPStore | None = None
@@ -127,9 +127,9 @@ class SeveralNodes(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """None, if the store is gone or somebody has forged its state: the ranks that run now need neither.
+        """0 if the store is gone or its state was forged: the running ranks need neither.
 
-        An agent that failed here instead would hide how its ranks ended, e.g. halted like those of the other node.
+        An agent that failed here instead would hide the exit codes of its ranks, e.g. that they were halted.
         """
         try:
             return self._inner.num_nodes_waiting()
@@ -145,7 +145,7 @@ class SeveralNodes(RendezvousHandler):
 
 
 class SignedBackend(RendezvousBackend):
-    """State of the rendezvous that only nodes with the secret of the run can write; others cannot have it unpickled."""
+    """Rendezvous state signed with the secret of the run; unsigned state is never unpickled."""
 
     def __init__(self, inner: RendezvousBackend, secret: bytes) -> None:
         self._inner, self._secret = inner, secret
@@ -166,8 +166,8 @@ class SignedBackend(RendezvousBackend):
         digest, state = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
         if not hmac.compare_digest(digest, self._digest(state)):
             raise RendezvousStateError(
-                "the state of the rendezvous is not signed with the secret of this run: somebody else wrote it, or a "
-                "node has another run folder. It was not read."
+                "the state of the rendezvous is not signed with the secret of this run: another program wrote it, or "
+                "a node has another run folder. It was not read."
             )
         return state
 
@@ -175,8 +175,8 @@ class SignedBackend(RendezvousBackend):
         return hmac.digest(self._secret, b"state " + state, _DIGEST)
 
 
-def _meeting_store(endpoint: str, own: str) -> TCPStore:
-    """Served by the node whose address it is; where agents share one, by the first of them."""
+def _rendezvous_store(endpoint: str, own: str) -> TCPStore:
+    """Served by the node that has the endpoint's address; if several agents have it, by the first."""
     host, port = split_endpoint(endpoint)
     if is_host(endpoint, own):
         try:

@@ -13,7 +13,7 @@ from nsa.errors import ConfigError
 from nsa.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa.observe.export.background_logger import BackgroundLogger, TrackerIds
 from nsa.observe.heartbeat import read_beats
-from nsa.train.experiment_tracking import start_tracking
+from nsa.train.engine.experiment_tracking import start_tracking
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 SECRET = "hunter2-do-not-tell"
@@ -82,10 +82,10 @@ def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
 
 @pytest.mark.parametrize(("key", "package"), [("wandb_project", "wandb"), ("mlflow_uri", "mlflow")])
 def test_a_tracker_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, key, package):
-    monkeypatch.setattr("nsa.train.experiment_tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("nsa.train.engine.experiment_tracking.find_spec", lambda name: None)
     config = load(write_config(tmp_path), overrides=[f"track.{key}=x"])
     for first in (True, False):
-        with pytest.raises(ConfigError, match=rf"track.{key} is set and the package {package} is not installed"):
+        with pytest.raises(ConfigError, match=rf"track\.{key} .*{package}"):
             start_tracking(config, tmp_path, first, print)
 
 

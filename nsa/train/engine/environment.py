@@ -1,0 +1,64 @@
+"""Process environment of a rank: process groups, seeds, logging and default device, as the engine sets them up."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from olmo_core.distributed.utils import broadcast_object
+from olmo_core.train import prepare_training_environment, teardown_training_environment
+
+from nsa.config.schema import RunConfig
+from nsa.errors import NSAError
+from nsa.train.distributed import RankInfo
+from nsa.train.flight_recorder import enable_flight_recorder
+
+
+@contextmanager
+def training_environment(config: RunConfig, ranks: RankInfo, device: torch.device) -> Iterator[None]:
+    """Set up process groups, seeds and logging for one run; tear them down at the end."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+    with quiet_engine_log():  # before the engine configures logging: it would put its handler on everything
+        enable_flight_recorder()
+        prepare_training_environment(
+            seed=config.train.seed,
+            backend=backend if ranks.distributed else None,
+            timeout=timedelta(seconds=config.parallel.timeout_s),
+            shared_filesystem=True,
+        )
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        # The engine sets a default device, which puts a Python hook into every torch call.
+        torch.set_default_device(None)
+        try:
+            yield
+        finally:
+            teardown_training_environment()
+
+
+@contextmanager
+def quiet_engine_log() -> Iterator[None]:
+    """Drop the engine's log messages below WARNING."""
+    log = logging.getLogger("olmo_core")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def on_first_rank(ranks: RankInfo, act: Callable[[], Any]) -> Any:
+    """Call `act` on rank 0; return its result, or raise its `NSAError`, on all ranks."""
+    answer: tuple[Any, NSAError | None] = (None, None)
+    if ranks.first:
+        try:
+            answer = (act(), None)
+        except NSAError as error:
+            answer = (None, error)
+    value, refusal = broadcast_object(answer)
+    if refusal is not None:
+        raise refusal
+    return value

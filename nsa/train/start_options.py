@@ -1,0 +1,46 @@
+"""Options that start a run (--resume, --resume-from, --clear-halt, --allow), shared by `nsa train`, `nsa launch`, the
+launcher and the run itself. They are not settings: a checkpoint does not save them.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """`to_args` writes the options as arguments of `nsa train`, whose command line is the way back.
+
+    A field added here must be an option of both commands: tests/cli/test_start_options.py checks every field.
+    """
+
+    resume: bool = False
+    """Resume from the newest good checkpoint of the run folder; start a new run if there is none."""
+    resume_from: Path | None = None
+    """Resume from this checkpoint, or from the newest good one of this folder; wins over `resume`."""
+    clear_halt: bool = False
+    """Move an existing `.HALT` file aside instead of refusing to start."""
+    allow: tuple[str, ...] = ()
+    """Preflight rules that this run may break."""
+
+    @property
+    def resuming(self) -> bool:
+        return self.resume or self.resume_from is not None
+
+    def to_args(self) -> list[str]:
+        """Arguments of `nsa train` that give the same options."""
+        return [
+            *(["--resume"] if self.resume else []),
+            *(["--resume-from", str(self.resume_from)] if self.resume_from is not None else []),
+            *(["--clear-halt"] if self.clear_halt else []),
+            *(f"--allow={rule}" for rule in self.allow),
+        ]
+
+    def without_clear_halt(self) -> "StartOptions":
+        """For ranks under a launcher, which clears the file once: a `.HALT` that appears later, before a restart
+        included, must stop the run.
+        """
+        return replace(self, clear_halt=False)
+
+    def for_restart(self) -> "StartOptions":
+        """After a cycle of ranks that left a checkpoint in the run folder."""
+        return replace(self, resume=True, resume_from=None)
