@@ -17,7 +17,7 @@ from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error
 from nsa.kernels.cpu.build import set_cache_folder
-from nsa.kernels.triton.switch import set_tuning
+from nsa.kernels.triton.tile_store import set_tuning
 from nsa.observe import halt_file
 from nsa.observe.run_folder import RunFolder
 from nsa.train.build_run import RunContext, build_parts, check_inputs

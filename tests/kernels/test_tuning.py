@@ -23,8 +23,7 @@ import triton
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton import autotune, tuning
 from nsa.kernels.triton.autotune import Launch, TileTuner, key_of, tuned
-from nsa.kernels.triton.switch import set_tuning
-from nsa.kernels.triton.tile_store import TileStore
+from nsa.kernels.triton.tile_store import TileStore, set_tuning
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +217,7 @@ class OnGpu:
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """One on which the fourth candidate is fastest."""
-    tiles = (choose("runs_forward", 64), *candidates("runs_forward"))
+    tiles = (choose("range_forward", 64), *candidates("range_forward"))
     bench = Bench(tmp_path, dict.fromkeys(tiles, 1.0) | {tiles[4]: 0.5})
     monkeypatch.setattr(autotune, "_tuner", lambda name: bench.tuner)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
@@ -227,28 +226,28 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_it_is_off_unless_asked_for(gpu):
-    tuned("runs_forward", OnGpu(), 64, gpu.start)
-    assert gpu.kernel.ran == [choose("runs_forward", 64)]
+    tuned("range_forward", OnGpu(), 64, gpu.start)
+    assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
 def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
     """As under the interpreter, whose one configuration is the table's."""
-    tuned("runs_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.start)
-    assert gpu.kernel.ran == [choose("runs_forward", 64)]
+    tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.start)
+    assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
 def test_fp32_keeps_the_table_and_has_smaller_tiles(gpu, tuning_on):
-    small = choose("runs_forward", 64, element_size=4)
+    small = choose("range_forward", 64, element_size=4)
     gpu.kernel.takes[small] = 1.0
-    tuned("runs_forward", OnGpu(torch.float32), 64, gpu.start)
+    tuned("range_forward", OnGpu(torch.float32), 64, gpu.start)
     assert gpu.kernel.ran == [small]
-    assert (small == choose("runs_forward", 64)) == triton.knobs.runtime.interpret
+    assert (small == choose("range_forward", 64)) == triton.knobs.runtime.interpret
 
 
 def test_on_a_gpu_the_winner_runs(gpu, tuning_on):
-    tuned("runs_forward", OnGpu(), 64, gpu.start)
-    assert gpu.kernel.ran[-1] == candidates("runs_forward")[3]
-    assert list(gpu.store.read()) == ["runs_forward bfloat16 G=2 R=6 d_k=64 d_v=64 long"]
+    tuned("range_forward", OnGpu(), 64, gpu.start)
+    assert gpu.kernel.ran[-1] == candidates("range_forward")[3]
+    assert list(gpu.store.read()) == ["range_forward bfloat16 G=2 R=6 d_k=64 d_v=64 long"]
 
 
 def test_a_key_names_all_that_a_kernel_is_compiled_for_and_whether_the_call_is_long():
@@ -275,7 +274,7 @@ from tools.compile_report.report import MODELS, compile_for, jobs
 from nsa.kernels.triton.tuning import TileSizes
 tuning.gpu_here = lambda: "sm_90"
 for tiles in (TileSizes(64, 64, 4, 3), TileSizes(128, 64, 4, 3)):
-    (job,) = (j for j in jobs(MODELS["base"], "sm_90", {"runs_forward": tiles}) if j.kernel == "runs_forward")
+    (job,) = (j for j in jobs(MODELS["base"], "sm_90", {"range_forward": tiles}) if j.kernel == "range_forward")
     print(autotune._over_limits(compile_for(job, ARCHITECTURES["sm_90"])))
 """
 

@@ -23,7 +23,7 @@ DECODE = ("tests/kernels/test_triton_decode.py::test_equals_the_reference",)
 DECODE_HEADS = ("tests/kernels/test_triton_decode.py::test_every_head_and_every_part_counts_in_the_choice",)
 DECODE_WIDE = ("tests/kernels/test_triton_decode.py", "-k", "wide_rows and 24-40")
 
-TILE, RUNS, RUNS_BACKWARD, PAIRS, INDEXING, SELECTED, SELECTED_BACKWARD, SELECT, DECODING = (
+TILE, RANGE, RANGE_BACKWARD, PAIRS, INDEXING, SELECTED, SELECTED_BACKWARD, SELECT, DECODING = (
     f"nsa/kernels/triton/device/{name}.py"
     for name in (
         "tile",
@@ -44,14 +44,14 @@ def bug(name: str, file: str, old: str, new: str, tests: tuple[str, ...]) -> Mut
 
 
 MUTATIONS = [
-    bug("window of w + 1 tokens", RUNS, ">= lo_M[:, None]", ">= lo_M[:, None] - 1", SLIDING),
-    bug("compressed block visible one block early", RUNS, "< hi_M[:, None]", "<= hi_M[:, None]", COMPRESSED),
-    bug("past not rescaled", RUNS, "acc1 = acc1 * decay[:, None] +", "acc1 = acc1 +", SLIDING),
-    bug("past rescaled in the first half of the values only", RUNS, "acc2 = acc2 * decay[:, None] +", "acc2 = acc2 +",
+    bug("window of w + 1 tokens", RANGE, ">= lo_M[:, None]", ">= lo_M[:, None] - 1", SLIDING),
+    bug("compressed block visible one block early", RANGE, "< hi_M[:, None]", "<= hi_M[:, None]", COMPRESSED),
+    bug("past not rescaled", RANGE, "acc1 = acc1 * decay[:, None] +", "acc1 = acc1 +", SLIDING),
+    bug("past rescaled in the first half of the values only", RANGE, "acc2 = acc2 * decay[:, None] +", "acc2 = acc2 +",
         SLIDING),
-    bug("second half of the keys forgotten", RUNS, "s += dot(q2,", "s += 0 * dot(q2,", COMPRESSED),
-    bug("second half of the values not normalised", RUNS, "acc2 / total[:, None]", "acc2", COMPRESSED),
-    bug("log-sum-exp without its sum", RUNS, "(top + tl.log2(total))", "top", SLIDING),
+    bug("second half of the keys forgotten", TILE, "s += dot(a2,", "s += 0 * dot(a2,", COMPRESSED),
+    bug("second half of the values not normalised", RANGE, "acc2 / total[:, None]", "acc2", COMPRESSED),
+    bug("log-sum-exp without its sum", RANGE, "(top + tl.log2(total))", "top", SLIDING),
     bug("total of the softmax not rescaled", TILE, "total * decay +", "total +", SLIDING),
     bug("rows that see nothing are NaN", TILE, 'tl.where(new == float("-inf"), 0.0, new)', "new", NOTHING),
     bug("query does not see itself", PAIRS, "tl.minimum(begin + (L - 1), last)", "tl.minimum(begin + (L - 1), last - 1)",
@@ -59,16 +59,16 @@ MUTATIONS = [
     bug("block's second window takes the first one's slot", PAIRS, "begin < window * L", "begin < 0", CHOSEN),
     bug("window has no end", PAIRS, "last), window * L + (L - 1))", "last), window * L + 2 * L)", CHOSEN),
     bug("bf16 is cut, not rounded", TILE, "(bits + 0x7FFF + ((bits >> 16) & 1))", "bits", ROUNDING),
-    bug("dq without scale", RUNS_BACKWARD, "(dp - delta_M[:, None]) * scale", "(dp - delta_M[:, None])", SLIDING),
-    bug("dk without its row correction", RUNS_BACKWARD, "(dp - delta_M[None, :])", "dp", SLIDING),
-    bug("row correction from the first half of the values", RUNS_BACKWARD, "delta_M += tl.sum(do2",
+    bug("dq without scale", RANGE_BACKWARD, "(dp - delta_M[:, None]) * scale", "(dp - delta_M[:, None])", SLIDING),
+    bug("dk without its row correction", RANGE_BACKWARD, "(dp - delta_M[None, :])", "dp", SLIDING),
+    bug("row correction from the first half of the values", RANGE_BACKWARD, "delta_M += tl.sum(do2",
         "delta_M += 0 * tl.sum(do2", COMPRESSED),
-    bug("last rows of a run add nothing to dk and dv", RUNS_BACKWARD,
+    bug("last rows of a run add nothing to dk and dv", RANGE_BACKWARD,
         "tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), PARTS), BLOCK_M)",
         "tl.maximum(end - first, 0) // PARTS // BLOCK_M", COMPRESSED),
-    bug("gradient of the log-sum-exp dropped", RUNS_BACKWARD, "delta_M -= tl.load(dlse", "delta_M -= 0 * tl.load(dlse", LSE),
-    bug("second half of dk forgotten", RUNS_BACKWARD, "dk2 += dot(ds, q2)", "dk2 += 0 * dot(ds, q2)", SLIDING),
-    bug("bounds of the batch's first row", RUNS_BACKWARD, "lo + b.to(tl.int64) * S + query", "lo + query",
+    bug("gradient of the log-sum-exp dropped", RANGE_BACKWARD, "delta_M -= tl.load(dlse", "delta_M -= 0 * tl.load(dlse", LSE),
+    bug("second half of dk forgotten", RANGE_BACKWARD, "dk2 += dot(ds, q2)", "dk2 += 0 * dot(ds, q2)", SLIDING),
+    bug("bounds of the batch's first row", RANGE_BACKWARD, "lo + b.to(tl.int64) * S + query", "lo + query",
         ROWS_OF_A_BATCH),
     bug("a query's blocks share a slot", PAIRS, "pair % N * 2", "pair % N", CHOSEN),
     bug("keys past the block's end", PAIRS, "begin + (L - 1)", "begin + L", CHOSEN),

@@ -89,9 +89,9 @@ def jobs(
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
         return CompileJob(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
-    yield job("runs_forward", range_forward.runs_forward_kernel, **broad)
-    yield job("runs_dq", range_backward.runs_dq_kernel, dlse=None, **broad)
-    yield job("runs_dkv", range_backward.runs_dkv_kernel, PARTS=4, **broad)
+    yield job("range_forward", range_forward.range_forward_kernel, **broad)
+    yield job("range_dq", range_backward.range_dq_kernel, dlse=None, **broad)
+    yield job("range_dkv", range_backward.range_dkv_kernel, PARTS=4, **broad)
     chosen: dict[str, Any] = dict(N=g.n_sel, L=g.l_sel)
     for kernel, function in (
         ("selected_forward", selected_forward.selected_forward_kernel),
@@ -109,7 +109,7 @@ def jobs(
          dict(G=s.n_kv_groups, **x, L=g.l_sel, BLOCK_N=block_of(g.l_sel), MORE=False)),
     ):  # fmt: skip
         yield CompileJob(kernel, function, constants, 4, 2, model.dtype)
-    yield job("select_lse", selection.runs_lse_kernel, "runs_forward", **keys)
+    yield job("select_lse", selection.range_lse_kernel, "range_forward", **keys)
     tiles = tiles_for("select")
     per = select_sizes(g, tiles)
     constants = dict(G=s.n_kv_groups, WIDE=False, **keys, **per)
@@ -123,7 +123,7 @@ def jobs(
         ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
     ):
         yield CompileJob(kernel, function, constants, *options, model.dtype)
-    yield from _around(model, tiles_for("runs_dkv").n)
+    yield from _around(model, tiles_for("range_dkv").n)
 
 
 def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:

@@ -44,7 +44,7 @@ def bounds(sizes: LaunchSizes, branch: str, backward: bool) -> KernelWork:
 def seen_by(sizes: LaunchSizes, branch: str) -> KernelWork:
     """A tile of keys reads all chunks of queries, then the first and the last one that it touches."""
     n_keys = sizes.length if branch == "sliding" else sizes.n_compressed
-    n_tiles = -(-n_keys // tiles_of("runs_dkv", sizes).n)
+    n_tiles = -(-n_keys // tiles_of("range_dkv", sizes).n)
     looked = 2.0 * (_chunks(sizes) + min(CHUNK, sizes.length)) * INDEX
     touched = n_tiles * (looked + 2 * INDEX)
     once = min(touched, 2.0 * sizes.length * INDEX)

@@ -17,28 +17,28 @@ def tiles_of(kernel: str, sizes: LaunchSizes) -> TileSizes:
 
 
 def forward(sizes: LaunchSizes) -> Iterator[KernelWork]:
-    yield runs_forward(sizes, "compressed")
+    yield range_forward(sizes, "compressed")
     yield select(sizes)
-    yield runs_forward(sizes, "sliding")
+    yield range_forward(sizes, "sliding")
 
 
 def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
     for branch in ("compressed", "sliding"):
-        yield runs_dq(sizes, branch)
-        yield runs_dkv(sizes, branch)
+        yield range_dq(sizes, branch)
+        yield range_dkv(sizes, branch)
 
 
-def runs_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
+def range_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
     k, v = sizes.padded()
     own = sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes()
     # One exponential more per row rescales what came before.
-    return _query_tiles("runs_forward", sizes, branch, False, k + v, own, exponentials_per_row=1)
+    return _query_tiles("range_forward", sizes, branch, False, k + v, own, exponentials_per_row=1)
 
 
-def runs_dq(sizes: LaunchSizes, branch: str) -> KernelWork:
+def range_dq(sizes: LaunchSizes, branch: str) -> KernelWork:
     k, v = sizes.padded()
     own = 2 * (sizes.queries_bytes() + sizes.outputs_bytes() + sizes.level_bytes())
-    return _query_tiles("runs_dq", sizes, branch, True, 2 * k + v, own)
+    return _query_tiles("range_dq", sizes, branch, True, 2 * k + v, own)
 
 
 def _query_tiles(
@@ -72,11 +72,11 @@ def _axis(sizes: LaunchSizes, branch: str) -> int:
     return sizes.length if branch == "sliding" else sizes.n_compressed
 
 
-def runs_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
-    tiles, groups, n_keys = tiles_of("runs_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
+def range_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
+    tiles, groups, n_keys = tiles_of("range_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
     trips, parts = key_tile_trips(sizes, branch, tiles)
     sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
-    work = _dkv(f"runs_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
+    work = _dkv(f"range_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
 
 

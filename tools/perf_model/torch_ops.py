@@ -131,7 +131,7 @@ class _PlainRow:
 
     def sum_parts(self, branch: str) -> None:
         s, n_keys = self.shape, self.sizes.length if branch == "sliding" else self.sizes.n_compressed
-        parts = _parts(self.q_BSGRK, n_keys, tiles_of("runs_dkv", self.sizes))
+        parts = _parts(self.q_BSGRK, n_keys, tiles_of("range_dkv", self.sizes))
         wide = torch.float32 if parts > 1 else self.q_BSGRK.dtype
         for width in (s.d_k, s.d_v):
             part = torch.empty((parts, 1, n_keys, s.n_kv_groups, width), dtype=wide, device="meta")

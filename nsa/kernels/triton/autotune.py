@@ -19,8 +19,7 @@ from torch import Tensor
 
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.triton.machine_code import read
-from nsa.kernels.triton.switch import tunes
-from nsa.kernels.triton.tile_store import TileStore
+from nsa.kernels.triton.tile_store import TileStore, tunes
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose, limits_here
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from torch import Tensor
 from nsa.geometry import Geometry
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import KeyBounds, compressed_bounds, seen_by, window_bounds
-from nsa.kernels.triton.device.range_backward import runs_dkv_kernel, runs_dq_kernel
-from nsa.kernels.triton.device.range_forward import runs_forward_kernel
+from nsa.kernels.triton.device.range_backward import range_dkv_kernel, range_dq_kernel
+from nsa.kernels.triton.device.range_forward import range_forward_kernel
 from nsa.kernels.triton.head_dims import is_wide, widths
 from nsa.kernels.triton.tuning import TileSizes
 
@@ -58,13 +58,13 @@ def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: KeyBounds,
 
     def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
-            runs_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            range_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
             q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
             *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
-    tuned("runs_forward", q, V, start)
+    tuned("range_forward", q, V, start)
     return out, lse
 
 
@@ -84,7 +84,7 @@ def _backward(
 
     def start_dq(tiles: TileSizes, launch: Launch) -> None:
         launch(
-            runs_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            range_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
             dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T, *strides,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
@@ -96,14 +96,14 @@ def _backward(
         dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
         dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
         launch(
-            runs_dkv_kernel, (n_tiles, B * G, parts),
+            range_dkv_kernel, (n_tiles, B * G, parts),
             dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, scale, S, T, n_tiles, dk.stride(0), dv.stride(0),
             *strides, PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
         return dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
 
-    tuned("runs_dq", q, V, start_dq)
-    dk, dv = tuned("runs_dkv", q, V, start_dkv)
+    tuned("range_dq", q, V, start_dq)
+    dk, dv = tuned("range_dkv", q, V, start_dkv)
     return dq, dk, dv
 
 

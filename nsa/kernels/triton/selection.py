@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.geometry import Geometry
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import compressed_bounds
-from nsa.kernels.triton.device.select import runs_lse_kernel, select_kernel
+from nsa.kernels.triton.device.select import range_lse_kernel, select_kernel
 from nsa.kernels.triton.head_dims import is_wide, split_width
 from nsa.kernels.triton.range_attention import compressed_forward, rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes
@@ -26,12 +26,12 @@ def select(
 
     def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
-            runs_lse_kernel, (triton.cdiv(S * R, tiles.m), B * G),
+            range_lse_kernel, (triton.cdiv(S * R, tiles.m), B * G),
             q, k, lo, hi, lse, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
-    tuned("runs_forward", q, 0, start)  # the forward's loop, without values
+    tuned("range_forward", q, 0, start)  # the forward's loop, without values
     return _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
 
 

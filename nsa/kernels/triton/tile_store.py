@@ -1,4 +1,6 @@
-"""Tiles that were found by timing, on disk: one JSON file per GPU name and Triton version.
+"""Tile sizes, the switch for timing them (runtime.tune_kernels), and the file that keeps what was measured.
+
+One JSON file per GPU name and Triton version. Needs no Triton, so that the switch can be set where it is not installed.
 
 Several processes may start at once: one times while the others wait for the lock, then read what it found. The file
 appears by one rename, so that nobody ever sees half of it. It says which kernels it was measured with; those of other
@@ -12,13 +14,37 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from nsa.files import file_lock, write_atomic
-from nsa.kernels.triton.tuning import TileSizes
 
 _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "device"
+
+_tunes = False
+
+
+def set_tuning(on: bool) -> None:
+    global _tunes
+    _tunes = on
+
+
+def tunes() -> bool:
+    return _tunes
+
+
+class TileSizes(NamedTuple):
+    m: int
+    """Rows: queries × heads."""
+    n: int
+    """Keys."""
+    warps: int = 4
+    stages: int = 2
+
+    @property
+    def options(self) -> dict[str, int]:
+        return dict(num_warps=self.warps, num_stages=self.stages)
 
 
 class TileStore:

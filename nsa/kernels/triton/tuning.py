@@ -1,40 +1,27 @@
 """Tile sizes of every kernel, by width of the rows and kind of GPU. Checked ahead of time by the compile report."""
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
 from nsa.gpus import ARCHITECTURES, GpuArchitecture
-
-
-class TileSizes(NamedTuple):
-    m: int
-    """Rows: queries × heads."""
-    n: int
-    """Keys."""
-    warps: int = 4
-    stages: int = 2
-
-    @property
-    def options(self) -> dict[str, int]:
-        return dict(num_warps=self.warps, num_stages=self.stages)
-
+from nsa.kernels.triton.tile_store import TileSizes as TileSizes
 
 _NARROW = {
-    "runs_forward": TileSizes(64, 64, 4, 3),
-    "runs_dq": TileSizes(64, 32, 4, 2),
-    "runs_dkv": TileSizes(64, 64, 4, 2),
+    "range_forward": TileSizes(64, 64, 4, 3),
+    "range_dq": TileSizes(64, 32, 4, 2),
+    "range_dkv": TileSizes(64, 64, 4, 2),
     "selected_forward": TileSizes(64, 64, 4, 2),
     "selected_backward": TileSizes(32, 64, 4, 2),
     "select": TileSizes(64, 64, 4, 2),
     "decode": TileSizes(64, 32, 4, 3),
 }
 _BROAD = {
-    "runs_forward": TileSizes(64, 32, 4, 2),
-    "runs_dq": TileSizes(32, 32, 4, 2),
-    "runs_dkv": TileSizes(32, 32, 4, 2),
+    "range_forward": TileSizes(64, 32, 4, 2),
+    "range_dq": TileSizes(32, 32, 4, 2),
+    "range_dkv": TileSizes(32, 32, 4, 2),
     "selected_forward": TileSizes(64, 64, 4, 2),
     "selected_backward": TileSizes(32, 64, 8, 3),
     "select": TileSizes(16, 64, 4, 2),
@@ -44,14 +31,14 @@ _BROAD = {
 # rows wait for the cache, where many rows see the same keys.
 _NARROW_OF_64 = {
     **_NARROW,
-    "runs_forward": TileSizes(128, 64, 8, 3),
-    "runs_dq": TileSizes(128, 32, 8, 2),
+    "range_forward": TileSizes(128, 64, 8, 3),
+    "range_dq": TileSizes(128, 32, 8, 2),
     "selected_backward": TileSizes(64, 64, 8, 2),
 }
 _BROAD_OF_64 = {
     **_BROAD,
-    "runs_dq": TileSizes(64, 32, 4, 2),
-    "runs_dkv": TileSizes(32, 64, 8, 2),
+    "range_dq": TileSizes(64, 32, 4, 2),
+    "range_dkv": TileSizes(32, 64, 8, 2),
     "selected_backward": TileSizes(32, 64, 8, 2),
 }
 # 99 KiB of shared memory, and fewer registers to spare.
@@ -59,8 +46,8 @@ _BROAD_SMALL = {**_BROAD, "selected_forward": TileSizes(32, 64, 4, 2)}
 # 102 scalar registers, where a mask of 64 lanes takes two: fewer keys at a time, hence fewer masks.
 _NARROW_AMD = {
     **_NARROW,
-    "runs_forward": TileSizes(64, 32, 4, 2),
-    "runs_dkv": TileSizes(32, 64, 4, 2),
+    "range_forward": TileSizes(64, 32, 4, 2),
+    "range_dkv": TileSizes(32, 64, 4, 2),
 }
 _BROAD_AMD = {
     **_BROAD,
@@ -87,7 +74,7 @@ _NARROW_FP32 = {
 }
 _BROAD_FP32 = {
     **dict.fromkeys(_NARROW, TileSizes(16, 16, 4, 1)),
-    **dict.fromkeys(("runs_dq", "selected_backward"), TileSizes(16, 16, 8, 1)),
+    **dict.fromkeys(("range_dq", "selected_backward"), TileSizes(16, 16, 8, 1)),
 }
 
 # What timing may choose from, besides the table's own; those that spill on the GPU at hand are refused there.
@@ -112,9 +99,9 @@ _WHOLE_BLOCKS = (  # of 64 keys: a block that is cut takes more slots
     TileSizes(64, 64, 8, 2), TileSizes(128, 64, 8, 2), TileSizes(16, 64, 4, 2),
 )  # fmt: skip
 _CANDIDATES = {
-    "runs_forward": _FORWARD,
-    "runs_dq": _DQ,
-    "runs_dkv": _DKV,
+    "range_forward": _FORWARD,
+    "range_dq": _DQ,
+    "range_dkv": _DKV,
     "selected_forward": _WHOLE_BLOCKS,
     "selected_backward": _WHOLE_BLOCKS,
     "select": (

@@ -96,7 +96,7 @@ def test_hopper_and_blackwell_multiply_with_their_own_units():
 def test_the_machine_code_of_a_sample_is_as_good_as_written():
     sample = [
         ("base", "sm_80", "selected_forward", ()),
-        ("paper", "sm_90", "runs_dkv", ()),
+        ("paper", "sm_90", "range_dkv", ()),
         ("base", "gfx942", "selected_backward", ()),
     ]
     for found in inspected(*sample):
@@ -122,7 +122,7 @@ def test_fp32_fits():
     sample = [
         ("paper", "sm_80", "selected_backward", ()),
         ("128", "sm_86", "selected_forward", ()),
-        ("paper", "gfx942", "runs_dkv", ()),
+        ("paper", "gfx942", "range_dkv", ()),
     ]
     for found in inspected(*sample, dtype="fp32"):
         assert_fits(found)
@@ -146,13 +146,13 @@ def test_fp32_fits_everywhere(model, gpu):
 
 def test_a_tile_too_large_is_a_fault():
     spills, too_much = inspected(
-        ("base", "sm_90", "runs_forward", (128, 64, 4, 3)), ("base", "sm_86", "runs_forward", (16, 256, 4, 3))
+        ("base", "sm_90", "range_forward", (128, 64, 4, 3)), ("base", "sm_86", "range_forward", (16, 256, 4, 3))
     )
     assert any("bytes spilled" in fault for fault in spills.faults())
     assert any("bytes of shared memory, the limit is 101376" in fault for fault in too_much.faults())
 
 
-# The loop over keys of runs_forward with a branch around the load of the keys.
+# The loop over keys of range_forward with a branch around the load of the keys.
 _BRANCH = """
 import sys
 from dataclasses import replace
@@ -170,8 +170,8 @@ file.write_text(source.replace(load, branch))
 spec = importlib.util.spec_from_file_location("mutated", file)
 mutated = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mutated)
-(job,) = (job for job in jobs(MODELS["base"], "sm_80") if job.kernel == "runs_forward")
-job = replace(job, function=mutated.runs_forward_kernel)
+(job,) = (job for job in jobs(MODELS["base"], "sm_80") if job.kernel == "range_forward")
+job = replace(job, function=mutated.range_forward_kernel)
 print(*read(compile_for(job, GPUS["sm_80"]), GPUS["sm_80"]).faults(GPUS["sm_80"]), sep="\\n")
 """
 

@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.device.select import ascending, own_block, ranked, shared_strides
-from nsa.kernels.triton.device.tile import LOG2E, dot, load_rows, rounded, soften, store_rows
+from nsa.kernels.triton.device.tile import (
+    LOG2E,
+    dot,
+    dot_rows,
+    load_both,
+    load_rows,
+    rounded,
+    soften,
+    store_both,
+    store_rows,
+    zeros_both,
+)
 
 
 @triton.jit
@@ -39,21 +50,15 @@ def attend_run(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEEP_SCORES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of heads over the keys begin ≤ t < end, all visible: writes one part, and the scores if asked."""
-    q1 = load_rows(q, q_at, ok, K, 0, K1, WIDE)
-    if K2 > 0:
-        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
+    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
-    if V2 > 0:
-        acc2 = tl.zeros([BLOCK_M, V2], tl.float32)
+    acc1, acc2 = zeros_both(BLOCK_M, V1, V2)
     for n in tl.range(begin, end, BLOCK_N):
         at = n + tl.arange(0, BLOCK_N)
         inside = at < end
         k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
-        s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))
-        if K2 > 0:
-            s += dot(q2, tl.trans(load_rows(k, k_at, inside, K, K1, K2, WIDE)))
+        s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
         s = tl.where(inside[None, :], s * (scale * LOG2E), float("-inf"))
         if KEEP_SCORES:
             tl.store(scores + scores_at[:, None] + at[None, :], s, mask=ok[:, None] & inside[None, :])
@@ -64,9 +69,7 @@ def attend_run(
             acc2 = acc2 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, V1, V2, WIDE))
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
-    store_rows(part, part_at * V, ok, acc1 / total[:, None], V, 0, V1)
-    if V2 > 0:
-        store_rows(part, part_at * V, ok, acc2 / total[:, None], V, V1, V2)
+    store_both(part, part_at * V, ok, acc1 / total[:, None], acc2 / total[:, None], V, V1, V2)
     tl.store(part_lse + part_at, tl.where(nothing, float("-inf"), top + tl.log2(total)), mask=ok)
 
 

@@ -7,7 +7,18 @@ seen by many queries (compressed attention), the queries are cut into parts whos
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LOG2E, dot, load_rows, rounded, store_rows
+from nsa.kernels.triton.device.tile import (
+    LOG2E,
+    dot,
+    dot_rows,
+    heads_with_range,
+    load_both,
+    load_rows,
+    rounded,
+    store_both,
+    store_rows,
+    zeros_both,
+)
 
 
 @triton.jit
@@ -21,28 +32,55 @@ def probabilities(s, lse, visible, scale):
 
 
 @triton.jit
-def runs_dq_kernel(
+def products(k1, k2, v1, v2, q, dout, q_at, do_at, ok,
+             K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+             WIDE: tl.constexpr):  # fmt: skip
+    """Scores k · qᵀ and their gradients v · doutᵀ of a tile of query heads, whose rows are loaded and returned too.
+
+    In this order; with the loads of q before those of dout, wide rows take more registers on sm_90.
+    """
+    q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
+    q2, do2 = q1, do1
+    s = dot(k1, tl.trans(q1))
+    dp = dot(v1, tl.trans(do1))
+    if K2 > 0:
+        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
+        s += dot(k2, tl.trans(q2))
+    if V2 > 0:
+        do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
+        dp += dot(v2, tl.trans(do2))
+    return s, dp, q1, q2, do1, do2
+
+
+@triton.jit
+def store_gradients(dk, dv, row, ok, dk1, dk2, dv1, dv2,
+                    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+                    V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):  # fmt: skip
+    """In this order: dK before dV takes 18 more registers with wide rows on sm_90."""
+    store_rows(dk, row * K, ok, dk1, K, 0, K1)
+    store_rows(dv, row * V, ok, dv1, V, 0, V1)
+    if K2 > 0:
+        store_rows(dk, row * K, ok, dk2, K, K1, K2)
+    if V2 > 0:
+        store_rows(dv, row * V, ok, dv2, V, V1, V2)
+
+
+@triton.jit
+def range_dq_kernel(
     dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T,
     do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
-    bounds = b.to(tl.int64) * S + query
-    lo_M = tl.load(lo + bounds, mask=ok, other=T)
-    hi_M = tl.load(hi + bounds, mask=ok, other=0)
+    b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
     do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
+    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
+    do1, do2 = load_both(dout, do_at, ok, V, V1, V2, WIDE)
     delta_M = tl.sum(do1.to(tl.float32) * load_rows(out, flat * V, ok, V, 0, V1, WIDE).to(tl.float32), 1)
-    if K2 > 0:
-        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
     if V2 > 0:
-        do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
         delta_M += tl.sum(do2.to(tl.float32) * load_rows(out, flat * V, ok, V, V1, V2, WIDE).to(tl.float32), 1)
     if dlse is not None:  # p times itself is added to every score's gradient
         delta_M -= tl.load(dlse + flat, mask=ok, other=0.0)
@@ -51,35 +89,25 @@ def runs_dq_kernel(
     k += b.to(tl.int64) * k_b + g * k_g
     v += b.to(tl.int64) * v_b + g * v_g
 
-    dq1 = tl.zeros([BLOCK_M, K1], tl.float32)
-    if K2 > 0:
-        dq2 = tl.zeros([BLOCK_M, K2], tl.float32)
+    dq1, dq2 = zeros_both(BLOCK_M, K1, K2)
     begin = tl.min(lo_M) // BLOCK_N * BLOCK_N
     for n in tl.range(begin, tl.max(hi_M), BLOCK_N):
         at = n + tl.arange(0, BLOCK_N)
         inside = at < T
         k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
-        k1 = load_rows(k, k_at, inside, K, 0, K1, WIDE)
-        s = dot(q1, tl.trans(k1))
-        if K2 > 0:
-            k2 = load_rows(k, k_at, inside, K, K1, K2, WIDE)
-            s += dot(q2, tl.trans(k2))
+        s, k1, k2 = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         p = probabilities(s, lse_M[:, None], visible, scale)
-        dp = dot(do1, tl.trans(load_rows(v, v_at, inside, V, 0, V1, WIDE)))
-        if V2 > 0:
-            dp += dot(do2, tl.trans(load_rows(v, v_at, inside, V, V1, V2, WIDE)))
+        dp, _, _ = dot_rows(do1, do2, v, v_at, inside, V, V1, V2, WIDE)
         ds = rounded(p * (dp - delta_M[:, None]) * scale, WIDE, k.dtype.element_ty)
         dq1 += dot(ds, k1)
         if K2 > 0:
             dq2 += dot(ds, k2)
-    store_rows(dq, flat * K, ok, dq1, K, 0, K1)
-    if K2 > 0:
-        store_rows(dq, flat * K, ok, dq2, K, K1, K2)
+    store_both(dq, flat * K, ok, dq1, dq2, K, K1, K2)
 
 
 @triton.jit
-def runs_dkv_kernel(
+def range_dkv_kernel(
     dout, q, k, v, lo, hi, lse, delta, dk, dv, seen_first, seen_end, scale, S, T, n_tiles, part_stride_k, part_stride_v,
     do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
@@ -92,12 +120,10 @@ def runs_dkv_kernel(
     inside = at < T
     k_at = b.to(tl.int64) * k_b + g * k_g + at.to(tl.int64) * k_t
     v_at = b.to(tl.int64) * v_b + g * v_g + at.to(tl.int64) * v_t
-    k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
-    dk1, dv1 = tl.zeros([BLOCK_N, K1], tl.float32), tl.zeros([BLOCK_N, V1], tl.float32)
-    if K2 > 0:
-        k2, dk2 = load_rows(k, k_at, inside, K, K1, K2, WIDE), tl.zeros([BLOCK_N, K2], tl.float32)
-    if V2 > 0:
-        v2, dv2 = load_rows(v, v_at, inside, V, V1, V2, WIDE), tl.zeros([BLOCK_N, V2], tl.float32)
+    k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
+    v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
+    dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
+    dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 
     # Rows of the queries that may see this tile, cut into PARTS equal lengths of whole tiles.
     first = tl.load(seen_first + b * n_tiles + tile) * R
@@ -114,15 +140,9 @@ def runs_dkv_kernel(
         hi_M = tl.load(hi + b.to(tl.int64) * S + query, mask=ok, other=0)
         lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
         delta_M = tl.load(delta + flat, mask=ok, other=0.0)
-        q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
-        s = dot(k1, tl.trans(q1))
-        dp = dot(v1, tl.trans(do1))
-        if K2 > 0:
-            q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
-            s += dot(k2, tl.trans(q2))
-        if V2 > 0:
-            do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
-            dp += dot(v2, tl.trans(do2))
+        s, dp, q1, q2, do1, do2 = products(
+            k1, k2, v1, v2, q, dout, q_at, do_at, ok, K, K1, K2, V, V1, V2, WIDE
+        )  # fmt: skip
         visible = (at[:, None] >= lo_M[None, :]) & (at[:, None] < hi_M[None, :])
         p = probabilities(s, lse_M[None, :], visible, scale)
         ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
@@ -137,9 +157,4 @@ def runs_dkv_kernel(
     flat_T = (b.to(tl.int64) * T + at) * G + g
     dk += part.to(tl.int64) * part_stride_k
     dv += part.to(tl.int64) * part_stride_v
-    store_rows(dk, flat_T * K, inside, dk1, K, 0, K1)
-    store_rows(dv, flat_T * V, inside, dv1, V, 0, V1)
-    if K2 > 0:
-        store_rows(dk, flat_T * K, inside, dk2, K, K1, K2)
-    if V2 > 0:
-        store_rows(dv, flat_T * V, inside, dv2, V, V1, V2)
+    store_gradients(dk, dv, flat_T, inside, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)

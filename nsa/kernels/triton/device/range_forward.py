@@ -6,44 +6,44 @@ A tile loops from the smallest lo of its rows to the largest hi: no tile of keys
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, soften, store_rows
+from nsa.kernels.triton.device.tile import (
+    LN2,
+    LOG2E,
+    dot,
+    dot_rows,
+    heads_with_range,
+    load_both,
+    load_rows,
+    rounded,
+    soften,
+    store_both,
+    zeros_both,
+)
 
 
 @triton.jit
-def runs_forward_kernel(
+def range_forward_kernel(
     q, k, v, lo, hi, out, lse, scale, S, T,
     q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
-    bounds = b.to(tl.int64) * S + query
-    lo_M = tl.load(lo + bounds, mask=ok, other=T)
-    hi_M = tl.load(hi + bounds, mask=ok, other=0)
-
+    b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
-    q1 = load_rows(q, q_at, ok, K, 0, K1, WIDE)
-    if K2 > 0:
-        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
+    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
     k += b.to(tl.int64) * k_b + g * k_g
     v += b.to(tl.int64) * v_b + g * v_g
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
-    if V2 > 0:
-        acc2 = tl.zeros([BLOCK_M, V2], tl.float32)
+    acc1, acc2 = zeros_both(BLOCK_M, V1, V2)
     begin = tl.min(lo_M) // BLOCK_N * BLOCK_N
     for n in tl.range(begin, tl.max(hi_M), BLOCK_N):
         at = n + tl.arange(0, BLOCK_N)
         inside = at < T
         k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
-        s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))
-        if K2 > 0:
-            s += dot(q2, tl.trans(load_rows(k, k_at, inside, K, K1, K2, WIDE)))
+        s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         e, top, total, decay = soften(tl.where(visible, s * (scale * LOG2E), float("-inf")), top, total)
         p = rounded(e, WIDE, v.dtype.element_ty)
@@ -53,8 +53,6 @@ def runs_forward_kernel(
 
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
-    lse_at = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    store_rows(out, lse_at * V, ok, acc1 / total[:, None], V, 0, V1)
-    if V2 > 0:
-        store_rows(out, lse_at * V, ok, acc2 / total[:, None], V, V1, V2)
-    tl.store(lse + lse_at, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2), mask=ok)
+    flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
+    store_both(out, flat * V, ok, acc1 / total[:, None], acc2 / total[:, None], V, V1, V2)
+    tl.store(lse + flat, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2), mask=ok)

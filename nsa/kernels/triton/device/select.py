@@ -15,7 +15,7 @@ two are equal, so the choice is exact, and ties go to the lower index.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, soften
+from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, dot_rows, heads_with_range, load_both, load_rows, soften
 
 
 @triton.constexpr_function
@@ -48,30 +48,21 @@ def ascending(best, wanted):
 
 
 @triton.jit
-def runs_lse_kernel(
+def range_lse_kernel(
     q, k, lo, hi, lse, scale, S, T, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
-    bounds = b.to(tl.int64) * S + query
-    lo_M = tl.load(lo + bounds, mask=ok, other=T)
-    hi_M = tl.load(hi + bounds, mask=ok, other=0)
+    b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
-    q1 = load_rows(q, q_at, ok, K, 0, K1, WIDE)
-    if K2 > 0:
-        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
+    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
     k += b.to(tl.int64) * k_b + g * k_g
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for n in tl.range(tl.min(lo_M) // BLOCK_N * BLOCK_N, tl.max(hi_M), BLOCK_N):
         at = n + tl.arange(0, BLOCK_N)
         k_at = at.to(tl.int64) * k_t
-        s = dot(q1, tl.trans(load_rows(k, k_at, at < T, K, 0, K1, WIDE)))
-        if K2 > 0:
-            s += dot(q2, tl.trans(load_rows(k, k_at, at < T, K, K1, K2, WIDE)))
+        s, _, _ = dot_rows(q1, q2, k, k_at, at < T, K, K1, K2, WIDE)
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
         _, top, total, _ = soften(s, top, total)

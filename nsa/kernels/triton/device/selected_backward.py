@@ -7,9 +7,18 @@ to slots, which `add_slots` adds, in order. No atomics: the same bits every time
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.range_backward import probabilities
-from nsa.kernels.triton.device.selected_common import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
-from nsa.kernels.triton.device.tile import dot, load_rows, rounded, store_rows
+from nsa.kernels.triton.device.range_backward import probabilities, products, store_gradients
+from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.tile import (
+    dot,
+    heads_of,
+    load_both,
+    load_rows,
+    rounded,
+    store_both,
+    store_rows,
+    zeros_both,
+)
 
 
 @triton.jit
@@ -44,12 +53,10 @@ def selected_backward_kernel(
     bg, window, first, end, needed = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
     b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
     step, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
-    k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
-    dk1, dv1 = tl.zeros([BLOCK_N, K1], tl.float32), tl.zeros([BLOCK_N, V1], tl.float32)
-    if K2 > 0:
-        k2, dk2 = load_rows(k, k_at, inside, K, K1, K2, WIDE), tl.zeros([BLOCK_N, K2], tl.float32)
-    if V2 > 0:
-        v2, dv2 = load_rows(v, v_at, inside, V, V1, V2, WIDE), tl.zeros([BLOCK_N, V2], tl.float32)
+    k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
+    v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
+    dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
+    dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 
     for m in tl.range(first * R, end * R, BLOCK_M):
         row = m + tl.arange(0, BLOCK_M)
@@ -61,15 +68,9 @@ def selected_backward_kernel(
         flat = ((b * n_queries + query) * G + g) * R + head
         lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
         delta_M = tl.load(delta + flat, mask=ok, other=0.0)
-        q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
-        s = dot(k1, tl.trans(q1))
-        dp = dot(v1, tl.trans(do1))
-        if K2 > 0:
-            q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
-            s += dot(k2, tl.trans(q2))
-        if V2 > 0:
-            do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
-            dp += dot(v2, tl.trans(do2))
+        s, dp, q1, q2, do1, do2 = products(
+            k1, k2, v1, v2, q, dout, q_at, do_at, ok, K, K1, K2, V, V1, V2, WIDE
+        )  # fmt: skip
         end_M = ends_of(begin_M, last_M, window, L)
         visible = (at[:, None] >= begin_M[None, :]) & (at[:, None] <= end_M[None, :])
         p = probabilities(s, lse_M[None, :], visible, scale)
@@ -87,12 +88,7 @@ def selected_backward_kernel(
 
     part_at = tl.program_id(0).to(tl.int64) * L + step
     kept = (step < L) & needed
-    store_rows(dk_part, part_at * K, kept, dk1, K, 0, K1)
-    store_rows(dv_part, part_at * V, kept, dv1, V, 0, V1)
-    if K2 > 0:
-        store_rows(dk_part, part_at * K, kept, dk2, K, K1, K2)
-    if V2 > 0:
-        store_rows(dv_part, part_at * V, kept, dv2, V, V1, V2)
+    store_gradients(dk_part, dv_part, part_at, kept, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)
 
 
 @triton.jit
@@ -102,9 +98,7 @@ def add_slots_kernel(
     N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
-    sum1 = tl.zeros([BLOCK_M, K1], tl.float32)
-    if K2 > 0:
-        sum2 = tl.zeros([BLOCK_M, K2], tl.float32)
+    sum1, sum2 = zeros_both(BLOCK_M, K1, K2)
     for n in tl.range(0, N):
         base, here, across = slots_of(
             idx, last, origin, b, g, query, ok, n, S, n_windows, origin_b, origin_s, G, N, L
@@ -116,9 +110,7 @@ def add_slots_kernel(
             if K2 > 0:
                 sum2 += load_rows(slot, at * K, written, K, K1, K2, False).to(tl.float32)
     flat = ((b * n_queries + query) * G + g) * R + head
-    store_rows(dq, flat * K, ok, sum1, K, 0, K1)
-    if K2 > 0:
-        store_rows(dq, flat * K, ok, sum2, K, K1, K2)
+    store_both(dq, flat * K, ok, sum1, sum2, K, K1, K2)
 
 
 @triton.jit
@@ -135,9 +127,7 @@ def add_pieces_kernel(
     at = window * L + step
     ok = (step < L) & (at < T)
     flat = ((b.to(tl.int64) * T + at) * G + g) * X
-    sum1 = tl.zeros([BLOCK_N, X1], tl.float32)
-    if X2 > 0:
-        sum2 = tl.zeros([BLOCK_N, X2], tl.float32)
+    sum1, sum2 = zeros_both(BLOCK_N, X1, X2)
     if MORE:
         sum1 += load_rows(total, flat, ok, X, 0, X1, False)
         if X2 > 0:
@@ -147,6 +137,4 @@ def add_pieces_kernel(
         sum1 += load_rows(part, part_at, ok, X, 0, X1, False)
         if X2 > 0:
             sum2 += load_rows(part, part_at, ok, X, X1, X2, False)
-    store_rows(total, flat, ok, sum1, X, 0, X1)
-    if X2 > 0:
-        store_rows(total, flat, ok, sum2, X, X1, X2)
+    store_both(total, flat, ok, sum1, sum2, X, X1, X2)

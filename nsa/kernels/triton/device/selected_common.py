@@ -35,14 +35,6 @@ def keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L: tl.constexpr, BLOC
 
 
 @triton.jit
-def heads_of(S, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
-    """This program's batch, group, and query heads: query, head, and which of them there are."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
-    return b, g, (row // R).to(tl.int64), row % R, row < S * R
-
-
-@triton.jit
 def reader_of(pairs, begins, entry, ok, window, N: tl.constexpr, L: tl.constexpr):
     """Of entries: the query, the slot of what it gets here, and the first key of its block."""
     pair = tl.load(pairs + entry, mask=ok, other=0)

@@ -7,8 +7,19 @@ them would cost the software pipeline. Log-sum-exps of slots are in base 2.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.selected_common import ends_of, heads_of, keys_of, piece_of, reader_of, slots_of
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, load_rows, rounded, store_rows
+from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.tile import (
+    LN2,
+    LOG2E,
+    dot,
+    heads_of,
+    load_both,
+    load_rows,
+    rounded,
+    store_both,
+    store_rows,
+    zeros_both,
+)
 
 
 @triton.jit
@@ -25,11 +36,8 @@ def selected_forward_kernel(
     bg, window, first, end, _ = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
     b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
     _, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
-    k1, v1 = load_rows(k, k_at, inside, K, 0, K1, WIDE), load_rows(v, v_at, inside, V, 0, V1, WIDE)
-    if K2 > 0:
-        k2 = load_rows(k, k_at, inside, K, K1, K2, WIDE)
-    if V2 > 0:
-        v2 = load_rows(v, v_at, inside, V, V1, V2, WIDE)
+    k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
+    v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
 
     for m in tl.range(first * R, end * R, BLOCK_M):
         row = m + tl.arange(0, BLOCK_M)
@@ -66,9 +74,7 @@ def merge_slots_kernel(
     b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
-    if V2 > 0:
-        acc2 = tl.zeros([BLOCK_M, V2], tl.float32)
+    acc1, acc2 = zeros_both(BLOCK_M, V1, V2)
     for n in tl.range(0, N):
         base, here, across = slots_of(
             idx, last, origin, b, g, query, ok, n, S, n_windows, origin_b, origin_s, G, N, L
@@ -89,7 +95,5 @@ def merge_slots_kernel(
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
     flat = ((b * n_queries + query) * G + g) * R + head
-    store_rows(out, flat * V, ok, acc1 / total[:, None], V, 0, V1)
-    if V2 > 0:
-        store_rows(out, flat * V, ok, acc2 / total[:, None], V, V1, V2)
+    store_both(out, flat * V, ok, acc1 / total[:, None], acc2 / total[:, None], V, V1, V2)
     tl.store(lse + flat, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2), mask=ok)

@@ -53,9 +53,73 @@ def store_rows(base, offset, ok, x, N: tl.constexpr, BEGIN: tl.constexpr, WIDTH:
 
 
 @triton.jit
+def load_both(base, offset, ok, N: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, WIDE: tl.constexpr):
+    """Both parts of rows of N columns. N2 = 0: there is one part, and the second result is not to be used."""
+    first = load_rows(base, offset, ok, N, 0, N1, WIDE)
+    second = first
+    if N2 > 0:
+        second = load_rows(base, offset, ok, N, N1, N2, WIDE)
+    return first, second
+
+
+@triton.jit
+def store_both(base, offset, ok, first, second, N: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    store_rows(base, offset, ok, first, N, 0, N1)
+    if N2 > 0:
+        store_rows(base, offset, ok, second, N, N1, N2)
+
+
+@triton.jit
+def zeros_both(ROWS: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    """Accumulators for both parts."""
+    first = tl.zeros([ROWS, N1], tl.float32)
+    second = first
+    if N2 > 0:
+        second = tl.zeros([ROWS, N2], tl.float32)
+    return first, second
+
+
+@triton.jit
 def dot(a, b):
     """In full fp32 for fp32 operands; half-precision ones are exact in the tensor cores anyway."""
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_rows(
+    a1, a2, base, offset, ok, N: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """a · bᵀ over both parts of their rows, and b's parts, loaded one at a time: both at once would cost registers."""
+    b1 = load_rows(base, offset, ok, N, 0, N1, WIDE)
+    b2 = b1
+    s = dot(a1, tl.trans(b1))
+    if N2 > 0:
+        b2 = load_rows(base, offset, ok, N, N1, N2, WIDE)
+        s += dot(a2, tl.trans(b2))
+    return s, b1, b2
+
+
+@triton.jit
+def heads_of(S, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's batch, group, and query heads: query, head, and which of them exist."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    return b, g, (row // R).to(tl.int64), row % R, row < S * R
+
+
+@triton.jit
+def heads_with_range(lo, hi, S, T, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Like `heads_of`, with the range of keys [lo, hi) that each query head sees.
+
+    The batch is an int32 here, widened where it is multiplied: as an int64 it cost registers in every range kernel.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, g = tl.program_id(1) // G, tl.program_id(1) % G
+    query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
+    bounds = b.to(tl.int64) * S + query
+    lo_M = tl.load(lo + bounds, mask=ok, other=T)
+    hi_M = tl.load(hi + bounds, mask=ok, other=0)
+    return b, g, query, head, ok, lo_M, hi_M
 
 
 @triton.jit
