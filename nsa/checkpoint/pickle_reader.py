@@ -108,11 +108,7 @@ def _describe(item: Any) -> str:
     return "an object without its state" if isinstance(item, PendingObject) else type(item).__name__
 
 
-class _StackMark:
-    pass
-
-
-_MARK = _StackMark()
+_MARK = object()
 
 
 class _PickleMachine:

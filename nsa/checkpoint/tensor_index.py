@@ -63,7 +63,7 @@ def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
     pieces: dict[MetadataIndex, PieceLocation] = index.storage_data
     for place in pieces.values():
         if place.relative_path not in sizes:
-            raise PickleRefused(f"it points at {place.relative_path!r}, which is not beside it")
+            raise PickleRefused(f"it points at {place.relative_path!r}, which is not in its folder")
         if place.offset + place.length > sizes[place.relative_path]:
             raise PickleRefused(f"it points beyond the end of {place.relative_path}")
         taken[place.relative_path] = taken.get(place.relative_path, 0) + place.length
@@ -72,7 +72,7 @@ def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
     for key, described in index.state_dict_metadata.items():
         if type(described) is BytesStorageMetadata:
             if MetadataIndex(key) not in pieces:
-                raise PickleRefused(f"it has no place for {key!r}")
+                raise PickleRefused(f"it has no location for {key!r}")
             continue
         assert isinstance(described, TensorStorageMetadata)
         covered = 0
@@ -80,12 +80,12 @@ def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
             place_of_chunk = pieces.get(MetadataIndex(key, chunk.offsets))
             numel = math.prod(chunk.sizes)
             if place_of_chunk is None or numel * described.properties.dtype.itemsize > place_of_chunk.length:
-                raise PickleRefused(f"a piece of {key!r} is larger than its place, or has none")
+                raise PickleRefused(f"a piece of {key!r} is larger than its location, or has none")
             if not len(chunk.offsets) == len(chunk.sizes) == len(described.size) or any(
                 start + length > whole
                 for start, length, whole in zip(chunk.offsets, chunk.sizes, described.size, strict=True)
             ):
-                raise PickleRefused(f"a piece of {key!r} lies outside of its tensor")
+                raise PickleRefused(f"a piece of {key!r} is outside of its tensor")
             covered += numel
         if covered != math.prod(described.size):
             raise PickleRefused(f"the pieces of {key!r} have {covered} of its {math.prod(described.size)} values")

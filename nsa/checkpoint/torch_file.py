@@ -69,7 +69,7 @@ class _UnreadArray:
 
 
 class _FileWindow(io.RawIOBase):
-    """A part of a file as a file of its own, for listing its records."""
+    """A part of a file as a seekable file, for listing its records."""
 
     def __init__(self, read: Callable[[int, int], bytes | bytearray | memoryview], size: int) -> None:
         self._read, self._size, self._at = read, size, 0
@@ -121,7 +121,7 @@ class _ZipArchive:
         except PickleRefused:
             raise
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, IndexError) as error:
-            raise PickleRefused(f"it is no archive as torch.save writes it ({error})") from error
+            raise PickleRefused(f"it is not an archive written by torch.save ({error})") from error
         self._records = {info.filename.partition("/")[2]: info for info in infos}
         if len(self._records) != len(infos):
             raise PickleRefused("it holds two records of the same name")
@@ -161,11 +161,11 @@ class _ZipArchive:
     def _storage(self, pid: Any) -> _TensorStorage:
         kind, name, key, _location, numel = pid
         if kind != "storage" or type(name) is not PickledName or type(key) is not str or type(numel) is not int:
-            raise PickleRefused("it asks for a persistent object that is no storage")
+            raise PickleRefused("it refers to a persistent object that is not a storage")
         dtype = None if name == _UNTYPED else _STORAGES[name.name]
         _, size = self._place(f"data/{key}")
         if numel < 0 or size != numel * (1 if dtype is None else dtype.itemsize):
-            raise PickleRefused(f"it says that a storage of {size} bytes has {numel} values")
+            raise PickleRefused(f"it has a storage of {size} bytes for {numel} values")
         return _TensorStorage(memoryview(self._record(f"data/{key}")) if self._with_tensors else None, size, dtype)
 
 
@@ -204,20 +204,20 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
         or len(values) > _MOST_DIMENSIONS
         or any(type(value) is not int or not 0 <= value < 2**62 for value in values)
     ):
-        raise PickleRefused("it gives a tensor a shape that is none")
+        raise PickleRefused("it gives a tensor an invalid shape")
     return tuple(values)
 
 
 def _pairs(items: Any) -> list[tuple[Any, Any]]:
     pairs = [tuple(pair) for pair in items]
     if any(len(pair) != 2 or type(pair[0]) is not str for pair in pairs):
-        raise PickleRefused("it has a dictionary whose keys are no text")
+        raise PickleRefused("it has a dictionary whose keys are not text")
     return pairs
 
 
 def _require_tensor(data: Any) -> Tensor:
     if type(data) is not Tensor:
-        raise PickleRefused("it makes a parameter of something that is no tensor")
+        raise PickleRefused("it makes a parameter of something that is not a tensor")
     return data
 
 
@@ -239,7 +239,7 @@ def _tensor(
     dtype: Any = None,
 ) -> Tensor:
     if type(storage) is not _TensorStorage or hooks or metadata:
-        raise PickleRefused("it makes a tensor of something that is no storage, or gives it hooks")
+        raise PickleRefused("it makes a tensor of something that is not a storage, or gives it hooks")
     dtype = dtype if storage.dtype is None else storage.dtype
     size, stride, (offset,) = whole_numbers(size), whole_numbers(stride), whole_numbers((offset,))
     if type(dtype) is not torch.dtype or len(size) != len(stride):
@@ -257,23 +257,23 @@ def _tensor(
         flat = torch.frombuffer(storage.content, dtype=dtype, count=available)
         return flat.as_strided(size, stride, offset)
     except (RuntimeError, ValueError) as error:
-        raise PickleRefused(f"it makes a tensor that cannot be ({error})") from error
+        raise PickleRefused(f"it makes an invalid tensor ({error})") from error
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
     if type(text) is not str or encoding != "latin1":
-        raise PickleRefused("it encodes something else than bytes")
+        raise PickleRefused("it encodes something other than bytes")
     return text.encode("latin1")
 
 
 def _numpy_dtype(kind: Any, align: Any = False, copy: Any = False) -> PendingObject:
-    """Numbers only: a dtype of objects or of fields holds more than bytes."""
+    """Numbers only: a dtype of objects or fields holds more than bytes."""
     if type(kind) is not str or kind not in _ARRAY_KINDS:
         raise PickleRefused(f"it has an array of type {kind!r}")
 
     def finish(state: Any) -> _UnreadArray:
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", "|"):
-            raise PickleRefused("it has an array in another order of bytes")
+            raise PickleRefused("it has an array in another byte order")
         return _UnreadArray(kind)
 
     return PendingObject(finish)
@@ -287,9 +287,9 @@ def _array(with_tensors: bool, kind: Any, shape: Any, code: Any) -> PendingObjec
         _version, shape, dtype, fortran, content = state
         shape = whole_numbers(shape)
         if type(dtype) is not _UnreadArray or type(content) is not bytes or type(fortran) is not bool:
-            raise PickleRefused("it makes an array of something that is no bytes")
+            raise PickleRefused("it makes an array of something that is not bytes")
         if len(content) != math.prod(shape) * dtype.itemsize:
-            raise PickleRefused("it says that an array has another size than its bytes")
+            raise PickleRefused("it has an array whose size differs from its bytes")
         if not with_tensors:
             return dtype
         import numpy

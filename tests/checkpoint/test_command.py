@@ -1,4 +1,4 @@
-"""`nsa checkpoint`, as a user types it."""
+"""The commands of `nsa checkpoint`."""
 
 import os
 import shutil

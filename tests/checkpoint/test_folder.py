@@ -1,4 +1,4 @@
-"""Checkpoints are whole, found newest first, and a bad one is named, left alone and passed over."""
+"""Commit, fallback, retention and cleanup: the newest complete checkpoint is found, a bad one reported and kept."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One run per folder; the lock of a dead process is no lock."""
+"""Single-writer lock of a run folder; it does not outlive its process."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What torch.save writes is read without torch.load, the same values, and nothing that torch.save would not write."""
+"""The safe reader returns what torch.load would for files of torch.save, and refuses everything else."""
 
 import contextlib
 import io

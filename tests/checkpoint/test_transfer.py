@@ -1,4 +1,4 @@
-"""An object store has no rename: a checkpoint exists when its COMMIT.json does, and not before."""
+"""push and pull: a checkpoint in an object store exists only once its COMMIT.json does; hostile stores are bounded."""
 
 import logging
 import os
