@@ -140,6 +140,9 @@ def pull(
     run: Path = typer.Argument(..., metavar="RUN", help="The run folder to download the newest valid checkpoint into."),
     key_file: Path = _KEY,
     max_gib: float = typer.Option(None, "--max-gib", help="Refuse checkpoints larger than this.", min=0.0),
+    allow_empty: bool = typer.Option(
+        False, "--allow-empty", help="Exit code 0 if the store has no checkpoint yet; damaged ones remain an error."
+    ),
 ) -> None:
     """Download the newest valid checkpoint from an object store into a run folder and verify it.
 
@@ -158,6 +161,9 @@ def pull(
         found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
     for finding in found.passed_over:
         say(f"WARNING: passed over {finding}")
+    if found.path is None and allow_empty and not found.passed_over:
+        say(f"{url} has no checkpoint yet")
+        return
     if found.path is None:
         raise CheckpointError(f"{url} holds no good checkpoint.")
     say(f"wrote {found.path}")

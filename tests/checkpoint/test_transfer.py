@@ -265,6 +265,10 @@ def test_the_commands(client, folder, tmp_path):
     there = tmp_path / "there"
     assert run.invoke(app, ["pull", URL, str(there)]).stdout == f"wrote {there}/checkpoints/step2\n"
     assert isinstance(run.invoke(app, ["pull", "s3://models/nothing", str(there)]).exception, CheckpointError)
+    assert run.invoke(app, ["pull", "--allow-empty", "s3://models/nothing", str(there)]).exit_code == 0
+    client.put_object(Bucket="models", Key="team/run/step2/COMMIT.json", Body=b"{}")
+    damaged = run.invoke(app, ["pull", "--allow-empty", URL, str(tmp_path / "other")])
+    assert isinstance(damaged.exception, CheckpointError)
 
 
 def hostile(folder: CheckpointFolder, step: int, change) -> None:

@@ -195,7 +195,7 @@ class StandIn:
             f'#!/bin/sh\necho "$@" >>{at}/calls\n'
             'case $1 in preflight) exit "${PREFLIGHT_CODE:-0}" ;; launch) mkdir -p "$RUN/checkpoints/latest"; exit '
             '"${LAUNCH_CODE:-0}" ;; esac\n'
-            'case $2 in pull) echo "$PULL_SAYS"; exit "$PULL_CODE" ;; esac\n'
+            'case $2 in pull) [ "$PULL_FINDS" = 0 ] || mkdir -p "$RUN/checkpoints/latest"; exit "$PULL_CODE" ;; esac\n'
         )
         (at / "bin/nsa").chmod(0o755)
 
@@ -225,19 +225,18 @@ def test_a_pod_checks_once_and_ends_with_the_code_of_the_launcher(tmp_path, life
 
 
 @pytest.mark.parametrize(
-    ("pull", "says", "calls", "code"),
+    ("pull", "finds", "calls", "code"),
     [
-        ("0", "wrote step5", ["checkpoint pull", "launch --resume", "checkpoint push"], 10),
-        ("22", "s3://b holds no good checkpoint.",
-         ["checkpoint pull", "preflight --resume", "launch --resume", "checkpoint push"], 10),
-        ("22", "WARNING: passed over step5\ns3://b holds no good checkpoint.", ["checkpoint pull"], 22),
-        ("1", "could not connect", ["checkpoint pull"], 1),
+        ("0", "1", ["checkpoint pull", "launch --resume", "checkpoint push"], 10),
+        ("0", "0", ["checkpoint pull", "preflight --resume", "launch --resume", "checkpoint push"], 10),
+        ("22", "0", ["checkpoint pull"], 22),  # only damaged checkpoints
+        ("1", "0", ["checkpoint pull"], 1),  # unreachable
     ],
-)  # fmt: skip
-def test_a_spot_node_goes_on_from_the_bucket_and_never_begins_anew_by_mistake(tmp_path, pull, says, calls, code):
+)
+def test_a_spot_node_goes_on_from_the_bucket_and_never_begins_anew_by_mistake(tmp_path, pull, finds, calls, code):
     stand_in = StandIn(tmp_path)
     env = {**TASK["envs"], "BUCKET": "s3://b", "RUN": str(tmp_path / "run"), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    told = dict(PULL_CODE=pull, PULL_SAYS=says, LAUNCH_CODE="10")
+    told = dict(PULL_CODE=pull, PULL_FINDS=finds, LAUNCH_CODE="10")
     assert stand_in.run(["bash", "-c", TASK["run"]], **{**env, **told}) == code
     assert stand_in.calls() == calls
 
