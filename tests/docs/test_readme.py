@@ -1,0 +1,79 @@
+"""Every number in the prose of README.md is read from its source here, and no other number is in it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nsa.geometry import Geometry
+from tests.shapes import HEADS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LENGTHS = ("8k", "16k", "32k", "64k")
+CONFIGS = {"125M at 8k": "base_125m_8k", "1B at 32k": "base_1b_32k", "7B at 128k": "base_7b_128k"}
+
+
+def speed_ups(op: str, file: str) -> dict[str, str]:
+    """Length → median ratio to dense SDPA of the compiled CPU kernels in fp32, as `nsa bench` wrote it."""
+    rows = (line.split(" | ") for line in (ROOT / "bench/results" / file).read_text().splitlines())
+    return {
+        row[2]: row[7].split()[0]
+        for row in rows
+        if len(row) > 7 and (row[0].removeprefix("| "), row[1], row[3]) == (op, "fp32", "cpu")
+    }
+
+
+TABLE = {
+    "forward": speed_ups("attention", "attention_base.md"),
+    "forward and backward": speed_ups("attention fwd+bwd", "attention_base.md"),
+    "decode": speed_ups("decode", "decode_base.md"),
+}
+
+
+def prose() -> str:
+    """README without code, link targets and names that contain digits (SHA-256, d_k, FSDP2, …)."""
+    text = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"arXiv [\d.]+|SHA-256|FSDP2|\bS3\b|USR[12]|Apache-2\.0|\[docs/[^\]]*\]", "", text)
+
+
+def test_the_keys_that_a_token_reads():
+    assert f"position 64,000 reads {Geometry().reads(64_000):,} keys instead of 64,000" in " ".join(README.split())
+
+
+def test_the_tested_heads_per_group():
+    tested = sorted({heads // groups for heads, groups in HEADS})
+    assert f"tested with {', '.join(map(str, tested[:-1]))} and {tested[-1]}" in README
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_the_speed_ups_are_those_of_the_recorded_benchmark(row):
+    figures = " | ".join(TABLE[row][length] for length in LENGTHS)
+    assert f"| {row} | {figures} |" in README
+
+
+def test_the_long_context_configs():
+    from nsa.config import load
+
+    for text, name in CONFIGS.items():
+        assert f"[{text}](configs/{name}.yaml)" in README
+        length = load(ROOT / "configs" / f"{name}.yaml").train.seq_len
+        assert text.endswith(f" {length // 1024}k")
+
+
+def test_the_torch_version_is_one_that_the_package_accepts():
+    pinned = re.search(r"pip install torch==(\d+)\.(\d+)\.", README)
+    assert (
+        f'"torch>={pinned[1]}.{pinned[2]},<{pinned[1]}.{int(pinned[2]) + 1}"' in (ROOT / "pyproject.toml").read_text()
+    )
+
+
+def test_no_other_number_is_in_the_prose():
+    known = {"64,000", f"{Geometry().reads(64_000):,}", *(str(heads // groups) for heads, groups in HEADS)}
+    known |= {length.removesuffix("k") for length in LENGTHS}
+    known |= {ratio for row in TABLE.values() for ratio in row.values()}
+    known |= set(re.findall(r"\d+", " ".join(CONFIGS)))
+    found = {number.rstrip(".,") for number in re.findall(r"\d[\d,.]*", prose())}
+    assert found <= known, sorted(found - known)
