@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nsa.cli.outputs import require_writable_folder
-from nsa.cli.terminal import say
+from nsa.cli.outputs import print_line, require_writable_folder
 from nsa.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,13 +35,13 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
         if verdict.manifest is not None and verdict.good:
             size = f"{verdict.manifest.bytes / 2**20:10.1f} MiB  {len(verdict.manifest.files):5d} files"
             why = f"saved: {verdict.manifest.reason:9}  kept: {', '.join(kept.get(step, ())) or 'no longer'}"
-            say(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}  {why}{mark}")
+            print_line(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}  {why}{mark}")
         else:
-            say(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
+            print_line(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
     if not folder.steps():
-        say(f"{folder.path} holds no checkpoint")
+        print_line(f"{folder.path} holds no checkpoint")
     if owner := holder(folder.path.parent):
-        say(f"in use by {owner}")
+        print_line(f"in use by {owner}")
 
 
 @app.command()
@@ -73,11 +72,11 @@ def verify(
             manifest = require_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
             bad += 1
-            say(f"BAD   {error}")
+            print_line(f"BAD   {error}")
         else:
             assert manifest is not None
             signature = ", signed" if key else ""
-            say(f"good  {checkpoint} ({len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB{signature})")
+            print_line(f"good  {checkpoint} ({len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB{signature})")
     if bad:
         raise typer.Exit(CheckpointError.exit_code)
 
@@ -109,13 +108,13 @@ def export(
         key = read_key(key_file) if key_file else None
         found = _open(checkpoint, key_file).find_resumable(lambda path: require_trustworthy(path, key=key))
         for finding in found.passed_over:
-            say(f"WARNING: passed over {finding}")
+            print_line(f"WARNING: passed over {finding}")
         if found.path is None:
             raise CheckpointError(f"{checkpoint} holds no good checkpoint to export.")
         source = found.path
     key = read_key(key_file) if key_file else None
     for path in write(source, out, key=key, allow_foreign=allow_foreign):
-        say(f"wrote {path} from {source.name}")
+        print_line(f"wrote {path} from {source.name}")
 
 
 @app.command()
@@ -131,7 +130,7 @@ def push(
     from nsa.checkpoint.manifest import read_key
     from nsa.checkpoint.transfer import push as copy
 
-    say(f"wrote {copy(_resolved(checkpoint), url, key=read_key(key_file) if key_file else None)}")
+    print_line(f"wrote {copy(_resolved(checkpoint), url, key=read_key(key_file) if key_file else None)}")
 
 
 @app.command()
@@ -160,13 +159,13 @@ def pull(
         limit = None if max_gib is None else int(max_gib * GIB)
         found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
     for finding in found.passed_over:
-        say(f"WARNING: passed over {finding}")
+        print_line(f"WARNING: passed over {finding}")
     if found.path is None and allow_empty and not found.passed_over:
-        say(f"{url} has no checkpoint yet")
+        print_line(f"{url} has no checkpoint yet")
         return
     if found.path is None:
         raise CheckpointError(f"{url} holds no good checkpoint.")
-    say(f"wrote {found.path}")
+    print_line(f"wrote {found.path}")
 
 
 def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPolicy":

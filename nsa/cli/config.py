@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nsa.cli.terminal import say
+from nsa.cli.outputs import print_line
 from nsa.errors import ConfigError
 from nsa.terminal_text import printable
 
@@ -64,9 +64,9 @@ def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config f
             failed = True
             print(printable(error, keep_newlines=True))
         else:
-            say(f"{file} is valid")
+            print_line(f"{file} is valid")
             for notice in config.notices:
-                say(f"  - notice: {notice}")
+                print_line(f"  - notice: {notice}")
     if failed:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -80,7 +80,7 @@ def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Output folder 
     from nsa.config.docs import write
 
     for path in write(folder):
-        say(f"wrote {path}")
+        print_line(f"wrote {path}")
 
 
 def resolve(arguments: list[str]) -> "RunConfig":

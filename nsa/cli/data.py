@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
-from nsa.cli.terminal import say
+from nsa.cli.outputs import print_line
 from nsa.errors import ConfigError, DataError
 from nsa.terminal_text import printable
 
@@ -102,11 +102,11 @@ def demo(
 
         built = build_demo(folder, megabytes=mb, progress=show)
     for package in built.packages:
-        say(
+        print_line(
             f"{package['package']:24} {package['version']:24} {package['documents']:>6} documents "
             f"{int(package['text_bytes']) / 1e6:8.2f} MB  {package['licence']}"
         )
-    say(f"{built.documents} documents, {built.text_bytes / 1e6:.2f} MB of text, {built.files} files in {folder}")
+    print_line(f"{built.documents} documents, {built.text_bytes / 1e6:.2f} MB of text, {built.files} files in {folder}")
 
 
 @tokenizer_app.command("train")
@@ -126,8 +126,8 @@ def train_tokenizer(
     from nsa.data.tokenizer import train_bpe
 
     tokenizer = train_bpe(sample_texts(open_source(source), seed=seed, max_bytes=int(mb * 1e6)), vocab_size, path)
-    say(f"{path}: {tokenizer.vocab_size} tokens, end-of-document token {tokenizer.eos_id}")
-    say(f"fingerprint {tokenizer.fingerprint}")
+    print_line(f"{path}: {tokenizer.vocab_size} tokens, end-of-document token {tokenizer.eos_id}")
+    print_line(f"fingerprint {tokenizer.fingerprint}")
 
 
 @data_app.command()
@@ -261,7 +261,7 @@ def verify(prepared: SetArgument) -> None:
     if damaged:
         _print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged])
         raise DataError(f"{len(damaged)} file(s) of {prepared} are damaged. Restore them, or prepare the set again.")
-    say(f"{prepared}: all files match ({total:,} bytes)")
+    print_line(f"{prepared}: all files match ({total:,} bytes)")
 
 
 @data_app.command()

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nsa.cli.outputs import require_writable_folder
+from nsa.cli.outputs import print_line, require_writable_folder
 from nsa.cli.sigterm import sigterm_as_interrupt
-from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def drill(
         wide.print(_table(ordered))
         for row in ordered:
             for unmet in row.unmet:
-                say(f"{row.fault}: {unmet}")
+                print_line(f"{row.fault}: {unmet}")
     bad = sum(not row.holds for row in ordered)
     minutes = f"{(time.monotonic() - began) / 60:.1f} minutes"
     console.print(f"{len(ordered) - bad} of {len(ordered)} rows hold, {minutes}")

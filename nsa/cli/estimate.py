@@ -38,7 +38,7 @@ def estimate(
     config = resolve(arguments or [])
 
     from nsa.planning.hardware import parse_target
-    from nsa.planning.preflight import check_names, demand, failed, judge
+    from nsa.planning.preflight import check_names, failed, judge, require_passed
     from nsa.train.preflight_facts import gather
 
     check_names(allow)
@@ -50,7 +50,7 @@ def estimate(
         print(json.dumps({**found, "refused_by": [verdict.rule for verdict in failed(verdicts)]}, indent=2))
     elif facts.estimate is not None:
         _print(facts.estimate)
-    demand(verdicts)
+    require_passed(verdicts)
 
 
 def as_dict(found: "RunEstimate") -> dict[str, Any]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import typer
 
-from nsa.cli.outputs import require_writable_file
-from nsa.cli.terminal import complain
+from nsa.cli.outputs import print_error, require_writable_file
 
 
 def exporter(
@@ -32,7 +31,7 @@ def exporter(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if not is_loopback(host):
-        complain(
+        print_error(
             f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can read run "
             f"names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}, without a "
             f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.config import resolve
+from nsa.cli.outputs import print_line
 from nsa.cli.preflight import ALLOW_HELP
-from nsa.cli.terminal import say
 from nsa.train.start_options import StartOptions
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def launch_ranks(
     _require_preflight(config, nproc, settings.nodes(), options)
     if options.clear_halt:
         _clear_halt(settings.run_folder)
-    return run(settings, lambda text: say(f"launch: {text}"), _show)
+    return run(settings, lambda text: print_line(f"launch: {text}"), _show)
 
 
 def _require_preflight(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
@@ -114,7 +114,7 @@ def _clear_halt(folder: Path) -> None:
     from nsa.observe.run_folder import RunFolder
 
     if aside := halt_file.clear(folder, now=time.time(), step=RunFolder(folder).last_step()):
-        say(f"launch: moved the existing .HALT to {aside}")
+        print_line(f"launch: moved the existing .HALT to {aside}")
 
 
 def _show(text: str) -> None:

@@ -23,8 +23,7 @@ from nsa.cli import (
     watch,
 )
 from nsa.cli.data import data_app
-from nsa.cli.outputs import explain
-from nsa.cli.terminal import complain
+from nsa.cli.outputs import explain, print_error
 from nsa.errors import ConfigError, NSAError
 
 # Optional packages, and the extra that installs each.
@@ -83,7 +82,7 @@ def main() -> None:
     try:
         app()
     except NSAError as error:
-        complain(f"{type(error).__name__}: {error}")
+        print_error(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -99,7 +98,7 @@ def main() -> None:
     except OSError as error:
         if (explained := explain(error)) is None:
             raise
-        complain(f"{type(explained).__name__}: {explained}")
+        print_error(f"{type(explained).__name__}: {explained}")
         sys.exit(explained.exit_code)
 
 

@@ -1,14 +1,26 @@
-"""Writability checks for output paths before a long command, and messages for disk and path errors."""
+"""Printing with escaped control characters, writability checks of output paths, and messages for disk errors."""
 
 import errno
+import sys
 from pathlib import Path
 
 from nsa.errors import OutputError
 from nsa.files import NO_ROOM
+from nsa.terminal_text import printable
 
 _WRONG_PATH = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
+
+
+def print_line(text: object) -> None:
+    """Print one line to stdout. Control characters in names, manifests, records and errors are escaped."""
+    print(printable(text), flush=True)
+
+
+def print_error(text: object) -> None:
+    """Print an error, which may have several lines, to stderr."""
+    print(printable(text, keep_newlines=True), file=sys.stderr, flush=True)
 
 
 def require_writable_file(*paths: Path | None) -> None:

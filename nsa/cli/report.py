@@ -4,8 +4,7 @@ from pathlib import Path
 
 import typer
 
-from nsa.cli.outputs import require_writable_file
-from nsa.cli.terminal import say
+from nsa.cli.outputs import print_line, require_writable_file
 
 DEFAULT_NAME = "report.html"
 
@@ -30,4 +29,4 @@ def report(
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    say(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")
+    print_line(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")

@@ -8,8 +8,8 @@ import typer
 
 from nsa.cli.config import resolve
 from nsa.cli.launch import CLEAR_HALT_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
+from nsa.cli.outputs import print_line
 from nsa.cli.preflight import ALLOW_HELP
-from nsa.cli.terminal import say
 from nsa.errors import ConfigError
 from nsa.names import PROGRESS
 from nsa.terminal_text import printable
@@ -105,13 +105,13 @@ class _PlainProgress:
     """One line per record, for logs."""
 
     def line(self, text: str) -> None:
-        say(text)
+        print_line(text)
 
     def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
         if beat.msg == PROGRESS:
             print(_progress(beat, steps), flush=True)
         elif beat.detail:
-            say(f"{beat.msg} at step {beat.step}: {beat.detail}")
+            print_line(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
     def evaluation(self, result: "EvaluationResult") -> None:
         print(f"step {result.step} · held-out loss {result.val_loss:.4f} over {result.tokens} tokens", flush=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa import names
-from nsa.cli.terminal import say
+from nsa.cli.outputs import print_line
 from nsa.errors import ConfigError, ExitCode
 from nsa.terminal_text import printable
 
@@ -107,9 +107,9 @@ def halt(
     folder = _folder(run, directory)
     who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
     if request(folder, reason, who):
-        say(f"requested halt of {folder}: {reason}")
+        print_line(f"requested halt of {folder}: {reason}")
     elif (existing := read(folder)) is not None:
-        say(f"{names.HALT} exists already: {existing.describe(time.time())}")
+        print_line(f"{names.HALT} exists already: {existing.describe(time.time())}")
     if wait:
         _wait_for_end(folder, timeout)
 
@@ -136,7 +136,7 @@ def smoke(
         )
     )
     for check in checks:
-        say(f"{'ok    ' if check.passed else 'FAILED'}  {check.name:16}  {check.text}")
+        print_line(f"{'ok    ' if check.passed else 'FAILED'}  {check.name:16}  {check.text}")
     raise typer.Exit(0 if all(check.passed for check in checks) else 1)
 
 
@@ -151,16 +151,16 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
         ended = bool(logs) and all(log.ended for log in logs)
         if ended and not reader.leaving():
             last = logs[0].last
-            say(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
+            print_line(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
             return
         if history.gone & history.present.keys():
             print(f"the process of rank {min(history.gone)} is gone without a final record")
             raise typer.Exit(1)
         if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
             shown = line
-            say(line)
+            print_line(line)
         if time.monotonic() > until:
-            say(f"not halted within {timeout_s:g} s; the run may hang: see nsa status {folder}")
+            print_line(f"not halted within {timeout_s:g} s; the run may hang: see nsa status {folder}")
             raise typer.Exit(1)
         time.sleep(0.2)
 
@@ -278,4 +278,4 @@ def _inside(folder: Path | None, name: str) -> Path:
 
 
 def _emit(line: str) -> None:
-    say(f"[{time.strftime('%H:%M:%S')}] {line}")
+    print_line(f"[{time.strftime('%H:%M:%S')}] {line}")

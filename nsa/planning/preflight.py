@@ -39,7 +39,7 @@ def failed(verdicts: Iterable[RuleVerdict]) -> list[RuleVerdict]:
     return [verdict for verdict in verdicts if verdict.status == RuleStatus.FAIL]
 
 
-def demand(verdicts: Iterable[RuleVerdict]) -> None:
+def require_passed(verdicts: Iterable[RuleVerdict]) -> None:
     """Raise with every rule that failed."""
     if not (found := failed(verdicts)):
         return

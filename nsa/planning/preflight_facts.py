@@ -77,7 +77,7 @@ class PreflightFacts:
     """One batch of the held-out split."""
 
 
-def look_at_folder(config: RunConfig, checkpoints: Sequence[int], in_use_by: str | None = None) -> FolderFacts:
+def read_folder_facts(config: RunConfig, checkpoints: Sequence[int], in_use_by: str | None = None) -> FolderFacts:
     """Read the run folder without changing it; a missing folder is empty, on the disk of its nearest parent."""
     folder = RunFolder(config.train.out_dir)
     other = _other_settings(config, folder.path / names.ENV)

@@ -14,8 +14,8 @@ from nsa.observe.run_folder import RunFolder, why_not_writable
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
 from nsa.planning.host_memory import host_memory
-from nsa.planning.preflight import demand, failed, judge
-from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, look_at_folder
+from nsa.planning.preflight import failed, judge, require_passed
+from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
 from nsa.planning.preflight_rules import HALT_FILE, HELD_OUT, why_no_fp16
 from nsa.storage import StorageFolder
 from nsa.train import datasets
@@ -134,7 +134,7 @@ def require_preflight(
         facts = replace(facts, folder=replace(facts.folder, halt=None))
     verdicts = [verdict for verdict in judge(facts, options.allow) if verdict.rule not in left_to_ranks]
     if {verdict.rule for verdict in failed(verdicts)} != {HALT_FILE}:
-        demand(verdicts)
+        require_passed(verdicts)
 
 
 def world_of(config: RunConfig, nproc: int, nodes: tuple[int, int]) -> RankInfo:
@@ -212,7 +212,7 @@ def _folder(config: RunConfig) -> FolderFacts:
         return FolderFacts(str(folder.path), problem=problem)
     held_by = holder(folder.path)
     steps = CheckpointFolder(folder.checkpoints).steps()
-    return look_at_folder(config, steps, in_use_by=str(held_by) if held_by else None)
+    return read_folder_facts(config, steps, in_use_by=str(held_by) if held_by else None)
 
 
 def _ranks_problem(config: RunConfig, world: int, local_world: int | None = None) -> str | None:

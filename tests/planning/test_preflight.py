@@ -8,7 +8,7 @@ from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, PreflightError
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import GIB, parse_target
-from nsa.planning.preflight import RuleStatus, check_names, demand, judge
+from nsa.planning.preflight import RuleStatus, check_names, judge, require_passed
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts
 from nsa.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
 
@@ -81,7 +81,7 @@ def test_a_broken_rule_is_found_alone_and_says_what_to_do(rule):
     verdict = next(verdict for verdict in judge(BROKEN[rule]) if verdict.rule == rule)
     assert verdict.fix or "must" in verdict.message
     with pytest.raises(PreflightError) as refusal:
-        demand(judge(BROKEN[rule]))
+        require_passed(judge(BROKEN[rule]))
     assert f"  - {rule}: {verdict.message[:40]}" in str(refusal.value)
 
 
@@ -89,7 +89,7 @@ def test_a_broken_rule_is_found_alone_and_says_what_to_do(rule):
 def test_an_allowed_rule_is_marked_and_lets_the_run_go(rule):
     verdicts = judge(BROKEN[rule], [rule])
     assert {verdict.rule for verdict in verdicts if verdict.status == RuleStatus.ALLOWED} == {rule}
-    demand(verdicts)
+    require_passed(verdicts)
 
 
 @pytest.mark.parametrize("rule", sorted(NEVER_ALLOWED))
@@ -97,7 +97,7 @@ def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
     with pytest.raises(ConfigError, match=rule):
         judge(BROKEN[rule], [rule])
     with pytest.raises(PreflightError) as refusal:
-        demand(judge(BROKEN[rule]))
+        require_passed(judge(BROKEN[rule]))
     assert f"--allow={rule}" not in str(refusal.value)
 
 
@@ -116,7 +116,7 @@ def test_all_reasons_are_told_at_once():
     wanted = {"precision", "gradient_checkpointing", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence"}
     assert failed(of) == wanted
     with pytest.raises(PreflightError) as refusal:
-        demand(judge(of))
+        require_passed(judge(of))
     assert all(f"- {rule}: " in str(refusal.value) and f"--allow={rule}" in str(refusal.value) for rule in wanted)
     assert refusal.value.exit_code == 2
 
@@ -185,7 +185,7 @@ def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
     found = statuses(of)
     for rule in ("disk", "data", "model", "step", "checkpoint"):
         assert found[rule] == RuleStatus.NOT_CHECKED
-    demand(judge(of))
+    require_passed(judge(of))
     unknown = statuses(replace(facts(), estimate=None))
     assert {rule for rule, status in unknown.items() if status == RuleStatus.NOT_CHECKED} == {
         "toy_model", "record_gap", "memory", "disk",
