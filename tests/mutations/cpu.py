@@ -40,6 +40,6 @@ MUTATIONS = [
     Mutation("cpu: compressed blocks end one token late", ARRIVAL, "(length - a.l) % a.d != 0",
              "(length - a.l) % a.d != 1", DECODE),
     Mutation("cpu: a mean misses its oldest token", ARRIVAL, "t = length - a.l;", "t = length - a.l + 1;", DECODE),
-    Mutation("cpu: the window's ring forgets its last slot", ARRIVAL, "at < a.w ? at : a.w - 1",
-             "at < a.w ? at : a.w - 2", DECODE),
+    Mutation("cpu: the window's ring forgets its last slot", ARRIVAL, "std::min(at, a.streams[4].n_slots - 1)",
+             "std::min(at, a.streams[4].n_slots - 2)", DECODE),
 ]  # fmt: skip
