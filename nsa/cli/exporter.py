@@ -1,4 +1,4 @@
-"""`nsa exporter` and `nsa alert-rules`: Prometheus metrics of runs, and alert rules for them."""
+"""`nsa exporter` and `nsa alert-rules`: serve runs to Prometheus, and print its alert rules."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Stateless shuffling: seeded permutations of [0, n) computed from (n, seed, epoch), none of them stored.
+"""Shuffling order: stateless seeded permutations of [0, n), computed from (n, seed, epoch) and never stored.
 
 Both orders below are part of the on-disk format. A data cursor saved before an upgrade must mean the same documents
 after it, so neither uses a random generator of a library (NumPy does not promise the same shuffle in its next release)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nsa.config import docs as config_docs
 from nsa.observe.export.alert_rules import rule_file
-from tools.docs import draw_attention_map, runbook_table
+from tools.docs import draw_attention_map, draw_layers, runbook_table, search_test
 
 ROOT = Path(__file__).parents[2]
 SLOW = ("tools.perf_model.write_predictions", "tools.compile_report.write")
@@ -34,6 +34,8 @@ PAGES: dict[str, Callable[[], str]] = {
     **{f"docs/{name}": lambda name=name: config_docs.pages()[name] for name in config_docs.pages()},  # type: ignore[misc]
     "docs/RUNBOOK.md": _runbook,
     "docs/attention_map.svg": draw_attention_map.text,
+    "docs/layers.svg": draw_layers.text,
+    "docs/SEARCH.md": search_test.text,
     "ops/prometheus/rules.yml": rule_file,
     "ops/grafana/nsa.json": _dashboard,
 }

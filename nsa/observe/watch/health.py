@@ -1,4 +1,4 @@
-"""Health checks: evaluates every condition on a run's history and returns findings. Pure functions.
+"""Health checks (stall detection, loss spikes, dead ranks, …): pure functions from a run's history to findings.
 
 The conditions and their limits are in `conditions`.
 """

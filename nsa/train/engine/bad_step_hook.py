@@ -1,5 +1,4 @@
-"""Trainer hook that skips optimizer steps with non-finite or spiking gradients on all ranks, and rolls back to a
-checkpoint.
+"""Trainer hook that skips steps with NaN gradients or loss spikes on all ranks, and rolls back to a checkpoint.
 
 Between the backward pass and the optimizer every rank reads its loss and the gradient norm (one transfer; on a GPU the
 host waits here for the backward pass) and all ranks take the mean (one all-reduce of two numbers on the host), so that

@@ -1,0 +1,12 @@
+"""The word an engineer would search for lists the right file first, for nine of ten questions of docs/SEARCH.md."""
+
+from tools.docs.search_test import QUESTIONS, answered, results
+
+
+def test_nine_of_ten_searches_list_the_right_file_first():
+    failed = {question.question: results(question)[:3] for question in QUESTIONS if question not in answered()}
+    assert len(failed) <= len(QUESTIONS) // 10, failed
+
+
+def test_every_expected_file_is_found():
+    assert all(question.expected in results(question) for question in QUESTIONS)

@@ -1,0 +1,58 @@
+"""docs/layers.svg: the packages of nsa/ in layers, from the table that tests/test_imports_point_down.py enforces."""
+
+from tests.test_imports_point_down import LAYERS
+
+WIDTH, ROW, TOP, GAP, LABEL = 900, 54, 44, 12, 176
+PURPOSE = {
+    "cli": "the nsa command",
+    "drill": "fault injection",
+    "verify": "prove, GPU check",
+    "train": "training on OLMo-core",
+    "bench": "benchmarks",
+    "planning": "estimate and preflight",
+    "model": "blocks and language model",
+    "observe": "heartbeat, health, reports",
+    "checkpoint": "atomic, verified checkpoints",
+    "core": "the attention and its cache",
+    "data": "documents to rows of tokens",
+    "config": "settings of a run",
+    "kernels": "reference, portable, C++ and Triton kernels",
+    "storage": "folder or object store",
+    "files": "atomic writes, locks",
+    "gpus": "GPU table",
+    "geometry": "block sizes",
+    "names": "file names of a run",
+    "terminal_text": "escaping",
+    "errors": "exceptions, exit codes",
+    "options": "enumerated settings",
+}
+STYLE = (
+    "<style>.box{fill:#3b6ea8;fill-opacity:.12;stroke:#3b6ea8;stroke-opacity:.55}"
+    ".name{font:600 14px sans-serif;fill:#888}.what{font:11px sans-serif;fill:#888}"
+    ".note{font:12px sans-serif;fill:#888}"
+    ".arrow{stroke:#888;stroke-width:1.5;fill:none}</style>"
+)
+
+
+def text() -> str:
+    rows = [[package for package in row if package != "__init__"] for row in LAYERS]
+    parts = [
+        f'<text x="{LABEL}" y="22" class="note">A package imports only from rows below its own.</text>',
+        f'<path class="arrow" d="M{LABEL - 30} {TOP} V{TOP + len(rows) * ROW - 16} m-5 -9 l5 9 l5 -9"/>',
+        f'<text x="{LABEL - 44}" y="{TOP + len(rows) * ROW / 2}" class="note" text-anchor="end">imports</text>',
+    ]
+    for number, row in enumerate(rows):
+        y, width = TOP + number * ROW, (WIDTH - LABEL - GAP * (len(row) - 1) - 8) / len(row)
+        for place, package in enumerate(row):
+            x = LABEL + place * (width + GAP)
+            label = f'x="{x + width / 2:.1f}" text-anchor="middle"'
+            parts += [
+                f'<rect class="box" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 12}" rx="5"/>',
+                f'<text class="name" {label} y="{y + 18}">{package}</text>',
+                f'<text class="what" {label} y="{y + 34}">{PURPOSE[package]}</text>',
+            ]
+    height = TOP + len(rows) * ROW + 4
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">{STYLE}'
+        f"<title>Packages of nsa in layers</title>{''.join(parts)}</svg>\n"
+    )
