@@ -10,6 +10,8 @@ LSE = ("tests/kernels/test_lse_gradients.py",)
 ORACLE = ("tests/core/test_against_oracle.py",)
 CACHE = ("tests/core/test_kv_cache.py",)
 ATTENTION = ("tests/core/test_attention.py", *ORACLE)
+FUNCTIONS = ("tests/core/test_functional.py",)
+POSITIONS = ("tests/core/test_positions.py",)
 READS = ("tests/core/test_probe.py",)
 MODEL = ("tests/model/test_transformer.py", "tests/model/test_loss.py", "tests/model/test_block.py")
 
@@ -19,6 +21,7 @@ SHARED, SELECTED, SELECTION, CHUNK = (
 )
 LAYOUT, CACHE_PY, NSA = "nsa/core/document_layout.py", "nsa/core/kv_cache.py", "nsa/core/nsa_attention.py"
 SLOTS, FUNCTIONAL = "nsa/core/cache_slots.py", "nsa/core/functional.py"
+POSITIONS_PY, ROPE = "nsa/core/positions.py", "nsa/core/rope.py"
 
 MUTATIONS = [
     # kernels/reference.py
@@ -112,6 +115,36 @@ MUTATIONS = [
              "run.mix(gates_BSGX3.flip(-1), ", ATTENTION),
     Mutation("attention: a branch is dropped", FUNCTIONAL, "compressed_out, selected_out, sliding_out)",
              "compressed_out, selected_out, 0 * sliding_out)", ATTENTION),
+    Mutation("functional: compressed entries of the next document", FUNCTIONAL,
+             "return BranchKeys(k_BCGK, v_BCGV, layout.pos_BS, layout.first_BS)",
+             "return BranchKeys(k_BCGK, v_BCGV, layout.pos_BS, layout.start_BS)", FUNCTIONS),
+    Mutation("functional: given blocks twice", FUNCTIONAL, "sorted_.masked_fill(again, none)", "sorted_", FUNCTIONS),
+    Mutation("functional: given blocks ignored", FUNCTIONAL, "if blocks is None else blocks", "", FUNCTIONS),
+    Mutation("functional: given scale ignored", FUNCTIONAL, "d_k**-0.5 if scale is None else scale", "d_k**-0.5", FUNCTIONS),
+    Mutation("positions: padding comes first", POSITIONS_PY, "dim=1, descending=True, stable=True", "dim=1, stable=True",
+             POSITIONS),
+    Mutation("positions: tokens change their order", POSITIONS_PY, "self._back_BS = torch.argsort(self._order_BS, dim=1)",
+             "self._back_BS = self._order_BS", POSITIONS),
+    Mutation("positions: the mask's first columns count", POSITIONS_PY, "attention_mask[:, shape[1] - length :]",
+             "attention_mask[:, :length]", POSITIONS),
+    Mutation("positions: position ids ignored", NSA, "self.rotary.tables(given_BS)", "self.rotary.tables(pos_BS)", POSITIONS),
+    Mutation("rope: llama3 blends the wrong way", ROPE, "slow_F * (1 - keep_F) + plain_F * keep_F",
+             "slow_F * keep_F + plain_F * (1 - keep_F)", ("tests/core/test_rope.py",)),
+    Mutation("rope: yarn's attention factor dropped", ROPE, "if self.attention_factor == 1:", "if True:",
+             ("tests/core/test_rope.py",)),
+    Mutation("cache: crop leaves the window's ring", CACHE_PY, "((self.window, self._past_window), (self.tail, self._past_tail))",
+             "((self.tail, self._past_tail),)", CACHE),
+    Mutation("cache: crop leaves the tail's ring", CACHE_PY, "((self.window, self._past_window), (self.tail, self._past_tail))",
+             "((self.window, self._past_window),)", CACHE),
+    Mutation("cache: crop keeps compressed entries", CACHE_PY, "self.n_compressed_B.copy_(torch.tensor(",
+             "torch.zeros(len(after)).copy_(torch.tensor(", CACHE),
+    Mutation("cache: crop forgets how long a row was", CACHE_PY, "[high if n else 0 for high", "[0 for high", CACHE),
+    Mutation("cache: reorder leaves the lengths", CACHE_PY, "counter.copy_(counter.index_select(0, index_B))", "pass", CACHE),
+    Mutation("cache: shared window read like a ring", CACHE_PY, "pos_BS.clamp(max=self.window[0].n - 1)",
+             "pos_BS.clamp(max=w - 1)", CACHE),
+    Mutation("attention: keys not normalised", NSA, "self.k_norm(k_BSGbK).to(k_BSGbK.dtype)", "k_BSGbK", ATTENTION),
+    Mutation("attention: shared compressed keys rotated twice", NSA, 'rotated if self.rope_compressed == "before" else k, v',
+             "rotated, v", ATTENTION),
     Mutation("attention: selected keys not rotated", NSA, "rotate(k_sel, tables)", "k_sel", ATTENTION),
     Mutation("attention: compressed key rotated at its first token", NSA, "(begin_BC + self.geometry.l - 1)",
              "(begin_BC)", ATTENTION),

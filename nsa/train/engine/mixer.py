@@ -17,6 +17,7 @@ from nsa.config.schema import RunConfig
 from nsa.core.init import init_weights
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest
 from nsa.model.build import attention_arguments, wanted_kernels
 
@@ -32,11 +33,11 @@ class NSAMixerConfig(SequenceMixerConfig):
     n_kv_groups: int
     d_k: int
     d_v: int
-    l: int = 32
-    d: int = 16
-    l_sel: int = 64
-    n_sel: int = 16
-    w: int = 512
+    l: int = Geometry.l
+    d: int = Geometry.d
+    l_sel: int = Geometry.l_sel
+    n_sel: int = Geometry.n_sel
+    w: int = Geometry.w
     phi: str = "avg"
     phi_pos_emb: bool = False
     gate: str = "softmax"
