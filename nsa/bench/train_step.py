@@ -22,7 +22,8 @@ from nsa.bench.roofline import BACKWARD_FACTOR
 from nsa.bench.shapes import BenchShape
 from nsa.bench.timing import interleave
 from nsa.core.init import init_weights
-from nsa.core.nsa_attention import NSAAttention, Positions
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import Positions
 from nsa.core.rope import rotate
 from nsa.kernels import reference
 from nsa.kernels.registry import BackendRequest

@@ -1,1 +1,1 @@
-"""What Native Sparse Attention is: block geometry, compression, selection, gates, cache, and the module itself."""
+"""Native Sparse Attention: functional form, module, compression, gates, RoPE, document layout and KV cache."""

@@ -36,7 +36,7 @@ class BlockCompressor(nn.Module):
         self.w_block = nn.Parameter(torch.empty(n_groups, l, width, width)) if phi == "linear" else None
 
     def reset_parameters(self) -> None:
-        """`linear` begins as the mean, so that selection is sensible from the first step."""
+        """`linear` starts as the mean, so that selection is sensible from the first step."""
         if self.pos_emb is not None:
             nn.init.normal_(self.pos_emb, std=0.02)
         if self.w_block is not None:
@@ -48,7 +48,7 @@ class BlockCompressor(nn.Module):
             nn.init.normal_(self.w_out, std=self.w_out.shape[1] ** -0.5)
 
     def forward(self, raw_BTGX: Tensor, begin_BC: Tensor) -> Tensor:
-        """Compress the l tokens from each `begin` on: [B, C, G, X]."""
+        """Compress the l tokens that start at each `begin`: [B, C, G, X]."""
         block_BClGX = _blocks(raw_BTGX, begin_BC, self.l, self.d)
         if self.pos_emb is not None:
             block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)

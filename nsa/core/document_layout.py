@@ -1,4 +1,4 @@
-"""Where each query stands in its document, and where that document's blocks lie on the key axes.
+"""Layout of packed documents: each token's position, and where its document and its blocks begin on the key axes.
 
 B batch · S tokens · C compressed blocks
 """

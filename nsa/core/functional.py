@@ -40,7 +40,7 @@ class BranchLse(NamedTuple):
 
 
 class NSAOutput(NamedTuple):
-    """What `nsa_attention` returns if asked for more than the output."""
+    """What `nsa_attention` returns with return_lse or return_blocks."""
 
     out: Tensor
     """[B, S, H, V]."""
@@ -346,7 +346,8 @@ class _QueryBatch:
                 f"each token and group. Pass int32 of shape {[*want, 'N']}, as select_blocks returns it."
             )
         none = torch.iinfo(torch.int32).max
-        sorted_ = blocks_BSGN.to(torch.int32).masked_fill(blocks_BSGN < 0, none).sort(-1).values
+        given = blocks_BSGN.long().clamp(max=none)  # a block that far is past every query
+        sorted_ = given.masked_fill(given < 0, none).to(torch.int32).sort(-1).values
         again = torch.nn.functional.pad(sorted_[..., 1:] == sorted_[..., :-1], (1, 0))
         sorted_ = sorted_.masked_fill(again, none).sort(-1).values
         return self.rows(sorted_.masked_fill(sorted_ == none, -1))

@@ -1,4 +1,4 @@
-"""Learned gates: how much of each branch a head takes, from the hidden state.
+"""Learned gates: the weight of each branch per head, computed from the hidden state.
 
 B batch · S tokens · D model dim · G kv groups · R heads per group (1 if gates are per group) · 3 branches
 """

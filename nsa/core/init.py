@@ -1,11 +1,11 @@
-"""Initialisation, in one place, for one layer and for whole models."""
+"""Weight initialisation of one layer and of whole models."""
 
 from torch import nn
 
 from nsa.core.compression import BlockCompressor
 
 STD = 0.02
-GATE_STD = 1e-3  # gates begin all but uniform, so that every branch gets gradient from the first step
+GATE_STD = 1e-3  # gates start almost uniform, so that every branch gets a gradient from the first step
 
 
 def init_weights(root: nn.Module, n_layers: int | None = None) -> None:

@@ -100,7 +100,7 @@ class LayerCache:
         self._highest_B = torch.zeros_like(self.length_B)  # length before the last crop, if it was greater
         self._decoders: dict[MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
         self.prepared: tuple[object, TokenDecoder | None] = (None, None)
-        """Whoever decoded last with this cache, and the decoder it was given: asking anew at every step takes time."""
+        """The module that decoded last with this cache, and its decoder: looking it up at every step takes time."""
         self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
 
     def positions(self, n_new: int) -> Tensor:
@@ -327,7 +327,7 @@ class LayerCache:
             )
 
     def _checked_lengths(self, new_lens_B: Tensor, n_new: int) -> Tensor:
-        """The number of real tokens per row, such that no row takes in fewer than none or more than there are."""
+        """The number of real tokens per row, such none negative and none above the number of new tokens."""
         if new_lens_B.shape != (self.batch,) or new_lens_B.dtype not in _LENGTH_DTYPES:
             raise ConfigError(
                 f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it is how many of the {n_new} "
@@ -341,8 +341,8 @@ class LayerCache:
         if new_lens_B.is_cpu and not torch.compiler.is_compiling():
             if not all(0 <= n <= n_new for n in new_lens_B.tolist()):
                 raise ConfigError(
-                    f"new_lens_B is {new_lens_B.tolist()[:8]} and {n_new} tokens are new: a row takes in 0 to {n_new} "
-                    f"of them. Pass the number of real tokens of each row."
+                    f"new_lens_B is {new_lens_B.tolist()[:8]} and {n_new} tokens are new: 0 to {n_new} of them are "
+                    f"real in each row. Pass that number per row."
                 )
             return new_lens_B
         return new_lens_B.clamp(0, n_new)

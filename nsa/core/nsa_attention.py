@@ -142,7 +142,7 @@ class NSAAttention(nn.Module):
                 )
         if cache is not None:
             self._check_cache(x_BSD, cache, cu_doc_lens)
-            # A graph cannot enter a lock.
+            # torch.compile cannot trace a lock.
             with torch.no_grad(), nullcontext() if torch.compiler.is_compiling() else cache.exclusive:
                 where = where or self.locate(x_BSD, cache=cache, **given)
                 return self._forward(x_BSD, where, cache, new_lens_B)
@@ -367,7 +367,7 @@ class NSAAttention(nn.Module):
         )
 
     def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> TokenDecoder | None:
-        """A backend's own way for one new token per row; a graph cannot look into it."""
+        """A backend's fused step for one new token per row; torch.compile cannot trace it."""
         if q_BSGRK.shape[1] > 1 or torch.compiler.is_compiling():
             return None
         prepared_for, decoder = cache.prepared

@@ -1,1 +1,1 @@
-"""A language model around the attention: block, transformer, loss. Torch only."""
+"""Language model with NSA layers: block, transformer, loss. Depends on torch only."""

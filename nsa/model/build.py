@@ -1,4 +1,4 @@
-"""From the description of a run to its model: the one place where settings become arguments."""
+"""Builds a run's model from its settings; the only place where settings become model arguments."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nsa.model.transformer import NSATransformer
 
 
 def wanted_kernels(config: RunConfig) -> BackendRequest:
-    """The backends a run asks for; without fused kernels, `auto` means the portable one."""
+    """The backends a run requests; without fused kernels, `auto` means the portable one."""
     named = BackendRequest(**config.kernels.model_dump())
     if config.runtime.use_flash:
         return named

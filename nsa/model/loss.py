@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, in fp32, a few rows of logits at a time.
+"""Chunked cross-entropy of a linear head in fp32: the full logits never exist.
 
 N tokens · n tokens of one chunk · D model dim · V vocabulary
 """
@@ -15,7 +15,7 @@ _CHUNK_ELEMENTS = 1 << 22  # logits that exist at once
 def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean") -> Tensor:
     """Cross-entropy of x·Wᵀ against labels (−100: no label), without ever holding all logits.
 
-    Gradients are made in the forward pass, where each chunk's logits exist anyway, if anything will ask for them.
+    Gradients are computed in the forward pass, where each chunk's logits exist anyway, if any input requires them.
     """
     assert reduction in ("mean", "sum")
     need_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)

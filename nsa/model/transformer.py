@@ -88,7 +88,7 @@ class NSATransformer(nn.Module):
                 f"the cache has {len(cache.layers)} layers and the model {len(self.blocks)}: it is of another model. "
                 f"Make it with this model's new_cache."
             )
-        if torch.compiler.is_compiling():  # a graph cannot enter a lock
+        if torch.compiler.is_compiling():  # torch.compile cannot trace a lock
             return self._through_blocks(tokens_BS, cache.layers, **options)
         with cache.exclusive:
             return self._through_blocks(tokens_BS, cache.layers, **options)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.core.nsa_attention import NSAAttention, Positions
+from nsa.core.functional import selected_attention
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import Positions
 from nsa.errors import NSAError
 from nsa.geometry import Geometry
 from nsa.kernels import cpu
@@ -138,6 +140,36 @@ def a_cache_of_a_module_with_other_heads(changes: dict[str, int]) -> bool:
 @attack(torch.bfloat16, torch.float64)
 def a_cache_of_another_dtype(dtype: torch.dtype) -> None:
     steps(make(), make().to(dtype).new_cache(2, 60), 2)
+
+
+@attack([5, 0], [-1, 1], [HUGE, 0])
+def reordering_by_rows_that_are_none(rows: list[int]) -> None:
+    module = make()
+    cache = filled(module, 2)
+    cache.reorder(rows)
+    steps(module, cache, 2)
+
+
+@attack(-HUGE, HUGE, 7)
+def cropping_far_and_decoding(length: int) -> bool:
+    """To nothing, not at all, or refused: the rings have lost tokens."""
+    module = make()
+    cache = filled(module, 2)
+    cache.crop(length)
+    steps(module, cache, 2, n=3)
+    return True
+
+
+@attack(-(2**40), 2**40, 2**31)
+def given_blocks_far_outside(block: int) -> bool:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 40, 6, 8), torch.randn(2, 40, 2, 8), torch.randn(2, 40, 2, 6)
+    blocks = torch.tensor([0, block]).expand(2, 40, 2, 2)
+    made = [
+        selected_attention(q, k, v, blocks, geometry=make().geometry, kernels=backend)
+        for backend in ("cpu", "reference")
+    ]
+    return torch.allclose(*made, atol=1e-5)
 
 
 @attack()

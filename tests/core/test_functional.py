@@ -167,6 +167,9 @@ def test_given_blocks_replace_the_selection(backend):
     torch.testing.assert_close(
         nsa_attention(q, k, v, gates, blocks=shuffled, **options), made.out, atol=1e-6, rtol=1e-6
     )
+    # Blocks after the query are not seen, however far.
+    far = torch.cat((made.blocks.long(), torch.full((B, S, G, 1), 2**40)), -1)
+    torch.testing.assert_close(nsa_attention(q, k, v, gates, blocks=far, **options), made.out, atol=1e-6, rtol=1e-6)
     # Block 0 alone: the selected branch sees the first l_sel tokens.
     only_first = torch.zeros(B, S, G, 1, dtype=torch.int32)
     out, lse = nsa.selected_attention(q, k[1], v[1], only_first, return_lse=True, **options)

@@ -130,13 +130,13 @@ def test_a_full_cache_refuses_more_and_padding_does_not_count():
     cache = module.new_cache(2, 10)
     module(torch.randn(2, 8, 24), cache=cache, new_lens_B=torch.tensor([3, 5]))
     module(torch.randn(2, 5, 24), cache=cache)
-    with pytest.raises(ConfigError, match=r"the cache holds 10 tokens and 11 are needed"):
+    with pytest.raises(ConfigError, match="max_len=11"):
         module(torch.randn(2, 1, 24), cache=cache)
 
 
 def test_cache_and_documents_exclude_each_other():
     module = make(**attention_args("tiny"))
-    with pytest.raises(ConfigError, match="either cache or cu_doc_lens"):
+    with pytest.raises(ConfigError, match="cu_doc_lens"):
         module(torch.randn(1, 8, 24), cache=module.new_cache(1, 8), cu_doc_lens=torch.tensor([0, 8]))
 
 

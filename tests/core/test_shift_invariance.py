@@ -5,7 +5,8 @@ import torch
 
 from nsa.core.compression import PHIS
 from nsa.core.gates import BRANCH_ORDER
-from nsa.core.nsa_attention import NSAAttention, Positions
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import Positions
 from nsa.errors import ConfigError
 from tests.shapes import attention_args
 

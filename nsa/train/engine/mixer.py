@@ -1,4 +1,4 @@
-"""NSA as a sequence mixer of the engine, named "nsa": it then works in every architecture the engine can build."""
+"""Registers NSA as OLMo-core sequence mixer "nsa", for every architecture the engine can build."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -79,8 +79,8 @@ class NSAMixer(NSAAttention, SequenceMixer):
     def __init__(self, dim: int, config: NSAMixerConfig) -> None:
         super().__init__(dim, **config.arguments())
         self.config = config
-        # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` follows.
-        self.phi_k.reset_parameters = self.phi_v.reset_parameters = _leave  # type: ignore[method-assign]
+        # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
+        self.phi_k.reset_parameters = self.phi_v.reset_parameters = _do_nothing  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -152,7 +152,7 @@ def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
     )
 
 
-def _leave() -> None:
+def _do_nothing() -> None:
     pass
 
 
