@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path, no_feeder, monkeypat
 
 
 def test_a_step_that_is_not_finite_is_found(tmp_path, no_feeder, monkeypatch):
-    monkeypatch.setattr(module, "_pass", lambda *_: float("nan"))
+    monkeypatch.setattr(module.StepSkippingTrainModule, "forward_backward", lambda *_: float("nan"))
     found, _ = tried(run_config(tmp_path))
     assert "not finite" in found.step.problem
     assert found.checkpoint.not_tried is not None
