@@ -1,4 +1,4 @@
-"""The sizes that define NSA's blocks, the rules they keep, where RoPE is applied, and how many keys a token reads.
+"""NSA block sizes (l, d, l_sel, n_sel, w): validation, block counts, keys read per token, where RoPE is applied.
 
 Needs no torch, so that configuration and planning can use it too.
 """
@@ -15,7 +15,7 @@ CHANNEL_MIXING_PHIS = ("linear", "mlp")
 
 
 def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every rule these sizes break: the settings it is about, and a message."""
+    """Every validation rule that these sizes break: the settings concerned, and a message."""
     for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
         if value < 1:
             yield (

@@ -20,7 +20,7 @@ from nsa.core.gates import BRANCH_ORDER
 from nsa.core.kv_cache import BranchKeys
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
+from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 
 DEFAULT_GEOMETRY = Geometry()  # the paper's
 
@@ -291,7 +291,7 @@ class _QueryBatch:
     def plan(self, kernels: Kernels, v: Tensor) -> KernelPlan:
         q = self.q_BSGRK
         shape = KernelShape(self.n_groups, q.shape[3], self.d_k, v.shape[-1], self.geometry)
-        return plan(wanted(kernels), q.device, q.dtype, shape)
+        return plan(backend_request(kernels), q.device, q.dtype, shape)
 
     def rows(self, x: Tensor) -> Tensor:
         """The caller's [B, S, …] as the kernels take it: packed documents are one row."""

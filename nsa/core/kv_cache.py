@@ -123,9 +123,9 @@ class LayerCache:
     ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
         """`append` for a caller that holds `exclusive`, or that is being compiled."""
         n_new = new.k_sel.shape[1]
-        if n_new == 1 and new_lens_B is None and decoder is not None and decoder.take_in is not None:
+        if n_new == 1 and new_lens_B is None and decoder is not None and decoder.append is not None:
             self._check_room(n_new, None)
-            if decoder.take_in(new):  # refuses what does not fit, as is done below
+            if decoder.append(new):  # refuses what does not fit, as is done below
                 self._emit_compressed(compress)
             if self.rewind:
                 self._append_past(new, self._pos_B1, self.length_B[:, None])

@@ -23,7 +23,7 @@ from nsa.core.rope import RotaryEmbedding, Tables, given_tables, rotate
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry, broken_rope_rule, resolve_rope_compressed
 from nsa.kernels.decoder import TokenDecoder
-from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, plan, wanted
+from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 from nsa.options import ROPE_COMPRESSED
 
 KV_PROJECTIONS = ("per_branch", "shared")
@@ -84,7 +84,7 @@ class NSAAttention(nn.Module):
         self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
         self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale, rope_scaling)
         self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
-        self.kernels, self.kv = wanted(kernels), kv
+        self.kernels, self.kv = backend_request(kernels), kv
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
 

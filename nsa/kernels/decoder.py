@@ -1,6 +1,6 @@
-"""One new token per row: what a backend may offer instead of the four functions.
+"""Decoder interface: one new token per row over a KV cache, offered by a backend beside its four functions.
 
-It is prepared once per cache, because at batch 1 describing the cache takes as long as attending over it.
+It is built once per cache, because at batch 1 describing the cache takes as long as attending over it.
 
 B batch · n slots · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
 """
@@ -32,10 +32,10 @@ class TokenDecoder(Protocol):
     (`means`: then the decoder may emit them itself), the geometry and the scale."""
 
     @property
-    def take_in(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
-        """Writes one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
-        V]), moves lengths and positions on, says whether a row now ends a compressed block that the cache has to emit.
-        Refuses tokens of another shape or device, and rows without room. None: the cache does all of it.
+    def append(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
+        """Appends one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
+        V]), advances lengths and positions; true if a row now ends a compressed block that the cache has to emit.
+        Raises for tokens of another shape or device, and for rows without room. None: the cache appends by itself.
         """
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:

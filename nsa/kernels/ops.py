@@ -1,10 +1,10 @@
-"""Turns plain forward and backward functions into custom operators with the reference's signatures.
+"""Custom operators (torch.library) around a backend's forward and backward functions, with the reference's signatures.
 
 A backend supplies `{sliding,compressed,selected}_{forward,backward}` and `select` on tensors; here they become one
 differentiable operator and one selection operator (and, where a backend computes the compressed branch and the
-selection together, one for both), opaque to `torch.compile` and known to fake tensors, so no backend
-writes that twice. Both the output and the log-sum-exp are differentiable; a backward function gets the gradient of the
-log-sum-exp as `dlse`, None where nobody asked for it. Autocast does not reach into them (`nsa.kernels.precision`).
+selection together, one for both), opaque to `torch.compile` and known to fake tensors. Output and log-sum-exp are both
+differentiable; a backward function gets the gradient of the log-sum-exp as `dlse`, None where it has no gradient.
+Autocast does not change them (`nsa.kernels.precision`).
 """
 
 from collections.abc import Callable

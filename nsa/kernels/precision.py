@@ -1,6 +1,6 @@
-"""The precision of attention, selection and φ: the dtype of the tensors they are given, whatever the ambient autocast.
+"""Precision under autocast: attention, selection and φ compute in the dtype of their inputs.
 
-Autocast is a property of the thread that happens to run an operation: it would reach the matrix products inside a
+Autocast applies to the thread that runs an operation: it would also change the matrix products inside a
 custom operator, and those of a backward pass that is started under it. Attention accumulates in fp32 (fp64 for fp64
 inputs); its queries, keys and values have one dtype. The linear projections before and after it follow autocast, as
 every `nn.Linear` does.

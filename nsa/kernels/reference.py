@@ -1,6 +1,8 @@
-"""Gold: what every other backend must equal. One softmax, three rules for what a query may see.
+"""Reference implementation of the three branches in plain PyTorch; every backend is tested against it.
 
-B batch · S queries · T raw keys · C compressed keys · N chosen blocks · J selection blocks
+One softmax with three rules for which keys a query sees.
+
+B batch · S queries · T raw keys · C compressed keys · N selected blocks · J selection blocks
 G kv groups · R query heads per group · K key dim · V value dim
 
 `pos_BS` is the position of each query in its own document. `start_BS` is the index on the key axis where position 0 of
@@ -8,7 +10,7 @@ that document lies (`first_BS`: where its compressed block 0 lies). The pair cov
 sequences (start 0), packed documents (start = the document's offset), and caches that dropped old keys (start < 0).
 
 Computed in fp32, or fp64 for fp64 inputs, also under autocast; plain autograd, so `gradcheck` goes through. Memory is
-O(S·T): for checking.
+O(S·T): for tests.
 """
 
 import torch
@@ -63,7 +65,7 @@ def select_blocks(
     geometry: Geometry,
     scale: float,
 ) -> Tensor:
-    """Choose n_sel blocks of l_sel tokens per query and group: int32 [B, S, G, n_sel], ascending, −1 past the last.
+    """Top-n block selection per query and group: int32 [B, S, G, n_sel], ascending, −1 past the last.
 
     A block's score is the compressed branch's own probability mass on it, summed over the group's heads. Block 0 and
     the two blocks nearest the query are always in. Ties go to the lower index.

@@ -1,4 +1,4 @@
-"""Which backend computes which branch: decided once, with a reason, never substituted."""
+"""Backend registry: selects a kernel backend per branch at construction and records why. Never substitutes one."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernels import cpu, ops, portable, reference, triton
 from nsa.kernels.decoder import TokenDecoder
-from nsa.kernels.mkl_warmup import settle_vector_math
+from nsa.kernels.mkl_warmup import warm_up_vector_math
 from nsa.kernels.ops import KernelFunctions
 
-settle_vector_math()
+warm_up_vector_math()
 
 BRANCHES = KernelFunctions._fields
 
@@ -50,9 +50,9 @@ class KernelBackend:
     """The reason it cannot compute this branch for this device, dtype and shape; None if it can."""
     by_default: bool = True
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]] | None = None
-    """Both at once, where that is cheaper: they need the same probabilities."""
+    """Both in one pass: they need the same probabilities."""
     decoder: Callable[..., TokenDecoder] | None = None
-    """Prepares for one new token per row over a cache (`Remembered`), all branches at once, without gradients."""
+    """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients."""
     mix: Mixing = reference.mix
 
 
@@ -67,14 +67,14 @@ class KernelPlan(NamedTuple):
     functions: KernelFunctions
     choices: tuple[BackendChoice, ...]
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]]
-    """The compressed branch's output and the chosen blocks: in one pass if one backend computes both and can."""
+    """The compressed branch's output and the selected blocks: in one pass if one backend computes both and can."""
     decoder: Callable[..., TokenDecoder] | None
-    """One backend's own way for one new token per row; None if no backend computes all branches so."""
+    """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
     mix: Mixing
-    """Of the branches by their gates, by the backend that computes them all, else by tensor operations."""
+    """Gated sum of the branches, by the backend that computes them all, else by tensor operations."""
 
 
-def _always(branch: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> str | None:
+def _any_floating_point(branch: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> str | None:
     return None if dtype.is_floating_point else f"it computes floating point, not {dtype}"
 
 
@@ -94,12 +94,12 @@ BACKENDS: dict[str, KernelBackend] = {
             "triton",
             ops.bind("triton", triton),
             triton.why_not,
-            by_default=False,  # until a GPU has proven it
+            by_default=False,  # not yet run on a GPU
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),
         ),
-        KernelBackend("portable", ops.bind("portable", portable), _always),
+        KernelBackend("portable", ops.bind("portable", portable), _any_floating_point),
         KernelBackend(
             "reference",
             KernelFunctions(
@@ -108,35 +108,35 @@ BACKENDS: dict[str, KernelBackend] = {
                 reference.selected_attention,
                 reference.sliding_attention,
             ),
-            _always,
+            _any_floating_point,
             by_default=False,
         ),
     )
 }
 
 
-def plan(wanted: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
+def plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
     """One backend per branch; raises if a named one cannot run."""
-    made = _plan if torch.compiler.is_compiling() else _plan_once
-    return made(wanted, device, dtype, shape)
+    planned = _plan if torch.compiler.is_compiling() else _plan_once
+    return planned(request, device, dtype, shape)
 
 
-def _plan(wanted: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
-    choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in wanted._asdict().items())
+def _plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
+    choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in request._asdict().items())
     functions = KernelFunctions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
     compressed, select, selected, sliding = (BACKENDS[choice.backend] for choice in choices)
     both = (compressed.compressed_and_select if compressed is select else None) or partial(
-        _one_after_the_other, functions
+        _compressed_then_select, functions
     )
     if compressed is select is selected is sliding:
         return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix)
     return KernelPlan(functions, choices, both, None, reference.mix)
 
 
-_plan_once = functools.cache(_plan)  # every layer asks at every step
+_plan_once = functools.cache(_plan)  # called by every layer at every step
 
 
-def _one_after_the_other(
+def _compressed_then_select(
     run: KernelFunctions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -145,38 +145,38 @@ def _one_after_the_other(
     return out, run.select(q, k, pos, first, geometry=geometry, scale=scale)
 
 
-def wanted(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:
+def backend_request(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:
     """One name for all branches, or a name for some of them, as a `BackendRequest` of names that backends have."""
     if isinstance(given, str):
         given = BackendRequest(*[given] * len(BRANCHES))
     elif isinstance(given, Mapping):
         if unknown := set(given) - set(BRANCHES):
             raise KernelUnavailable(
-                f"kernels names {', '.join(map(repr, unknown))}, which is no branch. Use: {', '.join(BRANCHES)}."
+                f"kernels names {', '.join(map(repr, unknown))}, which is not a branch. Use: {', '.join(BRANCHES)}."
             )
         given = BackendRequest(**given)
     elif not isinstance(given, BackendRequest):
         raise KernelUnavailable(
-            f"kernels is {given!r}: it must be a backend's name, a mapping of branches to names, or a Wanted. Pass "
-            f"e.g. kernels='portable'."
+            f"kernels is {given!r}: it must be a backend's name, a mapping of branches to names, or a "
+            f"BackendRequest. Pass e.g. kernels='portable'."
         )
     check_names(given)
     return given
 
 
-def check_names(wanted: BackendRequest) -> None:
-    """Refuse a name no backend has; whether the backend can run is known once device and dtype are."""
-    for branch, name in wanted._asdict().items():
+def check_names(request: BackendRequest) -> None:
+    """Raise for a name that no backend has; whether a backend can run is checked once device and dtype are known."""
+    for branch, name in request._asdict().items():
         if name != "auto" and name not in BACKENDS:
             known = ", ".join(["auto", *BACKENDS])
-            raise KernelUnavailable(f"kernels.{branch} is {name!r}, which no backend is called. Use one of: {known}.")
+            raise KernelUnavailable(f"kernels.{branch} is {name!r}, which is not a backend. Use one of: {known}.")
 
 
 def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> BackendChoice:
     if name != "auto":
         if reason := BACKENDS[name].why_not(branch, device, dtype, shape):
             raise KernelUnavailable(f"kernels.{branch}={name!r} cannot run here: {reason}. Set it to 'auto'.")
-        return BackendChoice(branch, name, "asked for by name")
+        return BackendChoice(branch, name, "requested by name")
     refused = []
     for backend in BACKENDS.values():
         if not backend.by_default:

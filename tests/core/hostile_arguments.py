@@ -488,11 +488,11 @@ def a_decoder_given_what_does_not_fit(which: str) -> None:
     gates = module.gates(torch.randn(2, 1, 24))
     decoder = module._decoder(cache, q)
     assert decoder is not None
-    assert decoder.take_in is not None
+    assert decoder.append is not None
     with torch.no_grad():
         if which == "tokens":
-            decoder.take_in(tuple(x[:1] for x in streams))
-        decoder.take_in(streams)
+            decoder.append(tuple(x[:1] for x in streams))
+        decoder.append(streams)
         given = dict(
             queries=(q[:1], gates),
             gates=(q, gates[:1]),

@@ -18,7 +18,7 @@ def test_auto_never_takes_the_reference():
 def test_a_named_backend_is_taken_and_the_reason_says_so():
     made = plan(BackendRequest(sliding="reference"), CPU, torch.float32, SHAPE)
     assert made.functions.sliding is BACKENDS["reference"].functions.sliding
-    assert {c.branch: c.reason for c in made.choices}["sliding"] == "asked for by name"
+    assert {c.branch: c.reason for c in made.choices}["sliding"] == "requested by name"
 
 
 def test_a_named_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.bench.correctness import blocks_error
+from nsa.bench.shapes import BenchShape
 from nsa.config.schema import RunConfig
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS
@@ -70,7 +71,7 @@ def call_of(
 ) -> KernelCall:
     groups = 2 if heads == 3 else 1
     documents = (0, 1, length // 2, length // 2, length) if packed else ()
-    return KernelCall(KernelSizes(heads, groups, *widths, length, geometry, documents), dtype)
+    return KernelCall(KernelSizes(BenchShape(heads * groups, groups, *widths, geometry), length, documents), dtype)
 
 
 def told(value) -> str:
@@ -116,7 +117,9 @@ def test_long_rows_are_taken_in_spans(monkeypatch):
     monkeypatch.setattr(selected, "QUERIES_OF_SLOTS", 0)
     taken = []
     monkeypatch.setattr(
-        selected, "chosen", lambda idx, *rest: taken.append(idx.shape[1]) or block_index.chosen(idx, *rest)
+        selected,
+        "build_block_index",
+        lambda idx, *rest: taken.append(idx.shape[1]) or block_index.build_block_index(idx, *rest),
     )
     call = call_of(3, (16, 24), torch.float32, SIZES[1], packed=True)
     assert_as_the_reference(call, "selected")

@@ -62,7 +62,7 @@ def test_every_window_has_its_readers_in_order(name, n_sel, monkeypatch):
     monkeypatch.setattr(block_index, "PLACES", 8)
     pos, start, n_keys = layout(name)
     idx = choices(pos, n_sel)
-    got = block_index.chosen(idx, pos, start, L, n_keys)
+    got = block_index.build_block_index(idx, pos, start, L, n_keys)
     assert torch.equal(got.last_BS, (pos + start).int())
     want = readers(idx, pos, start, n_keys)
     offset = got.offset.tolist()

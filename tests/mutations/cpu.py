@@ -6,9 +6,9 @@ CPU = ("tests/kernels/test_cpu.py",)
 MIX = ("tests/kernels/test_mix.py",)
 DECODE = ("tests/core/test_kv_cache.py", "tests/kernels/test_cpu.py")
 
-(ARRIVAL, CHOOSE, DECODE_H, PIECE, FORWARD, BACKWARD, GRID, MIX_H, TOP) = (
+(APPEND, CHOOSE, DECODE_H, PIECE, FORWARD, BACKWARD, GRID, MIX_H, TOP) = (
     f"nsa/kernels/cpu/src/{name}.h"
-    for name in ("arrival", "choose", "decode", "decode_piece", "forward", "backward", "grid", "mix", "top_blocks")
+    for name in ("cache_append", "choose", "decode", "decode_piece", "forward", "backward", "grid", "mix", "top_blocks")
 )
 
 MUTATIONS = [
@@ -35,11 +35,11 @@ MUTATIONS = [
     Mutation("cpu: decode takes one gate for all heads", DECODE_H, "(step_.gates_per_group > 1 ? r : 0)", "0", DECODE),
     Mutation("cpu: decode reads chosen blocks past the query", DECODE_H, "std::min(begin + p_.l_sel, all.end)",
              "begin + p_.l_sel", DECODE),
-    Mutation("cpu: a new token lands one slot late", ARRIVAL, "b, at % stream.n_slots, g)",
+    Mutation("cpu: a new token lands one slot late", APPEND, "b, at % stream.n_slots, g)",
              "b, (at + 1) % stream.n_slots, g)", DECODE),
-    Mutation("cpu: compressed blocks end one token late", ARRIVAL, "(length - a.l) % a.d != 0",
+    Mutation("cpu: compressed blocks end one token late", APPEND, "(length - a.l) % a.d != 0",
              "(length - a.l) % a.d != 1", DECODE),
-    Mutation("cpu: a mean misses its oldest token", ARRIVAL, "t = length - a.l;", "t = length - a.l + 1;", DECODE),
-    Mutation("cpu: the window's ring forgets its last slot", ARRIVAL, "std::min(at, a.streams[4].n_slots - 1)",
+    Mutation("cpu: a mean misses its oldest token", APPEND, "t = length - a.l;", "t = length - a.l + 1;", DECODE),
+    Mutation("cpu: the window's ring forgets its last slot", APPEND, "std::min(at, a.streams[4].n_slots - 1)",
              "std::min(at, a.streams[4].n_slots - 2)", DECODE),
 ]  # fmt: skip

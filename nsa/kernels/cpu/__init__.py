@@ -1,4 +1,4 @@
-"""Compiled kernels for CPUs: fp32, bf16 and fp16, with AVX-512, AMX, AVX2 or plain C++, whichever the machine has.
+"""CPU backend: compiled C++ kernels in fp32, bf16 and fp16 with AMX, AVX-512, AVX2 or plain C++.
 
 Every result is computed by one thread in an order that depends on the sizes alone: any number of threads gives the same
 bits. Shapes as in `nsa.kernels.reference`.
@@ -30,7 +30,7 @@ def describe() -> str:
     return _why_not_built() or f"{library.best_isa()}, compiled in {build.cache_folder()}"
 
 
-@torch.compiler.assume_constant_result  # a graph is traced once and cannot look into the library
+@torch.compiler.assume_constant_result  # tracing cannot call into the library
 def _why_not_built() -> str | None:
     try:
         library.load()
@@ -120,7 +120,7 @@ def _forward(
     made = problem(branch, q, k, pos, start, geometry, scale, v.shape[-1])
     require("values", v, (*k.shape[:-1], v.shape[-1]), q.dtype)
     made.v, made.out, made.lse = rows(v), rows(out), lse.data_ptr()
-    idx = _give_blocks(made, idx, q)  # kept alive by its name
+    idx = _attach_blocks(made, idx, q)  # kept alive by its name
     call("nsa_forward", made)
     return out, lse
 
@@ -143,13 +143,13 @@ def _backward(
         dlse = dlse.contiguous()
         require("gradients of log-sum-exps", dlse, q.shape[:-1], torch.float32)
         made.dlse = dlse.data_ptr()
-    idx = _give_blocks(made, idx, q)  # kept alive by its name
+    idx = _attach_blocks(made, idx, q)  # kept alive by its name
     call("nsa_backward", made)
     return dq, dk, dv
 
 
-def _give_blocks(made: library.AttentionProblem, idx_BSGN: Tensor | None, q_BSGRK: Tensor) -> Tensor | None:
-    """The chosen blocks as the library reads them, which must live until it was called."""
+def _attach_blocks(made: library.AttentionProblem, idx_BSGN: Tensor | None, q_BSGRK: Tensor) -> Tensor | None:
+    """The selected blocks as the library reads them; keep the result alive until the library has been called."""
     if idx_BSGN is None:
         return None
     idx = idx_BSGN.to(torch.int32).contiguous()

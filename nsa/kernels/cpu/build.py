@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels on first use, once per machine, and says clearly why where that cannot be.
+"""Compiles the C++ kernels on first use, once per machine; a failed build gives a reason.
 
 The library has a plain C interface and no torch headers: it depends on the compiler and the sources alone, and builds
 in seconds. Its file name is a hash of everything that goes into it. Several processes may start at once: one builds,

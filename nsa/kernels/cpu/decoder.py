@@ -1,4 +1,4 @@
-"""One new token per row, in two calls of the compiled library: take it into the cache, attend over it in place."""
+"""CPU decoder: one new token per row in two library calls, KV cache append and attention over the cache in place."""
 
 import ctypes
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.cpu import library
-from nsa.kernels.cpu.library import DecodeStep, TokenArrival, dense, rows
+from nsa.kernels.cpu.library import CacheAppend, DecodeStep, dense, rows
 from nsa.kernels.decoder import CacheView
 
 BRANCHES = ("compressed", "selected", "sliding")
 
 
 class CpuDecoder:
-    """Keeps the cache's addresses; only those of the new token change from step to step."""
+    """Keeps the cache's addresses; only the new token's addresses change from step to step."""
 
     def __init__(
         self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
     ) -> None:
-        self._cache = cache  # the library is given addresses, which this keeps alive
+        self._cache = cache  # keeps alive the memory whose addresses the library has
         k, v = cache.selected[:2]
         batch, _, groups, d_k = k.shape
         q = k.new_empty((batch, 1, groups, heads_per_group, d_k))
@@ -28,7 +28,7 @@ class CpuDecoder:
         self._gate_shapes = tuple(torch.Size((*q.shape[:3], n, 3)) for n in (heads_per_group, 1))
         self._new_shapes = [torch.Size((batch, 1, groups, x.shape[-1])) for x in (k, v)] * 3
         self._idx_B1GN = q.new_empty((batch, 1, groups, geometry.n_sel), dtype=torch.int32)
-        self._step, self._arrival = DecodeStep(), _arrival(cache, means, geometry)
+        self._step, self._new_token = DecodeStep(), _append_arguments_of(cache, means, geometry)
         d_v = v.shape[-1]
         for branch, (k, v, pos, start) in zip(BRANCHES, cache[1:4], strict=True):
             one = library.problem(branch, q, k, pos, start, geometry, scale, d_v)
@@ -36,13 +36,13 @@ class CpuDecoder:
             one.v = rows(v)
             setattr(self._step, branch, one)
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
-        self._take_in, self._arrival_at = library.load().nsa_take_in, ctypes.byref(self._arrival)
-        self._first, self._fresh = self._step.compressed, [stream.fresh for stream in self._arrival.streams]
+        self._append, self._append_arguments = library.load().nsa_append, ctypes.byref(self._new_token)
+        self._first, self._fresh = self._step.compressed, [stream.fresh for stream in self._new_token.streams]
         self._strides: list[tuple[int, ...]] = [()] * len(self._fresh)
         self._first.out = rows(q.new_empty(self._out_shape))
         self._q, self._out, self._q_strides = self._first.q, self._first.out, q.stride()
 
-    def take_in(self, new: tuple[Tensor, ...]) -> bool:
+    def append(self, new: tuple[Tensor, ...]) -> bool:
         if [x.shape for x in new] != self._new_shapes or not new[0].is_cpu:
             raise ConfigError(
                 f"the new tokens' keys and values are {[list(x.shape) for x in new]} on {new[0].device}: this cache "
@@ -52,20 +52,20 @@ class CpuDecoder:
         for i, x in enumerate(new):
             if (strides := x.stride()) != self._strides[i]:
                 if strides[-1] != 1 < x.shape[-1]:
-                    return self.take_in(tuple([dense(y) for y in new]))
+                    return self.append(tuple([dense(y) for y in new]))
                 self._strides[i] = strides
                 self._fresh[i].batch, _, self._fresh[i].group, _ = strides
             self._fresh[i].data = x.data_ptr()
-        self._arrival.isa = library.isa_for(self._dtype)
-        if (taken := self._take_in(self._arrival_at)) == library.NO_ROOM:
+        self._new_token.isa = library.isa_for(self._dtype)
+        if (outcome := self._append(self._append_arguments)) == library.NO_ROOM:
             raise ConfigError(
                 f"the cache has rows of {self._cache.length_B.tolist()} tokens, and room for 0 to "
-                f"{self._cache.selected[0].shape[1]}: one more token has no place. Make it with a larger max_len."
+                f"{self._cache.selected[0].shape[1]}: there is no slot for one more token. Set a larger max_len."
             )
-        return bool(taken)
+        return bool(outcome)
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen blocks are overwritten by the next step."""
+        """The selected blocks are overwritten by the next step."""
         if q_B1GRK.shape != self._q_shape or q_B1GRK.dtype is not self._dtype or not q_B1GRK.is_cpu:
             library.require("queries", q_B1GRK, self._q_shape, self._dtype)
         if gates_B1GR3.shape not in self._gate_shapes or not gates_B1GR3.is_cpu:
@@ -84,11 +84,11 @@ class CpuDecoder:
         return out, self._idx_B1GN
 
 
-def _arrival(cache: CacheView, means: bool, geometry: Geometry) -> TokenArrival:
+def _append_arguments_of(cache: CacheView, means: bool, geometry: Geometry) -> CacheAppend:
     slots = (*cache.tail, *cache.selected[:2], *cache.window[:2])
     batch, _, groups, _ = slots[0].shape
     g, dtype = geometry, library.DTYPES[slots[0].dtype]
-    made = TokenArrival(dtype, 0, batch, groups, g.l, g.d, g.w, means)
+    made = CacheAppend(dtype, 0, batch, groups, g.l, g.d, g.w, means)
     for stream, x in zip(made.streams, slots, strict=True):
         stream.slots, stream.n_slots, stream.width = rows(x), x.shape[1], x.shape[-1]
     made.compressed[:] = [rows(x) for x in cache.compressed[:2]]

@@ -1,7 +1,7 @@
-"""The compiled library as Python sees it: one structure in, one call, no torch in between.
+"""ctypes bindings of the compiled C++ library: one structure per call, no torch in between.
 
 ctypes releases the interpreter while a kernel runs. Threads are torch's own where its OpenMP runtime can be found: its
-waiting threads spin, and a second set would run against them.
+waiting threads spin, and a second thread pool would compete with them.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ _OUTCOMES = {
     2: "there is not enough memory for packed keys and values. Shorten the sequence or the batch.",
 }
 _BAD_ARGUMENTS = {
-    3: "sizes must be from 1 to 2³¹ − 1, and for a choice of blocks d must divide l and l_sel, and n_sel be at least 3",
-    4: "positions must lie within 2⁴⁰ of the keys, and for a choice of blocks within what the compressed keys cover",
+    3: "sizes must be from 1 to 2³¹ − 1, and for block selection d must divide l and l_sel, and n_sel be at least 3",
+    4: "positions must lie within 2⁴⁰ of the keys, and for block selection within what the compressed keys cover",
 }
 NO_ROOM = -1
-"""What `nsa_take_in` returns where a row has no slot for its token; nothing was written."""
+"""What `nsa_append` returns where a row has no slot for its token; nothing is written then."""
 
 _forced: str | None = None
 
@@ -72,7 +72,7 @@ class CacheStream(ctypes.Structure):
     _fields_ = (("fresh", TensorRows), ("slots", TensorRows), ("n_slots", c_int64), ("width", c_int64))
 
 
-class TokenArrival(ctypes.Structure):
+class CacheAppend(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("dtype", "isa", "B", "G", "l", "d", "w", "means")),
         ("streams", CacheStream * 6),
@@ -88,13 +88,13 @@ def load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build.library()))
     takes = dict(
         **dict.fromkeys(("nsa_forward", "nsa_backward", "nsa_choose"), AttentionProblem),
-        nsa_decode=DecodeStep, nsa_mix=GateMix, nsa_take_in=TokenArrival,
+        nsa_decode=DecodeStep, nsa_mix=GateMix, nsa_append=CacheAppend,
     )  # fmt: skip
     for name, structure in takes.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (POINTER(structure),), c_int64
     library.nsa_best_isa.restype = library.nsa_sizes.restype = c_int64
-    assert library.nsa_sizes() == sum(map(ctypes.sizeof, (DecodeStep, TokenArrival, GateMix)))
+    assert library.nsa_sizes() == sum(map(ctypes.sizeof, (DecodeStep, CacheAppend, GateMix)))
     library.nsa_use_openmp.argtypes = (c_void_p,)
     library.nsa_use_openmp(_openmp_parallel())
     return library
@@ -106,10 +106,10 @@ def best_isa() -> str:
 
 
 def force_isa(name: str | None) -> None:
-    """Run on a lesser instruction set than the machine's best, to test it; None goes back."""
+    """Use a lesser instruction set than the machine's best, for tests; None resets it."""
     global _forced
     if name is not None and ISAS.index(name) > ISAS.index(best_isa()):
-        raise KernelUnavailable(f"this machine has {best_isa()} at best and not {name}. Force a lesser one.")
+        raise KernelUnavailable(f"this machine supports {best_isa()} at best, not {name}. Force a lesser one.")
     _forced = name
 
 
@@ -117,7 +117,7 @@ def isa_for(dtype: torch.dtype) -> int:
     return _isa_number(_forced or best_isa(), dtype)
 
 
-@functools.cache  # every step of decode asks twice
+@functools.cache  # called twice by every decode step
 def _isa_number(name: str, dtype: torch.dtype) -> int:
     isa = ISAS.index(name)
     return isa if dtype == torch.bfloat16 else min(isa, ISAS.index("avx512"))  # tiles multiply bf16 alone
@@ -126,11 +126,11 @@ def _isa_number(name: str, dtype: torch.dtype) -> int:
 def problem(
     branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int = 0
 ) -> AttentionProblem:
-    """What is common to all computations, checked: the library sees addresses, and believes what it is told of them."""
+    """What is common to all computations, checked: the library sees addresses only and cannot check them."""
     if not scale > 0:
         raise ConfigError(f"scale is {scale}: the largest score must stay the largest when scaled. Pass one above 0.")
     if q.dim() != 5 or q.dtype not in DTYPES:
-        raise ConfigError(f"queries are {_told(q)}: they must be [B, S, G, R, K] in fp32, bf16 or fp16.")
+        raise ConfigError(f"queries are {_describe(q)}: they must be [B, S, G, R, K] in fp32, bf16 or fp16.")
     B, S, G, R, K = q.shape
     require("keys", k, (B, k.shape[1] if k.dim() > 1 else -1, G, K), q.dtype)
     require("positions", pos, (B, S), torch.int64)
@@ -146,15 +146,15 @@ def problem(
 
 
 def require(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a tensor in which the library would read or write elsewhere."""
+    """Raise for a tensor where the library would read or write out of bounds."""
     if x.shape != shape or x.dtype is not dtype or not x.is_cpu:
         raise ConfigError(
-            f"{what} are {_told(x)}: with these queries they must be {dtype} of shape {list(shape)} on the CPU. "
+            f"{what} are {_describe(x)}: with these queries they must be {dtype} of shape {list(shape)} on the CPU. "
             f"Pass tensors of one batch, one length and one dtype."
         )
 
 
-def _told(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{x.dtype} of shape {list(x.shape)} on {x.device}"
 
 
@@ -171,7 +171,9 @@ def dense(x: Tensor) -> Tensor:
 def call(name: str, made: AttentionProblem | DecodeStep | GateMix) -> None:
     if outcome := getattr(load(), name)(byref(made)):
         if outcome in _BAD_ARGUMENTS:
-            raise ConfigError(f"the CPU kernel {name} was given what it cannot compute: {_BAD_ARGUMENTS[outcome]}.")
+            raise ConfigError(
+                f"the CPU kernel {name} was called with unsupported arguments: {_BAD_ARGUMENTS[outcome]}."
+            )
         raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
 
 

@@ -1,4 +1,4 @@
-"""The three branches mixed by their gates: one pass over memory each way, where tensor operations take eight.
+"""Gated sum of the three branches, forward and backward: one pass over memory, where tensor operations take eight.
 
 B batch · S tokens · G kv groups · R heads per group · X gates per group, R or 1 · V value dim
 """
@@ -13,7 +13,7 @@ from nsa.kernels.cpu import library
 def mix_forward(gates_BSGX3: Tensor, *branches_BSGRV: Tensor) -> Tensor:
     gates, branches = gates_BSGX3.float().contiguous(), [x.contiguous() for x in branches_BSGRV]
     out = torch.empty_like(branches[0])
-    made = _described(gates, branches)
+    made = _arguments(gates, branches)
     made.out = out.data_ptr()
     library.call("nsa_mix", made)
     return out
@@ -28,7 +28,7 @@ def mix_backward(
         [x.contiguous() for x in branches_BSGRV],
     )
     dgates, dbranches = torch.empty_like(gates), [torch.empty_like(x) for x in branches]
-    made = _described(gates, branches)
+    made = _arguments(gates, branches)
     library.require("gradients of the mix", dout, branches[0].shape, branches[0].dtype)
     made.dout, made.dgates = dout.data_ptr(), dgates.data_ptr()
     made.dbranches[:] = [x.data_ptr() for x in dbranches]
@@ -36,7 +36,7 @@ def mix_backward(
     return dgates.to(gates_BSGX3.dtype), dbranches[0], dbranches[1], dbranches[2]
 
 
-def _described(gates: Tensor, branches: list[Tensor]) -> library.GateMix:
+def _arguments(gates: Tensor, branches: list[Tensor]) -> library.GateMix:
     first = branches[0]
     dtype = first.dtype
     if first.dim() != 5 or first.shape[3] < 1 or dtype not in library.DTYPES:

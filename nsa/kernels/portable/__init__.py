@@ -1,6 +1,8 @@
-"""Any device, no compiled code: exact attention in chunks of queries, never an S×S or S×S/d tensor.
+"""Portable backend: exact attention on any device in chunks of queries, without compiled code.
 
-Plain matrix products instead of `scaled_dot_product_attention`: that one returns no log-sum-exp, has no kernel for
+Never allocates an S×S or S×S/d tensor.
+
+Plain matrix products instead of `scaled_dot_product_attention`: it returns no log-sum-exp, has no kernel for
 d_k ≠ d_v, and its causal flag is aligned to the wrong corner for unequal lengths. Scores are kept in fp32 whatever the
 inputs are; only inputs and outputs are rounded. Backward recomputes each chunk from the saved log-sum-exp.
 """

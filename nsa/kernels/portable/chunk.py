@@ -1,4 +1,4 @@
-"""One chunk of query rows against its keys: scores, softmax, output, gradients. Everything else is bookkeeping.
+"""Attention of one chunk of query rows over its keys: scores, softmax, output, gradients.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that it sees · M = c·R rows.
 `hidden` broadcasts to the scores with their rows unflattened to (c, R).

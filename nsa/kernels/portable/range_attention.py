@@ -1,4 +1,4 @@
-"""Sliding and compressed attention: the queries of a chunk share one run of keys.
+"""Sliding and compressed attention: the queries of a chunk share one range of keys.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that it sees · M = c·R rows.
 """
@@ -62,7 +62,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out_BSGRV, lse_BSGR = new_outputs(q_BSGRK, v_BTGV)
     lo_BS, hi_BS = bounds
-    for at, lo, hi in key_runs(q_BSGRK, lo_BS, hi_BS, keys):
+    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, keys):
         hidden = outside(lo_BS[:, at], hi_BS[:, at], lo, hi)
         k, v = per_group(k_BTGK[:, lo:hi]), per_group(v_BTGV[:, lo:hi])
         out_BGMV, lse_BGM = attend(group_rows(q_BSGRK[:, at]), k, v, hidden, scale)
@@ -78,7 +78,7 @@ def _backward(
     dq_BSGRK = torch.empty_like(q_BSGRK)
     dk_BTGK, dv_BTGV = wide_zeros(k_BTGK), wide_zeros(v_BTGV)
     lo_BS, hi_BS = bounds
-    for at, lo, hi in key_runs(q_BSGRK, lo_BS, hi_BS, keys):
+    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, keys):
         hidden = outside(lo_BS[:, at], hi_BS[:, at], lo, hi)
         k, v = per_group(k_BTGK[:, lo:hi]), per_group(v_BTGV[:, lo:hi])
         dout_BGMV = group_rows(dout_BSGRV[:, at])
@@ -104,15 +104,15 @@ def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_ke
     return first_BS.clamp(0, n_keys), (first_BS + n_complete_BS).clamp(0, n_keys)
 
 
-def key_runs(q_BSGRK: Tensor, lo_BS: Tensor, hi_BS: Tensor, keys: int) -> Iterator[tuple[slice, int, int]]:
-    """Runs of queries with the keys they need; as many queries as keep the scores within the element budget."""
+def key_ranges(q_BSGRK: Tensor, lo_BS: Tensor, hi_BS: Tensor, keys: int) -> Iterator[tuple[slice, int, int]]:
+    """Chunks of queries, as long as the element budget allows, with the range of keys that each needs."""
     B, S, G, R, _ = q_BSGRK.shape
     if S == 0:
         return
     rows = budget(q_BSGRK) // (B * G * R)
     chunk = min(S, max(1, min(rows // max(1, keys), isqrt(rows))))  # a window of keys grows with the chunk itself
     starts = range(0, S, chunk)
-    # One transfer for all chunks, so that an accelerator is not stopped at each.
+    # One transfer for all chunks, so that an accelerator is not synchronized at each.
     lo = torch.stack([x.amin() for x in lo_BS.split(chunk, 1)]).tolist()
     hi = torch.stack([x.amax() for x in hi_BS.split(chunk, 1)]).tolist()
     for s, first, end in zip(starts, lo, hi, strict=True):
@@ -120,7 +120,7 @@ def key_runs(q_BSGRK: Tensor, lo_BS: Tensor, hi_BS: Tensor, keys: int) -> Iterat
 
 
 def outside(lo_Bc: Tensor, hi_Bc: Tensor, lo: int, hi: int) -> Tensor:
-    """True where key lo + u is not for this query: [B, 1, c, 1, U]."""
+    """True where key lo + u is hidden from this query: [B, 1, c, 1, U]."""
     at_U = torch.arange(lo, hi, device=lo_Bc.device)
     return ((at_U < lo_Bc[..., None]) | (at_U >= hi_Bc[..., None]))[:, None, :, None]
 

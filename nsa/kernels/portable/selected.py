@@ -1,8 +1,8 @@
-"""Selected attention: every query has keys of its own.
+"""Selected attention: every query attends to its own blocks.
 
-Neighbours choose many of the same blocks. Where a chunk's queries together use few blocks, those are loaded once and
-each query hides what it did not choose; else every query gets a copy of its own keys, which costs memory traffic but no
-arithmetic on keys nobody chose.
+Neighbouring queries select many of the same blocks. Where a chunk's queries together use few blocks, those are loaded
+once and each query hides what it did not select; else every query gets a copy of its own keys, which costs memory
+traffic but no arithmetic on keys that no query selected.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that a row of it sees · J blocks.
 """

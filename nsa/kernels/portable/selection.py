@@ -1,4 +1,4 @@
-"""Choosing blocks: compressed probabilities → mass per selection block → the best n_sel, exactly.
+"""Top-n block selection: compressed probabilities → mass per selection block → the best n_sel, exact.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U compressed keys that it sees · M = c·R rows.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import group_rows, scores, softmax
-from nsa.kernels.portable.range_attention import compressed_bounds, key_runs, outside, per_group
+from nsa.kernels.portable.range_attention import compressed_bounds, key_ranges, outside, per_group
 
 
 def select(
@@ -21,7 +21,7 @@ def select(
     weight = _overlap_weights(geometry).to(q_BSGRK.device)
     n = k_BCGK.shape[1]
     lo_BS, hi_BS = compressed_bounds(pos_BS, first_BS, geometry, n)
-    for at, lo, hi in key_runs(q_BSGRK, lo_BS, hi_BS, n):
+    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, n):
         pos, first = pos_BS[:, at], first_BS[:, at]
         n_blocks = max(0, int(pos.max()) // l_sel + 1)
         if n_blocks <= geometry.n_sel:  # everything that is visible is chosen, whatever its score

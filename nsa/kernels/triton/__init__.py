@@ -1,4 +1,4 @@
-"""GPU kernels in Triton: any heads per group, packed documents, no atomics.
+"""Triton backend: GPU kernels for any heads per group and packed documents, without atomics.
 
 `{sliding,compressed,selected,mix}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
 `nsa.kernels.portable`, and `TritonDecoder`. The kernels, and Triton itself, are imported when one of them is first
@@ -15,11 +15,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # a row is at most a power of two and the next smaller one
 MOST_BLOCKS = 64  # chosen blocks that are kept in registers
 PIECE = 1024
-"""Queries of one window of keys that one program adds up."""
+"""Queries of one window of keys that one program sums over."""
 SLOT_BYTES = 2**30
 QUERIES_OF_SLOTS = 2
-"""What queries get from each of their blocks waits until it is put together: in SLOT_BYTES, or so many times the bytes
-of the queries themselves, whichever is more. Spans of queries take turns."""
+"""Memory for partial results of queries and blocks: SLOT_BYTES, or this many times the bytes of the queries, whichever
+is more. Spans of queries share it."""
 
 _HOMES = {
     "sliding_forward": "range_attention",

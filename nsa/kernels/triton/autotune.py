@@ -1,10 +1,9 @@
-"""Tiles by measurement, where asked for: the first use of a kernel times a few, and the winner is kept on disk.
+"""Kernel autotuning: the first use of a kernel times candidate tile sizes, and the fastest is stored on disk.
 
-Off by default (runtime.tune_kernels). Tiles decide the order of additions, hence the last bits of every result; timing
-depends on the machine and on the day. The table of `nsa.kernels.triton.tuning` gives the same bits on every GPU of a
-kind; tuning gives up that for speed. A choice once made never changes in a process, nor, while the file is kept, in a
-later one. A candidate that spills or takes more shared memory than there is, by the compile report's limits on its
-machine code, is never run.
+Off by default (runtime.tune_kernels). Tiles decide the order of additions, hence the last bits of every result, and
+timing varies from run to run. The table of `nsa.kernels.triton.tuning` gives the same bits on every GPU of a kind;
+tuning gives that up for speed. A choice never changes within a process, nor, while the file is kept, in a later one. A
+candidate that spills or takes more shared memory than there is, according to its machine code, is never run.
 """
 
 import logging
@@ -29,10 +28,10 @@ Launch = Callable[..., None]
 Start = Callable[[TileSizes, Launch], Any]
 """Everything that depends on the tiles, up to the launch; returns the results."""
 
-LONG = 1024
-"""Queries from which a call is timed apart from shorter ones: decoding and training want different tiles."""
-WORTH_IT = 0.97
-"""Of the table's time: what differs by less is noise, and the table stays."""
+LONG_QUERIES = 1024
+"""Calls with at least this many queries are timed separately: decoding and training need different tiles."""
+KEEP_TABLE_ABOVE = 0.97
+"""Share of the table's time: a candidate that is not faster than this is within noise, and the table's tiles stay."""
 
 
 def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, start: Start, **constants: int) -> Any:
@@ -41,24 +40,24 @@ def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, start: Start, **constants: int
     # Not under the interpreter, and not in fp32: without matrix units everything spills and takes minutes to compile.
     if tunes() and q_BSGRK.device.type == "cuda" and q_BSGRK.dtype != torch.float32:
         tuner = _tuner(torch.cuda.get_device_name(q_BSGRK.device))
-        wanted = (tiles, *candidates(kernel))
+        every = (tiles, *candidates(kernel))
         may_time = not torch.cuda.is_current_stream_capturing()
-        tiles = tuner.choose(key_of(kernel, q_BSGRK, d_v=d_v, **constants), wanted, start, may_time=may_time)
+        tiles = tuner.choose(key_of(kernel, q_BSGRK, d_v=d_v, **constants), every, start, may_time=may_time)
     return start(tiles, run)
 
 
 def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
     _, S, G, R, d_k = q_BSGRK.shape
     sizes = " ".join(f"{name}={n}" for name, n in dict(G=G, R=R, d_k=d_k, **constants).items())
-    return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= LONG else 'short'}"
+    return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= LONG_QUERIES else 'short'}"
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     kernel[grid](*arguments, **constants)
 
 
-class OnlyCompiled:
-    """Takes the place of `run`: kernels are compiled and kept, to be judged before they run."""
+class CompileOnly:
+    """Replaces `run`: kernels are compiled and kept, to be checked before they run."""
 
     def __init__(self) -> None:
         self.kernels: list[Any] = []
@@ -78,7 +77,7 @@ class TileTuner:
         self._lock = threading.Lock()  # backward runs in threads of autograd
 
     def choose(self, key: str, candidates: Sequence[TileSizes], start: Start, *, may_time: bool = True) -> TileSizes:
-        """The first candidate is the table's: it stays where nothing is clearly faster, or nothing may be timed."""
+        """The first candidate is the table's: it stays where nothing is clearly faster, or timing is not allowed."""
         with self._lock:
             if key not in self._made:
                 self._made[key] = self._find(key, candidates, start) if may_time else candidates[0]
@@ -102,7 +101,7 @@ class TileTuner:
     def _fastest(self, key: str, candidates: Sequence[TileSizes], start: Start) -> TileSizes:
         times: dict[TileSizes, float] = {}
         for tiles in dict.fromkeys(candidates):
-            compiled = OnlyCompiled()
+            compiled = CompileOnly()
             start(tiles, compiled)
             if reasons := [reason for kernel in compiled.kernels for reason in self._refusals(kernel)]:
                 _log.info("%s: %s refused, %s", key, tiles, "; ".join(reasons))
@@ -113,7 +112,7 @@ class TileTuner:
             _log.warning("%s: every candidate was refused; the table's tiles stay.", key)
             return table
         best = min(times, key=times.__getitem__)
-        winner = table if times.get(table, float("inf")) * WORTH_IT <= times[best] else best
+        winner = table if times.get(table, float("inf")) * KEEP_TABLE_ABOVE <= times[best] else best
         _log.info("%s: %s in %.3g ms, of %d timed", key, winner, times[winner], len(times))
         return winner
 

@@ -1,4 +1,4 @@
-"""Which queries chose each window of keys, in order, on the device and without asking it anything.
+"""Builds the inverse index (key block → queries that selected it) on the device, without synchronizing with the host.
 
 A window is l_sel keys on the absolute axis; a block of a packed document may lie across two. Every key belongs to one
 window. What is sorted are integers of 31 bits that name the window, the query within its chunk, and which of its
@@ -61,7 +61,7 @@ def sorting_warps(sizes: dict[str, int]) -> int:
     return max(1, 2 ** sizes["LOG"] // 256)
 
 
-def chosen(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel: int, n_keys: int) -> BlockIndex:
+def build_block_index(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel: int, n_keys: int) -> BlockIndex:
     B, S, G, N = idx_BSGN.shape
     idx, n_windows = idx_BSGN.contiguous(), triton.cdiv(n_keys, l_sel)
     sizes = chunk_sizes(N, l_sel)

@@ -1,4 +1,4 @@
-"""Launches the bounds of sliding and compressed attention. B batch · S queries"""
+"""Launches the kernels that compute each query's range of visible keys. B batch · S queries"""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from nsa.kernels.triton.device.bounds import bounds_kernel, seen_by_kernel
 CHUNK = 1024
 """Queries whose bounds one program computes."""
 CHUNKS = 128
-"""Chunks that are looked at together."""
+"""Chunks that one step of the loop reads."""
 
 
 class KeyBounds(NamedTuple):

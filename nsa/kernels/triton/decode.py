@@ -1,6 +1,6 @@
-"""Launches the step for one new token per row: four kernels, whatever the lengths.
+"""Launches the decode step, one new token per row: four kernels for any lengths.
 
-The host looks at shapes only, so the step may be captured in a CUDA graph and replayed as the cache fills up. Shapes as
+The host reads shapes only, so the step may be captured in a CUDA graph and replayed as the cache fills up. Shapes as
 in `nsa.kernels.reference`; a row's keys must hold its position 0 (start ≥ 0), as a cache's do.
 """
 
@@ -24,7 +24,7 @@ from nsa.kernels.triton.range_attention import rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes, choose
 
 PROGRAMS = 128
-"""That a single row is to keep busy: GPUs have 108 to 148 units. Not more, each leaves a part to be merged."""
+"""Programs per row: GPUs have 108 to 148 SMs. Not more, because each leaves a part to be merged."""
 WINDOW_PART = 64  # keys
 STRETCHES = 16  # of blocks, each ranked by one program; a power of two
 BLOCKS_AT_ONCE = 64
@@ -33,7 +33,7 @@ MERGED_AT_ONCE = 16  # parts
 
 
 class DecodeConstants(NamedTuple):
-    """What each kernel is compiled for."""
+    """Compile-time constants of each kernel."""
 
     compressed: dict[str, Any]
     score: dict[str, Any]
@@ -42,9 +42,9 @@ class DecodeConstants(NamedTuple):
 
 
 class TritonDecoder:
-    """`nsa.kernels.decoder.TokenDecoder`; the cache takes in its tokens itself."""
+    """`nsa.kernels.decoder.TokenDecoder`; the cache appends tokens by itself."""
 
-    take_in = None
+    append = None
 
     def __init__(
         self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
@@ -103,7 +103,7 @@ def decode(
 
 
 def constants(G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSizes, *, wide: bool) -> DecodeConstants:
-    """Of the model alone, so that a row has the same bits in any batch and any cache."""
+    """They depend on the model alone, so that a row has the same bits in any batch and any cache."""
     l, d, l_sel, n_sel, w = geometry.ints
     parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
     window_parts = min(parts, triton.cdiv(w, WINDOW_PART))

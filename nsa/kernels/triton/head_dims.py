@@ -1,4 +1,4 @@
-"""How wide rows become tiles: a width that is no power of two is split in two, 192 as 128 + 64, because 256 spills."""
+"""Head dimensions as tiles: a width that is no power of two is split in two, 192 as 128 + 64, because 256 spills."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
-"""Reads what a compiled kernel became: registers, spills, shared memory, matrix and copy instructions.
+"""Machine code statistics of a compiled kernel: registers, spills, shared memory, matrix and copy instructions.
 
-Works on what the compiler leaves behind, whether it compiled ahead of time for a GPU that is not here or just in time
-for the one that is. The compiler does not check shared memory, so it is compared with the GPU's limit here.
+For kernels compiled ahead of time for an absent GPU, and for those compiled just in time. The compiler does not check
+shared memory, so it is compared with the GPU's limit here.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Launches the mix of the three branches by their gates.
+"""Launches the gated sum of the three branches.
 
 B batch · S queries · G kv groups · R heads per group · X gates per group (R, or 1 for all heads) · V value dim
 """

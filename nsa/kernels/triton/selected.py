@@ -1,7 +1,7 @@
 """Launches selected attention. Shapes as in `nsa.kernels.reference`.
 
-What queries get from each of their blocks waits in slots until it is put together. Slots are 2·N times as large as an
-output: too large for all of a long row, so spans of its queries take turns.
+Partial results of each query and block are written to slots and merged afterwards. Slots are 2·N times as large as an
+output: too large for all of a long row, so they are reused by spans of its queries.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa.geometry import Geometry
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.kernels.triton.autotune import Launch, tuned
-from nsa.kernels.triton.block_index import BlockIndex, chosen
+from nsa.kernels.triton.block_index import BlockIndex, build_block_index
 from nsa.kernels.triton.device.selected_backward import (
     add_pieces_kernel,
     add_slots_kernel,
@@ -39,7 +39,7 @@ def selected_forward(
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     for some in spans("selected_forward", q, N, l_sel, V, max(K, V)):
         queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
-        index = chosen(idx, pos_BS[:, some], start, l_sel, T)
+        index = build_block_index(idx, pos_BS[:, some], start, l_sel, T)
         slots, levels = _windows_forward(queries, k, v, index, N, l_sel, scale)
         merge_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(V)), B * G)](
             idx, index.last_BS, start, slots, levels, out[:, some], lse[:, some], queries.shape[1], S, n_windows,
@@ -51,7 +51,7 @@ def selected_forward(
 def _windows_forward(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, index: BlockIndex, n_sel: int, l_sel: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What each query gets from each of its blocks, [B, S, G, slots, cuts, R, V], with its log-sum-exp in base 2."""
+    """Partial result of each query and block, [B, S, G, slots, cuts, R, V], with its log-sum-exp in base 2."""
     B, S, G, R, K = q_BSGRK.shape
     (T, V), q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), q_BSGRK, k_BTGK, v_BTGV
 
@@ -92,7 +92,7 @@ def selected_backward(
     dk, dv = (new(x.shape, dtype=wide, device=x.device) for x in (k, v))
     for some in all_spans:
         queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
-        index = chosen(idx, pos_BS[:, some], start, l_sel, T)
+        index = build_block_index(idx, pos_BS[:, some], start, l_sel, T)
         slots, *sums = _windows_backward(
             dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, scale
         )  # fmt: skip
@@ -144,7 +144,7 @@ def spans(kernel: str, q_BSGRK: Tensor, n_sel: int, l_sel: int, width: int, wide
 
 
 def span_of(n_queries: int, bytes_per_query: int, slot_bytes_per_query: int) -> int:
-    """In whole 16s: what a span begins with is as aligned as the whole."""
+    """A multiple of 16, so that a span is aligned like the whole."""
     allowed = max(SLOT_BYTES, QUERIES_OF_SLOTS * n_queries * bytes_per_query)
     n_spans = max(1, triton.cdiv(n_queries * slot_bytes_per_query, allowed))
     return max(1, triton.cdiv(triton.cdiv(n_queries, n_spans), 16)) * 16
@@ -157,7 +157,7 @@ def keys_of(tiles: TileSizes, l_sel: int) -> tuple[int, int]:
 
 
 def rows_of(width: int) -> int:
-    """Query heads of a program that puts slots together, rows of `width`."""
+    """Query heads of a program that merges slots, rows of `width`."""
     return 64 if width <= 64 else 32
 
 

@@ -1,4 +1,4 @@
-"""Launches the choice of blocks, alone or after the compressed branch, whose log-sum-exp it then shares.
+"""Launches top-n block selection, alone or after the compressed branch, whose log-sum-exp it then reuses.
 
 Shapes as in `nsa.kernels.reference`.
 """

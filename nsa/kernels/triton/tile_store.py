@@ -3,8 +3,8 @@
 One JSON file per GPU name and Triton version. Needs no Triton, so that the switch can be set where it is not installed.
 
 Several processes may start at once: one times while the others wait for the lock, then read what it found. The file
-appears by one rename, so that nobody ever sees half of it. It says which kernels it was measured with; those of other
-sources are not used.
+appears by one rename, so no reader sees a partial file. It holds a hash of the kernels' sources; measurements
+of other sources are ignored.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class TileStore:
             return {}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _log.warning(
-                "%s is no table of tiles (%r): they are timed again and the file is replaced.", self.path, error
+                "%s is not a table of tiles (%r): they are timed again and the file is replaced.", self.path, error
             )
             return {}
         if measured_with != self._kernels:

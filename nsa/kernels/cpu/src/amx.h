@@ -1,4 +1,4 @@
-// The engine for bf16 on tile registers: products of bf16 summed in fp32, softmax in fp32, probabilities rounded to bf16
+// bf16 matrix products on AMX tile registers: products of bf16 summed in fp32, softmax in fp32, probabilities rounded to bf16
 // before the second product, as PyTorch's own attention rounds them.
 //
 // A tile is 16 rows of 64 bytes. C[16×16] += A[16 rows × 32] · B, with B holding pairs of its rows interleaved: row k of
@@ -100,7 +100,7 @@ struct Amx {
   static constexpr Exactness kOfWeights = kWeight, kOfChoice = kRough;
   static constexpr int64_t kColumns = 32;
   static constexpr int64_t kTileRows = 3072;
-  // Longer passes let the tile unit fall asleep during the softmax, and waking it costs as much as a pass of 16 x 64 takes.
+  // Longer passes let the tile unit power down during the softmax, and waking it up costs as much as a pass of 16 x 64 takes.
   static constexpr int64_t kPassRows = 16;
   static constexpr int64_t kLongChoiceRows = 32;
   static constexpr int64_t kRunKeys = 64;

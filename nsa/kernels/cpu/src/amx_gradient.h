@@ -1,4 +1,4 @@
-// The tile engine's share of a block's gradients: scores are computed with keys as rows, so that probabilities come out
+// Gradients of one block with AMX tiles: scores are computed with keys as rows, so that probabilities come out
 // as the left side of the products that sum over queries.
 #pragma once
 #include "amx.h"

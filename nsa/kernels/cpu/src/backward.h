@@ -39,7 +39,7 @@ struct Gathered {
 };
 
 // delta = dout · out for every row of a tile: what the softmax takes off each product. A gradient of the log-sum-exp adds
-// p times itself to every score's, so it is taken off delta.
+// p times itself to every score's, so it is outcome off delta.
 inline void find_deltas(const Problem& p, const Tile& tile, float* deltas, Scratch scratch) {
   const int64_t width = round_up(p.V, W);
   float *dout = scratch.take<float>(width), *out = scratch.take<float>(width);

@@ -1,4 +1,4 @@
-// What is checked before any kernel runs: sizes and positions that would index outside of the given tensors.
+// Bounds checks before any kernel runs: rejects sizes and positions that would index outside of the given tensors.
 //
 // Python checks that the tensors fit together; only their contents and the sizes are left. Positions and starts may be
 // anything up to kFarthest, whether there are keys or not: kernels cut them to the keys. Beyond, sums could overflow.
@@ -35,7 +35,7 @@ inline bool positions_hold(const Problem& p, bool choosing) {
 }
 
 // Whether every row has a slot for its next token, and for the compressed entry that the token may complete.
-inline bool has_room(const Arrival& a) {
+inline bool has_room(const CacheAppend& a) {
   if (!is_size(a.l) || !is_size(a.d) || !is_size(a.w)) return false;
   for (const Stream& stream : a.streams)
     if (!stream.fresh.data) return false;  // a tensor without memory

@@ -1,4 +1,4 @@
-// Compressed attention and the choice of blocks in one pass: both need the same probabilities.
+// Compressed attention and top-n block selection in one pass: both need the same probabilities.
 //
 // A tile's scores against all compressed keys it sees fit a thread's cache, so they are kept until the rows' maxima are
 // known; then every probability is computed once. Equal keys get equal probabilities to the last bit, so ties stay ties.

@@ -1,4 +1,4 @@
-// One new token per row: the three branches, the selection and the gates in one call, reading the cache in place.
+// Decode step, one new token per row: the three branches, the selection and the gates in one call, reading the cache in place.
 //
 // Keys are cut into pieces of a fixed length, each a softmax of its own; pieces are merged in order. So threads share
 // the reading even at batch 1, and how many there are changes no bit.
@@ -59,9 +59,9 @@ class Decode {
       at_ = kept().data.get();
     }
     float* take(int64_t n) {
-      float* taken = at_;
+      float* outcome = at_;
       at_ += round_up(n, W);
-      return taken;
+      return outcome;
     }
 
    private:

@@ -16,7 +16,7 @@ OpenMpParallel openmp_parallel = nullptr;
 namespace {
 
 #if defined(__x86_64__)
-// Linux grants the tile registers only to a process that asks: they make every context switch dearer.
+// Linux enables the tile registers only for a process that requests them: they make every context switch slower.
 bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -87,8 +87,8 @@ using nsa::Problem;
 // The best instruction set of this machine, as nsa::Isa; all below it run here too.
 NSA_EXPORT int64_t nsa_best_isa() { return nsa::best_isa(); }
 
-// Of all that Python lays out, to notice when the two sides differ.
-NSA_EXPORT int64_t nsa_sizes() { return sizeof(nsa::Step) + sizeof(nsa::Arrival) + sizeof(nsa::Mix); }
+// Total size of the argument structures; Python compares it with its own to detect a mismatch.
+NSA_EXPORT int64_t nsa_sizes() { return sizeof(nsa::Step) + sizeof(nsa::CacheAppend) + sizeof(nsa::Mix); }
 
 NSA_EXPORT void nsa_use_openmp(void* parallel) {
   nsa::openmp_parallel = reinterpret_cast<nsa::OpenMpParallel>(parallel);
@@ -139,8 +139,8 @@ NSA_EXPORT int64_t nsa_mix(const nsa::Mix* p) {
 }
 
 // Whether a compressed entry is still to be emitted; kNoRoom, and nothing written, if a row has no slot for its token.
-NSA_EXPORT int64_t nsa_take_in(const nsa::Arrival* p) {
+NSA_EXPORT int64_t nsa_append(const nsa::CacheAppend* p) {
   using namespace nsa;
   if (!has_room(*p)) return kNoRoom;
-  return [&]() -> bool { NSA_DISPATCH(take_in(*p)) }() ? kToEmit : kNothingToEmit;
+  return [&]() -> bool { NSA_DISPATCH(append(*p)) }() ? kToEmit : kNothingToEmit;
 }

@@ -1,6 +1,6 @@
 // Which keys a query sees, and the blocks of keys that the kernels load together.
 //
-// Sliding and compressed attention see one run of keys: their blocks lie on a fixed grid. Chosen blocks lie on the grid
+// Sliding and compressed attention see one range of keys: their blocks lie on a fixed grid. Chosen blocks lie on the grid
 // of their own document. A document is what queries of one row with the same `start` belong to.
 #pragma once
 #include <algorithm>

@@ -10,6 +10,6 @@ void choose(const Problem& p) { choose<AmxBackward>(p); }
 bool backward(const Problem& p) { return backward<AmxBackward>(p); }
 void decode_step(const Step& step) { avx512::decode_step(step); }  // one query has too few rows to fill a tile
 void mix(const Mix& m) { avx512::mix(m); }
-bool take_in(const Arrival& arrival) { return avx512::take_in(arrival); }
+bool append(const CacheAppend& tokens) { return avx512::append(tokens); }
 
 }  // namespace nsa::amx

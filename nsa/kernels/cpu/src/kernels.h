@@ -10,7 +10,7 @@ namespace nsa {
   bool backward(const Problem&); \
   void decode_step(const Step&); \
   void mix(const Mix&); \
-  bool take_in(const Arrival&);
+  bool append(const CacheAppend&);
 
 namespace plain { NSA_KERNELS }
 namespace avx2 { NSA_KERNELS }

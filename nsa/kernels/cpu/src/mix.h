@@ -1,4 +1,4 @@
-// The three branches mixed by their gates, in one pass over memory each way.
+// Gated sum of the three branches, in one pass over memory each way.
 #pragma once
 #include <algorithm>
 

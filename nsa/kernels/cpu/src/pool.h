@@ -1,4 +1,4 @@
-// Runs numbered items on several threads. Which thread takes an item is left to chance, so an item's result must depend
+// Thread pool for numbered items. Any thread may run any item, so an item's result must depend
 // on its number alone: then any number of threads gives the same bits.
 #pragma once
 #include <atomic>

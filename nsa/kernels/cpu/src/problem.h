@@ -1,4 +1,4 @@
-// What Python hands over: raw pointers, strides in elements, sizes. Mirrored by nsa/kernels/cpu/library.py.
+// Arguments of the C interface: raw pointers, strides in elements, sizes. Mirrored by nsa/kernels/cpu/library.py.
 //
 // B batch · S queries · T keys · G kv groups · R heads per group · K key width · V value width
 #pragma once
@@ -37,7 +37,7 @@ struct Step {
   int64_t gates_per_group;      // R or 1
 };
 
-// [n_gates, heads, V] contiguous, three times; a gate serves `heads` rows. With `dout`, gradients are asked for.
+// [n_gates, heads, V] contiguous, three times; a gate serves `heads` rows. With `dout`, gradients are computed.
 struct Mix {
   int64_t dtype, isa, threads, n_gates, heads, V;
   const float* gates;           // [n_gates, 3]
@@ -48,16 +48,16 @@ struct Mix {
   void* dbranches[3];
 };
 
-// A stream of keys or values on its way into slots that are used in turn.
+// New keys or values (`fresh`) and the ring of slots that they are written to.
 struct Stream {
   Rows fresh, slots;
   int64_t n_slots, width;
 };
 
 // Streams: keys and values of the compressed branch (into its tail), the selected branch, the window.
-struct Arrival {
+struct CacheAppend {
   int64_t dtype, isa, B, G, l, d, w;
-  int64_t means;                // whether compressed entries are means, which need nobody else
+  int64_t means;                // whether compressed entries are means, which are computed here
   Stream streams[6];
   Rows compressed[2];
   int64_t n_compressed_slots;

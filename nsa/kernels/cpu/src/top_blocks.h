@@ -1,4 +1,4 @@
-// From the compressed branch's probabilities to the best n_sel blocks, exactly: the key is (score, −index).
+// Top-n block selection from the compressed branch's probabilities, exact: sorted by (score, −index).
 #pragma once
 #include "vec.h"
 
@@ -76,15 +76,15 @@ inline void best_blocks(const float* scores, int64_t n_blocks, int64_t n_sel, in
   }
   for (int64_t i = n; i < round_up(n, W); ++i) few[i] = -INFINITY;
   const float last = value_at_place(few, round_up(n, W), places);
-  int64_t equal = places, taken = 0;
+  int64_t equal = places, outcome = 0;
   for (int64_t i = 0; i < n; ++i) equal -= few[i] > last;
   for (int64_t i = 0; i < n; ++i) {
     const bool is_last = few[i] == last;
-    idx[1 + taken] = block[i];  // stays if it is in: most guesses of a branch would be wrong
-    taken += (few[i] > last) | (is_last & (equal > 0));
+    idx[1 + outcome] = block[i];  // stays if it is in: most guesses of a branch would be wrong
+    outcome += (few[i] > last) | (is_last & (equal > 0));
     equal -= is_last;
   }
-  while (taken < places) ++taken, idx[taken] = taken;  // scores that are no numbers have no order
+  while (outcome < places) ++outcome, idx[outcome] = outcome;  // scores that are no numbers have no order
   idx[0] = 0, idx[n_sel - 2] = n_blocks - 2, idx[n_sel - 1] = n_blocks - 1;
 }
 

@@ -1,4 +1,4 @@
-// The engine of every dtype and instruction set: inputs are widened to fp32 when they are packed, all arithmetic is fp32.
+// fp32 arithmetic for every dtype and instruction set: inputs are widened to fp32 when they are packed, all arithmetic is fp32.
 #pragma once
 #include "gemm.h"
 #include "pool.h"

@@ -1,4 +1,4 @@
-// The fp32 engine's share of a block's gradients.
+// Gradients of one block in fp32.
 #pragma once
 #include "backward.h"
 

@@ -1,1 +1,1 @@
-"""What runs on the GPU. The modules beside this package launch it."""
+"""Device code: `@triton.jit` kernels and helpers, launched by the modules beside this package."""

@@ -1,9 +1,9 @@
-"""Who chose each window of keys: a stable counting sort, in which every number has one writer.
+"""Kernels that build the inverse index (key block → queries that selected it): a stable, deterministic counting sort.
 
 What is sorted are pairs: a query, and which of its N chosen blocks, as query · N + n.
 
-The queries of a group are cut into chunks. A chunk sorts in registers what it chose, and says where each window begins
-and ends in that (`sort_chunks`); the counts become places (`place_chunks`, `place_windows`), and every chunk writes its
+The queries of a group are cut into chunks. A chunk sorts its selected blocks in registers and records where each window
+begins and ends (`sort_chunks`); the counts become places (`place_chunks`, `place_windows`), and every chunk writes its
 own (`fill`). A window has those whose block begins in the window before and lies across, then those whose block begins
 in it, each by query.
 

@@ -1,8 +1,8 @@
-"""Which keys each query sees, and which queries may see each tile of keys.
+"""Ranges of visible keys per query, and of queries per tile of keys.
 
-The bounds are those of `nsa.kernels.portable.range_attention`. What the queries of a chunk reach together is kept
-beside them:
-who may see a tile of keys is then found in the first and the last chunk that touch it, whatever the bounds' order.
+The bounds are those of `nsa.kernels.portable.range_attention`. The extreme bounds of each chunk of queries are stored
+too: the queries that may see a tile of keys are then found in the first and the last chunk that touch it, whatever the
+bounds' order.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""One new token per row over the cache, in four kernels: two that read keys, one that ranks blocks, one that merges.
+"""Decode step, one new token per row over the KV cache, in four kernels: two read keys, one ranks blocks, one merges.
 
 Each row's keys are cut into parts, one program each, so that a single row fills a GPU. How many parts there are follows
 from the model alone and how long each is from the row's own length, read here: a row has the same bits alone, in any
@@ -44,7 +44,7 @@ def share(lo, hi, part, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def attend_run(
+def attend_range(
     q, q_at, ok, k, v, k_t, v_t, begin, end, part, part_lse, part_at, scores, scores_at, scale,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEEP_SCORES: tl.constexpr, WIDE: tl.constexpr,
@@ -87,7 +87,7 @@ def decode_compressed_kernel(
     pos, first = tl.load(position + b).to(tl.int32), tl.load(origin + b).to(tl.int32)
     lo, hi = complete_blocks(pos, first, n_keys, L, D)
     begin, end = share(lo, hi, tl.program_id(0), PARTS, BLOCK_N)
-    attend_run(
+    attend_range(
         q, b * q_b + g * q_g + head.to(tl.int64) * q_r, head < R, k + b * k_b + g * k_g, v + b * v_b + g * v_g,
         k_t, v_t, begin, end, part, part_lse, (bg * n_parts + tl.program_id(0)) * R + head,
         scores, (bg * R + head) * n_keys, scale, K, K1, K2, V, V1, V2, BLOCK_M, BLOCK_N, True, WIDE,
@@ -163,7 +163,7 @@ def decode_raw_kernel(
     page_end = tl.where(page >= 0, tl.minimum(tl.minimum(page_begin + L_SEL, seen), n_keys), page_begin)
     lo, hi = tl.maximum(start + tl.maximum(pos - W + 1, 0), 0), tl.minimum(seen, n_window_keys)
     begin, end = share(lo, hi, program - N_SEL, WINDOW_PARTS, BLOCK_N)
-    attend_run(
+    attend_range(
         q, b * q_b + g * q_g + head.to(tl.int64) * q_r, head < R,
         tl.where(is_page, k + b * k_b + g * k_g, window_k + b * wk_b + g * wk_g),
         tl.where(is_page, v + b * v_b + g * v_g, window_v + b * wv_b + g * wv_g),

@@ -1,7 +1,7 @@
-"""The branches mixed by their gates, forward and backward: every output is read once, in the inputs' own precision.
+"""Gated sum of the branches, forward and backward: every output is read once, in the inputs' own precision.
 
-A program has BLOCK gates; a gate belongs to HEADS heads (one, or all of a group), which it takes in turn. Whoever owns
-a gate sees all its heads, so that its gradient has one writer that adds in a fixed order.
+A program has BLOCK gates; a gate belongs to HEADS heads (one, or all of a group), which are processed in turn. The
+program that has a gate sees all its heads, so that its gradient has one writer that adds in a fixed order.
 """
 
 import triton

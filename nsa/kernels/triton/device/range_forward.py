@@ -1,6 +1,6 @@
-"""Sliding and compressed attention, forward: each query sees one run of keys, [lo, hi) on the key axis.
+"""Sliding and compressed attention, forward: each query sees one range of keys, [lo, hi).
 
-A tile loops from the smallest lo of its rows to the largest hi: no tile of keys that nobody sees is ever touched.
+A tile loops from the smallest lo of its rows to the largest hi: tiles of keys that no row sees are not read.
 """
 
 import triton

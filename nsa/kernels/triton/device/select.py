@@ -1,4 +1,4 @@
-"""Choosing blocks: scores from the compressed branch's own probabilities, mapped by overlap, summed over heads, best n.
+"""Top-n block selection: probabilities of the compressed branch, mapped by overlap, summed over heads.
 
 No matrix of scores is ever stored. A first pass finds each row's log-sum-exp; the second forms the probabilities again,
 each once, adds up the heads, then each block's keys, and keeps the best blocks in registers.

@@ -1,4 +1,4 @@
-"""Selected attention, backward: five products per tile, a window of keys at a time, for the queries that chose it.
+"""Selected attention, backward: five products per tile, one window of keys at a time for the queries that selected it.
 
 dK and dV stay in registers for a piece of PIECE readers and are added over pieces, in order, by `add_pieces`; dQ goes
 to slots, which `add_slots` adds, in order. No atomics: the same bits every time.

@@ -1,8 +1,8 @@
-"""What the kernels of selected attention share: a program takes a piece of one window's readers, keys stay in place.
+"""Shared helpers of selected attention: a program handles a piece of the queries that selected one window of keys.
 
-Every row of a tile chose the window, so nothing is multiplied in vain. What a query gets from a window is a partial
-result with a slot of its own; a block of a packed document may lie across two windows, so a query has 2·N slots, and
-windows wider than a tile of keys are cut, which makes CUTS of each. A last kernel puts a query's slots together.
+Every row of a tile selected the window, so no product is wasted. What a query gets from a window is a partial result
+in a slot of its own; a block of a packed document may lie across two windows, so a query has 2·N slots, and
+windows wider than a tile of keys are cut, which makes CUTS of each. A last kernel merges a query's slots.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Selected attention, forward: a window of keys at a time, for the queries that chose it; then a query's slots merge.
+"""Selected attention, forward: one window of keys at a time for the queries that selected it; then slots are merged.
 
 The loop carries nothing from one tile of queries to the next, and its only loads are unconditional: a branch around
 them would cost the software pipeline. Log-sum-exps of slots are in base 2.

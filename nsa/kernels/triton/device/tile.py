@@ -1,4 +1,4 @@
-"""What the kernels share: tiles of rows, columns of any width, dot products in the inputs' precision.
+"""Shared device helpers: tiles of rows, columns of any width, dot products in the inputs' precision.
 
 A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
 group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.head_dims`).
@@ -13,7 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # settled, like the kernels themselves, on import
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # fixed on import, like the kernels
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-// Gradients where queries see runs of keys, in one pass over (tile, block): five products instead of seven.
+// Gradients where each query sees one range of keys, in one pass over (tile, block): five products instead of seven.
 //
 // Queries are cut into chunks by the length alone. A chunk sums its share of the keys' gradients in memory of its own,
 // and the shares are added in order: no sum depends on which thread came first.
@@ -35,7 +35,7 @@ class Chunks {
   }
 };
 
-inline void run_gradients(const Problem& p, const Grid& grid) {
+inline void range_gradients(const Problem& p, const Grid& grid) {
   using E = WideBackward;
   large_pages_for(p, p.dq, p.K);
   const auto used = used_blocks(p, grid);

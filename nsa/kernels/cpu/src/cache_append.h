@@ -1,17 +1,17 @@
-// Takes one new token per row into the cache: six rows copied to their slots, counters moved on, and where the
-// compressed branch's operator is the mean, the entry of a block that ends with the token.
+// KV cache append: copies one new token per row to its slots, advances the counters and, where φ is the mean, writes the
+// compressed entry of a block that ends with the token.
 #pragma once
 #include "vec.h"
 
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-NSA_INLINE char* slot(const Arrival& a, const Rows& x, int64_t b, int64_t at, int64_t g) {
+NSA_INLINE char* slot(const CacheAppend& a, const Rows& x, int64_t b, int64_t at, int64_t g) {
   return x.data + (b * x.batch + at * x.token + g * x.group) * (a.dtype == kFloat ? 4 : 2);
 }
 
-// The mean of a ring's last l tokens, oldest first, into the slot of the block they are.
-inline void emit_mean(const Arrival& a, const Stream& tail, const Rows& to, int64_t b, int64_t length) {
+// The mean of a ring's last l tokens, oldest first, into the slot of the block that they form.
+inline void emit_mean(const CacheAppend& a, const Stream& tail, const Rows& to, int64_t b, int64_t length) {
   const int64_t width = round_up(tail.width, W);
   Scratch scratch;
   float *sum = scratch.take<float>(width), *one = scratch.take<float>(width);
@@ -27,7 +27,7 @@ inline void emit_mean(const Arrival& a, const Stream& tail, const Rows& to, int6
 }
 
 // Returns whether any row now ends a compressed block that is still to be emitted.
-inline bool arrive(const Arrival& a) {
+inline bool append_tokens(const CacheAppend& a) {
   bool to_emit = false;
   for (int64_t b = 0; b < a.B; ++b) {
     const int64_t at = a.length[b];
