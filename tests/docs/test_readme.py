@@ -1,4 +1,4 @@
-"""Every number in the prose of README.md is read from its source here, and no other number is in it."""
+"""README.md: its Python examples run, and every number in its prose is read from its source."""
 
 import re
 from pathlib import Path
@@ -77,3 +77,18 @@ def test_no_other_number_is_in_the_prose():
     known |= set(re.findall(r"\d+", " ".join(CONFIGS)))
     found = {number.rstrip(".,") for number in re.findall(r"\d[\d,.]*", prose())}
     assert found <= known, sorted(found - known)
+
+
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_as_it_stands(example):
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert "attention" not in names or {"y", "out"} <= names.keys()
+
+
+def test_the_attention_in_your_own_block_takes_a_dozen_lines():
+    (usage,) = [example for example in EXAMPLES if "nsa_attention" in example]
+    assert len([line for line in usage.splitlines() if line.strip()]) <= 12
