@@ -173,6 +173,9 @@ def test_given_blocks_replace_the_selection(backend):
     # Block 0 alone: the selected branch sees the first l_sel tokens.
     only_first = torch.zeros(B, S, G, 1, dtype=torch.int32)
     out, lse = nsa.selected_attention(q, k[1], v[1], only_first, return_lse=True, **options)
+    whole = nsa_attention(q, k, v, torch.tensor([0.0, 1.0, 0.0]), blocks=only_first, return_blocks=True, **options)
+    torch.testing.assert_close(whole.out, out, atol=1e-6, rtol=1e-6)
+    assert torch.equal(whole.blocks, only_first)
     want = nsa.selected_attention(q[:, : TINY.l_sel], k[1][:, : TINY.l_sel], v[1][:, : TINY.l_sel],
                                   only_first[:, : TINY.l_sel], **options)  # fmt: skip
     torch.testing.assert_close(out[:, : TINY.l_sel], want, atol=1e-6, rtol=1e-6)
