@@ -56,7 +56,7 @@ def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(s
     assert "pg_status" in (run.folder / names.collectives(0, pids[0])).read_text()
     assert (run.folder / names.ANOMALY).read_text() == "heartbeat_stall\n"
     run.end()
-    watch_until(dog, lines, "over: heartbeat_stall")
+    watch_until(dog, lines, "resolved: heartbeat_stall")
     assert dog.phase == RunPhase.HALTED
     kinds = [event.kind for event in read_events(run.folder)]
     assert [kind for kind in kinds if kind in (EventKind.STALL, EventKind.HALT_ASKED, EventKind.HALT)] == [
