@@ -106,6 +106,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
+from nsa import names
 from nsa.train.callbacks.stop_requests import SignalHandlers
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 import os
