@@ -186,6 +186,18 @@ def test_given_blocks_replace_the_selection(backend):
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.parametrize("backend", RUN_HERE)
+def test_a_block_given_twice_is_read_once(backend):
+    """Long enough that neighbours choose unrelated blocks: a backend may then copy each query's own."""
+    q, k, v, _ = tensors(torch.float32, batch=1, length=800)
+    blocks = torch.randint(0, 100, (1, 800, G, 6), generator=torch.Generator().manual_seed(0))
+    once, twice = (
+        nsa.selected_attention(q, k[1], v[1], given, geometry=TINY, kernels=name)
+        for given, name in ((blocks, "reference"), (torch.cat((blocks, blocks[..., :2]), -1), backend))
+    )
+    torch.testing.assert_close(twice, once, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", fp64_backends())
 def test_gradcheck_with_log_sum_exps(backend):
     q, k, v, gates = (x for x in tensors(batch=1, length=30))
