@@ -162,7 +162,7 @@ from nsa.kernels.triton.device import range_forward
 from tools.compile_report.report import GPUS, MODELS, compile_for, jobs
 from nsa.kernels.triton.machine_code import read
 source = Path(range_forward.__file__).read_text()
-load = "s = dot(q1, tl.trans(load_rows(k, k_at, inside, K, 0, K1, WIDE)))"
+load = "s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)"
 assert source.count(load) == 1
 branch = f"s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)\\n        if n != 7:\\n            {load}"
 file = Path(sys.argv[1])

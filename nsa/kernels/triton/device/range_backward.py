@@ -77,10 +77,13 @@ def range_dq_kernel(
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
     do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
-    do1, do2 = load_both(dout, do_at, ok, V, V1, V2, WIDE)
+    q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
     delta_M = tl.sum(do1.to(tl.float32) * load_rows(out, flat * V, ok, V, 0, V1, WIDE).to(tl.float32), 1)
+    q2, do2 = q1, do1
+    if K2 > 0:
+        q2 = load_rows(q, q_at, ok, K, K1, K2, WIDE)
     if V2 > 0:
+        do2 = load_rows(dout, do_at, ok, V, V1, V2, WIDE)
         delta_M += tl.sum(do2.to(tl.float32) * load_rows(out, flat * V, ok, V, V1, V2, WIDE).to(tl.float32), 1)
     if dlse is not None:  # p times itself is added to every score's gradient
         delta_M -= tl.load(dlse + flat, mask=ok, other=0.0)
