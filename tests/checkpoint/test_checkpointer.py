@@ -129,7 +129,7 @@ def test_an_asynchronous_save_exists_when_its_future_is_done(tmp_path):
     maker = checkpointer(tmp_path)
     saving = maker.save_async(tmp_path / "step1", module, {"global_step": 1})
     module.step()  # training goes on: the checkpoint must hold the weights of the moment it was asked for
-    maker.settle(saving)
+    maker.wait_for_save(saving)
     assert maker.find_resumable(tmp_path).step == 1
     assert_same(read_model(open_checkpoint(tmp_path / "step1")), before)
 
@@ -416,7 +416,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(folder, saved):
         with pytest.raises(BaseException, match="File too large"):
             maker.save(folder / "step3", module, {"global_step": 3})
         with pytest.raises(CheckpointError, match="step 3"):
-            maker.settle(maker.save_async(folder / "step3", module, {"global_step": 3}))
+            maker.wait_for_save(maker.save_async(folder / "step3", module, {"global_step": 3}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
@@ -521,7 +521,7 @@ def _loop(folder: Path) -> None:
                 parameter.fill_(step)
         record = RunRecord(step, 1, CONFIG, {})
         maker.record = lambda record=record: record
-        maker.settle(maker.save_async(checkpoints / f"step{step}", module, {"global_step": step}))
+        maker.wait_for_save(maker.save_async(checkpoints / f"step{step}", module, {"global_step": step}))
         with (folder / "told").open("a") as told:
             told.write(f"{step}\n")
 
@@ -533,7 +533,7 @@ def _save(folder: Path) -> None:
     for step in (1, 2):
         module.step()
         saving = maker.save_async(folder / f"checkpoints/step{step}", module, {"global_step": step})
-        maker.settle(saving)
+        maker.wait_for_save(saving)
         assert (folder / f"checkpoints/step{step}/COMMIT.json").is_file(), "settled before the commit"
     whole = module.whole()
     if torch.distributed.get_rank() == 0:
@@ -558,13 +558,13 @@ def _fail(folder: Path) -> None:
     module = Module(shard=True)
     module.step()
     saving = maker.save_async(folder / "checkpoints/step1", module, {"global_step": 1})
-    maker.settle(saving)
+    maker.wait_for_save(saving)
     if torch.distributed.get_rank() == 1:  # a disk that fills up under one rank only
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     saving = maker.save_async(folder / "checkpoints/step2", module, {"global_step": 2})
     with pytest.raises(CheckpointError, match="File too large"):
-        maker.settle(saving)
+        maker.wait_for_save(saving)
     assert maker.find_resumable(folder / "checkpoints").step == 1
     maker.retention = RetentionPolicy()
     folder_of_all = maker.folder(folder / "checkpoints")
@@ -575,7 +575,7 @@ def _fail(folder: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     saving = maker.save_async(folder / "checkpoints/step3", module, {"global_step": 3})
     with pytest.raises(CheckpointError):
-        maker.settle(saving)
+        maker.wait_for_save(saving)
 
 
 def _program(what: str, rank: int, ranks: int, folder: Path) -> None:

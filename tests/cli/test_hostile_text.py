@@ -167,7 +167,7 @@ def test_configs(tmp_path, nsa):
 def test_a_run_that_is_started_over_a_hostile_halt_file(tmp_path, nsa):
     (tmp_path / names.HALT).write_bytes(b"halt: " + HOSTILE.encode("utf-8", "surrogatepass"))
     words = ["data.dataset=synthetic", f"train.out_dir={tmp_path}", "train.steps=1", "train.eval_every=0"]
-    assert ".HALT is in" in nsa("train", "configs/cpu_quickstart.yaml", *words)
+    assert "not started" in nsa("train", "configs/cpu_quickstart.yaml", *words)
 
 
 @pytest.mark.parametrize(

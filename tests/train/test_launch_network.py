@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from nsa import names
 from nsa.errors import ConfigError
 from nsa.observe.heartbeat import last_beat
-from nsa.train.launch.launcher import node_address
+from nsa.train.launch import node_address
 from nsa.train.launch.node_address import (
     SECRET,
     interface_of,
