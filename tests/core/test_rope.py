@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from nsa.core.rope import RotaryEmbedding, rotate
 from nsa.errors import ConfigError
+from tests.oracle import rotated
 
 CPU = torch.device("cpu")
 
@@ -21,6 +23,15 @@ def test_scores_depend_on_distance_alone():
 
     torch.testing.assert_close(score(5, 3), score(1005, 1003))
     assert not torch.isclose(score(5, 3), score(5, 2))
+
+
+def test_pairs_lie_half_a_head_apart_and_stay_where_they_are():
+    """Queries and keys permuted alike would give the same scores, but not fit weights and keys from elsewhere."""
+    x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
+    got = rotate(x, RotaryEmbedding(8, 100.0, 2.0).tables(torch.tensor([[0, 5, 11]])))
+    for s, pos in enumerate((0, 5, 11)):
+        for h in range(2):
+            np.testing.assert_allclose(got[0, s, h].numpy(), rotated(x[0, s, h].numpy(), pos, 100.0, 2.0), atol=1e-12)
 
 
 def test_scale_stretches_positions():

@@ -156,7 +156,7 @@ MUTATIONS = [
              "block_BClGX + self.pos_emb.to(block_BClGX.dtype)", "block_BClGX", ORACLE),
     Mutation("rope: angles in fp32", "nsa/core/rope.py", "dtype=torch.float64", "dtype=torch.float32", ("tests/core/test_rope.py",)),
     Mutation("rope: interleaved pairs", "nsa/core/rope.py", "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)",
-             "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)", ORACLE),
+             "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)", ("tests/core/test_rope.py",)),
     Mutation("gates: temperature multiplies", "nsa/core/gates.py", ") / self.temperature", ") * self.temperature", ORACLE),
     Mutation("reads: counted reads copy the prediction's window", "nsa/core/probe.py",
              "(start_BS + pos_BS + 1 - w).maximum(start_BS)", "(start_BS + pos_BS - w).maximum(start_BS)", READS),
