@@ -125,7 +125,7 @@ def test_the_child_ends_with_its_parent_and_is_the_first_victim_of_an_out_of_mem
     try:
         child.stdin.write(json.dumps(vars(request)).encode() + b"\n")
         child.stdin.flush()
-        assert json.loads(child.stdout.readline()) == {"say": "fetching a batch"}
+        assert json.loads(child.stdout.readline()) == {"log": "fetching a batch"}
         assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
         child.stdin.close()
         assert child.wait(timeout=30) == -signal.SIGKILL
