@@ -25,13 +25,13 @@ from nsa.planning.hardware import GIB, HardwareTarget
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
 from nsa.train import datasets
 from nsa.train.distributed import RankInfo
-from nsa.train.dry_run_process import scratch_folder
 from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa.train.engine.build import build_train_module, choose_device
 from nsa.train.engine.checkpointer import make_checkpointer, signing_key
 from nsa.train.engine.data_loader import Tensors, to_engine
 from nsa.train.engine.environment import quiet_engine_log
 from nsa.train.engine.mixer import transformer_config
+from nsa.train.scratch_folder import scratch_folder
 
 Log = Callable[[str], None]
 OnDone = Callable[[str, DryRunAttempt], None]

@@ -9,15 +9,14 @@ is closed, so it does not outlive its parent.
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +25,7 @@ from nsa.config.schema import RunConfig
 from nsa.planning.hardware import GIB, HardwareDevice, HardwareTarget
 from nsa.planning.host_memory import process_memory
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
+from nsa.train.scratch_folder import remove_scratch_of
 
 _POLL_S = 0.05
 _EXIT_WAIT_S = 10.0
@@ -106,7 +106,7 @@ def dry_run_in_child(request: DryRunRequest, limits: DryRunLimits, log: Callable
                     child.wait(_EXIT_WAIT_S)  # its exit code and what it prints say why
         finally:
             _kill(child)
-            _remove_scratch_of(child.pid, Path(request.run_config().train.out_dir))
+            remove_scratch_of(child.pid, Path(request.run_config().train.out_dir))
         if progress.result is not None:
             return progress.result
         return progress.died(why or _exit_reason(child.returncode, errors))
@@ -164,30 +164,6 @@ def _exit_reason(code: int, errors: IO[bytes]) -> str:
     errors.seek(0)
     last = (errors.read().decode("utf-8", "replace").strip().splitlines() or ["it printed no reason"])[-1]
     return f"the process of the dry run ended with exit code {code}: {last[:300]}"
-
-
-@contextmanager
-def scratch_folder(out_dir: Path) -> Iterator[Path]:
-    """A temporary folder on the disk of the run: in the run folder, or in its nearest existing parent."""
-    made = Path(tempfile.mkdtemp(prefix=_scratch_prefix(os.getpid()), dir=_existing_parent(out_dir)))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _remove_scratch_of(pid: int, out_dir: Path) -> None:
-    """Scratch folders that a killed process could not remove itself."""
-    for left in _existing_parent(out_dir).glob(f"{_scratch_prefix(pid)}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _existing_parent(out_dir: Path) -> Path:
-    return next(path for path in (out_dir, *out_dir.absolute().parents) if os.path.isdir(path))
-
-
-def _scratch_prefix(pid: int) -> str:
-    return f".preflight-{pid}-"
 
 
 def _main() -> None:
