@@ -1,4 +1,4 @@
-"""Runs the dry run of preflight in a child process with a limit on memory and time, and owns its scratch folder.
+"""Runs the dry run of preflight in a child process with a limit on memory and time.
 
 The parent sums up the memory of the child and its descendants and kills them above the limit; the child asks the
 kernel to be the first victim of an out-of-memory kill. A child that dies, for whatever reason, becomes a failed attempt

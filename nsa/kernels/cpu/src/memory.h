@@ -17,7 +17,7 @@ constexpr size_t kAlign = 64;
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Fresh memory is mapped page by page when it is first written, which takes longer than writing it: request large pages.
-// A wish: where the kernel has none, nothing changes.
+// A hint: where the kernel has no huge pages, nothing changes.
 inline void prefer_large_pages(void* data, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kLarge = uintptr_t{1} << 21;
