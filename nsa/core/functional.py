@@ -225,7 +225,7 @@ def attend_branches(
     """
     lse_cmp = None
     if blocks is None and not return_lse:
-        compressed_out, blocks = _compressed_and_select(run, q_BSGRK, compressed, geometry, scale)
+        compressed_out, blocks = run.compressed_and_select(q_BSGRK, *compressed, geometry=geometry, scale=scale)
     else:
         compressed_out, lse_cmp = _compressed(run, q_BSGRK, compressed, geometry, scale)
         blocks = _select(run, q_BSGRK, compressed, geometry, scale) if blocks is None else blocks
@@ -233,12 +233,6 @@ def attend_branches(
     sliding_out, lse_win = _sliding(run, q_BSGRK, window, geometry, scale)
     mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
     return BranchesOutput(mixed, blocks, None if lse_cmp is None else (lse_cmp, lse_sel, lse_win))
-
-
-def _compressed_and_select(
-    run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float
-) -> tuple[Tensor, Tensor]:
-    return run.compressed_and_select(q_BSGRK, *keys, geometry=g, scale=scale)
 
 
 def _compressed(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:

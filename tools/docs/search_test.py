@@ -98,5 +98,6 @@ def text() -> str:
 
 if __name__ == "__main__":
     for question in QUESTIONS:
-        mark = " " if question in answered() else "✗"
-        print(f"{mark} {question.question}: {question.term!r} → {', '.join(results(question)[:3])}")
+        found = results(question)
+        mark = " " if found[:1] == [question.expected] else "✗"
+        print(f"{mark} {question.question}: {question.term!r} → {', '.join(found[:3])}")
