@@ -1,12 +1,12 @@
 """One rank of a run without a model: reads batches through a BatchPrefetcher, logs them, saves its cursor.
 
 KIND SOURCE DIR RANK WORLD STEPS EXCHANGE: appends one line per batch to DIR/rank{RANK}.jsonl. As a trainer does, it
-writes its output first and its cursor, with the step, afterwards and atomically; what was seen after the last cursor is
-redone. Ranks of kind `direct_divided` divide the reading through the folder EXCHANGE.
+writes its output first and its cursor afterwards and atomically, and resumes from the newest step of which every rank
+has a cursor; what was seen after it is redone. Ranks of kind `direct_divided` divide the reading through the folder
+EXCHANGE, which serves ranks that start at the same cursor.
 """
 
 import json
-import os
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +15,7 @@ from pathlib import Path
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.specs import DirectData, PreparedData, RowData
 from nsa.data.unit_exchange import ExchangeSettings
+from nsa.files import write_atomic
 
 GLOBAL_ROWS = 4
 
@@ -26,6 +27,15 @@ def data_of(kind: str, source: str) -> RowData:
     return DirectData(source, "byte", seq_len=64, seed=5, held_out_fraction=0.1, packing=packing, buffer_rows=8)
 
 
+def cursor_path(folder: Path, rank: int, step: int) -> Path:
+    return folder / f"cursor{rank}-{step}.json"
+
+
+def newest_common_step(folder: Path, world: int) -> int:
+    steps = [{int(p.stem.split("-")[1]) for p in folder.glob(f"cursor{rank}-*.json")} for rank in range(world)]
+    return max(set.intersection(*steps), default=0)
+
+
 def main() -> None:
     kind, source, folder, rank_text, world_text, steps_text, exchange = sys.argv[1:]
     rank, world, steps = int(rank_text), int(world_text), int(steps_text)
@@ -33,8 +43,8 @@ def main() -> None:
     if kind == "direct_divided":
         assert isinstance(data, DirectData)
         data = replace(data, exchange=ExchangeSettings(exchange, rank, world))
-    cursor = Path(folder, f"cursor{rank}.json")
-    saved = json.loads(cursor.read_text()) if cursor.exists() else {"step": 0, "data": None}
+    first = newest_common_step(Path(folder), world)
+    state = json.loads(cursor_path(Path(folder), rank, first).read_text()) if first else None
     settings = PrefetchSettings(queue_depth=8)
     with (
         BatchPrefetcher(
@@ -43,11 +53,11 @@ def main() -> None:
             rank=rank,
             world=world,
             settings=settings,
-            state=saved["data"],
+            state=state,
         ) as prefetcher,
         open(Path(folder, f"rank{rank}.jsonl"), "a") as seen,
     ):
-        for step in range(saved["step"], steps):
+        for step in range(first, steps):
             batch = next(prefetcher)
             segments = [[[s.doc_id, s.offset, s.length] for s in row] for row in batch.provenance or ()]
             record = {
@@ -59,9 +69,7 @@ def main() -> None:
             seen.write(json.dumps(record) + "\n")
             seen.flush()
             if step % 3 == 2 or step == steps - 1:
-                unfinished = cursor.with_suffix(".tmp")
-                unfinished.write_text(json.dumps({"step": step + 1, "data": prefetcher.state_dict()}))
-                os.replace(unfinished, cursor)
+                write_atomic(cursor_path(Path(folder), rank, step + 1), json.dumps(prefetcher.state_dict()).encode())
             time.sleep(0.01)
 
 
