@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa.core.cache_slots import CacheSlots, ExclusiveUse, KeySlots
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.decoder import CacheView, TokenDecoder
+from nsa.kernels.interface import CacheView, TokenDecoder
 
 _LENGTH_DTYPES = (torch.int64, torch.int32)
 

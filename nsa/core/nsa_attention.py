@@ -22,7 +22,7 @@ from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, given_tables, rotate
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry, broken_rope_rule, resolve_rope_compressed
-from nsa.kernels.decoder import TokenDecoder
+from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 from nsa.options import ROPE_COMPRESSED
 

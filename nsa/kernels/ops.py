@@ -1,25 +1,24 @@
 """Custom operators (torch.library) around a backend's forward and backward functions, with the reference's signatures.
 
-A backend supplies `{sliding,compressed,selected}_{forward,backward}` and `select` on tensors; here they become one
-differentiable operator and one selection operator (and, where a backend computes the compressed branch and the
-selection together, one for both), opaque to `torch.compile` and known to fake tensors. Output and log-sum-exp are both
-differentiable; a backward function gets the gradient of the log-sum-exp as `dlse`, None where it has no gradient.
-Autocast does not change them (`nsa.kernels.precision`).
+What a backend supplies (`nsa.kernels.interface.BackendKernels`) becomes one differentiable operator and one selection
+operator (and, where a backend computes the compressed branch and the selection together, one for both), opaque to
+`torch.compile` and known to fake tensors. Output and log-sum-exp are both differentiable. Autocast does not change them
+(`nsa.kernels.precision`).
 """
 
 from collections.abc import Callable
 from dataclasses import fields
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
+from nsa.kernels.interface import BackendKernels, BranchInputs, Gradients
 from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
 
-_KERNELS: dict[str, ModuleType] = {}
+_KERNELS: dict[str, BackendKernels] = {}
 _N_SEL = [field.name for field in fields(Geometry)].index("n_sel")  # in `Geometry.ints`
 
 
@@ -32,7 +31,7 @@ class KernelFunctions(NamedTuple):
     sliding: Callable[..., Attended]
 
 
-def bind(name: str, kernels: ModuleType) -> KernelFunctions:
+def bind(name: str, kernels: BackendKernels) -> KernelFunctions:
     """Register a backend's kernels under a name and return them as differentiable, compilable functions."""
     _KERNELS[name] = kernels
 
@@ -84,9 +83,9 @@ def bind_mix(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     return mix
 
 
-def _run(backend: str, function: str, x: Tensor, *args: Any) -> Any:
-    """Call a backend's function; `x` is on the device it runs on."""
-    return without_autocast(x, getattr(_KERNELS[backend], function), *args)
+def _run(backend: str, function: str, on: Tensor, *args: Any) -> Any:
+    """Call a backend's function, outside autocast; `on` is on the device it runs on."""
+    return without_autocast(on, getattr(_KERNELS[backend], function), *args)
 
 
 @torch.library.custom_op("nsa::attend", mutates_args=())
@@ -94,8 +93,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    geometry = Geometry.from_ints(sizes)
-    made: tuple[Tensor, Tensor] = _run(backend, f"{branch}_forward", q, q, k, v, idx, pos, start, geometry, scale)
+    x = BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale)
+    made: tuple[Tensor, Tensor] = _run(backend, "attend_forward", q, x)
     return made
 
 
@@ -113,9 +112,8 @@ def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
     lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = (dout, q, k, v, idx, pos, start, out, lse, dlse)
-    geometry = Geometry.from_ints(sizes)
-    made: tuple[Tensor, Tensor, Tensor] = _run(backend, f"{branch}_backward", q, *tensors, geometry, scale)
+    x = BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale)
+    made: Gradients = _run(backend, "attend_backward", q, x, out, lse, dout, dlse)
     return made
 
 
@@ -164,10 +162,8 @@ def _(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale:
 def _compressed_and_select(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    geometry = Geometry.from_ints(sizes)
-    made: tuple[Tensor, Tensor, Tensor] = _run(
-        backend, "compressed_and_select", q, q, k, v, pos, first, geometry, scale
-    )
+    x = BranchInputs("compressed", q, k, v, None, pos, first, Geometry.from_ints(sizes), scale)
+    made: tuple[Tensor, Tensor, Tensor] = _run(backend, "compressed_and_select", q, x)
     return made
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernels import cpu, ops, portable, reference, triton
-from nsa.kernels.decoder import TokenDecoder
+from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.mkl_warmup import warm_up_vector_math
 from nsa.kernels.ops import KernelFunctions
 

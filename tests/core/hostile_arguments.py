@@ -22,6 +22,7 @@ from nsa.core.positions import Positions
 from nsa.errors import NSAError
 from nsa.geometry import Geometry
 from nsa.kernels import cpu
+from nsa.kernels.interface import BranchInputs
 from nsa.kernels.registry import BACKENDS, BackendRequest
 from nsa.model.transformer import NSATransformer
 from tests.shapes import attention_args
@@ -400,6 +401,11 @@ def sizes_that_are_none(case: tuple[str, dict[str, int]]) -> None:
     run(case[0], "cpu", tensors(), replace(GEOMETRY, **case[1]))
 
 
+def branch_inputs(branch: str, x: dict[str, Tensor], geometry: Geometry) -> BranchInputs:
+    idx = x["idx"] if branch == "selected" else None
+    return BranchInputs(branch, x["q"], x["k"], x["v"], idx, x["pos"], x["start"], geometry, 0.3)
+
+
 @attack(*BAD_SIZES)
 def sizes_past_the_geometry(case: tuple[str, dict[str, int]]) -> None:
     """The library's own check, of a geometry that nothing validated."""
@@ -410,8 +416,7 @@ def sizes_past_the_geometry(case: tuple[str, dict[str, int]]) -> None:
     if branch == "select":
         cpu.select(x["q"], x["k"], x["pos"], x["start"], geometry, 0.3)
     else:
-        idx = x["idx"] if branch == "selected" else None
-        getattr(cpu, f"{branch}_forward")(x["q"], x["k"], x["v"], idx, x["pos"], x["start"], geometry, 0.3)
+        cpu.attend_forward(branch_inputs(branch, x, geometry))
 
 
 SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Tensor]]] = {
@@ -446,20 +451,19 @@ def tensors_on_another_device(name: str) -> None:
     """Past the dispatcher, which would take them elsewhere."""
     x = tensors()
     x[name] = x[name].to("meta")
-    cpu.sliding_forward(x["q"], x["k"], x["v"], None, x["pos"], x["start"], GEOMETRY, 0.3)
+    cpu.attend_forward(branch_inputs("sliding", x, GEOMETRY))
 
 
 @attack("lse", "dlse", "out", "dout", "dtype")
 def gradients_of_other_tensors(which: str) -> None:
     x = tensors()
     out, lse = torch.randn(2, 9, 2, 3, 6), torch.randn(2, 9, 2, 3)
-    given = dict(out=out, dout=out.clone(), lse=lse, dlse=lse.clone())
+    given = dict(out=out, lse=lse, dout=out.clone(), dlse=lse.clone())
     if which == "dtype":
         given["lse"] = lse.bfloat16()
     else:
         given[which] = given[which][:1, :2]
-    cpu.sliding_backward(given["dout"], x["q"], x["k"], x["v"], None, x["pos"], x["start"], given["out"],
-                         given["lse"], given["dlse"], GEOMETRY, 0.3)  # fmt: skip
+    cpu.attend_backward(branch_inputs("sliding", x, GEOMETRY), *given.values())
 
 
 @attack("gates", "gates per group", "branch", "dtype", "dout")

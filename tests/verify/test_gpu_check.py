@@ -87,7 +87,8 @@ def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
     assert {row.verdict for row in check.run()} == {CheckStatus.HOLDS}
 
     def leaky(x, run, *args):  # but where the dtypes that autocast makes would not even fit together
-        return right(x, run, *args) if run is portable.selected_backward else run(*args)
+        fits = run is not portable.attend_backward or args[0].branch != "selected"
+        return run(*args) if fits else right(x, run, *args)
 
     right = ops.without_autocast
     monkeypatch.setattr(ops, "without_autocast", leaky)
@@ -99,31 +100,28 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
         tmp_path,
         range_attention="""
             from dataclasses import replace
-            _right, _right_backward = sliding_forward, sliding_backward
+            _right = key_bounds
 
-            def sliding_forward(*args):
-                return _right(*args[:-2], replace(args[-2], w=args[-2].w + 1), args[-1])
-
-            def sliding_backward(*args):
-                return _right_backward(*args[:-2], replace(args[-2], w=args[-2].w + 1), args[-1])
+            def key_bounds(x):
+                return _right(x._replace(geometry=replace(x.geometry, w=x.geometry.w + 1)))
         """,
         selected="""
             from triton.runtime.errors import OutOfResources
             _selected = selected_forward
 
-            def selected_forward(q, *args):
-                if q.dtype == torch.bfloat16:
+            def selected_forward(x):
+                if x.q_BSGRK.dtype == torch.bfloat16:
                     raise OutOfResources(2, 1, "shared memory")
-                return _selected(q, *args)
+                return _selected(x)
         """,
         selection="""
             import os
             _both = compressed_and_select
 
-            def compressed_and_select(q, *args):
-                if q.dtype == torch.float16:
+            def compressed_and_select(x):
+                if x.q_BSGRK.dtype == torch.float16:
                     os.abort()
-                return _both(q, *args)
+                return _both(x)
         """,
     )
     code, record, output = rehearsed(tmp_path / "out", "--only", "parity", root=root)
@@ -145,15 +143,16 @@ def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
         selected="""
             _right = selected_forward
 
-            def selected_forward(q, k, v, idx, pos, *args):
-                return _right(q, k, v, idx, pos + 1, *args)
+            def selected_forward(x):
+                return _right(x._replace(pos_BS=x.pos_BS + 1))
         """,
         range_attention="""
-            _right_backward = sliding_backward
+            _right_backward = range_backward
 
-            def sliding_backward(*args):
-                dq, dk, dv = _right_backward(*args)
-                return dq * (1 + 1e-3 * torch.rand(())), dk, dv
+            def range_backward(x, *args):
+                dq, dk, dv = _right_backward(x, *args)
+                noise = 1e-3 * torch.rand(()) if x.branch == "sliding" else 0
+                return dq * (1 + noise), dk, dv
         """,
     )
     code, record, output = rehearsed(tmp_path / "out", "--only", "causality", "--only", "determinism", root=root)

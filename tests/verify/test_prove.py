@@ -21,11 +21,13 @@ def test_every_claim_holds_here(dtype):
 
 
 def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
-    def leaky(q, k, v, idx, pos_BS, start_BS, geometry, scale):
-        return honest(q, k, v, idx, pos_BS + 1, start_BS, replace(geometry, w=geometry.w + 1), scale)
+    def leaky(x):
+        if x.branch != "sliding":
+            return honest(x)
+        return honest(x._replace(pos_BS=x.pos_BS + 1, geometry=replace(x.geometry, w=x.geometry.w + 1)))
 
-    honest = cpu.sliding_forward
-    monkeypatch.setattr(cpu, "sliding_forward", leaky)
+    honest = cpu.attend_forward
+    monkeypatch.setattr(cpu, "attend_forward", leaky)
     result = CliRunner().invoke(app, ["doctor", "--prove", "--dtype", "fp32", "--n-heads", "2", "--d-k", "16"])
     assert result.exit_code == 1
     assert "FAILS  values that differ when the future changes" in result.output

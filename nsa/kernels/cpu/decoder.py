@@ -9,7 +9,7 @@ from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.cpu import library
 from nsa.kernels.cpu.library import CacheAppend, DecodeStep, dense, rows
-from nsa.kernels.decoder import CacheView
+from nsa.kernels.interface import CacheView
 
 BRANCHES = ("compressed", "selected", "sliding")
 

@@ -7,21 +7,7 @@ d_k ≠ d_v, and its causal flag is aligned to the wrong corner for unequal leng
 inputs are; only inputs and outputs are rounded. Backward recomputes each chunk from the saved log-sum-exp.
 """
 
-from nsa.kernels.portable.range_attention import (
-    compressed_backward,
-    compressed_forward,
-    sliding_backward,
-    sliding_forward,
-)
-from nsa.kernels.portable.selected import selected_backward, selected_forward
+from nsa.kernels.portable.attention import attend_backward, attend_forward
 from nsa.kernels.portable.selection import select
 
-__all__ = [
-    "compressed_backward",
-    "compressed_forward",
-    "select",
-    "selected_backward",
-    "selected_forward",
-    "sliding_backward",
-    "sliding_forward",
-]
+__all__ = ["attend_backward", "attend_forward", "select"]

@@ -1,17 +1,43 @@
-"""Attention of one chunk of query rows over its keys: scores, softmax, output, gradients.
+"""One chunk of queries and its keys: the interface of a chunk, scores, softmax, output, gradients.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that it sees · M = c·R rows.
 `hidden` broadcasts to the scores with their rows unflattened to (c, R).
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+from nsa.kernels.interface import Gradients
 
 # Elements of the largest temporary. On a CPU it should stay in the second-level cache; elsewhere launches dominate.
 CPU_ELEMENTS = 1 << 19
 OTHER_ELEMENTS = 1 << 24
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+
+class QueryChunk(Protocol):
+    """Some queries and the keys that they see together; how both are laid out as matrices."""
+
+    @property
+    def at(self) -> slice:
+        """Of the queries."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """Which keys each query does not see."""
+
+    def rows(self, x_BSGRX: Tensor) -> Tensor:
+        """The chunk's queries, or anything that belongs to them, as rows in fp32 or wider."""
+
+    def unrows(self, x: Tensor, heads_per_group: int) -> Tensor:
+        """The way back: [B, c, G, R, X]."""
+
+    def keys(self, x_BTGX: Tensor) -> Tensor:
+        """The chunk's keys or values, in fp32 or wider."""
+
+    def add(self, total_BTGX: Tensor, part: Tensor) -> None:
+        """Add the gradients of `keys` to those of all keys."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -19,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tup
     return (e @ v) / total, (top + _log_of_sum(e, total)).squeeze(-1)
 
 
-def attend_backward(
+def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, lse: Tensor, delta: Tensor, scale: float
 ) -> Gradients:
     s = _hide(scores(q, k, scale), hidden)
@@ -30,7 +56,7 @@ def attend_backward(
 
 
 def row_correction(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """`delta` of `attend_backward`: what the softmax takes off every score's gradient, less what `dlse` adds to it."""
+    """`delta` of `gradients`: what the softmax takes off every score's gradient, less what `dlse` adds to it."""
     delta = (dout * out).sum(-1, keepdim=True)
     return delta if dlse is None else delta.sub_(dlse)
 
@@ -67,11 +93,6 @@ def group_rows(x_BcGRX: Tensor) -> Tensor:
 
 def query_rows(x_BGMX: Tensor, heads_per_group: int) -> Tensor:
     return x_BGMX.unflatten(2, (-1, heads_per_group)).transpose(1, 2)
-
-
-def new_outputs(q_BSGRK: Tensor, v_BTGV: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q_BSGRK.dtype, torch.float32)
-    return q_BSGRK.new_empty((*q_BSGRK.shape[:-1], v_BTGV.shape[-1])), q_BSGRK.new_empty(q_BSGRK.shape[:-1], dtype=wide)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -5,92 +5,45 @@ Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U key
 
 from collections.abc import Iterator
 from math import isqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.portable.chunk import (
-    Gradients,
-    attend,
-    attend_backward,
-    budget,
-    group_rows,
-    new_outputs,
-    query_rows,
-    row_correction,
-    wide,
-    wide_zeros,
-)
+from nsa.kernels.interface import BranchInputs
+from nsa.kernels.portable.chunk import budget, group_rows, query_rows, wide
 
 
-def sliding_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    bounds = window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1])
-    return _forward(q_BSGRK, k_BTGK, v_BTGV, bounds, geometry.w, scale)
+class RangeChunk(NamedTuple):
+    """Queries that see keys of lo ≤ t < hi."""
+
+    at: slice
+    lo: int
+    hi: int
+    hidden: Tensor
+
+    def rows(self, x_BSGRX: Tensor) -> Tensor:
+        return group_rows(x_BSGRX[:, self.at])
+
+    def unrows(self, x_BGMX: Tensor, heads_per_group: int) -> Tensor:
+        return query_rows(x_BGMX, heads_per_group)
+
+    def keys(self, x_BTGX: Tensor) -> Tensor:
+        return per_group(x_BTGX[:, self.lo : self.hi])
+
+    def add(self, total_BTGX: Tensor, part_BGUX: Tensor) -> None:
+        total_BTGX[:, self.lo : self.hi] += part_BGUX.transpose(1, 2)
 
 
-def sliding_backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
-) -> Gradients:  # fmt: skip
-    bounds = window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, geometry.w, scale)
-
-
-def compressed_forward(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    bounds = compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1])
-    return _forward(q_BSGRK, k_BCGK, v_BCGV, bounds, k_BCGK.shape[1], scale)
-
-
-def compressed_backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
-) -> Gradients:  # fmt: skip
-    bounds = compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1])
-    n = k_BCGK.shape[1]
-    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, n, scale)
-
-
-def _forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: tuple[Tensor, Tensor], keys: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    out_BSGRV, lse_BSGR = new_outputs(q_BSGRK, v_BTGV)
-    lo_BS, hi_BS = bounds
-    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, keys):
-        hidden = outside(lo_BS[:, at], hi_BS[:, at], lo, hi)
-        k, v = per_group(k_BTGK[:, lo:hi]), per_group(v_BTGV[:, lo:hi])
-        out_BGMV, lse_BGM = attend(group_rows(q_BSGRK[:, at]), k, v, hidden, scale)
-        out_BSGRV[:, at] = query_rows(out_BGMV, q_BSGRK.shape[3])
-        lse_BSGR[:, at] = query_rows(lse_BGM[..., None], q_BSGRK.shape[3])[..., 0]
-    return out_BSGRV, lse_BSGR
-
-
-def _backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
-    dlse_BSGR: Tensor | None, bounds: tuple[Tensor, Tensor], keys: int, scale: float,
-) -> Gradients:  # fmt: skip
-    dq_BSGRK = torch.empty_like(q_BSGRK)
-    dk_BTGK, dv_BTGV = wide_zeros(k_BTGK), wide_zeros(v_BTGV)
-    lo_BS, hi_BS = bounds
-    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, keys):
-        hidden = outside(lo_BS[:, at], hi_BS[:, at], lo, hi)
-        k, v = per_group(k_BTGK[:, lo:hi]), per_group(v_BTGV[:, lo:hi])
-        dout_BGMV = group_rows(dout_BSGRV[:, at])
-        dlse_BGM1 = None if dlse_BSGR is None else group_rows(dlse_BSGR[:, at, ..., None])
-        delta_BGM1 = row_correction(dout_BGMV, group_rows(out_BSGRV[:, at]), dlse_BGM1)
-        lse_BGM1 = group_rows(lse_BSGR[:, at, ..., None])
-        q_BGMK = group_rows(q_BSGRK[:, at])
-        dq, dk, dv = attend_backward(dout_BGMV, q_BGMK, k, v, hidden, lse_BGM1, delta_BGM1, scale)
-        dq_BSGRK[:, at] = query_rows(dq, q_BSGRK.shape[3])
-        dk_BTGK[:, lo:hi] += dk.transpose(1, 2)
-        dv_BTGV[:, lo:hi] += dv.transpose(1, 2)
-    return dq_BSGRK, dk_BTGK.to(k_BTGK.dtype), dv_BTGV.to(v_BTGV.dtype)
+def range_chunks(x: BranchInputs) -> Iterator[RangeChunk]:
+    n_keys = x.k_BTGK.shape[1]
+    if x.branch == "sliding":
+        (lo_BS, hi_BS), most = window_bounds(x.pos_BS, x.start_BS, x.geometry, n_keys), x.geometry.w
+    else:
+        (lo_BS, hi_BS), most = compressed_bounds(x.pos_BS, x.start_BS, x.geometry, n_keys), n_keys
+    for at, lo, hi in key_ranges(x.q_BSGRK, lo_BS, hi_BS, most):
+        yield RangeChunk(at, lo, hi, outside(lo_BS[:, at], hi_BS[:, at], lo, hi))
 
 
 def window_bounds(pos_BS: Tensor, start_BS: Tensor, geometry: Geometry, n_keys: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Triton backend: GPU kernels for any heads per group and packed documents, without atomics.
 
-`{sliding,compressed,selected,mix}_{forward,backward}`, `select` and `compressed_and_select`, with the signatures of
-`nsa.kernels.portable`, and `TritonDecoder`. The kernels, and Triton itself, are imported when one of them is first
-called.
+The functions of `nsa.kernels.interface.BackendKernels`, the optional ones included, and `TritonDecoder`. The kernels,
+and Triton itself, are imported when one of them is first called.
 """
 
 from importlib import import_module
@@ -10,6 +9,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from nsa.geometry import Geometry
+from nsa.kernels.interface import BranchInputs, Gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # a row is at most a power of two and the next smaller one
@@ -22,13 +25,6 @@ QUERIES_OF_SLOTS = 2
 is more. Spans of queries share it."""
 
 _HOMES = {
-    "sliding_forward": "range_attention",
-    "sliding_backward": "range_attention",
-    "compressed_forward": "range_attention",
-    "compressed_backward": "range_attention",
-    "selected_forward": "selected",
-    "selected_backward": "selected",
-    "select": "selection",
     "compressed_and_select": "selection",
     "TritonDecoder": "decode",
     "mix_forward": "mix",
@@ -48,6 +44,36 @@ def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -
     if shape.geometry.n_sel > MOST_BLOCKS:
         return f"it chooses at most {MOST_BLOCKS} blocks, not {shape.geometry.n_sel}"
     return None
+
+
+def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
+    if x.branch == "selected":
+        from nsa.kernels.triton.selected import selected_forward
+
+        return selected_forward(x)
+    from nsa.kernels.triton.range_attention import range_forward
+
+    return range_forward(x)
+
+
+def attend_backward(
+    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
+) -> Gradients:
+    if x.branch == "selected":
+        from nsa.kernels.triton.selected import selected_backward
+
+        return selected_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
+    from nsa.kernels.triton.range_attention import range_backward
+
+    return range_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
+
+
+def select(
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float
+) -> Tensor:
+    from nsa.kernels.triton.selection import select_blocks
+
+    return select_blocks(q_BSGRK, k_BCGK, pos_BS, first_BS, geometry, scale)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from nsa.geometry import Geometry
+from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.device.bounds import bounds_kernel, seen_by_kernel
 
 CHUNK = 1024
@@ -26,8 +27,11 @@ class KeyBounds(NamedTuple):
     """The smallest lo."""
 
 
-def window_bounds(pos_BS: Tensor, start_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
-    return _bounds(pos_BS, start_BS, n_keys, W=geometry.w, L=1, D=1)
+def key_bounds(x: BranchInputs) -> KeyBounds:
+    """Of the sliding branch's window, or of the compressed branch's complete blocks."""
+    if x.branch == "sliding":
+        return _bounds(x.pos_BS, x.start_BS, x.k_BTGK.shape[1], W=x.geometry.w, L=1, D=1)
+    return compressed_bounds(x.pos_BS, x.start_BS, x.geometry, x.k_BTGK.shape[1])
 
 
 def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:

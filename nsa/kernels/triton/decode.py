@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.decoder import CacheView, Keys
+from nsa.kernels.interface import CacheView, Keys
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
     decode_merge_kernel,
@@ -42,7 +42,7 @@ class DecodeConstants(NamedTuple):
 
 
 class TritonDecoder:
-    """`nsa.kernels.decoder.TokenDecoder`; the cache appends tokens by itself."""
+    """`nsa.kernels.interface.TokenDecoder`; the cache appends tokens by itself."""
 
     append = None
 

@@ -7,59 +7,27 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.geometry import Geometry
+from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.triton.autotune import Launch, tuned
-from nsa.kernels.triton.bounds import KeyBounds, compressed_bounds, seen_by, window_bounds
+from nsa.kernels.triton.bounds import key_bounds, seen_by
 from nsa.kernels.triton.device.range_backward import range_dkv_kernel, range_dq_kernel
 from nsa.kernels.triton.device.range_forward import range_forward_kernel
 from nsa.kernels.triton.head_dims import is_wide, widths
 from nsa.kernels.triton.tuning import TileSizes
 
-Gradients = tuple[Tensor, Tensor, Tensor]
 
-
-def sliding_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor, geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(q_BSGRK, k_BTGK, v_BTGV, window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1]), scale)
-
-
-def sliding_backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx: None, pos_BS: Tensor, start_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
-) -> Gradients:  # fmt: skip
-    bounds = window_bounds(pos_BS, start_BS, geometry, k_BTGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
-
-
-def compressed_forward(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(q_BSGRK, k_BCGK, v_BCGV, compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1]), scale)
-
-
-def compressed_backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, idx: None, pos_BS: Tensor, first_BS: Tensor,
-    out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
-) -> Gradients:  # fmt: skip
-    bounds = compressed_bounds(pos_BS, first_BS, geometry, k_BCGK.shape[1])
-    return _backward(dout_BSGRV, q_BSGRK, k_BCGK, v_BCGV, out_BSGRV, lse_BSGR, dlse_BSGR, bounds, scale)
-
-
-def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: KeyBounds, scale: float) -> tuple[Tensor, Tensor]:
-    B, S, G, R, K = q_BSGRK.shape
-    V = v_BTGV.shape[-1]
-    q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
+def range_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
+    B, S, G, R, K = x.q_BSGRK.shape
+    V = x.v_BTGV.shape[-1]
+    q, k, v = rows_contiguous(x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi, *_ = bounds
+    lo, hi, *_ = key_bounds(x)
 
     def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
             range_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            q, k, v, lo, hi, out, lse, scale, S, k.shape[1],
+            q, k, v, lo, hi, out, lse, x.scale, S, k.shape[1],
             *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
@@ -68,15 +36,15 @@ def _forward(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, bounds: KeyBounds,
     return out, lse
 
 
-def _backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor,
-    dlse_BSGR: Tensor | None, bounds: KeyBounds, scale: float,
-) -> Gradients:  # fmt: skip
-    B, S, G, R, K = q_BSGRK.shape
-    T, V = v_BTGV.shape[1], v_BTGV.shape[-1]
-    dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
+def range_backward(
+    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
+) -> Gradients:
+    B, S, G, R, K = x.q_BSGRK.shape
+    T, V = x.v_BTGV.shape[1], x.v_BTGV.shape[-1]
+    dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
+    bounds = key_bounds(x)
     lo, hi, *_ = bounds
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
@@ -85,7 +53,7 @@ def _backward(
     def start_dq(tiles: TileSizes, launch: Launch) -> None:
         launch(
             range_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T, *strides,
+            dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, x.scale, S, T, *strides,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
 
@@ -97,7 +65,7 @@ def _backward(
         dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
         launch(
             range_dkv_kernel, (n_tiles, B * G, parts),
-            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, scale, S, T, n_tiles, dk.stride(0), dv.stride(0),
+            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, x.scale, S, T, n_tiles, dk.stride(0), dv.stride(0),
             *strides, PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
         return dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.geometry import Geometry
+from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.block_index import BlockIndex, build_block_index
@@ -22,25 +22,22 @@ from nsa.kernels.triton.device.selected_backward import (
 )
 from nsa.kernels.triton.device.selected_forward import merge_slots_kernel, selected_forward_kernel
 from nsa.kernels.triton.head_dims import is_wide, split_width, widths
-from nsa.kernels.triton.range_attention import Gradients, rows_contiguous
+from nsa.kernels.triton.range_attention import rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes, choose
 
 
-def selected_forward(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
-    geometry: Geometry, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    l_sel = geometry.l_sel
-    B, S, G, R, K = q_BSGRK.shape
-    q, k, v = rows_contiguous(q_BSGRK, k_BTGK, v_BTGV)
-    (T, V), N = (v.shape[1], v.shape[-1]), idx_BSGN.shape[-1]
+def selected_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
+    l_sel = x.geometry.l_sel
+    B, S, G, R, K = x.q_BSGRK.shape
+    q, k, v = rows_contiguous(x.q_BSGRK, x.k_BTGK, x.v_BTGV)
+    (T, V), N = (v.shape[1], v.shape[-1]), x.chosen_BSGN.shape[-1]
     n_windows = triton.cdiv(T, l_sel)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     for some in spans("selected_forward", q, N, l_sel, V, max(K, V)):
-        queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
-        index = build_block_index(idx, pos_BS[:, some], start, l_sel, T)
-        slots, levels = _windows_forward(queries, k, v, index, N, l_sel, scale)
+        queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
+        index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
+        slots, levels = _windows_forward(queries, k, v, index, N, l_sel, x.scale)
         merge_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(V)), B * G)](
             idx, index.last_BS, start, slots, levels, out[:, some], lse[:, some], queries.shape[1], S, n_windows,
             *start.stride(), G=G, R=R, **columns("V", V), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(V),
@@ -71,14 +68,13 @@ def _windows_forward(
 
 
 def selected_backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor,
-    start_BS: Tensor, out_BSGRV: Tensor, lse_BSGR: Tensor, dlse_BSGR: Tensor | None, geometry: Geometry, scale: float,
-) -> Gradients:  # fmt: skip
-    l_sel = geometry.l_sel
-    B, S, G, R, K = q_BSGRK.shape
-    (T, V), N = (v_BTGV.shape[1], v_BTGV.shape[-1]), idx_BSGN.shape[-1]
+    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
+) -> Gradients:
+    l_sel = x.geometry.l_sel
+    B, S, G, R, K = x.q_BSGRK.shape
+    (T, V), N = (x.v_BTGV.shape[1], x.v_BTGV.shape[-1]), x.chosen_BSGN.shape[-1]
     n_windows = triton.cdiv(T, l_sel)
-    dout, q, k, v = rows_contiguous(dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV)
+    dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
@@ -89,12 +85,12 @@ def selected_backward(
     all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
     wide = torch.float32 if len(all_spans) > 1 else k.dtype
     new = torch.empty if all_spans else torch.zeros
-    dk, dv = (new(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    dk, dv = (new(keys.shape, dtype=wide, device=keys.device) for keys in (k, v))
     for some in all_spans:
-        queries, idx, start = q[:, some], idx_BSGN[:, some].contiguous(), start_BS[:, some]
-        index = build_block_index(idx, pos_BS[:, some], start, l_sel, T)
+        queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
+        index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
         slots, *sums = _windows_backward(
-            dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, scale
+            dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, x.scale
         )  # fmt: skip
         add_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G)](
             idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),

@@ -8,15 +8,16 @@ import triton
 from torch import Tensor
 
 from nsa.geometry import Geometry
+from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.autotune import Launch, tuned
-from nsa.kernels.triton.bounds import compressed_bounds
+from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
 from nsa.kernels.triton.device.select import range_lse_kernel, select_kernel
 from nsa.kernels.triton.head_dims import is_wide, split_width
-from nsa.kernels.triton.range_attention import compressed_forward, rows_contiguous
+from nsa.kernels.triton.range_attention import range_forward, rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes
 
 
-def select(
+def select_blocks(
     q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float
 ) -> Tensor:
     B, S, G, R, K = q_BSGRK.shape
@@ -35,14 +36,10 @@ def select(
     return _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
 
 
-def compressed_and_select(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    out, lse = compressed_forward(q_BSGRK, k_BCGK, v_BCGV, None, pos_BS, first_BS, geometry, scale)
-    q, k = rows_contiguous(q_BSGRK, k_BCGK)
-    hi = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1]).hi_BS
-    return out, lse, _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
+def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = range_forward(x)
+    q, k = rows_contiguous(x.q_BSGRK, x.k_BTGK)
+    return out, lse, _choose(q, k, x.pos_BS, x.start_BS, key_bounds(x).hi_BS, lse, x.geometry, x.scale)
 
 
 def _choose(

@@ -14,7 +14,8 @@ from triton.runtime import interpreter
 from nsa.bench.case import BenchCase
 from nsa.bench.shapes import BenchShape
 from nsa.geometry import Geometry
-from nsa.kernels.triton import mix, range_attention, selected, selection
+from nsa.kernels import triton
+from nsa.kernels.interface import BranchInputs
 from tools.perf_model import index_kernels, range_kernels, selected_kernels
 from tools.perf_model.selection_overlap import SelectionOverlap
 from tools.perf_model.work import LaunchSizes
@@ -68,17 +69,19 @@ def main() -> None:
     window, chosen = (case.raw.k_win, case.raw.v_win), (case.raw.k_sel, case.raw.v_sel)
 
     branch = "compressed"
-    out, lse, idx = selection.compressed_and_select(q, *compressed, pos, zero, g, scale)
-    range_attention.compressed_backward(dout, q, *compressed, None, pos, zero, out, lse, None, g, scale)
+    x = BranchInputs(branch, q, *compressed, None, pos, zero, g, scale)
+    out, lse, idx = triton.compressed_and_select(x)
+    triton.attend_backward(x, out, lse, dout, None)
     branch = "sliding"
-    out, lse = range_attention.sliding_forward(q, *window, None, pos, zero, g, scale)
-    range_attention.sliding_backward(dout, q, *window, None, pos, zero, out, lse, None, g, scale)
+    x = BranchInputs(branch, q, *window, None, pos, zero, g, scale)
+    triton.attend_backward(x, *triton.attend_forward(x), dout, None)
     branch = ""
-    out, lse = selected.selected_forward(q, *chosen, idx, pos, zero, g, scale)
-    selected.selected_backward(dout, q, *chosen, idx, pos, zero, out, lse, None, g, scale)
+    x = BranchInputs("selected", q, *chosen, idx, pos, zero, g, scale)
+    out, lse = triton.attend_forward(x)
+    triton.attend_backward(x, out, lse, dout, None)
     gates = torch.rand(*q.shape[:4], 3)
-    mix.mix_forward(gates, out, out, out)
-    mix.mix_backward(dout, gates, out, out, out)
+    triton.mix_forward(gates, out, out, out)
+    triton.mix_backward(dout, gates, out, out, out)
     counted["select"] = counted.pop("select compressed")
 
     overlap, sizes = SelectionOverlap(shape, length, "random", idx[:, :, 0]), LaunchSizes(shape, length, "fp32")

@@ -1,0 +1,96 @@
+"""Interface of a kernel backend: the inputs of one branch, the functions a backend supplies, the decoder it may offer.
+
+B batch · S queries · T keys · n slots · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from nsa.geometry import Geometry
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values."""
+
+
+class BranchInputs(NamedTuple):
+    """What one branch attends over. Positions and starts as in `nsa.kernels.reference`."""
+
+    branch: str
+    """sliding, compressed or selected."""
+    q_BSGRK: Tensor
+    k_BTGK: Tensor
+    """One key per token; in the compressed branch one per compressed block."""
+    v_BTGV: Tensor
+    idx_BSGN: Tensor | None
+    """Chosen blocks, in the selected branch: int32, ascending, no block twice, −1 past the last."""
+    pos_BS: Tensor
+    start_BS: Tensor
+    """Where position 0 of the query's document lies on the key axis; in the compressed branch, its block 0."""
+    geometry: Geometry
+    scale: float
+
+    @property
+    def chosen_BSGN(self) -> Tensor:
+        """The blocks of the selected branch."""
+        assert self.idx_BSGN is not None, f"the {self.branch} branch has no chosen blocks"
+        return self.idx_BSGN
+
+
+class BackendKernels(Protocol):
+    """The functions of a backend's module, on tensors and without autograd. A query at a position below 0 sees nothing
+    and selects nothing. `nsa.kernels.ops` makes operators of them.
+
+    Optional: `compressed_and_select(x)`, which returns the compressed branch's output, its log-sum-exps and the chosen
+    blocks in one pass, and `mix_forward` and `mix_backward` (see `reference.mix`).
+    """
+
+    def attend_forward(self, x: BranchInputs, /) -> tuple[Tensor, Tensor]:
+        """Output [B, S, G, R, V], zeros where a query sees nothing, and log-sum-exps [B, S, G, R], −inf there."""
+
+    def attend_backward(
+        self, x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None, /
+    ) -> Gradients:
+        """From the forward's results and their gradients; `dlse` is None where the log-sum-exps have none."""
+
+    def select(
+        self, q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float, /
+    ) -> Tensor:
+        """The chosen blocks: as in `BranchInputs`, [B, S, G, n_sel]; which ones, as in `reference.select_blocks`."""
+
+
+Keys = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A branch's keys and values [B, n, G, K or V], where the newest token stands on that axis, where position 0 lies."""
+
+
+class CacheView(NamedTuple):
+    """A cache's own tensors: they are written in place and never replaced."""
+
+    tail: tuple[Tensor, Tensor]
+    """Rings of the last l raw tokens, from which compressed entries are made."""
+    compressed: Keys
+    selected: Keys
+    window: Keys
+    """A ring of the last w tokens."""
+    length_B: Tensor
+    n_compressed_B: Tensor
+
+
+class TokenDecoder(Protocol):
+    """Decodes one new token per row over a KV cache, all branches at once, without gradients.
+
+    Made once per cache, because at batch 1 describing the cache takes as long as attending over it: from a cache, the
+    number of heads per group, whether compressed entries are plain means of the tail (`means`: then the decoder may
+    emit them itself), the geometry and the scale.
+    """
+
+    @property
+    def append(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
+        """Appends one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
+        V]), advances lengths and positions; true if a row now ends a compressed block that the cache has to emit.
+        Raises for tokens of another shape or device, and for rows without room. None: the cache appends by itself.
+        """
+
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+        """The three branches mixed by the gates, [B, 1, G, R, V], and the chosen blocks, [B, 1, G, N]."""
