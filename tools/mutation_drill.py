@@ -1,77 +1,127 @@
-"""Mutation tests: plants bugs one at a time and checks that a test fails for each; lists those that were missed.
+"""Mutation tests: plants bugs in the source one at a time and checks that the tests named for each fail.
 
-    python -m tools.mutation_drill                 all of tests/mutations/*.py, two at a time
+    python -m tools.mutation_drill                 every table, two mutations at a time
     python -m tools.mutation_drill core -k ring    one table, mutations whose name contains "ring"
 
-A table is a Python file with MUTATIONS: a list of Mutation(name, file, old, new, tests). Each is applied to a copy of
-the repository, so the checkout is never touched.
+Each mutation is planted in a copy of the checkout, which stays as it is; pytest stops at the first failure. One line
+per mutation: how many are done, the result, the seconds it took, its name, what caught it, the time left.
+
+results:
+  caught     a test named in the row failed, as it should
+  SURVIVED   every test named in the row passed: a test is missing, write it (or correct the row)
+  INVALID    not planted or not tested: the text to replace is not in the file exactly once, or pytest ended otherwise
+
+exit code: 0 if every mutation was caught; 1 otherwise, with the list of the others at the end; 2 for wrong arguments.
 """
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.mutations import Mutation
+from tests.mutations import FOLDER, Mutation, load_tables
 
 ROOT = Path(__file__).parents[1]
+CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 
 
-def tables(names: list[str]) -> list[Mutation]:
-    found = []
-    for path in sorted((ROOT / "tests" / "mutations").glob("[a-z]*.py")):
-        if not names or path.stem in names:
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            found += module.MUTATIONS
-    return found
+class MutationResult(NamedTuple):
+    mutation: Mutation
+    verdict: str
+    reason: str
+    """The first test that failed, or why none did."""
+    seconds: float
 
 
-def plant(mutation: Mutation) -> tuple[bool, str]:
-    """Whether a test failed, and the first one that did."""
+def plant(mutation: Mutation) -> MutationResult:
+    """Run the mutation's tests on a copy of the checkout in which it is planted."""
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "repo"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".*_cache", "__pycache__", "artifacts"))
-        file = copy / mutation.file
-        source = file.read_text()
-        if source.count(mutation.old) != 1:
-            return False, f"cannot plant: the text to replace occurs {source.count(mutation.old)} times"
-        file.write_text(source.replace(mutation.old, mutation.new))
-        environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-        if mutation.interpreted:
-            environ["TRITON_INTERPRET"] = "1"
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests],
-            cwd=copy, capture_output=True, text=True,
-            env={**environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        verdict, reason = _test(mutation, copy)
+    return MutationResult(mutation, verdict, reason, time.monotonic() - begin)
+
+
+def _test(mutation: Mutation, copy: Path) -> tuple[str, str]:
+    file = copy / mutation.file
+    source = file.read_text(encoding="utf-8")
+    if (count := source.count(mutation.old)) != 1:
+        return INVALID, f"the text to replace occurs {count} times in {mutation.file}"
+    file.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+    environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    if mutation.interpreted:
+        environ["TRITON_INTERPRET"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests],
+        cwd=copy, capture_output=True, text=True,
+        env={**environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode == 1 and bool(failed), failed[0][:110] if failed else f"pytest ended with {done.returncode}"
+    if done.returncode == 1 and failed:
+        return CAUGHT, failed[0][:110]
+    if done.returncode == 0:
+        return SURVIVED, "all tests of the row passed"
+    return INVALID, f"pytest ended with {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}"
+
+
+def chosen(names: list[str], part_of_name: str) -> list[Mutation]:
+    """The mutations of the named tables (all if none is named) whose name contains the text."""
+    tables = {table.name: table.mutations for table in load_tables()}
+    if unknown := [name for name in names if name not in tables]:
+        raise ValueError(f"no table {', '.join(unknown)} in {FOLDER.relative_to(ROOT)}; there are {', '.join(tables)}")
+    found = [m for name in names or tables for m in tables[name] if part_of_name in m.name]
+    if not found:
+        raise ValueError(f"no mutation's name contains {part_of_name!r}")
+    return found
+
+
+def run(mutations: list[Mutation], workers: int) -> list[MutationResult]:
+    """Plant all, printing a line for each as it ends."""
+    begin = time.monotonic()
+    results: list[MutationResult] = []
+    with ThreadPoolExecutor(workers) as pool:
+        for future in as_completed([pool.submit(plant, mutation) for mutation in mutations]):
+            results.append(result := future.result())
+            left_s = (time.monotonic() - begin) / len(results) * (len(mutations) - len(results))
+            print(
+                f"[{len(results):3}/{len(mutations)}] {result.verdict:8} {result.seconds:4.0f} s  "
+                f"{result.mutation.name}  ({result.reason}; about {left_s / 60:.0f} min left)",
+                flush=True,
+            )
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", help="names of files in tests/mutations (default: all)")
-    parser.add_argument("-k", default="", help="only mutations whose name contains this")
-    parser.add_argument("-n", type=int, default=2, help="how many at a time")
+    fields = f"{FOLDER.relative_to(ROOT)}/*.toml; tests/mutations/__init__.py describes the fields"
+    listed = "\n".join(f"  {t.name:8} {len(t.mutations):3} mutations. {t.about}" for t in load_tables())
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.mutation_drill",
+        description=__doc__,
+        epilog=f"tables ({fields}):\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("tables", nargs="*", help="names of tables, see below (default: all)")
+    parser.add_argument("-k", default="", metavar="TEXT", help="only mutations whose name contains this")
+    parser.add_argument("-n", type=int, default=2, metavar="N", help="how many at a time (default: 2)")
     args = parser.parse_args()
-    mutations = [m for m in tables(args.tables) if args.k in m.name]
-    begin, caught = time.monotonic(), 0
-    with ThreadPoolExecutor(args.n) as pool:
-        for mutation, (red, by) in zip(mutations, pool.map(plant, mutations), strict=True):
-            caught += red
-            print(f"{'caught' if red else 'MISSED':7} {mutation.name:58} {by}", flush=True)
-    print(f"\ncaught {caught} / planted {len(mutations)} in {time.monotonic() - begin:.0f} s")
-    sys.exit(caught != len(mutations))
+    try:
+        mutations = chosen(args.tables, args.k)
+    except ValueError as error:
+        parser.error(str(error))
+    begin = time.monotonic()
+    results = run(mutations, args.n)
+    rest = [result for result in results if result.verdict != CAUGHT]
+    print(f"\ncaught {len(results) - len(rest)} of {len(results)} in {time.monotonic() - begin:.0f} s")
+    for result in rest:
+        print(f"{result.verdict}: {result.mutation.name} ({result.mutation.file}; {' '.join(result.mutation.tests)})")
+    sys.exit(bool(rest))
 
 
 if __name__ == "__main__":
