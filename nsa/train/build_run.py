@@ -17,7 +17,7 @@ from nsa.train.bad_step_policy import BadStepPolicy
 from nsa.train.callbacks.evaluation import EvaluationCallback
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.callbacks.replica_check import ReplicaCheckCallback
-from nsa.train.callbacks.stop_requests import SignalHandlers, StopRequestCallback
+from nsa.train.callbacks.stop_requests import StopRequestCallback
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
 from nsa.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, counts, make_bad_step_policy
@@ -34,6 +34,7 @@ from nsa.train.resume import (
     require_same_settings,
 )
 from nsa.train.run_report import DocumentProgress, RunReport, RunReporter
+from nsa.train.signal_handlers import SignalHandlers
 from nsa.train.start_options import StartOptions
 
 

@@ -21,7 +21,6 @@ from nsa.kernels.triton.tile_store import set_tuning
 from nsa.observe import halt_file
 from nsa.observe.run_folder import RunFolder
 from nsa.train.build_run import RunContext, build_parts, check_inputs
-from nsa.train.callbacks.stop_requests import SignalHandlers
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.bad_step_hook import RollbackTrainer
 from nsa.train.engine.build import choose_device
@@ -29,6 +28,7 @@ from nsa.train.engine.checkpointer import signing_key
 from nsa.train.engine.environment import on_first_rank, training_environment
 from nsa.train.preflight_facts import require_preflight
 from nsa.train.run_report import RunReport, RunReporter, SilentReporter
+from nsa.train.signal_handlers import SignalHandlers
 from nsa.train.start_options import StartOptions
 
 _LOCK_WAIT_S = 20.0  # ranks of a killed run take a moment to exit

@@ -16,7 +16,7 @@ from nsa.checkpoint.load import export, require_trustworthy
 from nsa.checkpoint.manifest import build_manifest, encode, read_key
 from nsa.errors import CheckpointError
 from nsa.storage import LocalFiles
-from tests.checkpoint.test_checkpointer import Bomb, Module, assert_same, checkpointer, save
+from tests.train.engine.test_checkpointer import Bomb, Module, assert_same, checkpointer, save
 
 INDEX = "model_and_optim/.metadata"
 PIECES = "model_and_optim/__0_0.distcp"

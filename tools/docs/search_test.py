@@ -34,7 +34,7 @@ QUESTIONS = (
     SearchQuestion("top-n blocks chosen in Triton", "top n", "kernels/triton/device/select.py", "kernels/triton"),
     SearchQuestion("RoPE applied", "rope", "core/rope.py"),
     SearchQuestion("a checkpoint written atomically", "atomic checkpoint", "checkpoint/folder.py"),
-    SearchQuestion("SIGTERM of a run handled", "sigterm", "train/callbacks/stop_requests.py", "train"),
+    SearchQuestion("SIGTERM of a run handled", "sigterm", "train/signal_handlers.py", "train"),
     SearchQuestion("the heartbeat written", "heartbeat", "observe/heartbeat.py"),
     SearchQuestion("a stall detected", "stall detect", "observe/watch/health.py"),
     SearchQuestion("W&B logged in the background", "background", "observe/export/background_logger.py"),

@@ -14,7 +14,7 @@ from olmo_core.train import prepare_training_environment, teardown_training_envi
 from nsa.config.schema import RunConfig
 from nsa.errors import NSAError
 from nsa.train.distributed import RankInfo
-from nsa.train.flight_recorder import enable_flight_recorder
+from nsa.train.signal_handlers import enable_flight_recorder
 
 
 @contextmanager

@@ -16,15 +16,10 @@ from pathlib import Path
 
 from nsa.files import write_atomic
 from nsa.train.launch.node_address import interface_of, loopback_interface, read_secret
+from nsa.train.signal_handlers import stop_signals
 
 _MODULE = "nsa.train.launch.agent"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-
-
-def leave_signals() -> tuple[signal.Signals, ...]:
-    """Signals that make a run save and exit. SIGHUP is left out where it is ignored: `nohup` requests that."""
-    always = signal.SIGTERM, signal.SIGINT
-    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ def die_with_parent(parent: int) -> None:
 def run_agent(spec: AgentSpec) -> int:
     die_with_parent(spec.launcher_pid)
     # A scheduler may signal every process of a job. The ranks save and exit; the agent must live until they have.
-    for number in (*leave_signals(), signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*stop_signals(), signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _ignore_signal)
     # Ranks that share a store with the rendezvous often read keys of an earlier start: without this setting 5 of 12
     # restarts were clean, with it 12.

@@ -23,8 +23,9 @@ from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFin
 from nsa.names import CHECKPOINTS
 from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.failure_codes import code_of_exit_status
-from nsa.train.launch.agent import AgentSpec, leave_signals, rank_log
+from nsa.train.launch.agent import AgentSpec, rank_log
 from nsa.train.launch.node_address import LOOPBACK, make_secret, own_address
+from nsa.train.signal_handlers import stop_signals
 from nsa.train.start_options import StartOptions
 
 LOGS = "logs"
@@ -188,7 +189,7 @@ class _StopRequests:
         self.stop = 0
         """Number of stop signals so far."""
         self.forward: list[int] = []
-        self._before = {number: signal.signal(number, self._record) for number in (*leave_signals(), *_FORWARDED)}
+        self._before = {number: signal.signal(number, self._record) for number in (*stop_signals(), *_FORWARDED)}
 
     def _record(self, number: int, frame: types.FrameType | None) -> None:
         if number in _FORWARDED:

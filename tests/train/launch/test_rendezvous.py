@@ -20,16 +20,10 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from nsa import names
-from nsa.errors import ConfigError
 from nsa.observe.heartbeat import last_beat
-from nsa.train.launch import node_address
 from nsa.train.launch.node_address import (
     SECRET,
     interface_of,
-    loopback_interface,
-    make_secret,
-    own_address,
-    read_secret,
 )
 from nsa.train.launch.rendezvous import SignedBackend
 from tests.train.runs import ROOT, environment, free_port, write_config
@@ -212,41 +206,3 @@ def test_a_state_is_read_by_nodes_with_the_secret_only():
     for ask in (backend.get_state, lambda: backend.set_state(b"next", token)):
         with pytest.raises(RendezvousStateError):
             ask()
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "listen", "wrong"),
-    [
-        ("here", None, "HOST:PORT"),
-        ("here:http", None, "HOST:PORT"),
-        ("no-such-host.invalid:29400", None, "no-such-host"),
-        ("127.0.0.1:29400", "0.0.0.0", "--listen 0.0.0.0"),
-        ("127.0.0.1:29400", "::", "--listen ::"),
-        ("127.0.0.1:29400", "192.0.2.77", "--listen 192.0.2.77"),
-        ("127.0.0.1:29400", "eth0", "--listen eth0"),
-    ],
-)
-def test_an_address_that_is_none_or_too_wide_is_refused(monkeypatch, endpoint, listen, wrong):
-    monkeypatch.setattr(node_address, "_NAME_WAIT_S", 0.0)
-    with pytest.raises(ConfigError, match=wrong):
-        own_address(endpoint, listen)
-
-
-def test_a_name_that_is_loopback_here_is_refused(monkeypatch):
-    """As Debian's 127.0.1.1 for the machine's own name: this node would wait where nobody can come."""
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
-    with pytest.raises(ConfigError, match="--rdzv-endpoint node1"):
-        own_address("node1:29400", None)
-
-
-def test_the_interface_of_an_address():
-    assert interface_of("127.0.0.1") == loopback_interface() == "lo"
-    assert interface_of("192.0.2.77") is None
-
-
-def test_a_secret_is_made_once_and_read_by_all(tmp_path):
-    first = read_secret(make_secret(tmp_path))
-    assert len(first) == 64
-    assert read_secret(make_secret(tmp_path)) == first
-    assert read_secret(make_secret(tmp_path / "other")) != first

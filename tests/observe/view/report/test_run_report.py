@@ -18,7 +18,7 @@ from nsa.observe.view.report.run_report import render
 from nsa.observe.view.run_data import RunData
 from nsa.observe.view.snapshot import RunSnapshot, take_snapshot
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
-from tests.observe.test_monitor import CASES, START, healthy, not_finite, restarted
+from tests.observe.view.monitor.test_frame import CASES, START, healthy, not_finite, restarted
 from tests.observe.written import CONFIG, write_run
 
 SECTIONS = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")

@@ -200,7 +200,7 @@ def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
 _BUSY = """
 import hashlib, sys, threading, time
 from pathlib import Path
-from nsa.train.callbacks.stop_requests import SignalHandlers
+from nsa.train.signal_handlers import SignalHandlers
 
 def count(depth):
     return depth and 1 + count(depth - 1)

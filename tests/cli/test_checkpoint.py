@@ -102,7 +102,7 @@ def test_verify_and_ls_need_no_train_extra(tmp_path):
     """A run's own checkpoints, with the engine's classes in their index and numpy's in their rank files."""
     import numpy
 
-    from tests.checkpoint.test_checkpointer import save
+    from tests.train.engine.test_checkpointer import save
 
     run = tmp_path / "run"
     save(run / "checkpoints", 1)

@@ -16,7 +16,7 @@ from nsa.observe.watch.health import RunPhase
 from nsa.observe.watch.history import HistoryReader
 from nsa.observe.watch.watchdog import Watchdog, watch
 from tests.observe.recorded import BEGAN, UNWELL, a_beat, a_run, progress
-from tests.observe.test_history import Clock
+from tests.observe.watch.test_history import Clock
 
 
 class Watched:

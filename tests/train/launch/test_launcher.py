@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 

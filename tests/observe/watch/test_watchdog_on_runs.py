@@ -22,7 +22,7 @@ from tests.train.runs import ROOT, environment, free_port
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from tests.train.test_signals import WAIT_S, start  # noqa: F401 - a fixture
+from tests.train.test_signal_handlers import WAIT_S, start  # noqa: F401 - a fixture
 
 LIMITS = HealthLimits(stall_s=4.0, stall_steps=20.0, startup_s=4.0, gone_s=1.0)
 
@@ -107,7 +107,7 @@ import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from nsa import names
-from nsa.train.callbacks.stop_requests import SignalHandlers
+from nsa.train.signal_handlers import SignalHandlers
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 import os
 here = rank, os.getpid()

@@ -180,7 +180,7 @@ def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
         from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
         from nsa.data.shards.cache import ShardCache
         from nsa.data.shards.reader import ShardReader
-        from tests.data.test_shards import RemoteFolder
+        from tests.data.shards.test_shards import RemoteFolder
 
         source, cache, seed = sys.argv[1:]
         reader = ShardReader(RemoteFolder(source), cache=ShardCache(cache, 12_000), max_open_shards=1)

@@ -313,7 +313,7 @@ def test_the_listing_of_a_dataset_is_kept_between_starts(tmp_path):
 
 def test_fingerprints_and_cache_names_never_change(tmp_path):
     """Saved data cursors, checksum files and listing caches carry them: values computed by an earlier version."""
-    fixture = str(Path(__file__).parent / "fixtures" / "debian_docs.parquet")
+    fixture = str(Path(__file__).parents[1] / "fixtures" / "debian_docs.parquet")
     (tmp_path / "a.jsonl").write_text('{"id": "1", "text": "one"}\n{"id": "2", "text": "two"}\n')
     assert open_source(fixture).fingerprint == "fec5974ae3501fe5e1c0280d1cb9371d07c97ea906942b8f5a898d59b5fee43b"
     assert open_source(fixture, columns=DocumentColumns("text", None)).fingerprint == (

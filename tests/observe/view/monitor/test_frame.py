@@ -24,7 +24,7 @@ from nsa.observe.watch.conditions import CONDITIONS, HealthFinding
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, with_layers, write_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 START = (EventKind.START, BEGAN, 0, {"world": 1})
 
 

@@ -16,7 +16,7 @@ from nsa.data.source import CorruptUnit, open_source
 from nsa.data.tokenizer import ByteTokenizer, load_tokenizer
 from nsa.errors import ConfigError
 
-FIXTURE = Path(__file__).with_name("fixtures") / "debian_docs.parquet"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "debian_docs.parquet"
 COLUMNS = ["text", "id", "dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
 
 

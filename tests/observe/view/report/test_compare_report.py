@@ -6,8 +6,8 @@ from nsa.cli.main import app
 from nsa.observe.view.run_data import load
 from nsa.observe.view.summary import differing_settings, labels
 from tests.observe.recorded import a_run
-from tests.observe.test_monitor import fresh, healthy
-from tests.observe.test_report import Page
+from tests.observe.view.monitor.test_frame import fresh, healthy
+from tests.observe.view.report.test_run_report import Page
 from tests.observe.written import CONFIG, write_run
 
 OTHER = {"train": {"steps": 1000, "lr": 1e-3, "out_dir": "elsewhere"}, "nsa": {"n_sel": 4, "l_sel": 64, "w": 512}}
