@@ -5,8 +5,9 @@ own rows. The expensive work (fetching, decompressing, tokenizing) is done once 
 word, reach all ranks through a shared folder. A unit's file is a pure function of the source, so the sequence of rows
 does not depend on which rank read it or how many ranks there are.
 
-A folder serves one set of readers once; start each with a new one. Files are data only, carry their SHA-256 and are
-written atomically.
+A folder serves one set of readers once; start each with a new one. All readers start at the same unit: each writes its
+first unit into the folder, and every other compares. Files are data only, carry their SHA-256 and are written
+atomically.
 """
 
 import hashlib
@@ -60,6 +61,9 @@ class UnitExchange:
         self._settings = settings
         self._folder = Path(settings.folder)
         self._read = read
+        self._first: int | None = None
+        self._compared = {settings.reader}
+        """Readers that are known to have started at the same unit."""
         self._position = 0
         self._advanced = threading.Condition()
         self._stopped = threading.Event()
@@ -70,6 +74,10 @@ class UnitExchange:
     def start(self, first: int, stop: int | None) -> None:
         """Read this reader's share of the units in [first, stop) in a background thread."""
         self.close()
+        if self._first is None:
+            self._first = first
+            with self._storage_errors():
+                self._write(self._start_name(self._settings.reader), str(first).encode())
         self._position, self._stopped = first, threading.Event()
         arguments = (first, stop, self._stopped)
         self._thread = threading.Thread(target=self._produce, args=arguments, name="unit-exchange", daemon=True)
@@ -97,19 +105,31 @@ class UnitExchange:
             with self._storage_errors():
                 # Listed rather than opened: network file systems cache the absence of a file.
                 names = set(os.listdir(self._folder))
+                reader = number % self._settings.readers
+                self._compare_start(reader, names)
                 if (name := self._unit_name(number)) in names:
                     return _decode((self._folder / name).read_bytes(), self._folder / name)
-                reader = number % self._settings.readers
                 if (name := self._failure_name(reader)) in names:
                     raise _failure((self._folder / name).read_bytes(), reader)
             waited_s, limit_s = time.monotonic() - started, self._settings.timeout_s
             if limit_s is not None and waited_s > limit_s:
                 raise DataTimeout(
-                    f"unit {number} of the data, read by rank {number % self._settings.readers}, did not come within "
-                    f"{limit_s:g} s. Check that rank, or raise data.loader_timeout_s."
+                    f"unit {number} of the data, read by rank {reader}, did not come within {limit_s:g} s. "
+                    f"Check that rank, or raise data.loader_timeout_s."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    def _compare_start(self, reader: int, names: set[str]) -> None:
+        """Raise if another reader started at another unit: it may never publish the unit that this one waits for."""
+        if reader in self._compared or (name := self._start_name(reader)) not in names:
+            return
+        if (start := int((self._folder / name).read_text())) != self._first:
+            raise DataError(
+                f"rank {reader} starts at unit {start} of the data, this rank at unit {self._first}: ranks that divide "
+                "the reading must start at the same unit. Resume all ranks from the same checkpoint."
+            )
+        self._compared.add(reader)
 
     def _produce(self, first: int, stop: int | None, stopped: threading.Event) -> None:
         settings = self._settings
@@ -170,6 +190,10 @@ class UnitExchange:
     @staticmethod
     def _unit_name(number: int) -> str:
         return f"unit-{number:012d}"
+
+    @staticmethod
+    def _start_name(reader: int) -> str:
+        return f"start-{reader:05d}"
 
     @staticmethod
     def _progress_name(reader: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from nsa.data.rows.batch import EndOfData
 from nsa.data.rows.specs import DirectData
-from nsa.data.unit_exchange import ExchangeSettings
+from nsa.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
 from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
 from tests.data.corpora import make_records, write_corpus, write_parquet
 from tests.data.faulty_server import FaultyServer
@@ -182,6 +182,39 @@ def test_a_rank_that_is_gone_is_named(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataTimeout, match="rank 1"):
         stream.next_batch(100 * GLOBAL_ROWS, 0, 2)
     stream.close()
+
+
+@pytest.mark.parametrize(("starts", "reader", "number"), [((5, 7), 0, 5), ((7, 5), 1, 6), ((5, 6), 1, 6)])
+def test_readers_that_start_at_different_units_are_refused_at_once(
+    tmp_path: Path, starts: tuple[int, int], reader: int, number: int
+) -> None:
+    """Where the unit is never published, and where it is and the rows of the ranks would not belong together."""
+    with ExitStack() as cleanup:
+        exchanges = [
+            UnitExchange(ExchangeSettings(str(tmp_path), r, 2, timeout_s=20.0), lambda number: TokenUnit([], [], 0))
+            for r in range(2)
+        ]
+        for exchange, first in zip(exchanges, starts, strict=True):
+            cleanup.callback(exchange.close)
+            exchange.start(first, None)
+        with pytest.raises(DataError) as raised:
+            exchanges[reader].take(number)
+    assert not isinstance(raised.value, DataTimeout)
+    assert f"rank {1 - reader} starts at unit {starts[1 - reader]}" in str(raised.value)
+    assert f"this rank at unit {starts[reader]}" in str(raised.value)
+
+
+def test_a_rank_with_another_cursor_ends_all_of_them(corpus: Path, tmp_path: Path) -> None:
+    alone = Ranks(lambda rank: direct(corpus), 1, tmp_path)
+    alone.read(60)
+    state = alone.state()
+    assert state["documents"]["unit"] > 0
+    ranks = Ranks(lambda rank: direct(corpus), 2, tmp_path)
+    ranks.streams[1].load_state_dict(state)
+    with pytest.raises(DataError):
+        ranks.read(60)
+    assert [type(error) for error in ranks.errors] == [DataError, DataError]
+    ranks.close()
 
 
 def test_the_shared_folder_stays_small_and_damage_in_it_is_found(corpus: Path, tmp_path: Path) -> None:
