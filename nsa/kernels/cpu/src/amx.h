@@ -125,24 +125,19 @@ struct Amx {
     for (int64_t i = 0; i < wide; i += 32) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
   }
 
-  // [key tile][width tile][16][32]
-  static int64_t across_size(int64_t n, int64_t keys) { return width(n) * keys; }
-  static void pack_across(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
-                          Scratch& scratch) {
-    Cell* plain = scratch.take<Cell>(plain_size(n, keys));
-    pack_plain(dtype, rows, n_rows, n, keys, plain, scratch);
-    for (int64_t i = 0; i < keys; i += 16)
-      for (int64_t k = 0; k < width(n); k += 32, to += kTileCells) pair_across(plain + i * width(n) + k, width(n), to);
-  }
-  // [32 keys][width tile][16][32]
-  static int64_t along_size(int64_t n, int64_t keys) { return width(n) * keys; }
-  static void pack_along(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
+  // [key tile][width tile][16][32], a tile being made of kKeys keys and kCells of their cells.
+  template <int64_t kKeys, int64_t kCells, void (*kPair)(const Cell*, int64_t, Cell*)>
+  static void pack_tiles(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
                          Scratch& scratch) {
     Cell* plain = scratch.take<Cell>(plain_size(n, keys));
     pack_plain(dtype, rows, n_rows, n, keys, plain, scratch);
-    for (int64_t i = 0; i < keys; i += 32)
-      for (int64_t k = 0; k < width(n); k += 16, to += kTileCells) pair_along(plain + i * width(n) + k, width(n), to);
+    for (int64_t i = 0; i < keys; i += kKeys)
+      for (int64_t k = 0; k < width(n); k += kCells, to += kTileCells) kPair(plain + i * width(n) + k, width(n), to);
   }
+  static int64_t across_size(int64_t n, int64_t keys) { return width(n) * keys; }
+  static constexpr auto pack_across = pack_tiles<16, 32, pair_across>;
+  static int64_t along_size(int64_t n, int64_t keys) { return width(n) * keys; }
+  static constexpr auto pack_along = pack_tiles<32, 16, pair_along>;
   // [keys][width]: the left side of a product.
   static int64_t plain_size(int64_t n, int64_t keys) { return width(n) * keys; }
   static void pack_plain(int64_t dtype, const char* const* rows, int64_t n_rows, int64_t n, int64_t keys, Cell* to,
@@ -155,9 +150,37 @@ struct Amx {
     }
   }
 
-  // Rows are computed in whole tiles: inputs and outputs must have room up to a multiple of 16, whatever lies there. Four
-  // tiles of sums at a time, two by two or in one row: a product takes three times as long to finish as the next one to
-  // start.
+  // Four tiles of sums at a time, two by two or in one row: a product takes three times as long to finish as the next one
+  // to start. `depth` steps along A; the B tiles of a step lie `apart` cells apart, those of two steps `step` cells.
+  static NSA_INLINE void sum_two_by_two(const Cell* a, int64_t ld, bool two, const Cell* b, int64_t apart, int64_t step,
+                                        int64_t depth) {
+    for (int64_t k = 0; k < depth; ++k, a += 32, b += step) {
+      tile_load<4>(a, ld * 2);
+      tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
+      tile_load<7>(b + apart, 64), tile_multiply<1, 4, 7>();
+      if (two) {
+        tile_load<5>(a + 16 * ld, ld * 2);
+        tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
+      }
+    }
+  }
+  static NSA_INLINE void sum_four_in_a_row(const Cell* a, int64_t ld, const Cell* b, int64_t apart, int64_t step,
+                                           int64_t depth) {
+    for (int64_t k = 0; k < depth; ++k, a += 32, b += step) {
+      tile_load<4>(a, ld * 2);
+      tile_load<5>(b, 64), tile_multiply<0, 4, 5>();
+      tile_load<6>(b + apart, 64), tile_multiply<1, 4, 6>();
+      tile_load<7>(b + 2 * apart, 64), tile_multiply<2, 4, 7>();
+      tile_load<5>(b + 3 * apart, 64), tile_multiply<3, 4, 5>();
+    }
+  }
+  // Tiles 0 and 1 beside each other; 2 and 3 where `rest` is, if anywhere.
+  static NSA_INLINE void store_sums(float* to, float* rest, int64_t ld) {
+    tile_store<0>(to, ld * 4), tile_store<1>(to + 16, ld * 4);
+    if (rest) tile_store<2>(rest, ld * 4), tile_store<3>(rest + 16, ld * 4);
+  }
+
+  // Rows are computed in whole tiles: inputs and outputs must have room up to a multiple of 16, whatever lies there.
   static void scores(const Cell* rows, int64_t n_rows, const Cell* across, int64_t n, int64_t keys, int64_t c0,
                      int64_t c1, float* out, int64_t ld_out) {
     const int64_t ld = width(n), depth = ld / 32, per_tile = depth * kTileCells;
@@ -168,28 +191,12 @@ struct Amx {
         float* to = out + i * ld_out + c;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         if (two || c + 32 == c1) {
-          for (int64_t k = 0; k < depth; ++k, b += kTileCells) {
-            tile_load<4>(a + k * 32, ld * 2);
-            tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
-            tile_load<7>(b + per_tile, 64), tile_multiply<1, 4, 7>();
-            if (two) {
-              tile_load<5>(a + 16 * ld + k * 32, ld * 2);
-              tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
-            }
-          }
-          tile_store<0>(to, ld_out * 4), tile_store<1>(to + 16, ld_out * 4);
-          if (two) tile_store<2>(to + 16 * ld_out, ld_out * 4), tile_store<3>(to + 16 * ld_out + 16, ld_out * 4);
+          sum_two_by_two(a, ld, two, b, per_tile, kTileCells, depth);
+          store_sums(to, two ? to + 16 * ld_out : nullptr, ld_out);
           c += 32;
         } else {
-          for (int64_t k = 0; k < depth; ++k, b += kTileCells) {
-            tile_load<4>(a + k * 32, ld * 2);
-            tile_load<5>(b, 64), tile_multiply<0, 4, 5>();
-            tile_load<6>(b + per_tile, 64), tile_multiply<1, 4, 6>();
-            tile_load<7>(b + 2 * per_tile, 64), tile_multiply<2, 4, 7>();
-            tile_load<5>(b + 3 * per_tile, 64), tile_multiply<3, 4, 5>();
-          }
-          tile_store<0>(to, ld_out * 4), tile_store<1>(to + 16, ld_out * 4);
-          tile_store<2>(to + 32, ld_out * 4), tile_store<3>(to + 48, ld_out * 4);
+          sum_four_in_a_row(a, ld, b, per_tile, kTileCells, depth);
+          store_sums(to, to + 32, ld_out);
           c += 64;
         }
       }
@@ -198,41 +205,23 @@ struct Amx {
 
   static void weigh(const Weight* weights, int64_t ld, int64_t n_rows, const Cell* along, int64_t n, int64_t c0,
                     int64_t c1, float* out, bool add) {
-    const int64_t wide = width(n), tiles = wide / 16;
+    const int64_t wide = width(n), tiles = wide / 16, depth = (c1 - c0 + 31) / 32;
     for (int64_t i = 0; i < n_rows; i += 32) {
       const bool two = i + 16 < n_rows;
       for (int64_t v = 0; v < tiles;) {  // a width is a multiple of two tiles
-        float *to = out + i * wide + v * 16, *below = to + 16 * wide;
-        const Cell* b = along + (c0 / 32 * tiles + v) * kTileCells;
+        const bool square = two || v + 2 == tiles;
+        float* to = out + i * wide + v * 16;
+        float* rest = square ? (two ? to + 16 * wide : nullptr) : to + 32;
+        const Cell *a = weights + i * ld + c0, *b = along + (c0 / 32 * tiles + v) * kTileCells;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         if (add) tile_load<0>(to, wide * 4), tile_load<1>(to + 16, wide * 4);
-        if (two || v + 2 == tiles) {
-          if (add && two) tile_load<2>(below, wide * 4), tile_load<3>(below + 16, wide * 4);
-          for (int64_t c = c0; c < c1; c += 32, b += tiles * kTileCells) {
-            tile_load<4>(weights + i * ld + c, ld * 2);
-            tile_load<6>(b, 64), tile_multiply<0, 4, 6>();
-            tile_load<7>(b + kTileCells, 64), tile_multiply<1, 4, 7>();
-            if (two) {
-              tile_load<5>(weights + (i + 16) * ld + c, ld * 2);
-              tile_multiply<2, 5, 6>(), tile_multiply<3, 5, 7>();
-            }
-          }
-          tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
-          if (two) tile_store<2>(below, wide * 4), tile_store<3>(below + 16, wide * 4);
-          v += 2;
-        } else {
-          if (add) tile_load<2>(to + 32, wide * 4), tile_load<3>(to + 48, wide * 4);
-          for (int64_t c = c0; c < c1; c += 32, b += tiles * kTileCells) {
-            tile_load<4>(weights + i * ld + c, ld * 2);
-            tile_load<5>(b, 64), tile_multiply<0, 4, 5>();
-            tile_load<6>(b + kTileCells, 64), tile_multiply<1, 4, 6>();
-            tile_load<7>(b + 2 * kTileCells, 64), tile_multiply<2, 4, 7>();
-            tile_load<5>(b + 3 * kTileCells, 64), tile_multiply<3, 4, 5>();
-          }
-          tile_store<0>(to, wide * 4), tile_store<1>(to + 16, wide * 4);
-          tile_store<2>(to + 32, wide * 4), tile_store<3>(to + 48, wide * 4);
-          v += 4;
-        }
+        if (add && rest) tile_load<2>(rest, wide * 4), tile_load<3>(rest + 16, wide * 4);
+        if (square)
+          sum_two_by_two(a, ld, two, b, kTileCells, tiles * kTileCells, depth);
+        else
+          sum_four_in_a_row(a, ld, b, kTileCells, tiles * kTileCells, depth);
+        store_sums(to, rest, wide);
+        v += square ? 2 : 4;
       }
     }
   }
