@@ -4,7 +4,9 @@ An error message states the rule, the values that broke it, why the rule exists,
 `assert` is for mistakes in this code; these exceptions are for everything a user, a disk or a network can do.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
@@ -89,3 +91,16 @@ class PreflightError(NSAError):
     """A run that breaks preflight rules; `--allow RULE` overrides one by name."""
 
     exit_code = ExitCode.REFUSED
+
+
+class BrokenRule(NamedTuple):
+    """A rule between settings that does not hold: the dotted keys of the settings, and the message."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def require_rules(broken: Iterable[BrokenRule]) -> None:
+    """Raise one `ConfigError` with every broken rule."""
+    if messages := [rule.message for rule in broken]:
+        raise ConfigError("\n".join(messages))

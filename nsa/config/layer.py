@@ -54,7 +54,11 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
 
 def section_hint(name: str) -> str:
     guess = nearest(name, tuple(sections()))
-    return f"Did you mean {guess}?" if guess else f"Sections are {', '.join(sections())}."
+    return f"Did you mean {guess}?" if guess else _sections_listed()
+
+
+def _sections_listed() -> str:
+    return f"Sections are {', '.join(name for name in sections() if '.' not in name)}."
 
 
 def _unknown(key: str) -> str:
@@ -75,7 +79,7 @@ def _unknown(key: str) -> str:
         return f"unknown key {key}. Did you mean {' or '.join(homes)}?"
     if section:
         return f"unknown key {key}. Keys of {section}: {', '.join(_name(known) for known in here)}."
-    return f"unknown key {key}. Sections are {', '.join(sections())}."
+    return f"unknown key {key}. {_sections_listed()}"
 
 
 def _keys_of(section: str) -> list[str]:

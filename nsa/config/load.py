@@ -4,6 +4,7 @@ A later layer overrides an earlier one, and each value keeps its origin. All pro
 error.
 """
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -126,8 +127,11 @@ def _whole_number(value: GivenValue) -> int | None:
 def _nested(given: Mapping[str, GivenValue]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in given.items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = value.text
+        *path, name = key.split(".")
+        section = nested
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value.text
     return nested
 
 
@@ -138,7 +142,8 @@ def _explain(details: ErrorDetails, given: Mapping[str, GivenValue]) -> Iterator
             places = dict.fromkeys(given[key].where if key in given else f"default {key}" for key in rule.keys)
             yield f"{', '.join(places)}: {rule.message}"
         return
-    key = ".".join(str(part) for part in details["loc"][:2])
+    prefixes = itertools.accumulate((str(part) for part in details["loc"]), "{}.{}".format)
+    key = next(prefix for prefix in prefixes if prefix in settings())
     field, value = settings()[key], given[key]
     got = "no value" if value.text is None else _shortened(repr(value.text))
     counted = f", in {unit(field)}" if unit(field) else ""

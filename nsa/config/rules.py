@@ -1,22 +1,17 @@
 """Rules between the settings of a section, as pure functions of values; the loader adds where each value came from."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
 
+from nsa.attention_rules import broken_rope_scaling_rules
+from nsa.errors import BrokenRule
 from nsa.geometry import broken_rope_rule, broken_rules
 
 T = TypeVar("T")
 
 BROKEN_RULES = "broken_rules"
-
-
-class BrokenRule(NamedTuple):
-    """A rule that does not hold, with the dotted keys of the settings it is about."""
-
-    keys: tuple[str, ...]
-    message: str
 
 
 def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
@@ -27,7 +22,9 @@ def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
     return section
 
 
-def check_model(n_heads: int, n_kv_groups: int, d_k: int) -> Iterator[BrokenRule]:
+def check_model(
+    n_heads: int, n_kv_groups: int, d_k: int, rope_scaling: Mapping[str, Any], rope_scale: float
+) -> Iterator[BrokenRule]:
     if n_heads % n_kv_groups:
         yield BrokenRule(
             ("model.n_heads", "model.n_kv_groups"),
@@ -38,6 +35,7 @@ def check_model(n_heads: int, n_kv_groups: int, d_k: int) -> Iterator[BrokenRule
         yield BrokenRule(
             ("model.d_k",), f"model.d_k ({d_k}) must be even: RoPE rotates pairs. Set e.g. model.d_k={d_k + 1}."
         )
+    yield from broken_rope_scaling_rules(rope_scaling, rope_scale)
 
 
 def check_nsa(sizes: Mapping[str, int], phi: str, phi_pos_emb: bool, rope_compressed: str) -> Iterator[BrokenRule]:

@@ -5,7 +5,7 @@ checked and printed on a machine without it.
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -21,11 +21,13 @@ from nsa.options import (
     DatasetKind,
     Gate,
     GatePer,
+    KVProjections,
     LearningRateSchedule,
     OnDataEnd,
     Phi,
     Precision,
     RopeCompressed,
+    RopeType,
     RowPacking,
     SyntheticTask,
 )
@@ -54,8 +56,48 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
+class RopeScalingConfig(ConfigSection):
+    """RoPE scaling for a longer context, with the keys of `rope_scaling` in a Hugging Face config."""
+
+    rope_type: RopeType = Field(default="default", description="Kind of scaling; default is none.")
+    factor: Positive | None = Field(
+        default=None, description="Divisor of the scaled frequencies: how much longer the context becomes."
+    )
+    original_max_position_embeddings: Tokens | None = Field(
+        default=None, description="Context length before scaling (llama3, yarn)."
+    )
+    low_freq_factor: Positive | None = Field(
+        default=None,
+        description="Pairs with fewer turns than this within the original context are divided by factor (llama3).",
+    )
+    high_freq_factor: Positive | None = Field(
+        default=None,
+        description="Pairs with more turns than this within the original context keep their frequency (llama3).",
+    )
+    beta_fast: Positive | None = Field(
+        default=None, description="As high_freq_factor, for yarn; null means 32. Between the two, a linear ramp."
+    )
+    beta_slow: Positive | None = Field(default=None, description="As low_freq_factor, for yarn; null means 1.")
+    truncate: bool | None = Field(
+        default=None, description="Round the ends of yarn's ramp to whole pairs; null means true."
+    )
+    attention_factor: Positive | None = Field(
+        default=None, description="Multiplier of cosines and sines (yarn); null means 0.1 · ln(factor) + 1."
+    )
+    mscale: Positive | None = Field(
+        default=None,
+        description="With mscale_all_dim, replaces the 0.1 of attention_factor by a ratio of two such terms (yarn).",
+    )
+    mscale_all_dim: Positive | None = Field(default=None, description="Divisor of that ratio; see mscale.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, as `NSAAttention` takes them."""
+        return self.model_dump(exclude_none=True)
+
+
 class ModelConfig(ConfigSection):
-    """Sizes of the transformer."""
+    """Sizes and options of the transformer."""
 
     dim: Count = Field(default=768, description="Width of the residual stream.")
     n_layers: Count = Field(default=12, description="Number of transformer blocks.")
@@ -77,6 +119,15 @@ class ModelConfig(ConfigSection):
     rope_scale: Positive = Field(
         default=1.0, description="Positions are divided by this before rotation (linear RoPE scaling)."
     )
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm over each head of queries and keys before RoPE (with norm_eps)."
+    )
+    qkv_bias: bool = Field(default=False, description="Biases of the query, key and value projections.")
+    attention_out_bias: bool = Field(
+        default=False,
+        description="Bias of the attention's output projection; both are attention_bias in a Hugging Face config.",
+    )
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
 
     @property
     def ffn_size(self) -> int:
@@ -85,7 +136,8 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        return rules.enforce(self, rules.check_model(self.n_heads, self.n_kv_groups, self.d_k))
+        heads, rope = (self.n_heads, self.n_kv_groups, self.d_k), (self.rope_scaling.given, self.rope_scale)
+        return rules.enforce(self, rules.check_model(*heads, *rope))
 
 
 class NSAConfig(ConfigSection):
@@ -113,6 +165,10 @@ class NSAConfig(ConfigSection):
     rope_compressed: RopeCompressed = Field(
         default="auto",
         description="Rotate keys before compression or compressed keys after it; auto: before for avg, else after.",
+    )
+    kv: KVProjections = Field(
+        default="per_branch",
+        description="Keys and values: one projection per branch as in the paper, or one shared by the three branches.",
     )
 
     @property
@@ -399,8 +455,11 @@ class RunConfig(ConfigSection):
         value = self.value(key)
         if key in self._origins:
             return self._origins[key]
-        section, _, name = key.rpartition(".")
-        given = name in (getattr(self, section) if section else self).model_fields_set
+        *path, name = key.split(".")
+        section: ConfigSection = self
+        for part in path:
+            section = getattr(section, part)
+        given = name in section.model_fields_set
         return "code" if given and value != settings()[key].default else "default"
 
     def origins(self) -> dict[str, str]:
@@ -419,20 +478,21 @@ RETIRED_KEYS = {
 
 @cache
 def sections() -> Mapping[str, type[ConfigSection]]:
-    """Section name → its class, in the order they are documented."""
-    return types.MappingProxyType(
-        {
-            name: field.annotation
-            for name, field in RunConfig.model_fields.items()
-            if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigSection)
-        }
-    )
+    """Dotted section name → its class, in the order they are documented, e.g. `model` and `model.rope_scaling`."""
+    return types.MappingProxyType(dict(_sections_of(RunConfig)))
+
+
+def _sections_of(outer: type[ConfigSection], prefix: str = "") -> Iterator[tuple[str, type[ConfigSection]]]:
+    for name, field in outer.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigSection):
+            yield f"{prefix}{name}", field.annotation
+            yield from _sections_of(field.annotation, f"{prefix}{name}.")
 
 
 @cache
 def settings() -> Mapping[str, FieldInfo]:
     """Dotted key → its field, e.g. `train.lr`, in the order they are documented."""
-    found = {name: field for name, field in RunConfig.model_fields.items() if name not in sections()}
+    found = dict(RunConfig.model_fields)
     for section, cls in sections().items():
         found |= {f"{section}.{name}": field for name, field in cls.model_fields.items()}
-    return types.MappingProxyType(found)
+    return types.MappingProxyType({key: field for key, field in found.items() if key not in sections()})

@@ -23,17 +23,22 @@ def read(path: Path, *, origin: str | None = None) -> SettingsLayer:
     if root is None:
         layer.readable = False
         return layer
-    for key, node, line in _pairs(root, path, "", layer):
-        if key not in sections():
-            _add_top_level(key, node, f"{path}:{line}", origin, layer)
-        elif isinstance(node, yaml.MappingNode):
-            for name, value, value_line in _pairs(node, path, f"{key}.", layer):
-                _add_value(f"{key}.{name}", value, f"{path}:{value_line}", origin, layer)
-        elif not _is_null(node):
-            layer.problems.append(
-                f"{path}:{line}: {key} is a section. Write its keys below it, indented by two spaces."
-            )
+    _add_section(root, path, "", origin, layer)
     return layer
+
+
+def _add_section(section: yaml.MappingNode, path: Path, prefix: str, origin: str | None, layer: SettingsLayer) -> None:
+    for name, node, line in _pairs(section, path, prefix, layer):
+        key, where = f"{prefix}{name}", f"{path}:{line}"
+        if "." in name:
+            outer, _, inner = name.rpartition(".")
+            layer.problems.append(f"{where}: {key} is written with a dot. In a file, write {inner} below {outer}:")
+        elif key not in sections():
+            _add_value(key, node, where, origin, layer)
+        elif isinstance(node, yaml.MappingNode):
+            _add_section(node, path, f"{key}.", origin, layer)
+        elif not _is_null(node):
+            layer.problems.append(f"{where}: {key} is a section. Write its keys below it, indented by two spaces.")
 
 
 def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
@@ -90,19 +95,11 @@ def _pairs(
             yield key, value, line
 
 
-def _add_top_level(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
-    if isinstance(node, yaml.MappingNode):
-        layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
-    elif "." in key:
-        section, _, name = key.partition(".")
-        layer.problems.append(f"{where}: {key} is written with a dot. In a file, write {name} below {section}:")
-    else:
-        _add_value(key, node, where, origin, layer)
-
-
 def _add_value(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
     if isinstance(node, yaml.ScalarNode):
         layer.add(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
+    elif isinstance(node, yaml.MappingNode) and "." not in key:
+        layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
     else:
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         layer.problems.append(f"{where}: {key} takes one value, not {found}.")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nsa.attention_rules import broken_option
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.functional import attend_branches
@@ -20,13 +21,12 @@ from nsa.core.kv_cache import BranchKeys, BranchStreams, LayerCache
 from nsa.core.positions import PositionOptions, Positions, checked_position_ids, padding_of
 from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, given_tables, rotate
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, require_rules
 from nsa.geometry import Geometry, broken_rope_rule, resolve_rope_compressed
 from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
-from nsa.options import ROPE_COMPRESSED
+from nsa.options import KV_PROJECTIONS, ROPE_COMPRESSED
 
-KV_PROJECTIONS = ("per_branch", "shared")
 _THREE_BRANCHES = tuple[BranchKeys, BranchKeys, BranchKeys]
 
 
@@ -77,8 +77,7 @@ class NSAAttention(nn.Module):
         super().__init__()
         _check_heads(n_heads, n_kv_groups, d_k)
         _check_rope(phi, rope_compressed)
-        if kv not in KV_PROJECTIONS:
-            raise ConfigError(f"kv is {kv!r}: there is no such choice. Use one of: {', '.join(KV_PROJECTIONS)}.")
+        require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)

@@ -10,21 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.errors import ConfigError
+from nsa.attention_rules import broken_rope_scaling_rules, yarn_betas
+from nsa.errors import ConfigError, require_rules
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines of the angles: [B, S, F]."""
-
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-}
-ROPE_TYPES = tuple(_REQUIRED)
 
 
 class RotaryEmbedding:
@@ -73,7 +63,7 @@ class RotaryEmbedding:
             length = s["original_max_position_embeddings"]
             return self.d_k * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        first, last = pair(s.get("beta_fast") or 32.0), pair(s.get("beta_slow") or 1.0)
+        first, last = (pair(turns) for turns in yarn_betas(s))
         if s.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.d_k - 1)
@@ -110,30 +100,11 @@ def _checked_scaling(given: Mapping[str, Any] | None, base: float, scale: float)
     scaling = {key: value for key, value in (given or {}).items() if value is not None}
     kind = scaling.pop("type", None)
     kind = scaling.pop("rope_type", kind) or "default"
-    if kind not in ROPE_TYPES:
-        raise ConfigError(
-            f"rope_scaling has rope_type {kind!r}, which is not available. Use one of: {', '.join(ROPE_TYPES)}; for "
-            f"others pass position_embeddings=(cos, sin)."
-        )
     if scaling.pop("rope_theta", base) != base:
         raise ConfigError(f"rope_scaling has a rope_theta other than rope_base ({base}). Set rope_base to it.")
-    known = {*_REQUIRED[kind], *_OPTIONAL.get(kind, ())}
-    if unknown := sorted(set(scaling) - known):
-        raise ConfigError(
-            f"rope_scaling of type {kind!r} has no {', '.join(unknown)}. It has: {', '.join(sorted(known))}."
-        )
-    if missing := [key for key in _REQUIRED[kind] if key not in scaling]:
-        raise ConfigError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}. Set it as in the model's config.")
-    if kind != "default" and scale != 1:
-        raise ConfigError(f"rope_scale is {scale} and rope_scaling is {kind!r}: two scalings. Leave one of them out.")
-    if kind != "default" and scaling["factor"] <= 0:
-        raise ConfigError(f"rope_scaling.factor is {scaling['factor']}: frequencies are divided by it. Set it above 0.")
-    if kind == "llama3" and not 0 < scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise ConfigError(
-            f"rope_scaling.low_freq_factor ({scaling['low_freq_factor']}) must be above 0 and below high_freq_factor "
-            f"({scaling['high_freq_factor']}). Set them as in the model's config."
-        )
-    return {"rope_type": kind, **scaling}
+    checked = {"rope_type": kind, **scaling}
+    require_rules(broken_rope_scaling_rules(checked, scale))
+    return checked
 
 
 def _yarn_attention_factor(s: Mapping[str, Any]) -> float:

@@ -25,6 +25,11 @@ def attention_arguments(config: RunConfig) -> dict[str, Any]:
         d_v=model.d_v,
         rope_base=model.rope_base,
         rope_scale=model.rope_scale,
+        rope_scaling=model.rope_scaling.given,
+        qk_norm=model.qk_norm,
+        qk_norm_eps=model.norm_eps,
+        bias=model.qkv_bias,
+        out_bias=model.attention_out_bias,
         **config.nsa.model_dump(),
     )
 

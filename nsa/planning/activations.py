@@ -95,6 +95,8 @@ class _BlockTensors:
         self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
         self.blocks = geometry.n_compressed(one.seq_len)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
+        self.shared, self.qk_norm = nsa.kv == "shared", model.qk_norm
+        self.kv_heads = self.groups * (1 if self.shared else _BRANCHES)
 
     def saved(self) -> int:
         """Saved by the forward pass for the backward pass."""
@@ -128,18 +130,25 @@ class _BlockTensors:
         return 2 * FP32 * self.dim + FP32 + outputs * self.dim
 
     def _attention(self) -> int:
-        width, rotated = self.one.width, (3 if self.after else 4)
+        width = self.one.width
+        rotated_keys = 1 if self.shared else 2 if self.after else 3
         return (
             width * self.keys  # q
-            + 2 * width * self.groups * self.d_k  # k of the selected and the sliding branch
-            + _BRANCHES * width * self.groups * self.d_v  # v of all branches is one tensor
-            + rotated * FP32 * self.d_k  # a cosine and a sine per pair and rotation
+            + (1 if self.shared else 2) * width * self.groups * self.d_k  # k of the selected and the sliding branch
+            + width * self.kv_heads * self.d_v  # v of all branches is one tensor
+            + (1 + rotated_keys) * FP32 * self.d_k  # a cosine and a sine per pair and rotation
+            + (self._qk_norm() if self.qk_norm else 0)
             + INT32 * self.groups * self.n_sel  # the selected blocks
             + 2 * INT64  # positions and starts
             + _BRANCHES * (width * self.values + FP32 * self.heads)  # each branch's output and log-sum-exp
             + _BRANCHES * FP32 * self.gates
             + width * self.values  # the mixed output
         )
+
+    def _qk_norm(self) -> int:
+        """Input and normalised input in fp32, and a scale per head; a fused kernel on a GPU saves less."""
+        heads = self.heads + self.kv_heads
+        return 2 * FP32 * heads * self.d_k + FP32 * heads
 
     def _compressed(self) -> int:
         """Per row: token indices of each block, the compressed keys and values, and what φ saves."""

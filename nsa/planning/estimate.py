@@ -191,7 +191,7 @@ def _parameters(config: RunConfig, model: NSATransformer) -> ParameterCounts:
         embeddings=sizes["embeddings.weight"],
         attention=of_blocks(".attention."),
         feed_forward=of_blocks(".feed_forward."),
-        norms=of_blocks("_norm.") + sizes["lm_head.norm.weight"],
+        norms=of_blocks(".attention_norm.") + of_blocks(".feed_forward_norm.") + sizes["lm_head.norm.weight"],
         head=sizes.get("lm_head.w_out.weight", 0),
         tensors=layers * len(in_block) + len(sizes) - len(in_block),
     )

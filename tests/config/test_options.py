@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa import options
+from nsa import attention_rules, options
 from nsa.config.describe import choices
 from nsa.config.env import BRANCHES
 from nsa.config.schema import RunConfig, settings
@@ -20,6 +20,8 @@ CHECKED = {
     "nsa.gate": gates.GATES,
     "nsa.gate_per": gates.GATES_PER,
     "nsa.rope_compressed": nsa_attention.ROPE_COMPRESSED,
+    "nsa.kv": nsa_attention.KV_PROJECTIONS,
+    "model.rope_scaling.rope_type": attention_rules.ROPE_TYPES,
     "data.synthetic_task": options.SYNTHETIC_TASKS,
 }
 USED_BY_THE_TRAINER = {

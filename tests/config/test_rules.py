@@ -10,6 +10,7 @@ from nsa.config.describe import kind
 from nsa.config.schema import ModelConfig, sections, settings
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from tests.attention_options import LLAMA3, YARN
 
 
 @pytest.fixture
@@ -29,6 +30,30 @@ def resolve(tmp_path):
         (["nsa.d=12", "nsa.l=24"], ["nsa.d (12)", "nsa.l_sel (64)"]),
         (["nsa.n_sel=2"], ["nsa.n_sel (2)", "at least 3"]),
         (["nsa.phi_pos_emb=true"], ["nsa.phi_pos_emb (true)", "nsa.phi (avg)"]),
+        (
+            ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2", "model.rope_scale=4"],
+            ["model.rope_scale (4.0)", "model.rope_scaling.rope_type (linear)", "Set model.rope_scale=1"],
+        ),
+        (
+            ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.factor=2"],
+            ["model.rope_scaling.original_max_position_embeddings (null)", "model.rope_scaling.rope_type (yarn)"],
+        ),
+        (
+            ["model.rope_scaling.factor=2"],
+            ["model.rope_scaling.factor ", "model.rope_scaling.rope_type (default)"],
+        ),
+        (
+            ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2", "model.rope_scaling.truncate=true"],
+            ["model.rope_scaling.truncate ", "model.rope_scaling.rope_type (linear)"],
+        ),
+        (
+            [f"model.rope_scaling.{key}={value}" for key, value in (LLAMA3 | dict(low_freq_factor=4.0)).items()],
+            ["model.rope_scaling.low_freq_factor (4.0)", "model.rope_scaling.high_freq_factor (4.0)"],
+        ),
+        (
+            [f"model.rope_scaling.{key}={value}" for key, value in (YARN | dict(beta_fast=0.5)).items()],
+            ["model.rope_scaling.beta_fast (0.5)", "model.rope_scaling.beta_slow (1.0)"],
+        ),
         (["train.warmup_steps=1001"], ["train.warmup_steps (1001)", "train.steps (1000)"]),
         (["train.keep_every=1500"], ["train.keep_every (1500)", "train.save_every (1000)"]),
         (["data.dataset=local"], ["data.dataset (local)", "data.path (null)"]),
@@ -55,6 +80,10 @@ def test_a_broken_rule_gives_values_reason_and_fix(resolve, overrides, named):
         ["nsa.l=64", "nsa.l_sel=32"],
         ["nsa.n_sel=3"],
         ["nsa.phi=mlp", "nsa.phi_pos_emb=true"],
+        ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=0.5"],
+        [f"model.rope_scaling.{key}={value}" for key, value in LLAMA3.items()],
+        [f"model.rope_scaling.{key}={value}" for key, value in YARN.items()],
+        ["nsa.kv=shared", "nsa.phi=mlp", "model.qk_norm=true", "model.qkv_bias=true"],
         ["train.warmup_steps=1000"],
         ["train.keep_every=3000"],
         ["train.keep_every=3000", "train.save_every=0"],

@@ -97,6 +97,41 @@ class TestTypes:
         assert problem.endswith("Default: 0.0003.")
 
 
+class TestInnerSection:
+    """`model.rope_scaling` is a mapping inside a section, as in a Hugging Face config."""
+
+    def test_its_keys_have_types_and_lines(self, write):
+        file = write("model:\n  dim: 64\n  rope_scaling:\n    type_of_nothing: 1\n")
+        with pytest.raises(ConfigError, match=r":4: unknown key model\.rope_scaling\.type_of_nothing"):
+            load(file)
+        config = load(write("model:\n  rope_scaling:\n    rope_type: linear\n    factor: 4\n"))
+        assert config.model.rope_scaling.factor == 4.0
+        assert config.origin("model.rope_scaling.factor").endswith("run.yaml:4")
+        assert config.value("model.rope_scaling.rope_type") == "linear"
+
+    def test_the_command_line_overrides_one_key(self, write):
+        file = write("model: {rope_scaling: {rope_type: linear, factor: 4}}\n")
+        config = load(file, overrides=["model.rope_scaling.factor=8"])
+        assert (config.model.rope_scaling.rope_type, config.model.rope_scaling.factor) == ("linear", 8.0)
+        assert config.origin("model.rope_scaling.factor") == "command line"
+
+    @pytest.mark.parametrize("text", ["", "null", "{}"])
+    def test_null_is_no_scaling(self, write, text):
+        assert load(write(f"model:\n  rope_scaling: {text}\n")) == load(write("model:\n"))
+
+    def test_what_it_refuses(self, problems):
+        (problem,) = problems("model:\n  rope_scaling: 8\n")
+        assert problem.startswith("run.yaml:2: model.rope_scaling is a section")
+        (problem,) = problems("model:\n  rope_scaling: {factor: abc}\n")
+        assert problem.startswith("run.yaml:2: model.rope_scaling.factor must be a number > 0 or null (got 'abc')")
+        (problem,) = problems("model:\n  rope_scaling.factor: 8\n")
+        assert problem.endswith("write factor below rope_scaling:")
+        (problem,) = problems("model:\n  rope_scaling: {rope_type: linear, factor: 1, factor: 2}\n")
+        assert "model.rope_scaling.factor" in problem
+        (problem,) = problems("model:\n", overrides=["model.rope_scaling=null"])
+        assert "model.rope_scaling is a section" in problem
+
+
 class TestShape:
     def test_a_key_written_twice_is_refused_with_both_lines(self, problems):
         (problem,) = problems("train:\n  lr: 1\n  seed: 1\n  lr: 2\n")

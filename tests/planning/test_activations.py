@@ -22,11 +22,12 @@ SIZES = {
 }
 
 
-def config_of(size: str, *, precision: str, checkpointing: bool, **nsa) -> RunConfig:
+def config_of(size: str, *, precision: str, checkpointing: bool, options=None, **nsa) -> RunConfig:
+    """`options`: further settings of `model`."""
     model, blocks, rows, seq_len, vocab_size = SIZES[size]
     return RunConfig.model_validate(
         {
-            "model": {**model, "n_kv_groups": 2, "vocab_size": vocab_size},
+            "model": {**model, "n_kv_groups": 2, "vocab_size": vocab_size, **(options or {})},
             "nsa": {**blocks, **nsa},
             "runtime": {"device": "cpu", "precision": precision, "gradient_checkpointing": checkpointing},
             # The compiled kernels take their own memory where the profiler does not hear of it.
@@ -79,6 +80,20 @@ def test_other_ways_to_compress(nsa):
     config = config_of("blocks", precision="fp32", checkpointing=False, **nsa)
     reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
     assert reckoned == pytest.approx(measured_peak(config), rel=0.15)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("options", "nsa"),
+    [(dict(), dict(kv="shared")), (dict(), dict(kv="shared", rope_compressed="after")), (dict(qk_norm=True), dict()),
+     (dict(qkv_bias=True, attention_out_bias=True), dict()),
+     (dict(qk_norm=True, qkv_bias=True, attention_out_bias=True), dict(kv="shared"))],
+    ids=["shared", "shared_after", "qk_norm", "biases", "all"],
+)  # fmt: skip
+def test_options_of_the_attention(options, nsa, precision):
+    config = config_of("blocks", precision=precision, checkpointing=False, options=options, **nsa)
+    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
 
 
 def test_checkpointing_keeps_inputs_only():

@@ -8,6 +8,7 @@ from nsa.errors import ConfigError
 from nsa.model.build import build_model
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
+from tests.attention_options import OPTIONS
 
 VOCAB = 257
 SMALL = {
@@ -33,6 +34,7 @@ VARIANTS = {
     "mlp": dict(nsa=dict(phi="mlp", gate_per="group")),
     "linear": dict(nsa=dict(phi="linear", phi_pos_emb=True)),
     "vocabulary": dict(model=dict(vocab_size=300, ffn_dim=48)),
+    **{name: sections for name, sections in OPTIONS.items() if name != "plain"},
 }
 
 
@@ -54,10 +56,15 @@ def test_parameters_and_optimizer_bytes_are_those_of_the_run(variant):
     assert found.memory.weights == found.memory.gradients == sum(weight.nbytes for weight in weights)
     assert found.memory.optimizer == sum(value.nbytes for value in states)
     assert found.parameters.tensors == len(weights)
+    by_name = {name: weight.numel() for name, weight in module.model.named_parameters()}
+    assert found.parameters.attention == sum(size for name, size in by_name.items() if ".attention." in name)
+    assert found.parameters.norms == sum(size for name, size in by_name.items() if ".attention." not in name
+                                         and name.endswith("norm.weight"))  # fmt: skip
 
 
-def test_flops_are_the_models_own():
-    config = changed()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_flops_are_the_models_own(variant):
+    config = changed(**VARIANTS[variant])
     with torch.device("meta"):
         model = build_model(config, VOCAB)
     found = reckon(config)
@@ -74,11 +81,12 @@ def test_recomputing_costs_one_more_forward_pass_of_the_blocks():
     assert again.step_s == plain.step_s  # efficiency counts the model's own FLOPs
 
 
-def test_the_cache_is_as_large_as_the_one_that_is_made():
-    config = changed()
+@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+def test_the_cache_is_as_large_as_the_one_that_is_made(kv):
+    config = changed(nsa=dict(kv=kv))
     cache = build_model(config, VOCAB).new_cache(1, config.train.seq_len)
     assert reckon(config).cache_bytes == cache.n_bytes()
-    assert reckon(changed(runtime=dict(precision="bf16"))).cache_bytes == cache.n_bytes() // 2
+    assert reckon(changed(nsa=dict(kv=kv), runtime=dict(precision="bf16"))).cache_bytes == cache.n_bytes() // 2
 
 
 def test_what_is_sharded_is_divided_and_nothing_else_is():

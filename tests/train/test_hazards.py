@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nsa.errors import ConfigError
 from nsa.train.engine.mixer import NSAMixerConfig, _fill
+from tests.attention_options import YARN
 from tests.train.runs import environment
 
 NSA = Path(__file__).parents[2] / "nsa"
@@ -31,9 +32,14 @@ def four_ranks(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
-def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(four_ranks, phi):
-    config = NSAMixerConfig(**SIZES, phi=phi)
+@pytest.mark.parametrize(
+    "options",
+    [dict(phi="avg"), dict(phi="linear"), dict(phi="mlp"),
+     dict(kv="shared", qk_norm=True, bias=True, out_bias=True, rope_scaling=YARN)],
+    ids=["avg", "linear", "mlp", "all_options"],
+)  # fmt: skip
+def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(four_ranks, options):
+    config = NSAMixerConfig(**SIZES, **options)
     whole, sharded = (config.build(32, layer_idx=0, n_layers=2) for _ in range(2))
     whole.init_weights(num_blocks=2, generator=torch.Generator().manual_seed(1))
     for name, parameter in list(sharded.named_parameters()):

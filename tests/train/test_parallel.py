@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from nsa.config.layer import flatten
 from nsa.names import PROGRESS, heartbeat
 from nsa.observe.heartbeat import read_beats
+from tests.attention_options import OPTIONS
 from tests.train.runs import Job, run_all
 
 STEPS = 20
@@ -18,6 +20,9 @@ def losses_and_norms(folder):
     return torch.tensor([[beat.loss, beat.grad_norm] for beat in beats], dtype=torch.float64)
 
 
+ALL_OPTIONS = [
+    f"{key}={value}" for key, value in flatten(OPTIONS["all"]).items()
+]  # shared keys and values, QK-norm, biases, yarn
 WAYS = {
     "one": Job("", 1),
     "accumulation": Job("", 1, ["train.batch_size=1", "train.accumulate_grad_batches=4"]),
@@ -31,6 +36,8 @@ WAYS = {
     "linear_fsdp": Job("", 2, ["nsa.phi=linear", "parallel.data=fsdp"]),
     "mlp": Job("", 1, ["nsa.phi=mlp", "model.tie_embeddings=true"]),
     "mlp_fsdp": Job("", 2, ["nsa.phi=mlp", "model.tie_embeddings=true", "parallel.data=fsdp"]),
+    "options": Job("", 1, ALL_OPTIONS),
+    "options_fsdp": Job("", 2, [*ALL_OPTIONS, "parallel.data=fsdp"]),
     # One shard per group: a mesh of (N, 1), where gradients must not be divided twice.
     "hsdp_of_one": Job("", 2, ["parallel.data=hsdp", "parallel.shard_ranks=1"]),
 }
@@ -46,7 +53,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-ALONE = {"one": "one", "linear_fsdp": "linear", "mlp_fsdp": "mlp"}
+ALONE = {"one": "one", "options_fsdp": "options", "linear_fsdp": "linear", "mlp_fsdp": "mlp"}
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ALONE.values()])

@@ -19,6 +19,7 @@ from nsa.observe.heartbeat import read_beats
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 from nsa.train.resume import VOCAB_SIZE, changed_settings, require_same_settings
+from tests.attention_options import OPTIONS
 from tests.train.runs import Job, run_all, write_config
 
 FREE = {key for key, field in settings().items() if may_change_on_resume(field)}
@@ -43,7 +44,9 @@ def test_what_decides_the_model_or_the_data_may_not_change():
 def test_every_setting_that_differs_is_found(key):
     """Saved with a value that no setting has."""
     saved = record()
-    place = saved.config[key.split(".")[0]] if "." in key else saved.config
+    place = saved.config
+    for section in key.split(".")[:-1]:
+        place = place[section]
     place[key.split(".")[-1]] = 987654321
     (change,) = changed_settings(saved, RunConfig(), VOCABULARY)
     assert (change.key, change.saved, change.allowed) == (key, 987654321, key in FREE)
@@ -76,6 +79,28 @@ def test_a_setting_newer_than_the_checkpoint_had_its_default():
     assert changed_settings(old, RunConfig(), VOCABULARY) == []
     changed = RunConfig.model_validate({"nsa": {"gate_temperature": 2.0}})
     assert [change.key for change in changed_settings(old, changed, VOCABULARY)] == ["nsa.gate_temperature"]
+
+
+NEWER_OPTIONS = (
+    ("model", "qk_norm"), ("model", "qkv_bias"), ("model", "attention_out_bias"), ("model", "rope_scaling"),
+    ("nsa", "kv"),
+)  # fmt: skip
+
+
+def test_a_run_from_before_the_attentions_options_resumes_without_them_and_not_with_them(tmp_path):
+    old = record(without=NEWER_OPTIONS)
+    assert changed_settings(old, RunConfig(), VOCABULARY) == []
+    old.write(tmp_path)
+    options = OPTIONS["all"]
+    with pytest.raises(ConfigError) as refused:
+        require_same_settings(tmp_path, RunConfig.model_validate(options), VOCABULARY)
+    for text in (
+        "nsa.kv: saved per_branch, now shared",
+        "model.qk_norm: saved false, now true",
+        "model.rope_scaling.rope_type: saved default, now yarn",
+        "model.rope_scaling.factor: saved null, now 4.0",
+    ):
+        assert text in str(refused.value)
 
 
 def test_a_setting_this_version_does_not_know_is_refused():

@@ -46,6 +46,12 @@ class NSAMixerConfig(SequenceMixerConfig):
     rope_base: float = 500_000.0
     rope_scale: float = 1.0
     rope_compressed: str = "auto"
+    rope_scaling: dict[str, Any] | None = None
+    kv: str = "per_branch"
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    bias: bool = False
+    out_bias: bool = False
     kernel_compressed: str = "auto"
     kernel_select: str = "auto"
     kernel_selected: str = "auto"

@@ -31,21 +31,38 @@ VARIANTS = [
 ]
 
 
-def expected(phi: str, pos_emb: bool) -> dict[str, bool]:
+OPTIONAL = {
+    "qk_norm": ("q_norm.weight", "k_norm.weight"),
+    "qkv_bias": ("w_q.bias", "w_k.bias", "w_v.bias"),
+    "attention_out_bias": ("w_out.bias",),
+}
+
+
+def expected(phi: str, pos_emb: bool, options: tuple[str, ...] = ()) -> dict[str, bool]:
     of_phi = PHI[phi] | ({"pos_emb": False} if pos_emb else {})
     block = BLOCK | {f"attention.phi_{s}.{name}": decayed for s in "kv" for name, decayed in of_phi.items()}
+    block |= {f"attention.{name}": False for option in options for name in OPTIONAL[option]}
     return MODEL | {f"blocks.{i}.{name}": decayed for i in range(2) for name, decayed in block.items()}
 
 
 @pytest.mark.parametrize("nsa", VARIANTS, ids=lambda nsa: "-".join(map(str, nsa.values())))
 def test_every_parameter_is_in_its_group(nsa):
+    assert groups(nsa) == expected(nsa["phi"], nsa["phi_pos_emb"])
+
+
+@pytest.mark.parametrize("options", [(option,) for option in OPTIONAL] + [tuple(OPTIONAL)], ids="-".join)
+def test_optional_norms_and_biases_are_not_decayed(options):
+    assert groups({"kv": "shared"}, **dict.fromkeys(options, True)) == expected("avg", False, options)
+
+
+def groups(nsa: dict, **model) -> dict[str, bool]:
+    """Parameter name → whether weight decay reaches it."""
     config = RunConfig(
-        model=ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, ffn_dim=16),
+        model=ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, ffn_dim=16, **model),
         nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=4, **nsa),
         train=TrainConfig(seq_len=16, weight_decay=0.1),
     )
     module = build_train_module(config, 32, RankInfo(), torch.device("cpu"))
     decay = {id(p): group["weight_decay"] for group in module.optim.param_groups for p in group["params"]}
-    got = {name: decay[id(p)] for name, p in module.model.named_parameters()}
-    want = {name: 0.1 if decayed else 0.0 for name, decayed in expected(nsa["phi"], nsa["phi_pos_emb"]).items()}
-    assert got == want
+    assert set(decay.values()) <= {0.0, 0.1}
+    return {name: decay[id(p)] == 0.1 for name, p in module.model.named_parameters()}

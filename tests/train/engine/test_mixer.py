@@ -12,6 +12,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
 from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
+from tests.attention_options import OPTIONS
 
 VOCAB, SEQ = 61, 48
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
@@ -24,6 +25,10 @@ def run(nsa=None, **model) -> RunConfig:
         nsa=NSAConfig(**{**BLOCKS, **(nsa or {})}),
         train=TrainConfig(seq_len=SEQ, seed=5),
     )
+
+
+def with_option(name: str) -> RunConfig:
+    return run(OPTIONS[name].get("nsa"), **OPTIONS[name].get("model", {}))
 
 
 def with_nsa(config: TransformerConfig, layers: set[int] | None = None) -> TransformerConfig:
@@ -91,9 +96,23 @@ def test_an_engine_architecture_trains(name, monkeypatch):
 @pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"ffn_dim": 40}, {"norm_eps": 1e-2}, {"dim": 48}])
 @pytest.mark.parametrize("nsa", [{}, {"phi": "mlp", "gate": "sigmoid"}, {"phi": "linear", "rope_compressed": "after"}])
 def test_one_state_dict_fits_both_models(change, nsa):
-    config = run(nsa, **change)
+    both_models_are_one(run(nsa, **change))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_both_models_have_every_option_of_the_attention(name):
+    both_models_are_one(with_option(name))
+
+
+def both_models_are_one(config: RunConfig) -> None:
     torch.manual_seed(0)
     ours, engines = build_model(config, VOCAB), transformer_config(config, VOCAB).build()
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (engines, ours)]
+    assert shapes[0] == shapes[1]
+    assert engines.num_params == ours.num_params()
+    with torch.no_grad():
+        for parameter in ours.parameters():  # biases and norms too: as they begin they change nothing
+            parameter.add_(0.1 * torch.randn_like(parameter))
     engines.load_state_dict(ours.state_dict(), strict=True)
     tokens = torch.randint(VOCAB, (2, SEQ))
     cu = torch.tensor([0, 20, 48, 60, 96], dtype=torch.int32)
@@ -106,8 +125,27 @@ def test_one_state_dict_fits_both_models(change, nsa):
     ours.load_state_dict(engines.state_dict(), strict=True)
 
 
-def test_flops_are_those_of_our_model():
-    config = run()
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "plain"])
+def test_an_option_reaches_the_model(name):
+    torch.manual_seed(0)
+    plain, changed = (build_model(config, VOCAB).double() for config in (run(), with_option(name)))
+    sizes = [{name: p.shape for name, p in model.named_parameters()} for model in (plain, changed)]
+    if "rope_scaling" in OPTIONS[name].get("model", {}):
+        assert changed.blocks[0].attention.rotary.scaling["rope_type"] != "default"
+        tables = [model.blocks[0].attention.rotary.tables(torch.tensor([[40]])) for model in (plain, changed)]
+        assert not torch.equal(tables[0][0], tables[1][0])
+    else:
+        assert sizes[0] != sizes[1]
+
+
+def test_the_norm_of_queries_and_keys_has_the_models_epsilon():
+    attention = build_model(run(qk_norm=True, norm_eps=1e-2), VOCAB).blocks[0].attention
+    assert (attention.q_norm.eps, attention.k_norm.eps) == (1e-2, 1e-2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_flops_are_those_of_our_model(name):
+    config = with_option(name)
     ours, engines = build_model(config, VOCAB), transformer_config(config, VOCAB).build()
     norms = 6 * config.model.dim  # the engine counts the final norm's weights as a matrix
     assert engines.num_flops_per_token(SEQ) == pytest.approx(ours.flops_per_token(SEQ) + norms, abs=2)
@@ -131,9 +169,28 @@ def test_weights_begin_as_in_nsa_core_whatever_the_global_seed(phi):
         assert torch.equal(one.phi_k.w_block[0, 0], torch.eye(8) / 8)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_biases_begin_at_zero_and_norms_at_one(name, init_device):
+    model = transformer_config(with_option(name), VOCAB).build(init_device=init_device)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    model.init_weights(device=torch.device("cpu"))
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), parameter_name
+        if parameter_name.endswith((".bias", ".b_in")):
+            assert (parameter == 0).all(), parameter_name
+        elif parameter_name.endswith("norm.weight"):
+            assert (parameter == 1).all(), parameter_name
+        elif parameter_name.endswith(("w_q.weight", "w_k.weight", "w_v.weight")):
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.15), parameter_name
+
+
 def test_it_is_registered_and_survives_a_dictionary():
-    config = NSAMixerConfig.of_run(run({"phi": "mlp"}))
-    assert SequenceMixerConfig.from_dict(config.as_config_dict()) == config
+    for config in (NSAMixerConfig.of_run(run({"phi": "mlp"})), NSAMixerConfig.of_run(with_option("all"))):
+        assert SequenceMixerConfig.from_dict(config.as_config_dict()) == config
 
 
 def test_what_it_cannot_do_it_refuses():
