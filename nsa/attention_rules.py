@@ -1,4 +1,4 @@
-"""Validation of the attention's arguments, shared by the settings of a run and `NSAAttention`.
+"""Validation of the attention's arguments (heads, φ, RoPE), shared by the settings of a run and `NSAAttention`.
 
 Needs no torch. A rule that does not hold is a `BrokenRule` with the settings concerned and a message.
 """
@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nsa.errors import BrokenRule
-from nsa.options import ROPE_TYPES
+from nsa.options import PHIS, ROPE_COMPRESSED, ROPE_TYPES
 
+CHANNEL_MIXING_PHIS = ("linear", "mlp")
+
+_LARGEST_SUGGESTION = 1024
 _ROPE_SCALING = "model.rope_scaling"
 _REQUIRED_BY_ROPE_TYPE: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -25,6 +28,61 @@ def broken_option(key: str, value: object, options: tuple[str, ...]) -> Iterator
     """Rule of an enumerated setting."""
     if value not in options:
         yield BrokenRule((key,), f"{key} is {value!r}: there is no such option. Use one of: {', '.join(options)}.")
+
+
+def broken_head_rules(n_heads: int, n_kv_groups: int, d_k: int) -> Iterator[BrokenRule]:
+    sizes = {"model.n_heads": n_heads, "model.n_kv_groups": n_kv_groups, "model.d_k": d_k}
+    if too_small := {key: size for key, size in sizes.items() if size < 1}:
+        for key, size in too_small.items():
+            yield BrokenRule((key,), f"{key} ({size}) must be at least 1. Set e.g. {key}=2.")
+        return
+    if n_heads % n_kv_groups:
+        yield BrokenRule(
+            ("model.n_heads", "model.n_kv_groups"),
+            f"model.n_kv_groups ({n_kv_groups}) must divide model.n_heads ({n_heads}): every group has the same number "
+            f"of heads. Set e.g. model.n_kv_groups={_divisor_up_to(n_kv_groups, n_heads)}.",
+        )
+    if d_k % 2:
+        yield BrokenRule(
+            ("model.d_k",), f"model.d_k ({d_k}) must be even: RoPE rotates pairs. Set e.g. model.d_k={d_k + 1}."
+        )
+
+
+def _divisor_up_to(limit: int, number: int) -> int:
+    """The largest divisor worth suggesting, found in bounded time for numbers of any size."""
+    return next(divisor for divisor in range(min(limit, _LARGEST_SUGGESTION), 0, -1) if number % divisor == 0)
+
+
+def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:
+    yield from broken_option("nsa.phi", phi, PHIS)
+    if phi_pos_emb and phi == "avg":
+        yield BrokenRule(
+            ("nsa.phi_pos_emb", "nsa.phi"),
+            "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
+            "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
+        )
+
+
+def resolve_rope_compressed(phi: str, rope_compressed: str) -> str:
+    """`auto` as `before` or `after`; anything else unchanged."""
+    if rope_compressed != "auto":
+        return rope_compressed
+    return "after" if phi in CHANNEL_MIXING_PHIS else "before"
+
+
+def broken_rope_compressed_rules(phi: str, rope_compressed: str) -> Iterator[BrokenRule]:
+    """A φ that mixes channels cannot compress keys that are rotated already.
+
+    A sum over tokens commutes with the rotation, also with a learned weight per place. A map across channels does not:
+    what it makes of rotated keys depends on where in the document they stand.
+    """
+    yield from broken_option("nsa.rope_compressed", rope_compressed, ROPE_COMPRESSED)
+    if rope_compressed == "before" and phi in CHANNEL_MIXING_PHIS:
+        yield BrokenRule(
+            ("nsa.rope_compressed", "nsa.phi"),
+            f"nsa.rope_compressed (before) does not fit nsa.phi ({phi}): {phi} mixes channels, which does not commute "
+            f"with the rotation, so scores would depend on absolute positions. Set nsa.rope_compressed=after or auto.",
+        )
 
 
 def broken_rope_scaling_rules(scaling: Mapping[str, Any], rope_scale: float) -> Iterator[BrokenRule]:

@@ -1,4 +1,4 @@
-"""NSA block sizes (l, d, l_sel, n_sel, w): validation, block counts, keys read per token, where RoPE is applied.
+"""NSA block sizes (l, d, l_sel, n_sel, w): validation, block counts, keys read per token.
 
 Needs no torch, so that configuration and planning can use it too.
 """
@@ -8,34 +8,33 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
-from nsa.errors import ConfigError
+from nsa.errors import BrokenRule, require_rules
 
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
-CHANNEL_MIXING_PHIS = ("linear", "mlp")
 
 
-def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every validation rule that these sizes break: the settings concerned, and a message."""
+def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[BrokenRule]:
+    """Every validation rule that these sizes break."""
     for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
         if value < 1:
-            yield (
+            yield BrokenRule(
                 (f"nsa.{name}",),
                 f"nsa.{name} ({value}) must be at least 1: it counts tokens. Set e.g. nsa.{name}=32.",
             )
     if d >= 1 and l >= 1 and l % d:
-        yield (
+        yield BrokenRule(
             ("nsa.d", "nsa.l"),
             f"nsa.d ({d}) must divide nsa.l ({l}): block scores map to selection blocks in whole strides. "
             f"Set e.g. nsa.d={gcd(d, l)}.",
         )
     if d >= 1 and l_sel >= 1 and l_sel % d:
-        yield (
+        yield BrokenRule(
             ("nsa.d", "nsa.l_sel"),
             f"nsa.d ({d}) must divide nsa.l_sel ({l_sel}): selection blocks begin where compression blocks do. "
             f"Set e.g. nsa.l_sel={-(-l_sel // d) * d}.",
         )
     if n_sel < FORCED_BLOCKS:
-        yield (
+        yield BrokenRule(
             ("nsa.n_sel",),
             f"nsa.n_sel ({n_sel}) must be at least {FORCED_BLOCKS}: the first block and two local blocks are always "
             f"among the selected ones. Set e.g. nsa.n_sel=16.",
@@ -56,8 +55,7 @@ class Geometry:
     w: int = 512
 
     def __post_init__(self) -> None:
-        if broken := [message for _, message in broken_rules(**vars(self))]:
-            raise ConfigError("\n".join(broken))
+        require_rules(broken_rules(**vars(self)))
 
     @property
     def ints(self) -> list[int]:
@@ -107,24 +105,3 @@ _from_ints = lru_cache(Geometry)
 
 def _triangle(n: int) -> int:
     return n * (n + 1) // 2
-
-
-def resolve_rope_compressed(phi: str, rope_compressed: str) -> str:
-    """`auto` as `before` or `after`; anything else unchanged."""
-    if rope_compressed != "auto":
-        return rope_compressed
-    return "after" if phi in CHANNEL_MIXING_PHIS else "before"
-
-
-def broken_rope_rule(phi: str, rope_compressed: str) -> str | None:
-    """Why this φ cannot compress keys that are rotated already; None if it can.
-
-    A sum over tokens commutes with the rotation, also with a learned weight per place. A map across channels does not:
-    what it makes of rotated keys depends on where in the document they stand.
-    """
-    if rope_compressed == "before" and phi in CHANNEL_MIXING_PHIS:
-        return (
-            f"nsa.rope_compressed (before) does not fit nsa.phi ({phi}): {phi} mixes channels, which does not commute "
-            f"with the rotation, so scores would depend on absolute positions. Set nsa.rope_compressed=after or auto."
-        )
-    return None

@@ -5,9 +5,14 @@ from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
 
-from nsa.attention_rules import broken_rope_scaling_rules
+from nsa.attention_rules import (
+    broken_head_rules,
+    broken_phi_rules,
+    broken_rope_compressed_rules,
+    broken_rope_scaling_rules,
+)
 from nsa.errors import BrokenRule
-from nsa.geometry import broken_rope_rule, broken_rules
+from nsa.geometry import broken_rules
 
 T = TypeVar("T")
 
@@ -25,31 +30,15 @@ def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
 def check_model(
     n_heads: int, n_kv_groups: int, d_k: int, rope_scaling: Mapping[str, Any], rope_scale: float
 ) -> Iterator[BrokenRule]:
-    if n_heads % n_kv_groups:
-        yield BrokenRule(
-            ("model.n_heads", "model.n_kv_groups"),
-            f"model.n_kv_groups ({n_kv_groups}) must divide model.n_heads ({n_heads}): every group has the same number "
-            f"of heads. Set e.g. model.n_kv_groups={_divisor_up_to(n_kv_groups, n_heads)}.",
-        )
-    if d_k % 2:
-        yield BrokenRule(
-            ("model.d_k",), f"model.d_k ({d_k}) must be even: RoPE rotates pairs. Set e.g. model.d_k={d_k + 1}."
-        )
+    yield from broken_head_rules(n_heads, n_kv_groups, d_k)
     yield from broken_rope_scaling_rules(rope_scaling, rope_scale)
 
 
 def check_nsa(sizes: Mapping[str, int], phi: str, phi_pos_emb: bool, rope_compressed: str) -> Iterator[BrokenRule]:
     """`sizes`: l, d, l_sel, n_sel and w, which need not make a `Geometry`."""
-    for keys, message in broken_rules(**sizes):
-        yield BrokenRule(keys, message)
-    if phi_pos_emb and phi == "avg":
-        yield BrokenRule(
-            ("nsa.phi_pos_emb", "nsa.phi"),
-            "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
-            "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
-        )
-    if broken := broken_rope_rule(phi, rope_compressed):
-        yield BrokenRule(("nsa.rope_compressed", "nsa.phi"), broken)
+    yield from broken_rules(**sizes)
+    yield from broken_phi_rules(phi, phi_pos_emb)
+    yield from broken_rope_compressed_rules(phi, rope_compressed)
 
 
 def check_train(steps: int, warmup_steps: int, save_every: int, keep_every: int) -> Iterator[BrokenRule]:
@@ -75,11 +64,3 @@ def check_data(dataset: str, path: str | None) -> Iterator[BrokenRule]:
             f"data.dataset ({dataset}) needs data.path (null): there is no default location for your own data. "
             f"Set data.path to the folder.",
         )
-
-
-_LARGEST_SUGGESTION = 1024
-
-
-def _divisor_up_to(limit: int, number: int) -> int:
-    """The largest divisor worth suggesting, found in bounded time for numbers of any size."""
-    return next(divisor for divisor in range(min(limit, _LARGEST_SUGGESTION), 0, -1) if number % divisor == 0)

@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from nsa.attention_rules import resolve_rope_compressed
 from nsa.config import rules
 from nsa.config.describe import MayChangeOnResume, SettingUnit, ValueDescription
 from nsa.errors import ConfigError
-from nsa.geometry import Geometry, resolve_rope_compressed
+from nsa.geometry import Geometry
 from nsa.options import (
     DataParallel,
     DatasetKind,

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.errors import ConfigError
+from nsa.attention_rules import broken_phi_rules
+from nsa.errors import require_rules
 from nsa.kernels.precision import einsum
-from nsa.options import PHIS
 
 MLP_EXPANSION = 2
 
@@ -22,11 +22,7 @@ class BlockCompressor(nn.Module):
 
     def __init__(self, phi: str, l: int, d: int, n_groups: int, width: int, pos_emb: bool) -> None:
         super().__init__()
-        if phi not in PHIS:
-            raise ConfigError(f"nsa.phi is {phi!r}: there is no such operator. Use one of: {', '.join(PHIS)}.")
-        if phi == "avg" and pos_emb:
-            raise ConfigError("nsa.phi_pos_emb needs a learned operator, and nsa.phi is 'avg', which would average the "
-                              "embedding to a constant. Set nsa.phi=linear or mlp.")  # fmt: skip
+        require_rules(broken_phi_rules(phi, pos_emb))
         self.phi, self.l, self.d, self.width = phi, l, d, width
         hidden = MLP_EXPANSION * width
         self.pos_emb = nn.Parameter(torch.empty(l, n_groups, width)) if pos_emb else None

@@ -6,7 +6,8 @@ B batch · S tokens · D model dim · G kv groups · R heads per group (1 if gat
 import torch
 from torch import Tensor, nn
 
-from nsa.errors import ConfigError
+from nsa.attention_rules import broken_option
+from nsa.errors import ConfigError, require_rules
 from nsa.options import GATES, GATES_PER
 
 BRANCH_ORDER = ("compressed", "selected", "sliding")
@@ -18,9 +19,7 @@ class BranchGates(nn.Module):
 
     def __init__(self, dim: int, n_groups: int, heads_per_group: int, kind: str, per: str, temperature: float) -> None:
         super().__init__()
-        for key, value, known in (("gate", kind, GATES), ("gate_per", per, GATES_PER)):
-            if value not in known:
-                raise ConfigError(f"nsa.{key} is {value!r}: there is no such choice. Use one of: {', '.join(known)}.")
+        require_rules([*broken_option("nsa.gate", kind, GATES), *broken_option("nsa.gate_per", per, GATES_PER)])
         if temperature <= 0:
             raise ConfigError(f"nsa.gate_temperature is {temperature}: gates are divided by it. Set it above 0.")
         self.kind, self.temperature = kind, temperature

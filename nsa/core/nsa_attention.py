@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import broken_option
+from nsa.attention_rules import (
+    broken_head_rules,
+    broken_option,
+    broken_rope_compressed_rules,
+    resolve_rope_compressed,
+)
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.functional import attend_branches
@@ -22,10 +27,10 @@ from nsa.core.positions import PositionOptions, Positions, checked_position_ids,
 from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, given_tables, rotate
 from nsa.errors import ConfigError, require_rules
-from nsa.geometry import Geometry, broken_rope_rule, resolve_rope_compressed
+from nsa.geometry import Geometry
 from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
-from nsa.options import KV_PROJECTIONS, ROPE_COMPRESSED
+from nsa.options import KV_PROJECTIONS
 
 _THREE_BRANCHES = tuple[BranchKeys, BranchKeys, BranchKeys]
 
@@ -75,8 +80,8 @@ class NSAAttention(nn.Module):
         kernels: str | Mapping[str, str] | BackendRequest = BackendRequest(),  # noqa: B008 - an immutable tuple of names
     ) -> None:
         super().__init__()
-        _check_heads(n_heads, n_kv_groups, d_k)
-        _check_rope(phi, rope_compressed)
+        require_rules(broken_head_rules(n_heads, n_kv_groups, d_k))
+        require_rules(broken_rope_compressed_rules(phi, rope_compressed))
         require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
@@ -391,25 +396,3 @@ class NSAAttention(nn.Module):
         keys = compressed, selected, window
         made = attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
         return made.out, made.blocks
-
-
-def _check_heads(n_heads: int, n_kv_groups: int, d_k: int) -> None:
-    if min(n_heads, n_kv_groups, d_k) < 1:
-        raise ConfigError(
-            f"model.n_heads is {n_heads}, model.n_kv_groups {n_kv_groups}, model.d_k {d_k}: each must be 1 or more."
-        )
-    if n_heads % n_kv_groups:
-        raise ConfigError(
-            f"model.n_heads is {n_heads} and model.n_kv_groups is {n_kv_groups}: every group has the same number of "
-            f"heads. Set n_heads to a multiple of {n_kv_groups}."
-        )
-    if d_k % 2:
-        raise ConfigError(f"model.d_k is {d_k}: rotary embedding turns pairs of it. Set an even number.")
-
-
-def _check_rope(phi: str, rope_compressed: str) -> None:
-    if rope_compressed not in ROPE_COMPRESSED:
-        known = ", ".join(ROPE_COMPRESSED)
-        raise ConfigError(f"nsa.rope_compressed is {rope_compressed!r}: there is no such choice. Use one of: {known}.")
-    if broken := broken_rope_rule(phi, rope_compressed):
-        raise ConfigError(broken)

@@ -1,0 +1,49 @@
+"""A mistake gets one message, whether it is made in a config or in the arguments of `NSAAttention`."""
+
+import pytest
+
+from nsa.config import load
+from nsa.core.nsa_attention import NSAAttention
+from nsa.errors import ConfigError
+from nsa.model.build import attention_arguments
+from tests.attention_options import LLAMA3, YARN
+
+MISTAKES: dict[str, dict[str, dict]] = {
+    "groups": {"model": dict(n_heads=12, n_kv_groups=5)},
+    "odd": {"model": dict(d_k=63)},
+    "heads_and_odd": {"model": dict(n_heads=7, d_k=5)},
+    "pos_emb": {"nsa": dict(phi_pos_emb=True)},
+    "rotated": {"nsa": dict(phi="mlp", rope_compressed="before")},
+    "strides": {"nsa": dict(d=12)},
+    "two_scalings": {"model": dict(rope_scale=2.0, rope_scaling=dict(rope_type="linear", factor=4.0))},
+    "missing": {"model": dict(rope_scaling=dict(rope_type="llama3", factor=4.0))},
+    "unknown": {"model": dict(rope_scaling=dict(rope_type="linear", factor=4.0, beta_fast=3.0))},
+    "llama3": {"model": dict(rope_scaling=LLAMA3 | dict(high_freq_factor=0.5))},
+    "yarn": {"model": dict(rope_scaling=YARN | dict(beta_slow=9.0))},
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_settings_and_arguments_are_refused_with_the_same_words(name, tmp_path):
+    sections = MISTAKES[name]
+    words = [f"{section}.{key}={value}" for section, values in sections.items() for key, value in values.items()
+             if key != "rope_scaling"]  # fmt: skip
+    scaling = sections.get("model", {}).get("rope_scaling", {})
+    words += [f"model.rope_scaling.{key}={value}" for key, value in scaling.items()]
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n")
+    arguments = attention_arguments(load(file))
+    for values in sections.values():
+        arguments |= values
+    with pytest.raises(ConfigError) as in_config:
+        load(file, overrides=words)
+    with pytest.raises(ConfigError) as in_code:
+        NSAAttention(64, **arguments)
+    of_config = [line.partition(": ")[2] for line in str(in_config.value).splitlines()[1:]]
+    assert of_config == str(in_code.value).splitlines()
+
+
+def test_sizes_below_one_are_refused_before_anything_is_divided_by_them():
+    with pytest.raises(ConfigError) as refused:
+        NSAAttention(64, n_heads=4, n_kv_groups=0, d_k=-2, d_v=8)
+    assert [line.split()[0] for line in str(refused.value).splitlines()] == ["model.n_kv_groups", "model.d_k"]
