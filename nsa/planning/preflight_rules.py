@@ -6,7 +6,10 @@ with checkpoints disabled. To add a rule, add it to RULES here and a case to tes
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from nsa.config.describe import plain
+from nsa.config.schema import RunConfig
 from nsa.planning.hardware import GIB
 from nsa.planning.preflight_facts import DryRunAttempt, PreflightFacts
 
@@ -53,24 +56,21 @@ def _finding(holds: bool, what: str, why: str, fix: str) -> RuleFinding:
     return RuleFinding(holds, what if holds else f"{what}: {why}", fix)
 
 
-def _boolean(key: str, required: bool, why: str) -> Callable[[PreflightFacts], RuleFinding]:
-    """A rule that a boolean setting has this value."""
+def _setting_rule(
+    key: str, holds: Callable[[Any], bool], why: str, fix: str
+) -> Callable[[PreflightFacts], RuleFinding]:
+    """A rule about the value of one setting."""
 
     def check(facts: PreflightFacts) -> RuleFinding:
         value = facts.config.value(key)
-        return _finding(value is required, f"{key} is {_plain(value)}", why, f"Set {key}={_plain(required)}.")
+        return _finding(holds(value), f"{key} is {plain(value)}", why, fix)
 
     return check
 
 
-def _precision(facts: PreflightFacts) -> RuleFinding:
-    precision = facts.config.runtime.precision
-    return _finding(
-        precision == "bf16",
-        f"runtime.precision is {precision}",
-        "other precisions are much slower on a GPU, or unstable",
-        "Set runtime.precision=bf16.",
-    )
+def _switch_rule(key: str, required: bool, why: str) -> Callable[[PreflightFacts], RuleFinding]:
+    """A rule that a boolean setting has this value."""
+    return _setting_rule(key, lambda value: value is required, why, f"Set {key}={plain(required)}.")
 
 
 def why_no_fp16(precision: str) -> str | None:
@@ -110,15 +110,6 @@ def _recovery_points(facts: PreflightFacts) -> RuleFinding:
     )
 
 
-def _toy_profile(facts: PreflightFacts) -> RuleFinding:
-    return _finding(
-        not facts.config.is_toy,
-        f"profile is {facts.config.profile or 'null'}",
-        "the config is marked as unsuitable for long runs",
-        "Start from configs/train_50k.yaml.",
-    )
-
-
 def _toy_model(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
         return RuleFinding(None, "the model size is unknown without the vocabulary size")
@@ -128,26 +119,6 @@ def _toy_model(facts: PreflightFacts) -> RuleFinding:
         f"{size / 1e6:.1f} M parameters in the blocks (model.dim={model.dim}, model.n_layers={model.n_layers})",
         f"a long run needs at least {TOY_PARAMETERS / 1e6:.0f} M",
         "Set e.g. model.dim=768 model.n_layers=12, or start from configs/train_50k.yaml.",
-    )
-
-
-def _toy_sequence(facts: PreflightFacts) -> RuleFinding:
-    seq_len = facts.config.train.seq_len
-    return _finding(
-        seq_len >= TOY_SEQ_LEN,
-        f"train.seq_len is {seq_len}",
-        f"a long run needs at least {TOY_SEQ_LEN}, because NSA is for long sequences",
-        "Set e.g. train.seq_len=2048.",
-    )
-
-
-def _synthetic_data(facts: PreflightFacts) -> RuleFinding:
-    dataset = facts.config.data.dataset
-    return _finding(
-        dataset != "synthetic",
-        f"data.dataset is {dataset}",
-        "a long run on synthetic data learns nothing useful",
-        "Set data.dataset to fineweb_edu, local or prepared.",
     )
 
 
@@ -262,7 +233,12 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule(
         "precision",
         "bf16",
-        _precision,
+        _setting_rule(
+            "runtime.precision",
+            lambda value: value == "bf16",
+            "other precisions are much slower on a GPU, or unstable",
+            "Set runtime.precision=bf16.",
+        ),
         long_runs_only=True,
         applies=lambda facts: facts.config.runtime.precision != "fp16",
     ),
@@ -270,11 +246,11 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule(
         "gradient_checkpointing",
         "on",
-        _boolean("runtime.gradient_checkpointing", True, "activation memory grows with every layer"),
+        _switch_rule("runtime.gradient_checkpointing", True, "activation memory grows with every layer"),
         long_runs_only=True,
     ),
     PreflightRule(
-        "flash", "on", _boolean("runtime.use_flash", True, "fused kernels are disabled"), long_runs_only=True
+        "flash", "on", _switch_rule("runtime.use_flash", True, "fused kernels are disabled"), long_runs_only=True
     ),
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(
@@ -284,16 +260,46 @@ RULES: tuple[PreflightRule, ...] = (
         long_runs_only=True,
         applies=lambda facts: facts.config.train.save_every > 0,
     ),
-    PreflightRule("toy_profile", "not marked as a toy", _toy_profile, long_runs_only=True),
+    PreflightRule(
+        "toy_profile",
+        "not marked as a toy",
+        _setting_rule(
+            "profile",
+            lambda value: value != RunConfig.TOY,
+            "the config is marked as unsuitable for long runs",
+            "Start from configs/train_50k.yaml.",
+        ),
+        long_runs_only=True,
+    ),
     PreflightRule("toy_model", "not a toy model", _toy_model, long_runs_only=True),
-    PreflightRule("toy_sequence", "not a toy sequence length", _toy_sequence, long_runs_only=True),
+    PreflightRule(
+        "toy_sequence",
+        "not a toy sequence length",
+        _setting_rule(
+            "train.seq_len",
+            lambda value: value >= TOY_SEQ_LEN,
+            f"a long run needs at least {TOY_SEQ_LEN}, because NSA is for long sequences",
+            "Set e.g. train.seq_len=2048.",
+        ),
+        long_runs_only=True,
+    ),
     PreflightRule(
         "synthetic_on_fail",
         "off",
-        _boolean("data.synthetic_on_fail", False, "a long run must not continue on synthetic data"),
+        _switch_rule("data.synthetic_on_fail", False, "a long run must not continue on synthetic data"),
         long_runs_only=True,
     ),
-    PreflightRule("synthetic_data", "real data", _synthetic_data, long_runs_only=True),
+    PreflightRule(
+        "synthetic_data",
+        "real data",
+        _setting_rule(
+            "data.dataset",
+            lambda value: value != "synthetic",
+            "a long run on synthetic data learns nothing useful",
+            "Set data.dataset to fineweb_edu, local or prepared.",
+        ),
+        long_runs_only=True,
+    ),
     PreflightRule("record_gap", "frequent records", _record_gap, long_runs_only=True),
     PreflightRule("out_dir", "a writable run folder", _out_dir, can_be_allowed=False),
     PreflightRule("other_run", "an unused run folder", _other_run),
@@ -328,7 +334,3 @@ NEVER_ALLOWED = frozenset(rule.name for rule in RULES if not rule.can_be_allowed
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
-
-
-def _plain(on: bool) -> str:
-    return "true" if on else "false"
