@@ -2,29 +2,11 @@
 
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-
-@dataclass(frozen=True)
-class SettingUnit:
-    """Unit of a number; shown in messages and in docs/CONFIG.md."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class ValueDescription:
-    """Description of a value whose regular expression would not help a user."""
-
-    words: str
-
-
-@dataclass(frozen=True)
-class MayChangeOnResume:
-    """Marks a setting that may differ from the one saved in the checkpoint a run resumes from."""
+from nsa.config.setting_types import MayChangeOnResume, SettingUnit, ValueDescription
 
 
 def may_change_on_resume(field: FieldInfo) -> bool:

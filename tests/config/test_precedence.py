@@ -121,8 +121,8 @@ class TestProfile:
     def test_toy_is_a_mark_and_not_a_file(self, run):
         run()
         config = load("run.yaml", overrides=["profile=toy"])
-        assert config.is_toy
-        assert not load("run.yaml").is_toy
+        assert config.profile == config.TOY
+        assert load("run.yaml").profile is None
         assert {config.origin(key) for key in settings()} == {"default", "command line", "run.yaml:2"}
 
     def test_unknown_name_suggests_a_known_one(self, run):

@@ -52,7 +52,7 @@ def test_a_long_run_has_what_the_guardrails_ask_for(file):
     config = load(file)
     if config.train.steps < 5000:
         return
-    assert not config.is_toy
+    assert config.profile != config.TOY
     assert config.runtime.precision == "bf16"
     assert config.runtime.gradient_checkpointing
     assert config.runtime.use_flash
@@ -64,7 +64,7 @@ def test_a_long_run_has_what_the_guardrails_ask_for(file):
 
 def test_the_toy_is_marked():
     config = load(CONFIGS / "train_showcase.yaml")
-    assert config.is_toy
+    assert config.profile == config.TOY
     assert config.train.steps < 5000
     assert (config.model.dim, config.train.seq_len, config.train.batch_size) == (128, 128, 8)
 

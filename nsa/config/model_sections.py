@@ -1,0 +1,205 @@
+"""Settings of the model and of how it is computed: `model`, `nsa`, `runtime`, `kernels`."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from nsa.attention_rules import resolve_rope_compressed
+from nsa.config import rules
+from nsa.config.setting_types import (
+    Changeable,
+    ConfigSection,
+    Count,
+    Positive,
+    SettingUnit,
+    Text,
+    Tokens,
+    ValueDescription,
+)
+from nsa.geometry import Geometry
+from nsa.options import Gate, GatePer, KVProjections, Phi, Precision, RopeCompressed, RopeType
+
+FFN_MULTIPLE = 64
+
+
+def default_ffn_dim(dim: int) -> int:
+    """8/3 of the model dim (as many parameters as a plain feed-forward of 4·dim), rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+
+class RopeScalingConfig(ConfigSection):
+    """RoPE scaling for a longer context, with the keys of `rope_scaling` in a Hugging Face config."""
+
+    rope_type: RopeType = Field(default="default", description="Kind of scaling; default is none.")
+    factor: Positive | None = Field(
+        default=None, description="Divisor of the scaled frequencies: how much longer the context becomes."
+    )
+    original_max_position_embeddings: Tokens | None = Field(
+        default=None, description="Context length before scaling (llama3, yarn)."
+    )
+    low_freq_factor: Positive | None = Field(
+        default=None,
+        description="Pairs with fewer turns than this within the original context are divided by factor (llama3).",
+    )
+    high_freq_factor: Positive | None = Field(
+        default=None,
+        description="Pairs with more turns than this within the original context keep their frequency (llama3).",
+    )
+    beta_fast: Positive | None = Field(
+        default=None, description="As high_freq_factor, for yarn; null means 32. Between the two, a linear ramp."
+    )
+    beta_slow: Positive | None = Field(default=None, description="As low_freq_factor, for yarn; null means 1.")
+    truncate: bool | None = Field(
+        default=None, description="Round the ends of yarn's ramp to whole pairs; null means true."
+    )
+    attention_factor: Positive | None = Field(
+        default=None, description="Multiplier of cosines and sines (yarn); null means 0.1 · ln(factor) + 1."
+    )
+    mscale: Positive | None = Field(
+        default=None,
+        description="With mscale_all_dim, replaces the 0.1 of attention_factor by a ratio of two such terms (yarn).",
+    )
+    mscale_all_dim: Positive | None = Field(default=None, description="Divisor of that ratio; see mscale.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are set, as `NSAAttention` takes them."""
+        return self.model_dump(exclude_none=True)
+
+
+class ModelConfig(ConfigSection):
+    """Sizes and options of the transformer."""
+
+    dim: Count = Field(default=768, description="Width of the residual stream.")
+    n_layers: Count = Field(default=12, description="Number of transformer blocks.")
+    n_heads: Count = Field(default=12, description="Query heads per block.")
+    n_kv_groups: Count = Field(
+        default=2, description="Key/value groups; the heads of a group share keys, values and selected blocks."
+    )
+    d_k: Count = Field(default=64, description="Query and key width per head; even, because RoPE rotates pairs.")
+    d_v: Count = Field(default=64, description="Value width per head.")
+    vocab_size: Count | None = Field(
+        default=None, description="Rows of the embedding; null uses the tokenizer's vocabulary size."
+    )
+    ffn_dim: Count | None = Field(
+        default=None, description="Hidden width of the SwiGLU; null means 8/3 of dim, rounded up to a multiple of 64."
+    )
+    tie_embeddings: bool = Field(default=False, description="Share the input embedding with the output projection.")
+    norm_eps: Positive = Field(default=1e-5, description="Epsilon inside RMSNorm.")
+    rope_base: Positive = Field(default=500_000.0, description="Base of the rotary frequencies.")
+    rope_scale: Positive = Field(
+        default=1.0, description="Positions are divided by this before rotation (linear RoPE scaling)."
+    )
+    qk_norm: bool = Field(
+        default=False, description="RMSNorm over each head of queries and keys before RoPE (with norm_eps)."
+    )
+    qkv_bias: bool = Field(default=False, description="Biases of the query, key and value projections.")
+    attention_out_bias: bool = Field(
+        default=False,
+        description="Bias of the attention's output projection; both are attention_bias in a Hugging Face config.",
+    )
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+
+    @property
+    def ffn_size(self) -> int:
+        """Hidden width of the SwiGLU; the default if `ffn_dim` is null."""
+        return self.ffn_dim if self.ffn_dim is not None else default_ffn_dim(self.dim)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        heads, rope = (self.n_heads, self.n_kv_groups, self.d_k), (self.rope_scaling.given, self.rope_scale)
+        return rules.enforce(self, rules.check_model(*heads, *rope))
+
+
+class NSAConfig(ConfigSection):
+    """Native Sparse Attention: the three branches and the gate that mixes them."""
+
+    l: Tokens = Field(default=Geometry.l, description="Length of a compression block.")
+    d: Tokens = Field(default=Geometry.d, description="Stride between compression blocks; divides l and l_sel.")
+    l_sel: Tokens = Field(default=Geometry.l_sel, description="Length of a selection block.")
+    n_sel: Annotated[int, Field(ge=1), SettingUnit("blocks")] = Field(
+        default=Geometry.n_sel, description="Selected blocks per query, including the first block and two local ones."
+    )
+    w: Tokens = Field(default=Geometry.w, description="Length of the sliding window, including the query's own token.")
+    phi: Phi = Field(default="avg", description="Compression operator that pools a block into one token.")
+    phi_pos_emb: bool = Field(
+        default=False, description="Learned intra-block position embedding, added before phi (linear, mlp)."
+    )
+    gate: Gate = Field(
+        default="softmax",
+        description="softmax: branch weights sum to 1 (the health limits assume it); sigmoid: as in the paper.",
+    )
+    gate_per: GatePer = Field(default="head", description="One gate per query head or per group of heads.")
+    gate_temperature: Positive = Field(
+        default=1.0, description="Gate logits are divided by this; a value above 1 makes the branch weights more equal."
+    )
+    rope_compressed: RopeCompressed = Field(
+        default="auto",
+        description="Rotate keys before compression or compressed keys after it; auto: before for avg, else after.",
+    )
+    kv: KVProjections = Field(
+        default="per_branch",
+        description="Keys and values: one projection per branch as in the paper, or one shared by the three branches.",
+    )
+
+    @property
+    def geometry(self) -> Geometry:
+        """The block sizes, for everything that computes with them."""
+        return Geometry(self.l, self.d, self.l_sel, self.n_sel, self.w)
+
+    @field_validator("rope_compressed")
+    @classmethod
+    def _resolve_auto(cls, value: str, info: ValidationInfo) -> str:
+        """Resolve `auto`, so that everything that reads or records the settings sees the result."""
+        return resolve_rope_compressed(info.data["phi"], value) if "phi" in info.data else value
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
+        return rules.enforce(self, rules.check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed))
+
+
+class RuntimeConfig(ConfigSection):
+    """Device, precision and memory options."""
+
+    device: Changeable[
+        Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), ValueDescription("auto, cpu, cuda or cuda:N")]
+    ] = Field(default="auto", description="cpu, cuda, cuda:N, or auto: a GPU if there is one, chosen once and logged.")
+    precision: Changeable[Precision] = Field(
+        default="bf16",
+        description="Compute precision; the loss is always fp32. Long runs need bf16; fp16 cannot train.",
+    )
+    gradient_checkpointing: Changeable[bool] = Field(
+        default=False,
+        description="Recompute activations in the backward pass: less memory, more time.",
+    )
+    use_flash: Changeable[bool] = Field(
+        default=True, description="Let kernels=auto select fused kernels; false restricts it to the portable backend."
+    )
+    prefill_chunk: Changeable[Tokens] = Field(
+        default=2048, description="Prompt tokens per prefill pass when generating; no command reads it yet."
+    )
+    threads: Changeable[Count | None] = Field(
+        default=None,
+        description="CPU threads of torch; null keeps torch's default. Bitwise resume needs the same number.",
+    )
+    kernel_cache: Changeable[Text | None] = Field(
+        default=None,
+        description="Folder for compiled CPU kernels and tuned tile sizes; null is the user's cache folder.",
+    )
+    tune_kernels: Changeable[bool] = Field(
+        default=False,
+        description="Time tile sizes on the GPU at first use and keep the fastest; if false, GPUs of one model give "
+        "bitwise equal results.",
+    )
+
+
+class KernelsConfig(ConfigSection):
+    """Kernel backend of each branch. A backend requested by name that cannot run is an error, never replaced."""
+
+    compressed: Changeable[Text] = Field(
+        default="auto", description="Backend of compressed attention; auto selects one and logs the reason."
+    )
+    select: Changeable[Text] = Field(default="auto", description="Backend of top-n block selection.")
+    selected: Changeable[Text] = Field(default="auto", description="Backend of attention over the selected blocks.")
+    sliding: Changeable[Text] = Field(default="auto", description="Backend of sliding-window attention.")

@@ -1,0 +1,42 @@
+"""Value types of settings (counts, tokens, steps, seconds), their annotations, and the base class of sections."""
+
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+@dataclass(frozen=True)
+class SettingUnit:
+    """Unit of a number; shown in messages and in docs/CONFIG.md."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ValueDescription:
+    """Description of a value whose regular expression would not help a user."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class MayChangeOnResume:
+    """Marks a setting that may differ from the one saved in the checkpoint a run resumes from."""
+
+
+Count = Annotated[int, Field(ge=1)]
+Tokens = Annotated[int, Field(ge=1), SettingUnit("tokens")]
+Steps = Annotated[int, Field(ge=1), SettingUnit("steps")]
+StepsOrNever = Annotated[int, Field(ge=0), SettingUnit("steps, 0 = never")]
+Seconds = Annotated[float, Field(gt=0), SettingUnit("seconds")]
+Positive = Annotated[float, Field(gt=0)]
+Text = Annotated[str, Field(min_length=1)]
+
+T = TypeVar("T")
+Changeable = Annotated[T, MayChangeOnResume()]
+"""A setting that may differ from the checkpoint that a run resumes from. Every other setting may not."""
+
+
+class ConfigSection(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
