@@ -40,7 +40,7 @@ def watch(
 
     **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
     """
-    from nsa.observe.watch.health import RunPhase
+    from nsa.observe.watch.status import RunPhase
     from nsa.observe.watch.watchdog import Watchdog
     from nsa.observe.watch.watchdog import watch as go
 
@@ -141,8 +141,8 @@ def smoke(
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
-    from nsa.observe.watch.health import phase
     from nsa.observe.watch.history import HistoryReader
+    from nsa.observe.watch.status import phase
 
     reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
     while True:
@@ -201,7 +201,7 @@ def _show(folder: Path, found: "RunStatus") -> None:
     from nsa.observe.halt_file import age
     from nsa.observe.records import describe_unreadable
     from nsa.observe.watch.conditions import AlertLevel
-    from nsa.observe.watch.health import RunPhase
+    from nsa.observe.watch.status import RunPhase
     from nsa.observe.watch.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)

@@ -8,8 +8,9 @@ from pathlib import Path
 from nsa.observe.view.goodput import Goodput, goodput
 from nsa.observe.view.run_data import RunData, RunFollower, heartbeats
 from nsa.observe.watch.conditions import HealthFinding, HealthLimits
-from nsa.observe.watch.health import examine, phase
+from nsa.observe.watch.health import examine
 from nsa.observe.watch.history import HistoryReader
+from nsa.observe.watch.status import phase
 
 
 @dataclass

@@ -5,7 +5,6 @@ The conditions and their limits are in `conditions`.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from statistics import median
 
 from nsa import names
@@ -26,24 +25,6 @@ _APART = 8
 _MEMORY_FIELDS = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
 
-class RunPhase(StrEnum):
-    EMPTY = "no run"
-    STARTING = "starting"
-    RUNNING = "running"
-    HUNG = "hung"
-    GONE = "gone"
-    FINISHED = "finished"
-    HALTED = "halted"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-_ENDED = {
-    names.DONE: RunPhase.FINISHED, names.HALTED: RunPhase.HALTED, names.STOPPED: RunPhase.STOPPED, names.FAILED:
-    RunPhase.FAILED,
-}  # fmt: skip
-
-
 def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[HealthFinding]:
     """All findings, critical first. `now` is on the same monotonic clock as the history."""
     found = list(_of_ranks(history, now, limits))
@@ -53,26 +34,6 @@ def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[He
     return sorted(
         found, key=lambda finding: (finding.level != AlertLevel.CRITICAL, list(CONDITIONS).index(finding.name))
     )
-
-
-def phase(history: RunHistory, findings: Sequence[HealthFinding]) -> RunPhase:
-    """The state of the run, as one word."""
-    logs = list(history.present.values())
-    if history.failure is not None:
-        return RunPhase.FAILED
-    if not logs:
-        return RunPhase.STARTING if history.started_at is not None else RunPhase.EMPTY
-    words = {log.last.msg for log in logs}
-    for word in (names.FAILED, names.HALTED, names.STOPPED):
-        if word in words:
-            return _ENDED[word]
-    if all(log.ended for log in logs):
-        return RunPhase.FINISHED
-    if history.gone & history.present.keys():
-        return RunPhase.GONE
-    if any(finding.name in ("heartbeat_stall", "throughput_zero") for finding in findings):
-        return RunPhase.HUNG
-    return RunPhase.RUNNING if any(log.progress for log in logs) else RunPhase.STARTING
 
 
 def stall_limit_s(log: RankLog, history: RunHistory, limits: HealthLimits) -> float:

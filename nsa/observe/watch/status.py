@@ -1,20 +1,55 @@
-"""Status of a run as one record, with the exit code of `nsa status`."""
+"""Status of a run: its phase in one word, and one record with the exit code of `nsa status`."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from nsa import names
 from nsa.observe import halt_file
 from nsa.observe.watch.conditions import AlertLevel, HealthFinding
-from nsa.observe.watch.health import RunPhase, phase
 from nsa.observe.watch.history import RunHistory
 from nsa.observe.watch.trends import smoothed_last
 
+
+class RunPhase(StrEnum):
+    EMPTY = "no run"
+    STARTING = "starting"
+    RUNNING = "running"
+    HUNG = "hung"
+    GONE = "gone"
+    FINISHED = "finished"
+    HALTED = "halted"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+_ENDED = {names.FAILED: RunPhase.FAILED, names.HALTED: RunPhase.HALTED, names.STOPPED: RunPhase.STOPPED}
+"""Last heartbeat of any rank → phase, in this order."""
 _BAD = (RunPhase.FAILED, RunPhase.HUNG, RunPhase.EMPTY)
 _ATTENTION = (RunPhase.GONE, RunPhase.HALTED, RunPhase.STOPPED)
+
+
+def phase(history: RunHistory, findings: Sequence[HealthFinding]) -> RunPhase:
+    """The state of the run, as one word."""
+    logs = list(history.present.values())
+    if history.failure is not None:
+        return RunPhase.FAILED
+    if not logs:
+        return RunPhase.STARTING if history.started_at is not None else RunPhase.EMPTY
+    words = {log.last.msg for log in logs}
+    for word, ended in _ENDED.items():
+        if word in words:
+            return ended
+    if all(log.ended for log in logs):
+        return RunPhase.FINISHED
+    if history.gone & history.present.keys():
+        return RunPhase.GONE
+    if any(finding.name in ("heartbeat_stall", "throughput_zero") for finding in findings):
+        return RunPhase.HUNG
+    return RunPhase.RUNNING if any(log.progress for log in logs) else RunPhase.STARTING
 
 
 @dataclass(frozen=True)

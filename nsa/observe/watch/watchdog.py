@@ -20,8 +20,9 @@ from nsa.observe import halt_file, records
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.watch.conditions import AlertLevel, HealthFinding, HealthLimits
 from nsa.observe.watch.hang_diagnosis import HangDiagnosis
-from nsa.observe.watch.health import RunPhase, examine, phase
+from nsa.observe.watch.health import examine
 from nsa.observe.watch.history import HistoryReader, RankLog
+from nsa.observe.watch.status import RunPhase, phase
 from nsa.terminal_text import printable
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")

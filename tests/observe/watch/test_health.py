@@ -9,7 +9,8 @@ import pytest
 from nsa import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
-from nsa.observe.watch.health import RunPhase, examine, phase
+from nsa.observe.watch.health import examine
+from nsa.observe.watch.status import RunPhase, phase
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
 

@@ -12,8 +12,8 @@ from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 from nsa.observe.watch.hang_diagnosis import HangDiagnosis, ranks_behind
-from nsa.observe.watch.health import RunPhase
 from nsa.observe.watch.history import HistoryReader
+from nsa.observe.watch.status import RunPhase
 from nsa.observe.watch.watchdog import Watchdog, watch
 from tests.observe.recorded import BEGAN, UNWELL, a_beat, a_run, progress
 from tests.observe.watch.test_history import Clock

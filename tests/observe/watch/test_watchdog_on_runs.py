@@ -13,9 +13,9 @@ from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import JsonLines, last_beat
 from nsa.observe.watch.conditions import HealthLimits
 from nsa.observe.watch.hang_diagnosis import HangDiagnosis
-from nsa.observe.watch.health import RunPhase
 from nsa.observe.watch.history import RunHistory
 from nsa.observe.watch.smoke import smoke
+from nsa.observe.watch.status import RunPhase
 from nsa.observe.watch.watchdog import Watchdog
 from tests.observe.recorded import a_beat
 from tests.train.runs import ROOT, environment, free_port
