@@ -1,4 +1,4 @@
-"""Atomic file writes, fsync, advisory locks (flock), and error messages for full or read-only disks.
+"""Atomic file writes, fsync, advisory locks (flock), scratch folders, and error messages for full or read-only disks.
 
 An atomic write goes to a temporary file in the same folder, which then replaces the target by one rename: readers see
 the old content or the new one, never a part. `durable` adds fsync of the file and of its folder, so that the new
@@ -8,6 +8,7 @@ content also survives a power cut.
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -138,6 +139,33 @@ def try_lock(descriptor: int) -> bool:
 def unlock(descriptor: int) -> None:
     """Release a flock for every process that inherited the descriptor; closing it does so only in the last one."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+# Scratch folders.
+
+
+@contextmanager
+def scratch_folder(near: Path) -> Iterator[Path]:
+    """A temporary folder on the same disk: in `near`, or in its nearest existing parent."""
+    made = Path(tempfile.mkdtemp(prefix=_scratch_prefix(os.getpid()), dir=_existing_parent(near)))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def remove_scratch_of(pid: int, near: Path) -> None:
+    """Scratch folders that a killed process could not remove itself."""
+    for left in _existing_parent(near).glob(f"{_scratch_prefix(pid)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(place for place in (path, *path.absolute().parents) if os.path.isdir(place))
+
+
+def _scratch_prefix(pid: int) -> str:
+    return f".preflight-{pid}-"
 
 
 # Error messages.

@@ -173,7 +173,7 @@ def test_the_package_is_looked_at():
         ("nsa.train.run", "from olmo_core.train import Trainer"),
         ("nsa.train.callbacks.heartbeat", "from olmo_core.train.callbacks import Callback"),
         ("nsa.train.dry_run", "def f(module):\n    return module._clip_grad_norm(1.0)"),
-        ("nsa.train.callbacks.event_log", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
+        ("nsa.train.run_report", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
         ("nsa.observe.watch.watchdog", "from nsa.train import build"),
         ("nsa.verify.gpu_check.speed", "from tools.perf_model import predict"),
         ("nsa.cli.bench", "import importlib\nimportlib.import_module('tools.perf_model')"),
@@ -209,7 +209,7 @@ def test_a_package_without_a_place_is_seen(monkeypatch):
         ("nsa.config.env", "import os\nos.environ.items()"),
         ("nsa.train.engine.build", "def f(trainer):\n    trainer._metrics.clear()"),
         (
-            "nsa.train.callbacks.event_log",
+            "nsa.train.run_report",
             "import torch\nclass A:\n    def f(self):\n        return self._a, torch._C._x",
         ),
         (

@@ -31,7 +31,7 @@ from nsa.data.rows.row_stream import IndexedRowStream
 from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
 from nsa.data.shards.reader import ShardReader
 from nsa.data.shards.writer import ShardInfo, ShardWriter
-from nsa.data.tokenizer import one_tokenizer_thread, train_bpe
+from nsa.data.tokenizer import start_tokenizer_worker, train_bpe
 from nsa.storage import StorageFolder
 
 VOCAB = 32_768
@@ -56,7 +56,7 @@ def documents(corpus: Path, megabytes: float) -> list[str]:
 
 
 def bare_encode(path: str, texts: list[str], answer: Any) -> None:
-    one_tokenizer_thread()
+    start_tokenizer_worker(os.getppid())
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(path)

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa import errors
-from nsa.data.child_process import exit_with_parent
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.row_stream import State
 from nsa.data.rows.specs import DirectData, RowData, check_batch
-from nsa.data.tokenizer import one_tokenizer_thread
+from nsa.data.tokenizer import start_tokenizer_worker
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout, NSAError
 
 _POLL_S = 0.2
@@ -206,12 +205,11 @@ def produce(
     out: Any, parent_pid: int, data: RowData, global_rows: int, rank: int, world: int, state: State | None
 ) -> None:
     """Worker process: queue (batch, cursor after it) until the parent is gone, or a WorkerFailure and exit."""
-    exit_with_parent(parent_pid)
+    start_tokenizer_worker(parent_pid)
     # A signal to the process group requests the trainer to save and stop, for which it may need another batch. The
     # trainer ends this process with SIGKILL, which is safe because it holds no state.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    one_tokenizer_thread()
     try:
         stream = data.open()
         if state is not None:

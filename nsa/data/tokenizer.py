@@ -8,6 +8,8 @@ import errno
 import hashlib
 import json
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 # The parts of a tokenizer JSON that determine the ids of a text. The rest (padding, truncation, post-processor,
 # decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+_PARENT_CHECK_S = 0.5
 
 
 class Tokenizer(Protocol):
@@ -228,6 +231,17 @@ def check_same(artifact_vocab: int, artifact_fingerprint: str, tokenizer: Tokeni
     )
 
 
-def one_tokenizer_thread() -> None:
-    """Call in a worker process: the other cores are for the model or the other workers."""
+def start_tokenizer_worker(parent_pid: int) -> None:
+    """Call first in a worker process: it uses one thread, and exits when its parent dies, also by SIGKILL.
+
+    The other cores are for the model or the other workers. A thread polls the pid of the parent, which changes when the
+    parent is gone.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def exit_with_parent() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(_PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()

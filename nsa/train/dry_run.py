@@ -20,6 +20,7 @@ from nsa.checkpoint.run_state import RunRecord
 from nsa.config.schema import RunConfig
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.errors import NSAError
+from nsa.files import scratch_folder
 from nsa.names import CHECKPOINTS, step_name
 from nsa.planning.hardware import GIB, HardwareTarget
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
@@ -31,7 +32,6 @@ from nsa.train.engine.checkpointer import make_checkpointer, signing_key
 from nsa.train.engine.data_loader import Tensors, to_engine
 from nsa.train.engine.environment import quiet_engine_log
 from nsa.train.engine.mixer import transformer_config
-from nsa.train.scratch_folder import scratch_folder
 
 Log = Callable[[str], None]
 OnDone = Callable[[str, DryRunAttempt], None]

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from nsa.config.schema import RunConfig
+from nsa.files import remove_scratch_of
 from nsa.planning.hardware import GIB, HardwareDevice, HardwareTarget
 from nsa.planning.host_memory import process_memory
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
-from nsa.train.scratch_folder import remove_scratch_of
 
 _POLL_S = 0.05
 _EXIT_WAIT_S = 10.0

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -13,15 +15,16 @@ from nsa.checkpoint.load import export
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import RowData
 from nsa.errors import ExitCode
-from nsa.observe.events import EventKind
+from nsa.observe.events import EventKind, add_event
+from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.metric_writers import VAL_LOSS, MetricWriters, scalars
 from nsa.observe.run_folder import RunFolder
 from nsa.train import datasets
 from nsa.train.callbacks.evaluation import EvaluationResult
-from nsa.train.callbacks.event_log import EventLogCallback
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.distributed import RankInfo
+from nsa.train.engine import Callback, PathOrStr
 from nsa.train.engine.checkpointer import signing_key
 from nsa.train.engine.experiment_tracking import start_tracking
 from nsa.train.resume import ResumePoint, SettingChange
@@ -42,6 +45,34 @@ class SilentReporter:
     def line(self, text: str) -> None: ...
     def beat(self, beat: HeartbeatRecord, steps: int) -> None: ...
     def evaluation(self, result: EvaluationResult) -> None: ...
+
+
+@dataclass
+class EventLogCallback(Callback):
+    """Appends first step, saves and errors of a run to events.jsonl. On rank 0."""
+
+    run_folder: Path
+    _started: bool = False
+
+    def add(self, kind: EventKind, **details: object) -> None:
+        self.add_at(self.step, kind, **details)
+
+    def add_at(self, step: int, kind: EventKind, **details: object) -> None:
+        add_event(self.run_folder, kind, ts=time.time(), step=step, **details)
+
+    def post_train_batch(self) -> None:
+        if not self._started:
+            self._started = True
+            self.add(EventKind.FIRST_STEP)
+
+    def post_checkpoint_saved(self, path: PathOrStr) -> None:
+        """Called in the thread that finished the save, when the run may be some steps further."""
+        step = names.step_of(Path(path).name)
+        assert step is not None
+        self.add_at(step, EventKind.SAVE, path=str(path))
+
+    def on_error(self, exc: BaseException) -> None:
+        self.add(EventKind.ERROR, error=f"{type(exc).__name__}: {exc}", failure_code=code_of_exception(exc))
 
 
 class RunReport:

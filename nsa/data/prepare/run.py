@@ -19,13 +19,12 @@ from typing import Any
 from datatrove.executor.base import DistributedEnvVars, PipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 
-from nsa.data.child_process import exit_with_parent
 from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
 from nsa.data.prepare.task import CountCallback, PrepareStep, ReadUnits, WriteShards, done_tasks, read_record
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
 from nsa.data.source.resolve import open_source
-from nsa.data.tokenizer import load_tokenizer, one_tokenizer_thread, token_dtype
+from nsa.data.tokenizer import load_tokenizer, start_tokenizer_worker, token_dtype
 from nsa.errors import ConfigError, DataError
 from nsa.files import file_lock, storage_errors
 from nsa.storage import StorageFolder
@@ -210,9 +209,8 @@ _job: tuple[Any, PreparePlan, str, str]  # set in worker processes: counters, pl
 
 def _start_worker(parent_pid: int, counters: Any, plan: PreparePlan, out_url: str, logs: str) -> None:
     global _job
-    exit_with_parent(parent_pid)
+    start_tokenizer_worker(parent_pid)
     _job = counters, plan, out_url, logs
-    one_tokenizer_thread()
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove copies its log there; errors are raised in the parent
 
 

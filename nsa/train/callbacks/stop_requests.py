@@ -11,11 +11,11 @@ from nsa import names
 from nsa.errors import ExitCode
 from nsa.observe.events import EventKind
 from nsa.observe.run_folder import RunFolder
-from nsa.train.callbacks.event_log import EventLogCallback
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
 from nsa.train.engine.checkpointer import CheckpointCallback
+from nsa.train.run_report import EventLogCallback
 from nsa.train.signal_handlers import SignalHandlers
 
 

@@ -24,11 +24,11 @@ from nsa.config.schema import RunConfig
 from nsa.errors import NonFiniteError
 from nsa.observe.events import EventKind
 from nsa.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
-from nsa.train.callbacks.event_log import EventLogCallback
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.distributed import HostCollectives
 from nsa.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa.train.engine.checkpointer import CheckpointCallback
+from nsa.train.run_report import EventLogCallback
 
 
 def make_bad_step_policy(config: RunConfig) -> BadStepPolicy:

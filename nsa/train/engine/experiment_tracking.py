@@ -15,8 +15,7 @@ from olmo_core.train.callbacks import WandBCallback
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
-from nsa.observe.export.background_logger import BackgroundLogger, TrackerIds, TrackingService
-from nsa.observe.export.mlflow_logger import MLflowLogger
+from nsa.observe.export.background_logger import BackgroundLogger, MLflowLogger, TrackerIds, TrackingService
 
 _SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
 """Not data and train: addresses in them may hold passwords."""

@@ -33,7 +33,6 @@ from nsa.config import load
 from nsa.observe.run_folder import RunFolder
 from nsa.train import datasets
 from nsa.train.callbacks.evaluation import EvaluationCallback
-from nsa.train.callbacks.event_log import EventLogCallback
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa.train.callbacks.stop_requests import StopRequestCallback
@@ -49,6 +48,7 @@ from nsa.train.engine.checkpointer import (
 )
 from nsa.train.engine.data_loader import RowLoader, to_engine
 from nsa.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
+from nsa.train.run_report import EventLogCallback
 from tests.train.engine.upgrades import rename, rewrite
 from tests.train.runs import write_config
 
