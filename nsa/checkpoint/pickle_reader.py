@@ -158,6 +158,10 @@ class _PickleMachine:
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
+    def push_object(self, value: Any) -> None:
+        self.count_object()
+        self.stack.append(value)
+
     def pop(self) -> Any:
         value = self.stack.pop()
         if value is _MARK:
@@ -180,22 +184,9 @@ class _PickleMachine:
         self.marks.append(len(self.stack))
         self.stack.append(_MARK)
 
-    def list_(self) -> None:
-        self.count_object()
-        self.stack.append([])
-
-    def dict_(self) -> None:
-        self.count_object()
-        self.stack.append({})
-
-    def tuple_(self) -> None:
-        self.count_object()
-        self.stack.append(tuple(self.pop_to_mark()))
-
     def small_tuple(self, count: int) -> None:
-        self.count_object()
         items = tuple(self.pop() for _ in range(count))
-        self.stack.append(items[::-1])
+        self.push_object(items[::-1])
 
     def append(self) -> None:
         value = self.pop()
@@ -293,12 +284,6 @@ class _PickleMachine:
     def long_get(self) -> None:
         self.stack.append(self.memo[int.from_bytes(self.take(4), "little")])
 
-    def memoize(self) -> None:
-        memo, value = self.memo, self.stack[-1]
-        if type(value) is PendingObject:
-            value.memo_keys.append(len(memo))
-        memo[len(memo)] = value
-
     def integer(self) -> None:
         self.stack.append(int.from_bytes(self.take(self.take(1)[0]), "little", signed=True))
 
@@ -316,51 +301,46 @@ def _bytes(length: struct.Struct) -> _Act:
     return lambda m: m.push(m.take(m.number(length)))
 
 
-def _table(acts: Mapping[int, _Act]) -> list[_Act | None]:
-    return [acts.get(operation) for operation in range(256)]
-
-
-_OPERATIONS = _table(
-    {
-        0x80: lambda m: m.take(1),  # PROTO
-        0x95: lambda m: m.take(8),  # FRAME: the length to read ahead; all of it is in memory
-        0x28: _PickleMachine.mark,
-        0x30: lambda m: m.pop(),  # POP
-        0x4E: lambda m: m.push(None),
-        0x88: lambda m: m.push(True),
-        0x89: lambda m: m.push(False),
-        0x4B: _PickleMachine.small_number,  # BININT1, BININT2, BININT, LONG1
-        0x4D: lambda m: m.push(m.number(_U2)),
-        0x4A: lambda m: m.push(m.number(_I4)),
-        0x8A: _PickleMachine.integer,
-        0x47: lambda m: m.push(m.number(_F8)),  # BINFLOAT
-        0x8C: _text(_U1),  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
-        0x58: _text(_U4),
-        0x8D: _text(_U8),
-        0x43: _bytes(_U1),  # SHORT_BINBYTES, BINBYTES, BINBYTES8
-        0x42: _bytes(_U4),
-        0x8E: _bytes(_U8),
-        0x5D: _PickleMachine.list_,
-        0x61: _PickleMachine.append,
-        0x65: _PickleMachine.appends,
-        0x29: lambda m: m.push(()),
-        0x74: _PickleMachine.tuple_,
-        0x85: lambda m: m.small_tuple(1),
-        0x86: lambda m: m.small_tuple(2),
-        0x87: lambda m: m.small_tuple(3),
-        0x7D: _PickleMachine.dict_,
-        0x73: _PickleMachine.set_item,
-        0x75: _PickleMachine.set_items,
-        0x63: _PickleMachine.global_,
-        0x93: _PickleMachine.stack_global,
-        0x52: _PickleMachine.reduce,
-        0x81: _PickleMachine.new_object,
-        0x62: _PickleMachine.build,
-        0x51: _PickleMachine.persistent,
-        0x71: lambda m: m.put(m.number(_U1)),  # BINPUT, LONG_BINPUT, MEMOIZE
-        0x72: lambda m: m.put(m.number(_U4)),
-        0x94: _PickleMachine.memoize,
-        0x68: _PickleMachine.get,  # BINGET, LONG_BINGET
-        0x6A: _PickleMachine.long_get,
-    }
-)
+_ACTS: dict[int, _Act] = {
+    0x80: lambda m: m.take(1),  # PROTO
+    0x95: lambda m: m.take(8),  # FRAME: the length to read ahead; all of it is in memory
+    0x28: _PickleMachine.mark,
+    0x30: lambda m: m.pop(),  # POP
+    0x4E: lambda m: m.push(None),
+    0x88: lambda m: m.push(True),
+    0x89: lambda m: m.push(False),
+    0x4B: _PickleMachine.small_number,  # BININT1, BININT2, BININT, LONG1
+    0x4D: lambda m: m.push(m.number(_U2)),
+    0x4A: lambda m: m.push(m.number(_I4)),
+    0x8A: _PickleMachine.integer,
+    0x47: lambda m: m.push(m.number(_F8)),  # BINFLOAT
+    0x8C: _text(_U1),  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+    0x58: _text(_U4),
+    0x8D: _text(_U8),
+    0x43: _bytes(_U1),  # SHORT_BINBYTES, BINBYTES, BINBYTES8
+    0x42: _bytes(_U4),
+    0x8E: _bytes(_U8),
+    0x5D: lambda m: m.push_object([]),
+    0x61: _PickleMachine.append,
+    0x65: _PickleMachine.appends,
+    0x29: lambda m: m.push(()),
+    0x74: lambda m: m.push_object(tuple(m.pop_to_mark())),
+    0x85: lambda m: m.small_tuple(1),
+    0x86: lambda m: m.small_tuple(2),
+    0x87: lambda m: m.small_tuple(3),
+    0x7D: lambda m: m.push_object({}),
+    0x73: _PickleMachine.set_item,
+    0x75: _PickleMachine.set_items,
+    0x63: _PickleMachine.global_,
+    0x93: _PickleMachine.stack_global,
+    0x52: _PickleMachine.reduce,
+    0x81: _PickleMachine.new_object,
+    0x62: _PickleMachine.build,
+    0x51: _PickleMachine.persistent,
+    0x71: lambda m: m.put(m.number(_U1)),  # BINPUT, LONG_BINPUT, MEMOIZE
+    0x72: lambda m: m.put(m.number(_U4)),
+    0x94: lambda m: m.put(len(m.memo)),
+    0x68: _PickleMachine.get,  # BINGET, LONG_BINGET
+    0x6A: _PickleMachine.long_get,
+}
+_OPERATIONS = [_ACTS.get(operation) for operation in range(256)]
