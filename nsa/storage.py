@@ -5,33 +5,27 @@ AWS variables or files that the S3 clients read by themselves, never from an add
 into manifests and logs.
 
 Data shards use `StorageFolder`: it streams through `pyarrow.fs`, which retries inside a file (s3fs cannot be installed
-beside the training engine in a usable version). Checkpoints use `LocalFiles` and `S3Prefix`: they do not trust the
-storage, so listings and reads are bounded, links are not followed, and a commit needs boto3's conditional put, which
-pyarrow lacks. Both have the same addresses, timeouts and number of attempts.
+beside the training engine in a usable version). Checkpoints are copied through boto3 (`nsa.checkpoint.transfer`): a
+commit needs its conditional put, which pyarrow lacks. Both have the same addresses, timeouts and number of attempts.
 """
 
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, urlsplit
 
-from nsa.errors import ConfigError, DataError, NSAError
-from nsa.files import open_regular, replace_file, write_atomic
+from nsa.errors import ConfigError, DataError
+from nsa.files import replace_file, write_atomic
 
-CHUNK_BYTES = 4 << 20
-IRREGULAR = -1
-"""Size of a link, pipe, device or anything else that is not a regular file."""
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
 _ATTEMPTS = 5
 _COPY_CHUNK_BYTES = 8 * 2**20
 _S3_OPTIONS = ("endpoint", "region")
-_MAX_OBJECTS = 200_000  # of a checkpoint of ten thousand ranks
-_MAX_PAGES = 1_000
 
 
 @dataclass(frozen=True)
@@ -65,136 +59,6 @@ class StorageAddress:
         if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
             raise ConfigError(f"S3 endpoint {endpoint!r} has no scheme. Write http://host:port or https://host.")
         return cls("s3", parts.netloc, parts.path, endpoint, options.get("region"))
-
-
-class FileStore(Protocol):
-    """The files below one place, by name relative to it, with `/` between folders."""
-
-    def files(self) -> dict[str, int]:
-        """Name → size in bytes; IRREGULAR for what is not a regular file."""
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """The content in pieces that fit in memory."""
-
-    def __str__(self) -> str:
-        """The place, as a user would write it."""
-
-
-class LocalFiles:
-    """The files below a local folder. Links are listed as IRREGULAR and never followed."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def files(self) -> dict[str, int]:
-        found = {}
-        for folder, subfolders, names in os.walk(self.path):
-            here = Path(folder)
-            links = [name for name in subfolders if (here / name).is_symlink()]  # os.walk does not enter them
-            for path in (here / name for name in (*names, *links)):
-                regular = path.is_file() and not path.is_symlink()
-                found[path.relative_to(self.path).as_posix()] = path.stat().st_size if regular else IRREGULAR
-        return found
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        with open_regular(self.path / name, follow_links=False) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-
-
-class S3Prefix:
-    """The objects below a prefix of a bucket, through boto3. Whatever the store refuses is raised as `error`."""
-
-    def __init__(self, url: str, client: Any = None, *, error: type[NSAError] = DataError) -> None:
-        address = StorageAddress.parse(url)
-        path = address.path.strip("/")
-        if address.scheme != "s3" or not address.bucket or not path:
-            raise error(f"{url} is not a place in an object store. Write s3://BUCKET/PATH.")
-        self._address, self._error = replace(address, path=path), error
-        self._bucket, self._root = address.bucket, f"{path}/"
-        self.client = client or _boto3_client(address)
-
-    def __str__(self) -> str:
-        return f"s3://{self._bucket}/{self._address.path}"
-
-    def child(self, name: str) -> "S3Prefix":
-        return S3Prefix(f"{self}/{name}", self.client, error=self._error)
-
-    def files(self) -> dict[str, int]:
-        found = self._list("Contents")
-        return {item["Key"].removeprefix(self._root): item["Size"] for item in found}
-
-    def folders(self) -> list[str]:
-        found = self._list("CommonPrefixes", Delimiter="/")
-        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in found]
-
-    def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
-        """A store that lists without end is refused."""
-        found: list[dict[str, Any]] = []
-        with self._explained():
-            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._root, **how)
-            for number, page in enumerate(pages, 1):
-                found.extend(page.get(what, ()))
-                if len(found) > _MAX_OBJECTS or number >= _MAX_PAGES:
-                    raise self._error(
-                        f"{self} lists more than {_MAX_OBJECTS} objects, or in more than {_MAX_PAGES} pages: it is "
-                        f"not the place of a checkpoint. Name the folder of a run's checkpoints."
-                    )
-        return found
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        with self._explained():
-            body = self.client.get_object(Bucket=self._bucket, Key=self._root + name)["Body"]
-            yield from body.iter_chunks(CHUNK_BYTES)
-
-    def bounded_chunks(self, name: str, limit: int) -> Iterator[bytes]:
-        """The content; raises as soon as there is more of it than `limit` bytes."""
-        for chunk in self.chunks(name):
-            limit -= len(chunk)
-            if limit < 0:
-                raise self._error(f"{self}/{name} is longer than its listed size")
-            yield chunk
-
-    def read_bytes(self, name: str, *, limit: int) -> bytes:
-        return b"".join(self.bounded_chunks(name, limit))
-
-    def upload(self, source: Path, name: str) -> None:
-        """Copy a local file here; the store verifies its SHA-256."""
-        with self._explained():
-            self.client.upload_file(
-                str(source), self._bucket, self._root + name, ExtraArgs={"ChecksumAlgorithm": "SHA256"}
-            )
-
-    def put_if_absent(self, name: str, content: bytes) -> bool:
-        """Write a small object; False, and nothing changed, if another writer was first."""
-        from botocore.exceptions import ClientError  # type: ignore[import-untyped]
-
-        with self._explained():
-            try:
-                self.client.put_object(Bucket=self._bucket, Key=self._root + name, Body=content, IfNoneMatch="*")
-            except ClientError as error:
-                if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
-                    return False
-                raise
-        return True
-
-    def delete(self, names: Iterable[str]) -> None:
-        with self._explained():
-            for name in names:
-                self.client.delete_object(Bucket=self._bucket, Key=self._root + name)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        from boto3.exceptions import Boto3Error  # type: ignore[import-untyped]
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield
-        except (ClientError, BotoCoreError, Boto3Error) as error:
-            raise self._error(f"{self} cannot be used: {error}.") from error
 
 
 class StorageFolder:
@@ -341,7 +205,7 @@ def _arrow_s3(address: StorageAddress) -> Any:
     )
 
 
-def _boto3_client(address: StorageAddress) -> Any:
+def boto3_client(address: StorageAddress) -> Any:
     """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself."""
     import boto3  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]

@@ -25,13 +25,13 @@ from nsa.checkpoint.manifest import (
     REQUESTED,
     CheckpointManifest,
     CheckpointVerdict,
+    LocalFiles,
     build_manifest,
     encode,
     examine,
 )
 from nsa.errors import CheckpointError
 from nsa.files import fsync_path, fsync_tree, replace_file, write_atomic
-from nsa.storage import LocalFiles
 
 
 @dataclass(frozen=True)

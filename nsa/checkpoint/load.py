@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from nsa import names
-from nsa.checkpoint.manifest import examine
+from nsa.checkpoint.manifest import IRREGULAR, LocalFiles, examine
 from nsa.checkpoint.pickle_scan import read_index, read_piece, require_harmless
 from nsa.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
 from nsa.files import replace_file
-from nsa.storage import IRREGULAR, LocalFiles
 
 log = logging.getLogger(__name__)
 

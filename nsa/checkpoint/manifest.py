@@ -8,22 +8,64 @@ the writer: whoever can write the tensors can write the hashes. A key (HMAC-SHA2
 import hashlib
 import hmac
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol
 
 from nsa.errors import CheckpointError
+from nsa.files import open_regular
 from nsa.names import COMMIT
-from nsa.storage import IRREGULAR, FileStore
 
 FORMAT = 2
 _WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
 BLOCK_BYTES = 8 << 20
 LARGEST_COMMIT_BYTES = 64 << 20  # enough for the blocks of 8 TB
+CHUNK_BYTES = 4 << 20
+IRREGULAR = -1
+"""Size of a link, pipe, device or anything else that is not a regular file."""
 _THREADS = 4
 _SHORTEST_KEY_BYTES = 16
+
+
+class FileStore(Protocol):
+    """The files below one place, by name relative to it, with `/` between folders."""
+
+    def files(self) -> dict[str, int]:
+        """Name → size in bytes; IRREGULAR for what is not a regular file."""
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The content in pieces that fit in memory."""
+
+    def __str__(self) -> str:
+        """The place, as a user would write it."""
+
+
+class LocalFiles:
+    """The files below a local folder. Links are listed as IRREGULAR and never followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def files(self) -> dict[str, int]:
+        found = {}
+        for folder, subfolders, names in os.walk(self.path):
+            here = Path(folder)
+            links = [name for name in subfolders if (here / name).is_symlink()]  # os.walk does not enter them
+            for path in (here / name for name in (*names, *links)):
+                regular = path.is_file() and not path.is_symlink()
+                found[path.relative_to(self.path).as_posix()] = path.stat().st_size if regular else IRREGULAR
+        return found
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with open_regular(self.path / name, follow_links=False) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,114 @@ folder before it was read the way it would be loaded.
 """
 
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, ResumableCheckpoint
-from nsa.checkpoint.manifest import LARGEST_COMMIT_BYTES, CheckpointManifest, decode, examine
+from nsa.checkpoint.manifest import CHUNK_BYTES, LARGEST_COMMIT_BYTES, CheckpointManifest, LocalFiles, decode, examine
 from nsa.errors import CheckpointError
-from nsa.storage import LocalFiles, S3Prefix
+from nsa.storage import StorageAddress, boto3_client
 
 _MAX_TRIED = 50
+_MAX_OBJECTS = 200_000  # of a checkpoint of ten thousand ranks
+_MAX_PAGES = 1_000
 GIB = 1 << 30
+
+
+class S3Prefix:
+    """The objects below a prefix of a bucket, through boto3. What the store refuses is raised as CheckpointError."""
+
+    def __init__(self, url: str, client: Any = None) -> None:
+        address = StorageAddress.parse(url)
+        path = address.path.strip("/")
+        if address.scheme != "s3" or not address.bucket or not path:
+            raise CheckpointError(f"{url} is not a place in an object store. Write s3://BUCKET/PATH.")
+        self._address = replace(address, path=path)
+        self._bucket, self._root = address.bucket, f"{path}/"
+        self.client = client or boto3_client(address)
+
+    def __str__(self) -> str:
+        return f"s3://{self._bucket}/{self._address.path}"
+
+    def child(self, name: str) -> "S3Prefix":
+        return S3Prefix(f"{self}/{name}", self.client)
+
+    def files(self) -> dict[str, int]:
+        found = self._list("Contents")
+        return {item["Key"].removeprefix(self._root): item["Size"] for item in found}
+
+    def folders(self) -> list[str]:
+        found = self._list("CommonPrefixes", Delimiter="/")
+        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in found]
+
+    def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
+        """A store that lists without end is refused."""
+        found: list[dict[str, Any]] = []
+        with self._explained():
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._root, **how)
+            for number, page in enumerate(pages, 1):
+                found.extend(page.get(what, ()))
+                if len(found) > _MAX_OBJECTS or number >= _MAX_PAGES:
+                    raise CheckpointError(
+                        f"{self} lists more than {_MAX_OBJECTS} objects, or in more than {_MAX_PAGES} pages: it is "
+                        f"not the place of a checkpoint. Name the folder of a run's checkpoints."
+                    )
+        return found
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with self._explained():
+            body = self.client.get_object(Bucket=self._bucket, Key=self._root + name)["Body"]
+            yield from body.iter_chunks(CHUNK_BYTES)
+
+    def bounded_chunks(self, name: str, limit: int) -> Iterator[bytes]:
+        """The content; raises as soon as there is more of it than `limit` bytes."""
+        for chunk in self.chunks(name):
+            limit -= len(chunk)
+            if limit < 0:
+                raise CheckpointError(f"{self}/{name} is longer than its listed size")
+            yield chunk
+
+    def read_bytes(self, name: str, *, limit: int) -> bytes:
+        return b"".join(self.bounded_chunks(name, limit))
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a local file here; the store verifies its SHA-256."""
+        with self._explained():
+            self.client.upload_file(
+                str(source), self._bucket, self._root + name, ExtraArgs={"ChecksumAlgorithm": "SHA256"}
+            )
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """Write a small object; False, and nothing changed, if another writer was first."""
+        from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+
+        with self._explained():
+            try:
+                self.client.put_object(Bucket=self._bucket, Key=self._root + name, Body=content, IfNoneMatch="*")
+            except ClientError as error:
+                if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
+                    return False
+                raise
+        return True
+
+    def delete(self, names: Iterable[str]) -> None:
+        with self._explained():
+            for name in names:
+                self.client.delete_object(Bucket=self._bucket, Key=self._root + name)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from boto3.exceptions import Boto3Error  # type: ignore[import-untyped]
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (ClientError, BotoCoreError, Boto3Error) as error:
+            raise CheckpointError(f"{self} cannot be used: {error}.") from error
 
 
 def push(checkpoint: Path, checkpoints_url: str, *, key: bytes | None = None, client: Any = None) -> S3Prefix:
@@ -27,7 +124,7 @@ def push(checkpoint: Path, checkpoints_url: str, *, key: bytes | None = None, cl
     step = names.step_of(checkpoint.resolve().name)
     manifest = examine(LocalFiles(checkpoint), key=key, step=step).require_good()
     commit = (checkpoint / names.COMMIT).read_bytes()
-    there = S3Prefix(checkpoints_url, client, error=CheckpointError).child(names.step_name(manifest.step))
+    there = S3Prefix(checkpoints_url, client).child(names.step_name(manifest.step))
     present = there.files()
     if names.COMMIT in present:
         if there.read_bytes(names.COMMIT, limit=LARGEST_COMMIT_BYTES) != commit:
@@ -59,7 +156,7 @@ def pull(
     """
     from nsa.checkpoint.load import require_trustworthy
 
-    store = S3Prefix(checkpoints_url, client, error=CheckpointError)
+    store = S3Prefix(checkpoints_url, client)
     steps = sorted((step for name in store.folders() if (step := names.step_of(name)) is not None), reverse=True)
     passed_over: list[CheckpointFinding] = []
     for step in steps[:_MAX_TRIED]:

@@ -13,10 +13,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from nsa import names
-from nsa.checkpoint.manifest import BLOCK_BYTES, CheckpointManifest, hash_blocks, same_content
+from nsa.checkpoint.manifest import BLOCK_BYTES, IRREGULAR, CheckpointManifest, LocalFiles, hash_blocks, same_content
 from nsa.errors import CheckpointError
 from nsa.files import open_regular
-from nsa.storage import IRREGULAR, LocalFiles
 
 _CACHED_BLOCKS = 4
 LARGEST_RANK_FILE_BYTES = 16 << 20

@@ -16,9 +16,8 @@ import pytest
 
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, RetentionPolicy
-from nsa.checkpoint.manifest import decode, examine, read_key
+from nsa.checkpoint.manifest import LocalFiles, decode, examine, read_key
 from nsa.errors import CheckpointError
-from nsa.storage import LocalFiles
 
 ROOT = Path(__file__).parents[2]
 KEY = b"k" * 32

@@ -17,11 +17,17 @@ from botocore.config import Config  # noqa: E402
 
 from nsa.checkpoint import transfer  # noqa: E402
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
-from nsa.checkpoint.manifest import CheckpointManifest, ManifestEntry, build_manifest, encode  # noqa: E402
+from nsa.checkpoint.manifest import (  # noqa: E402
+    CHUNK_BYTES,
+    CheckpointManifest,
+    LocalFiles,
+    ManifestEntry,
+    build_manifest,
+    encode,
+)
 from nsa.checkpoint.run_state import RunRecord  # noqa: E402
-from nsa.checkpoint.transfer import pull, push  # noqa: E402
+from nsa.checkpoint.transfer import S3Prefix, pull, push  # noqa: E402
 from nsa.errors import CheckpointError, ConfigError  # noqa: E402
-from nsa.storage import CHUNK_BYTES, LocalFiles, S3Prefix  # noqa: E402
 
 KEY = b"k" * 32
 NAMES = ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "state.json"]
@@ -227,7 +233,7 @@ def test_names_that_leave_the_folder_are_refused(client, folder, other):
 def test_a_place_that_is_none_and_a_bucket_that_is_missing(client, folder, other):
     for url in ("models/run", "s3://", "s3://models"):
         with pytest.raises(CheckpointError):
-            S3Prefix(url, error=CheckpointError)
+            S3Prefix(url)
     with pytest.raises(CheckpointError):
         push(folder.step_path(1), "s3://nobody/run")
     assert pull(URL, other).step is None

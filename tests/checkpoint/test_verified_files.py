@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint.manifest import BLOCK_BYTES, build_manifest, decode, encode, examine
+from nsa.checkpoint.manifest import BLOCK_BYTES, LocalFiles, build_manifest, decode, encode, examine
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
-from nsa.storage import LocalFiles
 
 NAME = "model_and_optim/__0_0.distcp"
 SIZE = 2 * BLOCK_BYTES + 12345

@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy
 from nsa.checkpoint.lock import RunLock
-from nsa.checkpoint.manifest import build_manifest, encode
+from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode
 from nsa.checkpoint.run_state import RunRecord
 from nsa.cli.checkpoint import app
 from nsa.errors import CheckpointError
-from nsa.storage import LocalFiles
 
 ROOT = Path(__file__).parents[2]
 

@@ -33,13 +33,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder, ResumableCheckpoint, RetentionPolicy
 from nsa.checkpoint.load import VerifiedReader, open_checkpoint, read_record, require_trustworthy
-from nsa.checkpoint.manifest import INTERVAL, LAST, REQUESTED, CheckpointManifest, read_key, wrong_hashes
+from nsa.checkpoint.manifest import INTERVAL, LAST, REQUESTED, CheckpointManifest, LocalFiles, read_key, wrong_hashes
 from nsa.checkpoint.pickle_scan import read_trainer_state, require_harmless
 from nsa.checkpoint.run_state import RunRecord
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.config.schema import RunConfig
 from nsa.errors import CheckpointError
-from nsa.storage import LocalFiles
 from nsa.train.engine import PathOrStr
 
 log = logging.getLogger(__name__)

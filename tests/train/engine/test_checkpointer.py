@@ -29,12 +29,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.checkpoint.load import export, open_checkpoint, read_model, require_trustworthy  # noqa: E402
-from nsa.checkpoint.manifest import build_manifest, encode  # noqa: E402
+from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode  # noqa: E402
 from nsa.checkpoint.run_state import RunRecord  # noqa: E402
 from nsa.checkpoint.tensor_index import parse_index  # noqa: E402
 from nsa.errors import CheckpointError  # noqa: E402
 from nsa.model.transformer import NSATransformer  # noqa: E402
-from nsa.storage import LocalFiles  # noqa: E402
 from nsa.train.engine.checkpointer import VerifiedCheckpointer, VerifiedCheckpointerConfig  # noqa: E402
 
 CONFIG = {"train": {"lr": 0.1, "steps": 5}}
