@@ -77,7 +77,7 @@ class UnitExchange:
         if self._first is None:
             self._first = first
             with self._storage_errors():
-                self._write(self._start_name(self._settings.reader), str(first).encode())
+                self._write(_reader_name("start", self._settings.reader), str(first).encode())
         self._position, self._stopped = first, threading.Event()
         arguments = (first, stop, self._stopped)
         self._thread = threading.Thread(target=self._produce, args=arguments, name="unit-exchange", daemon=True)
@@ -97,7 +97,7 @@ class UnitExchange:
             self._position = number
             self._advanced.notify()
         with self._storage_errors():
-            self._write(self._progress_name(self._settings.reader), str(number).encode())
+            self._write(_reader_name("progress", self._settings.reader), str(number).encode())
         started, pause_s = time.monotonic(), _POLL_S
         while True:
             if self._crash is not None:
@@ -107,9 +107,9 @@ class UnitExchange:
                 names = set(os.listdir(self._folder))
                 reader = number % self._settings.readers
                 self._compare_start(reader, names)
-                if (name := self._unit_name(number)) in names:
+                if (name := _unit_name(number)) in names:
                     return _decode((self._folder / name).read_bytes(), self._folder / name)
-                if (name := self._failure_name(reader)) in names:
+                if (name := _reader_name("failure", reader)) in names:
                     raise _failure((self._folder / name).read_bytes(), reader)
             waited_s, limit_s = time.monotonic() - started, self._settings.timeout_s
             if limit_s is not None and waited_s > limit_s:
@@ -122,7 +122,7 @@ class UnitExchange:
 
     def _compare_start(self, reader: int, names: set[str]) -> None:
         """Raise if another reader started at another unit: it may never publish the unit that this one waits for."""
-        if reader in self._compared or (name := self._start_name(reader)) not in names:
+        if reader in self._compared or (name := _reader_name("start", reader)) not in names:
             return
         if (start := int((self._folder / name).read_text())) != self._first:
             raise DataError(
@@ -147,7 +147,7 @@ class UnitExchange:
         except NSAError as error:
             failure = {"kind": type(error).__name__, "message": str(error)}
             try:
-                self._write(self._failure_name(settings.reader), json.dumps(failure).encode())
+                self._write(_reader_name("failure", settings.reader), json.dumps(failure).encode())
             except OSError:
                 self._crash = error  # other ranks then time out waiting for this one
         except BaseException as error:
@@ -162,19 +162,19 @@ class UnitExchange:
             content = _with_checksum({"corrupt": str(error)}, b"")
         if content is not None:
             with self._storage_errors():
-                self._write(self._unit_name(number), content)
+                self._write(_unit_name(number), content)
             self._published.append(number)
 
     def _remove_used(self) -> None:
         """Delete this reader's units that every reader has consumed."""
         with self._storage_errors():
             names = set(os.listdir(self._folder))
-            if any(self._progress_name(reader) not in names for reader in range(self._settings.readers)):
+            if any(_reader_name("progress", reader) not in names for reader in range(self._settings.readers)):
                 return
-            progress = [self._folder / self._progress_name(r) for r in range(self._settings.readers)]
+            progress = [self._folder / _reader_name("progress", r) for r in range(self._settings.readers)]
             oldest = min(int(path.read_text()) for path in progress)
             for number in [number for number in self._published if number < oldest]:
-                (self._folder / self._unit_name(number)).unlink(missing_ok=True)
+                (self._folder / _unit_name(number)).unlink(missing_ok=True)
                 self._published.remove(number)
 
     def _write(self, name: str, content: bytes) -> None:
@@ -187,21 +187,14 @@ class UnitExchange:
             if_full=(CheckpointError, "Free disk space and add --resume."),
         )
 
-    @staticmethod
-    def _unit_name(number: int) -> str:
-        return f"unit-{number:012d}"
 
-    @staticmethod
-    def _start_name(reader: int) -> str:
-        return f"start-{reader:05d}"
+def _unit_name(number: int) -> str:
+    return f"unit-{number:012d}"
 
-    @staticmethod
-    def _progress_name(reader: int) -> str:
-        return f"progress-{reader:05d}"
 
-    @staticmethod
-    def _failure_name(reader: int) -> str:
-        return f"failure-{reader:05d}"
+def _reader_name(kind: str, reader: int) -> str:
+    """A file that each reader writes: its `start`, its `progress` or its `failure`."""
+    return f"{kind}-{reader:05d}"
 
 
 def _encode(unit: TokenUnit) -> bytes:
