@@ -30,3 +30,11 @@ def nsa_commands(code: str) -> list[list[str]]:
             if words[:1] == ["nsa"]:
                 found.append(words[1:])
     return found
+
+
+def tokenizer_command(path: Path) -> tuple[str, str]:
+    """Corpus and file of the one `nsa data tokenizer train` in a text, also in a comment; it has no other words."""
+    text = path.read_text(encoding="utf-8")
+    (words,) = re.findall(r"nsa data tokenizer train ([^#\n`]*)", text)
+    source, file = words.split()
+    return source, file

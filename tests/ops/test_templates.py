@@ -12,6 +12,7 @@ from nsa.cli.main import app
 from nsa.config import load
 from nsa.errors import ExitCode
 from nsa.train.launch.launcher import FINAL_EXITS, RETRYABLE_EXITS
+from tests.docs.blocks import tokenizer_command
 from tests.ops.needs import programs
 from tests.train.runs import ROOT
 
@@ -181,6 +182,43 @@ def test_configs_and_settings_of_the_templates_load():
     config, *changes = CONTAINER["args"]
     assert load(ROOT / config, overrides=changes).train.out_dir == "/runs/train"
     assert load(ROOT / TASK["envs"]["CONFIG"], overrides=["parallel.data=fsdp"]).parallel.data == "fsdp"
+
+
+WITH_A_TOKENIZER = {
+    "ops/slurm/train.sbatch",
+    "ops/kubernetes/jobset.yaml",
+    "ops/skypilot/train.yaml",
+    "docs/RUNBOOK.md",
+}
+
+
+@pytest.mark.parametrize("name", sorted(WITH_A_TOKENIZER))
+def test_a_text_that_starts_a_config_says_how_its_tokenizer_is_made(name):
+    """One command, the one in the config's own header: without that file preflight refuses the run."""
+    named = {ROOT / path for path in re.findall(r"\bconfigs/\w+\.yaml", (ROOT / name).read_text())}
+    needing = [path for path in named if load(path).data.tokenizer != "byte"]
+    assert needing
+    for path in needing:
+        assert tokenizer_command(ROOT / name) == tokenizer_command(path)
+
+
+def test_no_other_text_for_operators_starts_a_config_that_needs_a_tokenizer():
+    texts = [*ROOT.glob("ops/**/*.*"), *ROOT.glob("docs/*.md"), *ROOT.glob("scripts/**/*.sh")]
+    starts = r"(?:launch|train|sbatch\S*|start HOST|CONFIG:|args:\n *-)[^\n]* (configs/\w+\.yaml)"
+    found = {
+        str(path.relative_to(ROOT))
+        for path in texts
+        if path.is_file()
+        for config in re.findall(starts, path.read_text(encoding="utf-8"))
+        if load(ROOT / config).data.tokenizer != "byte"
+    }
+    assert found == WITH_A_TOKENIZER
+
+
+def test_skypilot_uploads_the_tokenizer_with_the_project():
+    """It leaves out what .gitignore names."""
+    folder = load(ROOT / TASK["envs"]["CONFIG"]).data.tokenizer.partition("/")[0]
+    assert not any(line.strip("/") in (folder, "*.json") for line in (ROOT / ".gitignore").read_text().splitlines())
 
 
 class StandIn:

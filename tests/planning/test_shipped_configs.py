@@ -1,5 +1,6 @@
 """Every config in the repository, judged for the hardware its header names."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -11,8 +12,14 @@ from nsa.planning.preflight_rules import is_long
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
+from typer.testing import CliRunner
+
+from nsa.cli.data import train_tokenizer
+from nsa.cli.main import app
+from nsa.data.source.hub import FINEWEB_EDU
 from nsa.planning.hardware import parse_target
 from nsa.train.preflight_facts import gather
+from tests.docs.blocks import tokenizer_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INTENDED = {
@@ -120,14 +127,35 @@ def test_the_7b_config_has_the_papers_attention_and_needs_more_than_80_gb():
     assert f"a checkpoint takes {round(facts.estimate.checkpoint_bytes / 2**30)} GiB" in header("base_7b_128k")
 
 
-def test_a_missing_tokenizer_is_refused_before_the_run(tmp_path, monkeypatch):
+def test_a_missing_tokenizer_is_refused_before_the_run_and_the_command_in_the_header_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load(CONFIGS / "train_50k.yaml")
     assert config.data.tokenizer != "byte"
-    found = judge(gather(config, parse_target("here", "cpu"), try_it=False))
-    (verdict,) = (verdict for verdict in found if verdict.rule == "data")
-    assert verdict.status == RuleStatus.FAIL
-    assert config.data.tokenizer in verdict.message
+
+    def data_rule():
+        found = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+        return next(verdict for verdict in found if verdict.rule == "data")
+
+    assert data_rule().status == RuleStatus.FAIL
+    assert config.data.tokenizer in data_rule().message
+    source, path = tokenizer_command(CONFIGS / "train_50k.yaml")
+    assert source == FINEWEB_EDU  # what the run trains on; the hub is out of reach of a test
+    corpus = CONFIGS.parent / "tests/data/fixtures/debian_docs.parquet"
+    done = CliRunner().invoke(app, ["data", "tokenizer", "train", str(corpus), path])
+    assert done.exit_code == 0, done.output
+    assert data_rule().status != RuleStatus.FAIL
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_config_says_how_its_tokenizer_is_made(file):
+    config = load(file)
+    if config.data.tokenizer == "byte":
+        return
+    source, path = tokenizer_command(file)
+    assert path == config.data.tokenizer
+    assert source == (config.data.path or FINEWEB_EDU)
+    default = inspect.signature(train_tokenizer).parameters["vocab_size"].default.default
+    assert default <= config.model.vocab_size
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
