@@ -26,10 +26,10 @@ from nsa.cli.data import data_app
 from nsa.cli.outputs import explain, print_error
 from nsa.errors import ConfigError, NSAError
 
-# Optional packages, and the extra that installs each.
+# Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
 EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
-    **dict.fromkeys(("olmo_core", "safetensors", "tensorboard"), "train"),
+    **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
     "prometheus_client": "ops",
     "triton": "dev",

@@ -97,6 +97,27 @@ main()
 """
 
 
+def without_train(*words: object) -> subprocess.CompletedProcess:
+    """`nsa checkpoint` where the packages of the train extra cannot be imported."""
+    command = [sys.executable, "-c", WITHOUT_TRAIN, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_push_and_pull_without_the_train_extra_name_it(tmp_path):
+    from tests.checkpoint.test_checkpointer import save
+
+    save(tmp_path / "run/checkpoints", 1)
+    for words in (
+        ("push", tmp_path / "run/checkpoints/step1", "s3://models/run"),
+        ("pull", "s3://models/run", tmp_path / "pulled"),
+    ):
+        done = without_train(*words)
+        assert done.returncode == 20, done.stderr
+        assert "pip install 'nsa-train[train]'" in done.stderr
+        assert "boto3" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_verify_and_ls_need_no_train_extra(tmp_path):
     """A run's own checkpoints, with the engine's classes in their index and numpy's in their rank files."""
     import numpy
@@ -109,16 +130,12 @@ def test_verify_and_ls_need_no_train_extra(tmp_path):
     folder = run / "checkpoints/step1"
     (folder / "COMMIT.json").write_bytes(encode(build_manifest(LocalFiles(folder), 1, "now")))
 
-    def use(*words: object) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-c", WITHOUT_TRAIN, *map(str, words)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-
-    good = use("verify", run)
+    good = without_train("verify", run)
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.startswith("good  ")
-    assert use("ls", run).returncode == 0
+    assert without_train("ls", run).returncode == 0
     os.truncate(folder / "model_and_optim/__0_0.distcp", 100)
-    bad = use("verify", run)
+    bad = without_train("verify", run)
     assert (bad.returncode, bad.stdout[:3]) == (22, "BAD")
 
 
