@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
-from tools.mutation_drill import CAUGHT, chosen, plant
+from tools.mutation_drill import CAUGHT, chosen, copied_checkout, plant
 
 SAMPLE = [
     "triton: past rescaled in the first half of the values only",
@@ -16,5 +16,6 @@ SAMPLE = [
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_bug_is_caught(name):
     (mutation,) = chosen(["triton"], name)
-    result = plant(mutation)
+    with copied_checkout() as copy:
+        result = plant(mutation, copy)
     assert result.verdict == CAUGHT, result.reason
