@@ -10,7 +10,7 @@ BEGIN, END = "<!-- conditions: written by python -m tools.docs.regenerate -->", 
 
 def table() -> str:
     limits = {name: f"{value:g}" for name, value in asdict(HealthLimits()).items()}
-    rows = ["| condition | level | when | first thing to do |", "|---|---|---|---|"]
+    rows = ["| condition | level | when | first action |", "|---|---|---|---|"]
     for c in CONDITIONS.values():
         rows.append(f'| <a id="{c.name}"></a>`{c.name}` | {c.level} | {c.rule.format(**limits)} | {c.advice} |')
     return "\n".join([BEGIN, "", *rows, "", END])

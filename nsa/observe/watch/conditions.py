@@ -21,7 +21,7 @@ class HealthCondition:
     rule: str
     """When the condition holds; names of `HealthLimits` in braces are filled in."""
     advice: str
-    """The first thing to do."""
+    """The first action to take."""
     process_ended: bool = False
     """The process has already ended: there is nothing to halt, and a launcher may be restarting it."""
 
