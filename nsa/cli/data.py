@@ -1,25 +1,24 @@
-"""`nsa data`: build a demo corpus, train a tokenizer, prepare token shards, and inspect or verify them."""
+"""`nsa data`: build a demo corpus, train a tokenizer, prepare token shards, and check that a source can be read."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
+from nsa.cli import prepared_set
 from nsa.cli.outputs import print_line
-from nsa.errors import ConfigError, DataError
-from nsa.terminal_text import printable
+from nsa.cli.prepared_set import print_totals
+from nsa.errors import ConfigError
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
     from nsa.data.prepare import run as preparing
+    from nsa.data.prepare.plan import PreparePlan
     from nsa.data.shards.manifest import ShardManifest
-    from nsa.storage import StorageFolder
 
 data_app = typer.Typer(
     help="Build a corpus, train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True
@@ -27,9 +26,6 @@ data_app = typer.Typer(
 tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
 data_app.add_typer(tokenizer_app, name="tokenizer")
 
-SetArgument = Annotated[
-    str, typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
-]
 SourceOption = Annotated[
     str | None,
     typer.Option(help="Folder, glob pattern, URL or hub dataset id. Default: the 10 BT sample of FineWeb-Edu."),
@@ -174,7 +170,6 @@ def prepare(
     from nsa.data.document import DocumentColumns
     from nsa.data.prepare.plan import make_plan
     from nsa.data.prepare.run import prepare as run
-    from nsa.data.prepare.run import slurm_executor
 
     plan = make_plan(
         source,
@@ -187,99 +182,46 @@ def prepare(
         max_bad_units=max_bad_units,
     )
     if slurm_partition is not None:
-        if slurm_log is None:
-            raise ConfigError(
-                "--slurm-partition needs --slurm-log: the jobs read their plan from a folder shared by all nodes."
-            )
-        executor = slurm_executor(
-            plan,
-            out,
-            logging_dir=slurm_log,
-            partition=slurm_partition,
-            time_limit=slurm_time,
-            workers=workers or -1,
-            env_command=slurm_env,
+        _submit_to_slurm(
+            plan, out, slurm_log, partition=slurm_partition, time_limit=slurm_time, workers=workers, env=slurm_env
         )
-        executor.run()
         return
     with _progress_bar() as update:
         manifest = run(plan, out, workers=workers or _cores(), on_progress=update)
-    _print_totals(out, manifest)
+    print_totals(out, manifest)
     _warn_about_small_held_out_split(manifest)
 
 
-@data_app.command()
-def inspect(
-    prepared: SetArgument,
-    document: Annotated[
-        int | None, typer.Option(help="Print id, shard and position of this document; numbers start at 0.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="`train` or `validation`, for --document and --shards.")] = "train",
-    shards: Annotated[bool, typer.Option(help="List all shards of the split.")] = False,
+def _submit_to_slurm(
+    plan: "PreparePlan",
+    out: str,
+    log_folder: str | None,
+    *,
+    partition: str,
+    time_limit: str,
+    workers: int | None,
+    env: str | None,
 ) -> None:
-    """Show size, tokenizer and source of a prepared set.
+    from nsa.data.prepare.run import slurm_executor
 
-    Example: `nsa data inspect data/fwe10 --shards`
-    """
-    from nsa.data.shards.inspect import find_document
-
-    folder, manifest = _open_set(prepared)
-    _print_totals(prepared, manifest)
-    facts = {
-        "vocabulary": manifest.vocab_size,
-        "tokenizer": manifest.tokenizer_fingerprint,
-        "end-of-document token": manifest.eos_id,
-        "token type": manifest.dtype,
-        "held-out fraction": manifest.made_from.get("held_out_fraction"),
-        "source": manifest.made_from.get("source"),
-        "fingerprint": manifest.fingerprint,
-        "quarantined units": len(manifest.quarantined),
-    }
-    _print_table("", ["", "value"], [[name, str(value)] for name, value in facts.items()])
-    if shards:
-        rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in manifest.shards(split)]
-        _print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
-    if document is not None:
-        found = find_document(folder, manifest, split, document)
-        row = [found.doc_id, found.shard, f"{found.start:,}", f"{found.tokens:,}"]
-        _print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
+    if log_folder is None:
+        raise ConfigError(
+            "--slurm-partition needs --slurm-log: the jobs read their plan from a folder shared by all nodes."
+        )
+    slurm_executor(
+        plan,
+        out,
+        logging_dir=log_folder,
+        partition=partition,
+        time_limit=time_limit,
+        workers=workers or -1,
+        env_command=env,
+    ).run()
 
 
-@data_app.command()
-def verify(prepared: SetArgument) -> None:
-    """Verify the SHA-256 of every file of a prepared set; exit code 21 if one is damaged or missing.
-
-    Example: `nsa data verify s3://bucket/fwe10`
-    """
-    from nsa.data.shards.inspect import verify_set
-
-    folder, manifest = _open_set(prepared)
-    total = sum(manifest.totals(split)["bytes"] for split in manifest.splits)
-    with Progress(console=Console(stderr=True)) as bar:
-        shown = bar.add_task("verify", total=total)
-        damaged = list(verify_set(folder, manifest, lambda count: bar.update(shown, advance=count)))
-    if damaged:
-        _print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged])
-        raise DataError(f"{len(damaged)} file(s) of {prepared} are damaged. Restore them, or prepare the set again.")
-    print_line(f"{prepared}: all files match ({total:,} bytes)")
-
-
-@data_app.command()
-def stats(prepared: SetArgument) -> None:
-    """Print the distribution of document lengths in tokens.
-
-    Example: `nsa data stats data/fwe10`
-    """
-    from nsa.data.shards.inspect import length_stats
-
-    folder, manifest = _open_set(prepared)
-    rows = []
-    for split in manifest.splits:
-        s = length_stats(folder, manifest, split)
-        at = [f"{s.percentiles.get(p, 0):,}" for p in (5, 50, 95, 99)]
-        rows.append([split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.mean:,.1f}", *at, f"{s.longest:,}"])
-    head = ["split", "documents", "tokens", "mean", "5 %", "median", "95 %", "99 %", "longest"]
-    _print_table("document length in tokens", head, rows)
+data_app.command()(prepared_set.inspect)
+data_app.command()(prepared_set.verify)
+data_app.command()(prepared_set.stats)
 
 
 @data_app.command()
@@ -330,23 +272,8 @@ def bootstrap(
             held_out_fraction=held_out,
             on_progress=update,
         )
-    _print_totals(out, manifest)
+    print_totals(out, manifest)
     _warn_about_small_held_out_split(manifest)
-
-
-def _open_set(prepared: str) -> "tuple[StorageFolder, ShardManifest]":
-    from nsa.data.shards.manifest import read_manifest
-    from nsa.storage import StorageFolder
-
-    folder = StorageFolder(prepared)
-    return folder, read_manifest(folder)
-
-
-def _print_totals(where: str, manifest: "ShardManifest") -> None:
-    columns = ["shards", "documents", "tokens", "bytes"]
-    totals = {split: manifest.totals(split) for split in manifest.splits}
-    rows = [[split, *(f"{total[column]:,}" for column in columns)] for split, total in totals.items()]
-    _print_table(where, ["split", *columns], rows)
 
 
 def _warn_about_small_held_out_split(manifest: "ShardManifest") -> None:
@@ -365,10 +292,3 @@ def _warn_about_small_held_out_split(manifest: "ShardManifest") -> None:
         highlight=False,
         markup=False,
     )
-
-
-def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    table = Table(*columns, title=Text(printable(title)) if title else None, title_justify="left")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    Console().print(table)
