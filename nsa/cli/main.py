@@ -8,7 +8,6 @@ from nsa import __version__
 from nsa.cli import (
     bench,
     checkpoint,
-    compare,
     config,
     doctor,
     drill,
@@ -60,7 +59,7 @@ app.command()(preflight.preflight)
 app.command()(estimate.estimate)
 app.command()(monitor.monitor)
 app.command()(report.report)
-app.command()(compare.compare)
+app.command()(report.compare)
 app.command()(drill.drill)
 app.command()(gpu_check.gpu_check)
 

@@ -1,12 +1,16 @@
-"""`nsa report`: writes the HTML report of a run."""
+"""`nsa report` and `nsa compare`: the HTML report of a run; settings, results and loss curves of several runs."""
 
 from pathlib import Path
 
 import typer
 
 from nsa.cli.outputs import print_line, require_writable_file
+from nsa.errors import ConfigError
+from nsa.terminal_text import printable
 
 DEFAULT_NAME = "report.html"
+MOST_RUNS = 6
+_STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
 
 
 def report(
@@ -23,10 +27,71 @@ def report(
     from nsa.observe.view.report.run_report import render
     from nsa.observe.view.snapshot import take_snapshot
 
-    write(path, render(take_snapshot(run)))
+    _write(path, render(take_snapshot(run)))
 
 
-def write(path: Path, text: str) -> None:
+def compare(
+    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {MOST_RUNS} run folders."),
+    out: Path = typer.Option(None, "--out", help="Also write an HTML report with all curves on common axes."),
+) -> None:
+    """Compare runs: differing settings, results side by side, loss curves on common axes.
+
+    **Example:** `nsa compare artifacts/a artifacts/b --out compare.html`
+    """
+    if not 2 <= len(runs) <= MOST_RUNS:
+        raise ConfigError(
+            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more curves than that cannot "
+            f"be distinguished. Give 2 to {MOST_RUNS} run folders."
+        )
+    require_writable_file(out)
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
+    from nsa.observe.view.monitor.text_layout import plain_ascii, title
+    from nsa.observe.view.report.run_report import value_text
+    from nsa.observe.view.run_data import load
+    from nsa.observe.view.summary import differing_settings, figures, labels, summarize
+
+    console = Console(highlight=False, markup=False)
+    unicode = console.encoding.startswith("utf")
+    loaded = [load(folder) for folder in runs]
+    names = labels(loaded)
+
+    def show(head: str, rows: list[tuple[str, list[str]]]) -> None:
+        made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        made.add_column(head)
+        for name, style in zip(names, _STYLES, strict=False):
+            made.add_column(Text(name, f"bold {style}"), overflow="fold")
+        for name, values in rows:
+            made.add_row(Text(printable(name), "dim"), *map(Text, values))
+        console.print(made)
+
+    show("", figures([summarize(run) for run in loaded]))
+    console.print()
+    differing = [(key, [value_text(value) for value in values]) for key, values in differing_settings(loaded)]
+    if differing:
+        show("settings that differ", differing)
+    else:
+        console.print("all settings are equal")
+    console.print()
+    curves = [
+        PlotCurve(run.lead.counted("step"), run.lead.counted("loss"), style, letter=name[0])
+        for run, name, style in zip(loaded, names, _STYLES, strict=False)
+    ]
+    width = min(console.width, 120)
+    lines = [title("loss", "nats per token", width), *BraillePlot(curves).draw(width, 16)]
+    for line in lines:
+        console.print(line if unicode else plain_ascii(line), no_wrap=True, overflow="crop")
+    if out is not None:
+        from nsa.observe.view.report.compare_report import render
+
+        _write(out, render(loaded))
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     print_line(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")
