@@ -19,9 +19,8 @@ from typing import Any, Self, TypeVar
 
 from nsa import names
 from nsa.config.env import without_settings
-from nsa.drill import artifacts
+from nsa.drill import artifacts, inject
 from nsa.drill.inject import FaultKind, PlantedFault
-from nsa.drill.result import NotObserved
 
 PROGRESS_TIMEOUT_S = 240.0
 """A wait fails after this long without progress; how fast something must happen is required by each scenario."""
@@ -43,6 +42,10 @@ data: {{dataset: synthetic, synthetic_task: copy, prefetch: false}}
 parallel: {{timeout_s: 60}}
 """
 _T = TypeVar("_T")
+
+
+class NotObserved(Exception):
+    """Something that had to happen did not; the scenario ends."""
 
 
 class DrillProcess:
@@ -145,12 +148,12 @@ class DrillHarness:
     def train(self, *words: str, fault: PlantedFault | None = None) -> DrillProcess:
         """`nsa train`, or the same with a fault injected."""
         if fault is not None:
-            return self.start("nsa.drill.faulty_rank", "train", fault.to_json(), "1", *self._arguments(words))
+            return self.start(inject.MODULE, "train", fault.to_json(), "1", *self._arguments(words))
         return self.start("nsa.cli", "train", *self._arguments(words))
 
     def launch(self, *words: str, nproc: int = 2, fault: PlantedFault | None = None) -> DrillProcess:
         if fault is not None:
-            return self.start("nsa.drill.faulty_rank", "launch", fault.to_json(), str(nproc), *self._arguments(words))
+            return self.start(inject.MODULE, "launch", fault.to_json(), str(nproc), *self._arguments(words))
         return self.start("nsa.cli", "launch", "--nproc", str(nproc), *self._arguments(words))
 
     def watch(self, **limits: float) -> DrillProcess:

@@ -1,12 +1,14 @@
 """Fault injection inside a rank: NaN gradients, collapsed gates, a slow rank, uneven data loading.
 
-Only the drill's entry point (`nsa.drill.faulty_rank`) injects a fault. `nsa train` and `nsa launch` never import this
+As a program it is `nsa train` or `nsa launch` with an injected fault, the only entry point that injects one:
+`python -m nsa.drill.inject train|launch FAULT NPROC CONFIG KEY=VALUE …`. `nsa train` and `nsa launch` never import this
 module: training has no hook, setting or variable that could make it fail on purpose. torch and the engine are imported
 where a fault is injected, since the process that describes a fault does not need them.
 """
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,11 +16,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.errors import NSAError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from nsa.config.schema import RunConfig
     from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
     from nsa.train.engine.data_loader import RowLoader
+
+MODULE = "nsa.drill.inject"
 
 
 class FaultKind(StrEnum):
@@ -152,3 +159,47 @@ def _around_batches(
             after(module)
 
     StepSkippingTrainModule.train_batch = faulty
+
+
+def _config(words: list[str]) -> "RunConfig":
+    from nsa.config import load
+
+    return load(Path(words[0]), overrides=words[1:])
+
+
+def _train(fault: str, words: list[str]) -> int:
+    from nsa.train.run import train
+    from nsa.train.start_options import StartOptions
+
+    options = StartOptions(resume="--resume" in words)  # the only option that a launcher adds here
+    words = [word for word in words if word != "--resume"]
+
+    inject(PlantedFault.from_json(fault))
+    return train(_config(words), options)
+
+
+def _launch(fault: str, nproc: int, words: list[str]) -> int:
+    from nsa.train.launch.launcher import LaunchSettings, launch
+
+    command = [sys.executable, "-m", MODULE, "train", fault, "1", *words]
+    settings = LaunchSettings(command=command, run_folder=Path(_config(words).train.out_dir), nproc=nproc)
+    return launch(settings, lambda text: _log(f"launch: {text}"))
+
+
+def _log(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def main(arguments: list[str]) -> int:
+    command, fault, nproc, *words = arguments
+    try:
+        if command == "launch":
+            return _launch(fault, int(nproc), words)
+        return _train(fault, words)
+    except NSAError as error:
+        _log(f"{type(error).__name__}: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

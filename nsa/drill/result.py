@@ -1,10 +1,10 @@
-"""Result of one drill scenario: what detected the fault, what was left behind, which requirements failed."""
+"""Result of one drill scenario: what detected the fault, what was left behind, whether the run resumed and finished."""
 
 from dataclasses import dataclass, field
 
-
-class NotObserved(Exception):
-    """Something that had to happen did not; the scenario ends."""
+from nsa.drill import artifacts
+from nsa.drill.harness import STEPS, DrillHarness, DrillProcess
+from nsa.observe.events import EventKind
 
 
 @dataclass
@@ -34,3 +34,31 @@ class DrillResult:
     def detected(self, by: str, after_s: float, *, within_s: float) -> None:
         self.detected_by, self.after_s = by, after_s
         self.require(0 <= after_s <= within_s, f"found after {after_s:.1f} s, not within {within_s:.1f} s")
+
+
+def finish(
+    harness: DrillHarness,
+    result: DrillResult,
+    process: DrillProcess,
+    *,
+    steps: int = STEPS,
+    ranks: int = 1,
+    same_as_undisturbed: bool = False,
+) -> None:
+    """Require that a resumed run exits with 0 at its last step, with the undisturbed run's weights where promised."""
+    code = process.wait()
+    result.require_equal("exit code of the resumed run", code, 0)
+    again = artifacts.events(harness.run_folder, EventKind.RESTART)
+    origin = f"from step {again[-1].step}" if again else "from the beginning"
+    if code != 0:
+        result.resumed = f"no: exit {code}"
+        return
+    result.require_equal("last step", artifacts.last_step(harness.run_folder), steps)
+    result.require_equal("newest verified checkpoint", artifacts.newest_good_step(harness.run_folder), steps)
+    result.resumed = f"yes, {origin}"
+    if same_as_undisturbed:
+        same = artifacts.same_end(harness.run_folder, harness.undisturbed(ranks))
+        result.require(same, "the weights or losses differ from those of an undisturbed run")
+        result.resumed += (
+            ", bitwise equal to an undisturbed run" if same else ", but not bitwise equal to an undisturbed run"
+        )

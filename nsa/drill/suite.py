@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa.drill.harness import DrillHarness, UndisturbedRuns
-from nsa.drill.result import DrillResult, NotObserved
-from nsa.drill.scenarios import data, disk, healthy, numbers, pace, processes
+from nsa.drill.harness import DrillHarness, NotObserved, UndisturbedRuns
+from nsa.drill.result import DrillResult
+from nsa.drill.scenarios import data, disk, numbers, pace, processes
 from nsa.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ SCENARIOS = {
     "slow_rank": DrillScenario("slow rank", pace.slow_rank),
     "stale_halt": DrillScenario("stale halt file", processes.stale_halt),
     "sigterm": DrillScenario("SIGTERM", processes.sigterm),
-    "healthy": DrillScenario("none: 500 steps, noise", healthy.healthy),
+    "healthy": DrillScenario("none: 500 steps, noise", pace.healthy),
 }
 
 

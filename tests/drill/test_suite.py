@@ -19,9 +19,9 @@ from nsa.cli.main import app
 from nsa.config.env import without_settings
 from nsa.drill import artifacts, suite
 from nsa.drill.data_server import DataServer
-from nsa.drill.harness import DrillHarness, DrillProcess
+from nsa.drill.harness import DrillHarness, DrillProcess, NotObserved
 from nsa.drill.inject import FaultKind, PlantedFault
-from nsa.drill.result import DrillResult, NotObserved
+from nsa.drill.result import DrillResult
 from nsa.drill.suite import DrillScenario, DrillSuite, choose
 from nsa.errors import ConfigError
 from nsa.observe.heartbeat import HeartbeatRecord

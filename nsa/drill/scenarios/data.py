@@ -4,11 +4,9 @@ import time
 from pathlib import Path
 
 from nsa.drill import artifacts
-from nsa.drill.corpus import write_jsonl
-from nsa.drill.data_server import DataServer
-from nsa.drill.harness import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, DrillHarness
-from nsa.drill.result import DrillResult, NotObserved
-from nsa.drill.scenarios.resume import finish
+from nsa.drill.data_server import DataServer, write_jsonl
+from nsa.drill.harness import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, DrillHarness, NotObserved
+from nsa.drill.result import DrillResult, finish
 from nsa.errors import DataError
 from nsa.observe.events import EventKind
 from nsa.observe.failure_codes import FailureCode

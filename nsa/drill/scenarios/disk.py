@@ -9,8 +9,7 @@ from pathlib import Path
 
 from nsa.drill import artifacts
 from nsa.drill.harness import SAVE_EVERY, DrillHarness, DrillProcess
-from nsa.drill.result import DrillResult
-from nsa.drill.scenarios.resume import finish
+from nsa.drill.result import DrillResult, finish
 from nsa.errors import CheckpointError
 
 _DISK = "16m"

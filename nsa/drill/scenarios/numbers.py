@@ -6,8 +6,7 @@ from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.harness import DrillHarness
 from nsa.drill.inject import FaultKind
-from nsa.drill.result import DrillResult
-from nsa.drill.scenarios.resume import finish
+from nsa.drill.result import DrillResult, finish
 from nsa.errors import ExitCode, NonFiniteError
 from nsa.observe.events import EventKind
 

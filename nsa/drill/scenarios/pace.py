@@ -1,4 +1,4 @@
-"""Drill scenarios: a hung rank and a slow rank (straggler)."""
+"""Drill scenarios: a hung rank, a slow rank (straggler), and timing noise without a fault (false alarms)."""
 
 import os
 import signal
@@ -7,14 +7,16 @@ from contextlib import suppress
 
 from nsa import names
 from nsa.drill import artifacts
+from nsa.drill.data_server import write_jsonl
 from nsa.drill.harness import DrillHarness
 from nsa.drill.inject import FaultKind
-from nsa.drill.result import DrillResult
-from nsa.drill.scenarios.resume import finish
+from nsa.drill.result import DrillResult, finish
 from nsa.errors import ExitCode
+from nsa.observe.events import EventKind
 
 _STALL_S, _SAVE_EVERY = 4.0, 16
 _COLLECTIVE_S = 15.0
+_HEALTHY_STEPS, _HEALTHY_SAVE_EVERY, _SLOWEST_FETCH_S = 500, 50, 1.5
 
 
 def hung_rank(harness: DrillHarness, result: DrillResult) -> None:
@@ -76,6 +78,48 @@ def slow_rank(harness: DrillHarness, result: DrillResult) -> None:
     same = artifacts.same_end(harness.run_folder, harness.undisturbed(2))
     result.require(same, "the weights or losses differ from those of an undisturbed run")
     result.resumed = "never stopped, bitwise equal to an undisturbed run" if same else "never stopped"
+
+
+def healthy(harness: DrillHarness, result: DrillResult) -> None:
+    """No fault: ordinary timing noise must not raise a finding. 500 steps of real training; at ten times the learning
+    rate the gates would collapse.
+    """
+    corpus = harness.folder / "corpus.jsonl"
+    write_jsonl(corpus, 4000)
+    settings = [
+        f"train.steps={_HEALTHY_STEPS}",
+        f"train.save_every={_HEALTHY_SAVE_EVERY}",
+        "train.eval_every=100",
+        "train.eval_batches=8",
+    ]
+    settings += ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.05", "train.lr=1e-3"]
+    watchdog = harness.watch()
+    noise = harness.fault(FaultKind.BENIGN_NOISE, seconds=_SLOWEST_FETCH_S)
+    process = harness.train(*settings, "train.log_every=5", fault=noise)
+    pid = harness.wait_for_step(50, process)
+    process.send(signal.SIGUSR1)
+    harness.wait_for_step(120, process)
+    process.send(signal.SIGUSR2)
+    result.require_equal("exit code", process.wait(), 0)
+    result.require_equal("last step", artifacts.last_step(harness.run_folder), _HEALTHY_STEPS)
+    result.require_equal("newest verified checkpoint", artifacts.newest_good_step(harness.run_folder), _HEALTHY_STEPS)
+    result.require(names.stackdump(0, pid) in artifacts.stack_dumps(harness.run_folder), "USR1 left no stacks")
+    saves = [event.step for event in artifacts.events(harness.run_folder, EventKind.SAVE)]
+    result.require(any(step % _HEALTHY_SAVE_EVERY for step in saves), "USR2 left no checkpoint")
+    result.require(watchdog.running or watchdog.wait() == 0, "the watchdog itself failed")
+    found = [str(event.details.get("condition")) for event in artifacts.findings(harness.run_folder)]
+    result.require_equal("findings", found, [])
+    result.require_equal("the anomaly file", artifacts.anomaly(harness.run_folder), "")
+    result.require(not (harness.run_folder / names.HALT).exists(), "a halt file")
+    slow = sum((beat.dt_fetch_s or 0) > 0.2 for beat in artifacts.beats(harness.run_folder))
+    result.require(
+        slow >= 5, f"only {slow} slow fetches: there was no noise, so the absence of findings proves nothing"
+    )
+    result.detected_by = ", ".join(found) or "nothing, as required"
+    result.left_behind = (
+        f"{len(artifacts.beats(harness.run_folder))} records, {slow} with a slow fetch, stacks, checkpoints"
+    )
+    result.resumed = "not needed"
 
 
 def _continue(pid: int) -> None:

@@ -7,8 +7,7 @@ import time
 from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.harness import SAVE_EVERY, DrillHarness
-from nsa.drill.result import DrillResult
-from nsa.drill.scenarios.resume import finish
+from nsa.drill.result import DrillResult, finish
 from nsa.errors import ExitCode
 from nsa.observe.events import EventKind, LauncherAction
 
