@@ -1,4 +1,6 @@
-"""Determinism check: outputs, selected blocks and all gradients are bitwise equal between runs."""
+"""Bitwise checks of the module. Determinism: outputs, selected blocks and all gradients are equal between runs.
+Causality: later tokens change no bit of earlier outputs and get no gradient from them.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,9 +19,10 @@ from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
 Bits = dict[str, Tensor]
 
 _REPEATS = 20  # a random order may be the same by chance
+_LARGE = 30.0  # the changed future is this many times larger than the past, and still finite in fp16
 
 
-def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+def determinism_checks(scope: CheckSizes) -> Iterator[GpuCheck]:
     for dtype in scope.module_dtypes:
         yield GpuCheck("determinism", f"runs again, {dtype}", partial(_runs, scope, dtype))
     dtype = scope.module_dtypes[0]
@@ -82,3 +85,37 @@ def _on_second_stream(scope: CheckSizes, run: Callable[[], Bits]) -> Bits:
         bits = run()
     wait_for(scope.device)
     return bits
+
+
+def causality_checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+    for dtype in scope.module_dtypes:
+        yield GpuCheck("causality", f"forward, {dtype}", partial(_causal_outputs, scope, dtype))
+        yield GpuCheck("causality", f"backward, {dtype}", partial(_causal_gradients, scope, dtype))
+
+
+def _causal_outputs(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
+    module, x = attention(scope, TORCH_DTYPES[dtype]), tokens(scope, TORCH_DTYPES[dtype])
+    changed, ignored = 0, []
+    with torch.no_grad():
+        clean = module(x)
+        for cut in scope.module.cuts:
+            other = x.clone()
+            other[:, cut:] = _LARGE * tokens(scope, TORCH_DTYPES[dtype], seed=2)[:, cut:]
+            out = module(other)
+            changed += int((out[:, :cut] != clean[:, :cut]).sum())
+            if torch.equal(out[:, cut:], clean[:, cut:]):
+                ignored.append(cut)
+    yield bounded(f"values before a changed token that change, {dtype}", changed, 0)
+    yield bounded(f"changed tokens that change nothing after them, {dtype}", len(ignored), 0)
+
+
+def _causal_gradients(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
+    module, x = attention(scope, TORCH_DTYPES[dtype]), tokens(scope, TORCH_DTYPES[dtype]).requires_grad_()
+    after, before = 0, 0
+    out = module(x)
+    for cut in scope.module.cuts:
+        (dx,) = torch.autograd.grad(out[:, :cut].float().square().sum(), x, retain_graph=True)
+        after += int((dx[:, cut:] != 0).sum())
+        before += int((dx[:, :cut] == 0).all())
+    yield bounded(f"gradients that reach a later token, {dtype}", after, 0)
+    yield bounded(f"losses without any gradient, {dtype}", before, 0)

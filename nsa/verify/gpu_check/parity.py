@@ -1,7 +1,10 @@
-"""Parity check: every kernel against the reference in fp64 on the CPU: outputs, all gradients, selected blocks.
+"""Parity and autocast checks: kernels against the reference in fp64 on the CPU: outputs, gradients, selected blocks.
 
 In fp32 the error itself is bounded. In half precision it may be twice the error of plain PyTorch operators for the
 same formula on the same device, every intermediate rounded to that dtype.
+
+Under autocast kernels compute in their inputs' dtype, and a module is as accurate as PyTorch's. The portable backend is
+checked there too: it is the default on a GPU, and autocast would change its matrix products.
 """
 
 from collections.abc import Iterator
@@ -13,17 +16,19 @@ from torch import Tensor
 from nsa.bench.case import TORCH_DTYPES
 from nsa.bench.correctness import blocks_error
 from nsa.kernels.registry import BACKENDS, BRANCHES
-from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded
+from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
 from nsa.verify.gpu_check.kernel_call import KernelCall
-from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes, KernelSizes
+from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes, KernelSizes, attention, tokens
+from nsa.verify.prove import AUTOCAST_LIMIT, autocast_error
 
 FP32_LIMIT = 1e-5  # relative RMS
 HALF_LIMIT = 2.0  # times plain PyTorch's error
 SELECTION_LIMIT = 1e-4  # relative, of scores, which are computed in fp32 whatever the inputs' dtype
 NAMES = ("out", "dq", "dk", "dv")
+_AUTOCAST_BACKENDS = (BACKEND, "portable")
 
 
-def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+def parity_checks(scope: CheckSizes) -> Iterator[GpuCheck]:
     dtypes = dict.fromkeys(dtype for _, dtypes in scope.kernels for dtype in dtypes)
     for dtype in dtypes:
         for branch in (branch for branch in BRANCHES if branch != "select"):
@@ -87,6 +92,39 @@ def _with_the_compressed_branch(call: KernelCall, q: Tensor, k: Tensor, pos: Ten
     both = BACKENDS[BACKEND].compressed_and_select
     assert both is not None
     return both(q, k, call.compressed[1].to(q.device), pos, first, **call.choosing)[1]
+
+
+def autocast_checks(scope: CheckSizes) -> Iterator[GpuCheck]:
+    for backend in _AUTOCAST_BACKENDS:
+        yield GpuCheck("autocast", f"kernels in fp32, {backend}", partial(_autocast_kernels, scope, backend))
+    yield GpuCheck("autocast", "bf16 from fp32 weights", partial(_autocast_module, scope))
+
+
+def _autocast_kernels(scope: CheckSizes, backend: str) -> Iterator[CheckResult | MeasuredTable]:
+    sizes = next(sizes for sizes, dtypes in scope.kernels if "fp32" in dtypes)
+    call = KernelCall(sizes, torch.float32)
+    figures: dict[str, float] = {}
+    q, k = (x.to(scope.device) for x in (call.q_BSGRK, call.compressed[0]))
+    pos, first = (x.to(scope.device) for x in (call.layout.pos_BS, call.layout.first_BS))
+    with torch.autocast(scope.device.type, torch.bfloat16):
+        for branch in (branch for branch in BRANCHES if branch != "select"):
+            got = call.by_kernel(backend, branch, scope.device)
+            truth = zip(NAMES, got, call.truth(branch), strict=True)
+            figures |= {f"{branch} {name}": relative_rms(x, exact) for name, x, exact in truth}
+        idx_BSGN = BACKENDS[backend].functions.select(q, k, pos, first, **call.choosing)
+    worst = max(figures, key=lambda name: figures[name])
+    yield bounded(f"outputs and gradients in fp32, {backend}, relative RMS", figures[worst], FP32_LIMIT, worst)
+    with_others = (idx_BSGN != BACKENDS[backend].functions.select(q, k, pos, first, **call.choosing)).any(-1)
+    yield bounded(f"queries that choose other blocks, {backend}", int(with_others.sum()), 0)
+
+
+def _autocast_module(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
+    claim = "bf16 from fp32 weights, window over everything, × PyTorch attention's error"
+    if not scope.is_gpu:  # Triton's interpreter computes bf16 products wrongly
+        yield needs_gpu(claim)
+        return
+    module = attention(scope, torch.float32, w=scope.module.length)
+    yield bounded(claim, autocast_error(module, "sliding", tokens(scope, torch.float32)), AUTOCAST_LIMIT)
 
 
 def relative_rms(got: Tensor, want: Tensor) -> float:

@@ -1,4 +1,8 @@
-"""The GPU checks in order, and their runner: a child process that is restarted after an exception, crash or hang."""
+"""The GPU checks in order, and their runner: a child process that is restarted after an exception, crash or hang.
+
+An illegal access leaves a GPU's context unusable, and a hang cannot be ended from inside. The child is this module as a
+program (`python -m nsa.verify.gpu_check.runner ARGUMENTS`).
+"""
 
 import json
 import os
@@ -8,21 +12,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 import torch
 
 from nsa.errors import ConfigError
-from nsa.verify.gpu_check import autocast, causality, compiled, decode, determinism, environment, parity, speed
+from nsa.verify.gpu_check import compiled, decode, determinism, environment, parity, speed
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable
 from nsa.verify.gpu_check.sizes import CheckSizes, on_gpu, rehearsal
 
-SUBJECTS = {
-    "environment": environment, "parity": parity, "autocast": autocast, "causality": causality,
-    "determinism": determinism, "compile": compiled, "decode": decode, "speed": speed,
+SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
+    "environment": environment.checks, "parity": parity.parity_checks, "autocast": parity.autocast_checks,
+    "causality": determinism.causality_checks, "determinism": determinism.determinism_checks,
+    "compile": compiled.checks, "decode": decode.checks, "speed": speed.checks,
 }  # fmt: skip
 
 SILENCE_TIMEOUT_S = 1800.0  # a child without a message for this long hangs
@@ -43,7 +48,7 @@ def select_checks(scope: CheckSizes, only: Iterable[str] = ()) -> list[GpuCheck]
             raise ConfigError(f"--only is {name!r}: there is no such subject. Use one of: {', '.join(SUBJECTS)}.")
     if "speed" in only and not scope.full:
         raise ConfigError("--only speed without --full times nothing: the benchmark is what --full adds. Add --full.")
-    return [check for name, module in SUBJECTS.items() if name in wanted for check in module.checks(scope)]
+    return [check for name, checks in SUBJECTS.items() if name in wanted for check in checks(scope)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class GpuCheckRunner:
         reading, writing = os.pipe()
         arguments = vars(self.request) | {"to": writing, "first": first}
         child = subprocess.Popen(
-            [sys.executable, "-m", "nsa.verify.gpu_check.worker", json.dumps(arguments)],
+            [sys.executable, "-m", "nsa.verify.gpu_check.runner", json.dumps(arguments)],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,), env=dict(self.environ),
             start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
         )  # fmt: skip
@@ -140,3 +145,37 @@ def _exception_line(output: IO[bytes]) -> str:
     begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback")), default=-1)
     found = next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "it exited without output")
     return found[:_MOST_CHARACTERS]
+
+
+def main(arguments: str) -> None:
+    """In the child: run the checks and write each result to a pipe at once.
+
+    `arguments`: JSON with the pipe to write to, what to run, and the first check.
+    """
+    to, rehearse, full, only, first = (
+        json.loads(arguments)[key] for key in ("to", "rehearse", "full", "only", "first")
+    )
+    torch.set_float32_matmul_precision("highest")  # no TF32 in what kernels are compared with
+    with os.fdopen(to, "w", encoding="utf-8") as pipe:
+
+        def write(**message: Any) -> None:
+            pipe.write(json.dumps(message) + "\n")
+            pipe.flush()
+
+        for number, check in enumerate(select_checks(check_sizes(rehearse=rehearse, full=full), only)):
+            if number < first:
+                continue
+            write(kind="begin", number=number)
+            begin = time.perf_counter()
+            for result in check.run():
+                if isinstance(result, CheckResult):
+                    now = time.perf_counter()
+                    write(kind="result", result=asdict(replace(result, subject=check.subject, seconds=now - begin)))
+                    begin = now
+                else:
+                    write(kind="measured", measured=asdict(result))
+        write(kind="done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
