@@ -159,7 +159,11 @@ def main() -> None:
     begin = time.monotonic()
     results = run(mutations, args.n)
     rest = [result for result in results if result.verdict != CAUGHT]
-    print(f"\ncaught {len(results) - len(rest)} of {len(results)} in {time.monotonic() - begin:.0f} s")
+    cpu_s = os.times().children_user + os.times().children_system
+    print(
+        f"\ncaught {len(results) - len(rest)} of {len(results)} in {time.monotonic() - begin:.0f} s "
+        f"({cpu_s:.0f} s of CPU time)"
+    )
     for result in rest:
         print(f"{result.verdict}: {result.mutation.name} ({result.mutation.file}; {' '.join(result.mutation.tests)})")
     sys.exit(bool(rest))
