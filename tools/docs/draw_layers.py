@@ -21,6 +21,7 @@ PURPOSE = {
     "files": "atomic writes, locks",
     "gpus": "GPU table",
     "geometry": "block sizes",
+    "attention_rules": "heads, φ, RoPE",
     "names": "file names of a run",
     "terminal_text": "escaping",
     "errors": "exceptions, exit codes",
