@@ -16,14 +16,15 @@ import triton.language as tl
 from nsa.kernels.triton.device.select import ascending, own_block, ranked, shared_strides
 from nsa.kernels.triton.device.tile import (
     LOG2E,
-    dot,
+    divisor,
     dot_rows,
     load_both,
     load_rows,
-    rounded,
+    log_sum,
     soften,
     store_both,
     store_rows,
+    weigh,
     zeros_both,
 )
 
@@ -63,14 +64,9 @@ def attend_range(
         if KEEP_SCORES:
             tl.store(scores + scores_at[:, None] + at[None, :], s, mask=ok[:, None] & inside[None, :])
         e, top, total, decay = soften(s, top, total)
-        p = rounded(e, WIDE, v.dtype.element_ty)
-        acc1 = acc1 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, 0, V1, WIDE))
-        if V2 > 0:
-            acc2 = acc2 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, V1, V2, WIDE))
-    nothing = total == 0
-    total = tl.where(nothing, 1.0, total)
-    store_both(part, part_at * V, ok, acc1 / total[:, None], acc2 / total[:, None], V, V1, V2)
-    tl.store(part_lse + part_at, tl.where(nothing, float("-inf"), top + tl.log2(total)), mask=ok)
+        acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    store_both(part, part_at * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
+    tl.store(part_lse + part_at, log_sum(top, total), mask=ok)
 
 
 @triton.jit

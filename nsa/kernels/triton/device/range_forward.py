@@ -9,14 +9,14 @@ import triton.language as tl
 from nsa.kernels.triton.device.tile import (
     LN2,
     LOG2E,
-    dot,
+    divisor,
     dot_rows,
     heads_with_range,
     load_both,
-    load_rows,
-    rounded,
+    log_sum,
     soften,
     store_both,
+    weigh,
     zeros_both,
 )
 
@@ -46,13 +46,8 @@ def range_forward_kernel(
         s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         e, top, total, decay = soften(tl.where(visible, s * (scale * LOG2E), float("-inf")), top, total)
-        p = rounded(e, WIDE, v.dtype.element_ty)
-        acc1 = acc1 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, 0, V1, WIDE))
-        if V2 > 0:
-            acc2 = acc2 * decay[:, None] + dot(p, load_rows(v, v_at, inside, V, V1, V2, WIDE))
+        acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
 
-    nothing = total == 0
-    total = tl.where(nothing, 1.0, total)
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    store_both(out, flat * V, ok, acc1 / total[:, None], acc2 / total[:, None], V, V1, V2)
-    tl.store(lse + flat, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2), mask=ok)
+    store_both(out, flat * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
+    tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)

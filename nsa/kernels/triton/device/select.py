@@ -15,7 +15,17 @@ two are equal, so the choice is exact, and ties go to the lower index.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import LN2, LOG2E, dot, dot_rows, heads_with_range, load_both, load_rows, soften
+from nsa.kernels.triton.device.tile import (
+    LN2,
+    LOG2E,
+    dot,
+    dot_rows,
+    heads_with_range,
+    load_both,
+    load_rows,
+    log_sum,
+    soften,
+)
 
 
 @triton.constexpr_function
@@ -66,10 +76,8 @@ def range_lse_kernel(
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
         _, top, total, _ = soften(s, top, total)
-    nothing = total == 0
-    total = tl.where(nothing, 1.0, total)
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    tl.store(lse + flat, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2), mask=ok)
+    tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.device.range_backward import probabilities, products, store_gradients
-from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, slots_of
 from nsa.kernels.triton.device.tile import (
     dot,
     heads_of,
@@ -59,10 +59,9 @@ def selected_backward_kernel(
     dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 
     for m in tl.range(first * R, end * R, BLOCK_M):
-        row = m + tl.arange(0, BLOCK_M)
-        entry, head, ok = row // R, row % R, row < end * R
-        query, here, begin_M = reader_of(pairs, begins, entry, ok, window, N, L)
-        last_M = tl.load(last + b * S + query, mask=ok, other=-1)
+        query, head, ok, here, begin_M, last_M = readers_of(
+            pairs, begins, last, m, end, window, b, S, R, N, L, BLOCK_M
+        )  # fmt: skip
         q_at = b * q_b + query * q_s + g * q_g + head * q_r
         do_at = b * do_b + query * do_s + g * do_g + head * do_r
         flat = ((b * n_queries + query) * G + g) * R + head

@@ -35,11 +35,16 @@ def keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L: tl.constexpr, BLOC
 
 
 @triton.jit
-def reader_of(pairs, begins, entry, ok, window, N: tl.constexpr, L: tl.constexpr):
-    """Of entries: the query, the slot of what it gets here, and the first key of its block."""
+def readers_of(pairs, begins, last, m, end, window, b, S,
+               R: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Query heads of a tile of entries, from row m on: query, head, which of them exist, the slot of what each gets
+    here, the first key of its block, and the last key it may see."""
+    row = m + tl.arange(0, BLOCK_M)
+    entry, head, ok = row // R, row % R, row < end * R
     pair = tl.load(pairs + entry, mask=ok, other=0)
     begin = tl.load(begins + entry, mask=ok, other=0)
-    return (pair // N).to(tl.int64), pair % N * 2 + (begin < window * L).to(tl.int32), begin
+    query, here = (pair // N).to(tl.int64), pair % N * 2 + (begin < window * L).to(tl.int32)
+    return query, head, ok, here, begin, tl.load(last + b * S + query, mask=ok, other=-1)
 
 
 @triton.jit

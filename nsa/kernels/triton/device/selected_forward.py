@@ -7,14 +7,16 @@ them would cost the software pipeline. Log-sum-exps of slots are in base 2.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, reader_of, slots_of
+from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, slots_of
 from nsa.kernels.triton.device.tile import (
     LN2,
     LOG2E,
+    divisor,
     dot,
     heads_of,
     load_both,
     load_rows,
+    log_sum,
     rounded,
     store_both,
     store_rows,
@@ -40,10 +42,9 @@ def selected_forward_kernel(
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
 
     for m in tl.range(first * R, end * R, BLOCK_M):
-        row = m + tl.arange(0, BLOCK_M)
-        entry, head, ok = row // R, row % R, row < end * R
-        query, here, begin_M = reader_of(pairs, begins, entry, ok, window, N, L)
-        last_M = tl.load(last + b * S + query, mask=ok, other=-1)
+        query, head, ok, here, begin_M, last_M = readers_of(
+            pairs, begins, last, m, end, window, b, S, R, N, L, BLOCK_M
+        )  # fmt: skip
         q_at = b * q_b + query * q_s + g * q_g + head * q_r
         s = dot(load_rows(q, q_at, ok, K, 0, K1, WIDE), tl.trans(k1))
         if K2 > 0:
@@ -92,8 +93,6 @@ def merge_slots_kernel(
             if V2 > 0:
                 x = load_rows(slot, at * V, written, V, V1, V2, False).to(tl.float32)
                 acc2 = acc2 * decay[:, None] + x * share[:, None]
-    nothing = total == 0
-    total = tl.where(nothing, 1.0, total)
     flat = ((b * n_queries + query) * G + g) * R + head
-    store_both(out, flat * V, ok, acc1 / total[:, None], acc2 / total[:, None], V, V1, V2)
-    tl.store(lse + flat, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * LN2), mask=ok)
+    store_both(out, flat * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
+    tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)

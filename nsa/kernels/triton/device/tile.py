@@ -1,7 +1,7 @@
 """Shared device helpers: tiles of rows, columns of any width, dot products in the inputs' precision.
 
 A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
-group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.head_dims`).
+group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.tuning`).
 
 Under the interpreter of Triton 3.8 two things are wrong in bf16. `tl.dot` is: WIDE operands are converted to fp32 right
 before it, after having been rounded as the hardware would see them. Narrowing fp32 cuts where hardware rounds to the
@@ -136,3 +136,25 @@ def soften(s, top, total):
     e = tl.exp2(s - safe[:, None])
     decay = tl.exp2(top - safe)
     return e, new, total * decay + tl.sum(e, 1), decay
+
+
+@triton.jit
+def weigh(acc1, acc2, decay, e, v, v_at, ok, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WIDE: tl.constexpr):
+    """The step's values, weighted by its exponentials, added to what is left of the past's."""
+    p = rounded(e, WIDE, v.dtype.element_ty)
+    acc1 = acc1 * decay[:, None] + dot(p, load_rows(v, v_at, ok, V, 0, V1, WIDE))
+    if V2 > 0:
+        acc2 = acc2 * decay[:, None] + dot(p, load_rows(v, v_at, ok, V, V1, V2, WIDE))
+    return acc1, acc2
+
+
+@triton.jit
+def divisor(total):
+    """Of a whole row: what its weighted values are divided by; 1 if it saw nothing."""
+    return tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def log_sum(top, total):
+    """Of a whole row: its log-sum-exp in base 2; −inf if it saw nothing."""
+    return tl.where(total == 0, float("-inf"), top + tl.log2(tl.where(total == 0, 1.0, total)))
