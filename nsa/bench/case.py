@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.bench.shapes import BenchShape
-from nsa.core.gates import BRANCH_ORDER
-from nsa.core.kv_cache import BranchStreams
+from nsa.core.branches import BRANCH_ORDER, BranchStreams
 from nsa.errors import ConfigError
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

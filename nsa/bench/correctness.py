@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa.bench.case import BenchCase, BenchRunner, BenchTask, Results
 from nsa.bench.implementations import BenchImplementation
 from nsa.bench.nsa_backends import compressed_by_phi
-from nsa.core.gates import BRANCH_ORDER
+from nsa.core.branches import BRANCH_ORDER
 from nsa.geometry import Geometry
 from nsa.kernels import reference
 

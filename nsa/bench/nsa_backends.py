@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import GRADIENTS, TORCH_DTYPES, BenchCase, BenchRunner, BenchTask, leaf
+from nsa.core.branches import BranchStreams
 from nsa.core.document_layout import plain_layout
 from nsa.core.functional import nsa_attention
-from nsa.core.kv_cache import BranchStreams, LayerCache
+from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BACKENDS, BRANCHES
 

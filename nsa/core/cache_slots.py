@@ -3,6 +3,7 @@
 B batch · S new tokens · N tokens read · G kv groups · X width
 """
 
+from collections.abc import Sequence
 from threading import RLock
 
 import torch
@@ -66,5 +67,31 @@ class CacheSlots:
         return self.data.transpose(1, 2)[self._row_B1, slot_BN]
 
 
-KeySlots = tuple[CacheSlots, CacheSlots]
-"""Of keys and of values."""
+class KeySlots:
+    """Slots of a branch's keys and values."""
+
+    def __init__(self, data_k: Tensor, data_v: Tensor) -> None:
+        self.both = CacheSlots(data_k), CacheSlots(data_v)
+        self.n = self.both[0].n
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        k, v = self.both
+        return k.content(), v.content()
+
+    def write(self, slot_BS: Tensor, keep_BS: Tensor, new: Sequence[Tensor]) -> None:
+        for slots, x_BSGX in zip(self.both, new, strict=True):
+            slots.write(slot_BS, keep_BS, x_BSGX)
+
+    def write_ring(self, pos_BS: Tensor, end_B1: Tensor, new: Sequence[Tensor]) -> None:
+        for slots, x_BSGX in zip(self.both, new, strict=True):
+            slots.write_ring(pos_BS, end_B1, x_BSGX)
+
+    def last(self, count: int, length_B: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = self.both
+        return k.last(count, length_B), v.last(count, length_B)
+
+    def refill(self, past: "KeySlots", length_B: Tensor) -> None:
+        """A ring's last tokens before the rows' lengths, from a longer ring."""
+        n = self.n
+        pos_BS = length_B[:, None] - n + torch.arange(n, device=length_B.device)
+        self.write(pos_BS % n, pos_BS >= 0, past.last(n, length_B))

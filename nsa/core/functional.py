@@ -9,17 +9,17 @@ C compressed entries · N chosen blocks · X gates per group (R or 1)
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from nsa.core.branches import BRANCH_ORDER, BranchKeys, attend_branches
 from nsa.core.compression import mean_of_blocks
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
-from nsa.core.gates import BRANCH_ORDER
-from nsa.core.kv_cache import BranchKeys
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa.kernels.reference import Attended, ScoreOptions
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 
 DEFAULT_GEOMETRY = Geometry()  # the paper's
@@ -28,7 +28,16 @@ Kernels = str | Mapping[str, str] | BackendRequest
 BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]
 """One tensor for all branches, or one per branch: a mapping with the names of BRANCH_ORDER, or three in that order."""
 CuSeqlens = Tensor | Sequence[int] | None
-_OutAndLse = tuple[Tensor, Tensor]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of each branch's function, with the meaning and the defaults that they have in
+    `nsa_attention`."""
+
+    geometry: Geometry
+    scale: float | None
+    cu_seqlens: CuSeqlens
+    kernels: Kernels
 
 
 class BranchLse(NamedTuple):
@@ -78,21 +87,20 @@ def nsa_attention(
     """
     k_cmp, k_sel, k_win = _per_branch("k", k, compressed is not None)
     v_cmp, v_sel, v_win = _per_branch("v", v, compressed is not None)
-    batch = _QueryBatch(q_BSHK, k_sel, geometry, scale, cu_seqlens)
+    batch = _QueryBatch(q_BSHK, k_sel, geometry, scale, cu_seqlens, kernels)
     if compressed is None:
         assert k_cmp is not None
         assert v_cmp is not None
         raw_k, raw_v, *_ = batch.raw_keys("compressed", k_cmp, v_cmp)
         compressed = batch.means(raw_k), batch.means(raw_v)
     found = attend_branches(
-        batch.plan(kernels, v_sel),
+        batch.plan(v_sel),
         batch.q_BSGRK,
         batch.gates(gates_BSH3),
         batch.entries(*compressed),
         batch.raw_keys("selected", k_sel, v_sel),
         batch.raw_keys("sliding", k_win, v_win),
-        geometry=geometry,
-        scale=batch.scale,
+        **batch.scoring,
         blocks=None if blocks is None else batch.blocks(blocks),
         return_lse=return_lse,
     )
@@ -108,39 +116,27 @@ def compressed_attention(
     k_BCGK: Tensor,
     v_BCGV: Tensor,
     *,
-    geometry: Geometry = DEFAULT_GEOMETRY,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens = None,
-    kernels: Kernels = "auto",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    **options: Unpack[AttentionOptions],
+) -> Attended:
     """Attend to the compressed entries (see `compress_blocks`) whose last token is not after the query: [B, S, H, V].
 
-    A query that sees no complete block gets zeros (log-sum-exp −inf).
+    A query that sees no complete block gets zeros (log-sum-exp −inf). options: geometry, scale, cu_seqlens, kernels.
     """
-    batch = _QueryBatch(q_BSHK, k_BCGK, geometry, scale, cu_seqlens)
-    keys = batch.entries(k_BCGK, v_BCGV)
-    return batch.result(
-        _compressed(batch.plan(kernels, v_BCGV), batch.q_BSGRK, keys, geometry, batch.scale), return_lse
-    )
+    batch = _QueryBatch(q_BSHK, k_BCGK, **options)
+    keys, run = batch.entries(k_BCGK, v_BCGV), batch.plan(v_BCGV).functions
+    return batch.result(run.compressed(batch.q_BSGRK, *keys, **batch.scoring, return_lse=return_lse))
 
 
-def select_blocks(
-    q_BSHK: Tensor,
-    k_BCGK: Tensor,
-    *,
-    geometry: Geometry = DEFAULT_GEOMETRY,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens = None,
-    kernels: Kernels = "auto",
-) -> Tensor:
+def select_blocks(q_BSHK: Tensor, k_BCGK: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """Top-n block selection by the compressed branch's probabilities: int32 [B, S, G, n_sel], ascending, −1 padded.
 
     The first block and the two nearest the query are always among them; ties go to the lower index. No gradient.
+    options: geometry, scale, cu_seqlens, kernels.
     """
-    batch = _QueryBatch(q_BSHK, k_BCGK, geometry, scale, cu_seqlens)
-    keys = batch.entries(k_BCGK, k_BCGK)
-    return batch.by_row(_select(batch.plan(kernels, k_BCGK), batch.q_BSGRK, keys, geometry, batch.scale))
+    batch = _QueryBatch(q_BSHK, k_BCGK, **options)
+    k, _, pos, first = batch.entries(k_BCGK, k_BCGK)
+    return batch.by_row(batch.plan(k_BCGK).functions.select(batch.q_BSGRK, k, pos, first, **batch.scoring))
 
 
 def selected_attention(
@@ -149,17 +145,17 @@ def selected_attention(
     v_BSGV: Tensor,
     blocks_BSGN: Tensor,
     *,
-    geometry: Geometry = DEFAULT_GEOMETRY,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens = None,
-    kernels: Kernels = "auto",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to the tokens of the given blocks that are not after the query: [B, S, H, V]."""
-    batch = _QueryBatch(q_BSHK, k_BSGK, geometry, scale, cu_seqlens)
-    keys, run = batch.raw_keys("selected", k_BSGK, v_BSGV), batch.plan(kernels, v_BSGV)
-    made = _selected(run, batch.q_BSGRK, keys, batch.blocks(blocks_BSGN), geometry, batch.scale)
-    return batch.result(made, return_lse)
+    **options: Unpack[AttentionOptions],
+) -> Attended:
+    """Attend to the tokens of the given blocks that are not after the query: [B, S, H, V].
+
+    options: geometry, scale, cu_seqlens, kernels.
+    """
+    batch = _QueryBatch(q_BSHK, k_BSGK, **options)
+    (k, v, pos, start), run = batch.raw_keys("selected", k_BSGK, v_BSGV), batch.plan(v_BSGV).functions
+    blocks = batch.blocks(blocks_BSGN)
+    return batch.result(run.selected(batch.q_BSGRK, k, v, blocks, pos, start, **batch.scoring, return_lse=return_lse))
 
 
 def sliding_attention(
@@ -167,16 +163,16 @@ def sliding_attention(
     k_BSGK: Tensor,
     v_BSGV: Tensor,
     *,
-    geometry: Geometry = DEFAULT_GEOMETRY,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens = None,
-    kernels: Kernels = "auto",
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to the query's own token and the w − 1 before it: [B, S, H, V]."""
-    batch = _QueryBatch(q_BSHK, k_BSGK, geometry, scale, cu_seqlens)
-    keys, run = batch.raw_keys("sliding", k_BSGK, v_BSGV), batch.plan(kernels, v_BSGV)
-    return batch.result(_sliding(run, batch.q_BSGRK, keys, geometry, batch.scale), return_lse)
+    **options: Unpack[AttentionOptions],
+) -> Attended:
+    """Attend to the query's own token and the w − 1 before it: [B, S, H, V].
+
+    options: geometry, scale, cu_seqlens, kernels.
+    """
+    batch = _QueryBatch(q_BSHK, k_BSGK, **options)
+    keys, run = batch.raw_keys("sliding", k_BSGK, v_BSGV), batch.plan(v_BSGV).functions
+    return batch.result(run.sliding(batch.q_BSGRK, *keys, **batch.scoring, return_lse=return_lse))
 
 
 def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = DEFAULT_GEOMETRY, cu_seqlens: CuSeqlens = None) -> Tensor:
@@ -195,77 +191,17 @@ def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = DEFAULT_GEOMETRY, cu
     return mean_of_blocks(rows, layout.begin_BC, geometry.l, geometry.d)
 
 
-class BranchesOutput(NamedTuple):
-    """Of `attend_branches`, in the kernels' layout."""
-
-    out: Tensor
-    """[B, S, G, R, V]."""
-    blocks: Tensor
-    """int32 [B, S, G, N]."""
-    lse: tuple[Tensor, Tensor, Tensor] | None
-    """[B, S, G, R] per branch."""
-
-
-def attend_branches(
-    run: KernelPlan,
-    q_BSGRK: Tensor,
-    gates_BSGX3: Tensor,
-    compressed: BranchKeys,
-    selected: BranchKeys,
-    window: BranchKeys,
-    *,
-    geometry: Geometry,
-    scale: float,
-    blocks: Tensor | None = None,
-    return_lse: bool = False,
-) -> BranchesOutput:
-    """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
-
-    `nsa_attention` and `NSAAttention` (with and without a cache) both end here.
-    """
-    lse_cmp = None
-    if blocks is None and not return_lse:
-        compressed_out, blocks = run.compressed_and_select(q_BSGRK, *compressed, geometry=geometry, scale=scale)
-    else:
-        compressed_out, lse_cmp = _compressed(run, q_BSGRK, compressed, geometry, scale)
-        blocks = _select(run, q_BSGRK, compressed, geometry, scale) if blocks is None else blocks
-    selected_out, lse_sel = _selected(run, q_BSGRK, selected, blocks, geometry, scale)
-    sliding_out, lse_win = _sliding(run, q_BSGRK, window, geometry, scale)
-    mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
-    return BranchesOutput(mixed, blocks, None if lse_cmp is None else (lse_cmp, lse_sel, lse_win))
-
-
-def _compressed(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:
-    made = run.functions.compressed(q_BSGRK, *keys, geometry=g, scale=scale, return_lse=True)
-    assert isinstance(made, tuple)
-    return made
-
-
-def _select(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> Tensor:
-    k, _, pos, first = keys
-    return run.functions.select(q_BSGRK, k, pos, first, geometry=g, scale=scale)
-
-
-def _selected(
-    run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, blocks_BSGN: Tensor, g: Geometry, scale: float
-) -> _OutAndLse:
-    k, v, pos, start = keys
-    made = run.functions.selected(q_BSGRK, k, v, blocks_BSGN, pos, start, geometry=g, scale=scale, return_lse=True)
-    assert isinstance(made, tuple)
-    return made
-
-
-def _sliding(run: KernelPlan, q_BSGRK: Tensor, keys: BranchKeys, g: Geometry, scale: float) -> _OutAndLse:
-    made = run.functions.sliding(q_BSGRK, *keys, geometry=g, scale=scale, return_lse=True)
-    assert isinstance(made, tuple)
-    return made
-
-
 class _QueryBatch:
     """Queries as the kernels take them, where they stand, and the way back to the caller's layout."""
 
     def __init__(
-        self, q_BSHK: Tensor, k_BTGK: Tensor, geometry: Geometry, scale: float | None, cu_seqlens: CuSeqlens
+        self,
+        q_BSHK: Tensor,
+        k_BTGK: Tensor,
+        geometry: Geometry = DEFAULT_GEOMETRY,
+        scale: float | None = None,
+        cu_seqlens: CuSeqlens = None,
+        kernels: Kernels = "auto",
     ) -> None:
         for name, x in (("q", q_BSHK), ("k", k_BTGK)):
             if x.dim() != 4:
@@ -278,14 +214,19 @@ class _QueryBatch:
                 f"queries of a multiple of {max(1, self.n_groups)} heads."
             )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
+        self.kernels = kernels
         self.d_k, self.scale = d_k, d_k**-0.5 if scale is None else scale
         self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
 
-    def plan(self, kernels: Kernels, v: Tensor) -> KernelPlan:
+    @property
+    def scoring(self) -> ScoreOptions:
+        return {"geometry": self.geometry, "scale": self.scale}
+
+    def plan(self, v: Tensor) -> KernelPlan:
         q = self.q_BSGRK
         shape = KernelShape(self.n_groups, q.shape[3], self.d_k, v.shape[-1], self.geometry)
-        return plan(backend_request(kernels), q.device, q.dtype, shape)
+        return plan(backend_request(self.kernels), q.device, q.dtype, shape)
 
     def rows(self, x: Tensor) -> Tensor:
         """The caller's [B, S, …] as the kernels take it: packed documents are one row."""
@@ -299,9 +240,11 @@ class _QueryBatch:
         """[B, S, G, R, …] → [B, S, H, …]."""
         return self.by_row(x.flatten(2, 3))
 
-    def result(self, made: _OutAndLse, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    def result(self, made: Attended) -> Attended:
+        if isinstance(made, Tensor):
+            return self.by_head(made)
         out, lse = made
-        return (self.by_head(out), self.by_head(lse)) if return_lse else self.by_head(out)
+        return self.by_head(out), self.by_head(lse)
 
     def raw_keys(self, branch: str, k_BSGK: Tensor, v_BSGV: Tensor) -> BranchKeys:
         """One key and value per token."""

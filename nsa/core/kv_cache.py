@@ -10,11 +10,12 @@ B batch · S new tokens · G kv groups · X width · E compressed blocks that S 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.core.branches import BranchKeys, BranchStreams
 from nsa.core.cache_slots import CacheSlots, ExclusiveUse, KeySlots
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
@@ -24,26 +25,6 @@ _LENGTH_DTYPES = (torch.int64, torch.int32)
 
 MakeDecoder = Callable[..., TokenDecoder]
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class BranchStreams(NamedTuple):
-    """Keys and values of the three branches: [B, S, G, K or V]."""
-
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_sel: Tensor
-    v_sel: Tensor
-    k_win: Tensor
-    v_win: Tensor
-
-
-class BranchKeys(NamedTuple):
-    """What a branch attends over, and where its queries stand on that axis (see `nsa.kernels.reference`)."""
-
-    k: Tensor
-    v: Tensor
-    pos_BS: Tensor
-    start_BS: Tensor
 
 
 class LayerCache:
@@ -80,14 +61,11 @@ class LayerCache:
 
         def slots(n: int) -> KeySlots:
             shape = (batch, n_groups, n + 1)
-            k, v = (CacheSlots(torch.zeros(*shape, width, device=device, dtype=dtype)) for width in (d_k, d_v))
-            return k, v
+            return KeySlots(*(torch.zeros(*shape, width, device=device, dtype=dtype) for width in (d_k, d_v)))
 
-        n_raw = geometry.n_blocks(max_len) * geometry.l_sel
-        n_compressed = geometry.n_compressed(max_len)
-        self.selected = slots(n_raw)
+        self.selected = slots(geometry.n_blocks(max_len) * geometry.l_sel)
         self.window = self.selected if shared[0] else slots(geometry.w)
-        self.compressed = slots(n_compressed)
+        self.compressed = slots(geometry.n_compressed(max_len))
         self.tail = self.selected if shared[1] else slots(geometry.l)
         # Longer rings of the same tokens, from which `crop` fills the short ones again.
         self._past_window = None if shared[0] or not rewind else slots(geometry.w + rewind)
@@ -135,16 +113,10 @@ class LayerCache:
         self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
-        real_BS = pos_BS < end_B1
         zero_BS = torch.zeros_like(pos_BS)
 
         self._append_compressed(new.k_cmp, new.v_cmp, pos_BS, end_B1, compress)
-        k_cmp, v_cmp = (slots.content() for slots in self.compressed)
-
-        for slots, x in zip(self.selected, (new.k_sel, new.v_sel), strict=True):
-            slots.write(pos_BS, real_BS, x)
-        k_sel, v_sel = (slots.content() for slots in self.selected)
-
+        self.selected.write(pos_BS, pos_BS < end_B1, (new.k_sel, new.v_sel))
         window = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
         if self.rewind:
             self._append_past(new, pos_BS, end_B1)
@@ -153,7 +125,10 @@ class LayerCache:
         if n_new == 1:
             self._pos_B1.copy_(inside_BS)
             return self._newest
-        return BranchKeys(k_cmp, v_cmp, inside_BS, zero_BS), BranchKeys(k_sel, v_sel, inside_BS, zero_BS), window
+        compressed, selected = (
+            BranchKeys(*slots.content(), inside_BS, zero_BS) for slots in (self.compressed, self.selected)
+        )
+        return compressed, selected, window
 
     def decoder(self, make: MakeDecoder, **sizes: Any) -> TokenDecoder:
         """The decoder that `make` prepares for this cache, made once for these sizes."""
@@ -161,8 +136,7 @@ class LayerCache:
             made_for, decoder = self._decoders[make]
             if made_for == sizes:
                 return decoder
-        tail_k, tail_v = (slots.content() for slots in self.tail)
-        remembered = CacheView((tail_k, tail_v), *self._newest, self.length_B, self.n_compressed_B)
+        remembered = CacheView(self.tail.content(), *self._newest, self.length_B, self.n_compressed_B)
         decoder = make(remembered, **sizes)
         self._decoders[make] = sizes, decoder
         return decoder
@@ -172,7 +146,7 @@ class LayerCache:
         """What one new token per row attends over: always the same tensors."""
         zero_B1 = torch.zeros_like(self._pos_B1)
         streams = ((self.compressed, self._pos_B1), (self.selected, self._pos_B1), (self.window, self._window_pos_B1))
-        compressed, selected, window = (BranchKeys(k.content(), v.content(), pos, zero_B1) for (k, v), pos in streams)
+        compressed, selected, window = (BranchKeys(*slots.content(), pos, zero_B1) for slots, pos in streams)
         return compressed, selected, window
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,7 +188,7 @@ class LayerCache:
             self.n_compressed_B.copy_(torch.tensor([self.geometry.n_compressed(n) for n in after]))
             for ring, past in ((self.window, self._past_window), (self.tail, self._past_tail)):
                 if past is not None:
-                    self._refill(ring, past)
+                    ring.refill(past, self.length_B)
             self._longest = max(after)
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
@@ -237,7 +211,7 @@ class LayerCache:
     def _all_slots(self) -> Iterator[CacheSlots]:
         """Every stream once, whatever is shared."""
         streams = (self.selected, self.window, self.compressed, self.tail, self._past_window, self._past_tail)
-        yield from {id(slots): slots for stream in streams for slots in stream or ()}.values()
+        yield from {id(slots): slots for stream in streams if stream for slots in stream.both}.values()
 
     def _per_row(self, length: int | Sequence[int] | Tensor) -> list[int]:
         given = length.tolist() if isinstance(length, Tensor) else length
@@ -254,66 +228,52 @@ class LayerCache:
             (self.shared[1], self._past_tail or self.tail, g.n_compressed(length) * g.d),
         )
         for in_pages, ring, first_needed in needs:
-            if not in_pages and first_needed < min(length, highest - ring[0].n):
+            if not in_pages and first_needed < min(length, highest - ring.n):
                 raise ConfigError(
                     f"row {row} cannot be cropped to {length} tokens: it had {highest}, the cache was made with "
                     f"rewind={self.rewind}, and tokens from {first_needed} on that the next ones need are overwritten. "
                     f"Make it with rewind={highest - length} or more, or reset it and run the tokens again."
                 )
 
-    def _refill(self, ring: KeySlots, past: KeySlots) -> None:
-        """A ring's last tokens before the rows' lengths, from the longer ring."""
-        n = ring[0].n
-        pos_BS = self.length_B[:, None] - n + torch.arange(n, device=self.device)
-        for short, long in zip(ring, past, strict=True):
-            short.write(pos_BS % n, pos_BS >= 0, long.last(n, self.length_B))
-
     def _append_past(self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor) -> None:
         for past, x in ((self._past_tail, new[:2]), (self._past_window, new[4:])):
-            for slots, values in zip(past or (), x, strict=past is not None):
-                slots.write_ring(pos_BS, end_B1, values)
+            if past is not None:
+                past.write_ring(pos_BS, end_B1, x)
 
     def _append_compressed(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor, compress: Compress) -> None:
         g, n_new, before_B1 = self.geometry, pos_BS.shape[1], self.length_B[:, None]
-        raw_k, raw_v = (
-            torch.cat((tail.last(g.l, self.length_B), x), 1) for tail, x in zip(self.tail, (k, v), strict=True)
-        )
+        tail_k, tail_v = self.tail.last(g.l, self.length_B)
+        raw_k, raw_v = torch.cat((tail_k, k), 1), torch.cat((tail_v, v), 1)
         block_BE = self.n_compressed_B[:, None] + torch.arange(n_new // g.d + 1, device=pos_BS.device)
         block_pos_BE = block_BE * g.d
         begin_BE = (block_pos_BE - (before_B1 - g.l)).clamp(max=n_new)  # raw_k begins l tokens before the new ones
         complete_BE = block_pos_BE + g.l <= end_B1
-        for slots, x in zip(self.compressed, compress(raw_k, raw_v, begin_BE, block_pos_BE), strict=True):
-            slots.write(block_BE, complete_BE, x)
+        self.compressed.write(block_BE, complete_BE, compress(raw_k, raw_v, begin_BE, block_pos_BE))
         self.n_compressed_B += complete_BE.sum(1)
         if not self.shared[1]:
-            for tail, x in zip(self.tail, (k, v), strict=True):
-                tail.write_ring(pos_BS, end_B1, x)
+            self.tail.write_ring(pos_BS, end_B1, (k, v))
 
     def _emit_compressed(self, compress: Compress) -> None:
         """The entries of blocks that end with the newest token, for the rows where one does."""
         g, zero_B1 = self.geometry, self._newest[0].start_BS
-        raw_k, raw_v = (tail.last(g.l, self.length_B) for tail in self.tail)
+        raw_k, raw_v = self.tail.last(g.l, self.length_B)
         block_pos_B1 = self.length_B[:, None] - g.l
         block_B1 = block_pos_B1 // g.d
         complete_B1 = (block_pos_B1 >= 0) & (block_B1 * g.d == block_pos_B1)
-        for slots, x in zip(self.compressed, compress(raw_k, raw_v, zero_B1, block_pos_B1), strict=True):
-            slots.write(block_B1, complete_B1, x)
+        self.compressed.write(block_B1, complete_B1, compress(raw_k, raw_v, zero_B1, block_pos_B1))
         self.n_compressed_B += complete_B1[:, 0]
 
     def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> BranchKeys:
         w = self.geometry.w
-        seen = []
-        if pos_BS.shape[1] > 1:
-            # With shared slots the new tokens are already there; those before them are read the same way.
-            rings = zip(self.window, (k, v), strict=True)
-            seen = [torch.cat((ring.last(w - 1, self.length_B), x), 1) for ring, x in rings]
+        # With shared slots the new tokens are already there; those before them are read the same way.
+        before = self.window.last(w - 1, self.length_B) if pos_BS.shape[1] > 1 else None
         if not self.shared[0]:
-            for ring, x in zip(self.window, (k, v), strict=True):
-                ring.write_ring(pos_BS, end_B1, x)
-        if not seen:  # the ring is the window: read it in place, in whatever order it lies
-            self._window_pos_B1.copy_(pos_BS.clamp(max=self.window[0].n - 1))
+            self.window.write_ring(pos_BS, end_B1, (k, v))
+        if before is None:  # the ring is the window: read it in place, in whatever order it lies
+            self._window_pos_B1.copy_(pos_BS.clamp(max=self.window.n - 1))
             return self._newest[2]
-        return BranchKeys(seen[0], seen[1], pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
+        k, v = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
+        return BranchKeys(k, v, pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
 
     def _check_shapes(self, new: BranchStreams) -> None:
         """Refuse tokens that are not for this cache."""
@@ -333,10 +293,8 @@ class LayerCache:
                 f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it is how many of the {n_new} "
                 f"new tokens are real in each of the cache's {self.batch} rows. Pass int64 of shape [{self.batch}]."
             )
-        if new_lens_B.device != self.length_B.device:
-            raise ConfigError(
-                f"new_lens_B is on {new_lens_B.device} and the cache on {self.length_B.device}. Move it there."
-            )
+        if new_lens_B.device != self.device:
+            raise ConfigError(f"new_lens_B is on {new_lens_B.device} and the cache on {self.device}. Move it there.")
         # On an accelerator reading the values would stall it; cut to what fits, no value can write elsewhere.
         if new_lens_B.is_cpu and not torch.compiler.is_compiling():
             if not all(0 <= n <= n_new for n in new_lens_B.tolist()):

@@ -6,7 +6,7 @@ C compressed blocks · N chosen blocks
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,14 @@ from nsa.attention_rules import (
     broken_rope_compressed_rules,
     resolve_rope_compressed,
 )
+from nsa.core.branches import BRANCH_ORDER, BranchGates, BranchKeys, BranchStreams, attend_branches
 from nsa.core.compression import BlockCompressor
-from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
-from nsa.core.functional import attend_branches
-from nsa.core.gates import BRANCH_ORDER, BranchGates
+from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
-from nsa.core.kv_cache import BranchKeys, BranchStreams, LayerCache
-from nsa.core.positions import PositionOptions, Positions, checked_position_ids, padding_of
+from nsa.core.kv_cache import LayerCache
+from nsa.core.positions import PositionOptions, Positions, locate
 from nsa.core.probe import Probe, count_reads
-from nsa.core.rope import RotaryEmbedding, Tables, given_tables, rotate
+from nsa.core.rope import RotaryEmbedding, Tables, rotate
 from nsa.errors import ConfigError, require_rules
 from nsa.geometry import Geometry
 from nsa.kernels.interface import TokenDecoder
@@ -39,7 +38,7 @@ class NSAAttention(nn.Module):
     """Causal self-attention through three branches mixed by learned gates (arXiv 2502.11089).
 
     One forward serves training, prefill and decode; a cache holds the tokens that came before. The attention between
-    the projections is `nsa.core.functional`.
+    the projections is `nsa.core.branches`.
 
     kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
         (group, branch, width) so that they shard by group. `shared` has one set for all branches, in the cache too.
@@ -166,44 +165,10 @@ class NSAAttention(nn.Module):
         *,
         cache: LayerCache | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        position_embeddings: Sequence[Tensor] | None = None,
+        **given: Unpack[PositionOptions],
     ) -> Positions:
         """The positions of these tokens. Arguments as for `forward`."""
-        if x_BSD.dim() != 3:
-            raise ConfigError(f"the input has shape {list(x_BSD.shape)}: it must be [batch, tokens, dim].")
-        batch, length = x_BSD.shape[:2]
-        padding = padding_of(attention_mask, batch, length, cache is not None, cu_doc_lens is not None)
-        layout = None
-        if cache is not None:
-            pos_BS = cache.positions(length)
-        elif cu_doc_lens is not None:
-            layout = packed_layout(torch.as_tensor(cu_doc_lens, device=x_BSD.device), batch * length, self.geometry)
-            pos_BS = layout.pos_BS
-        else:
-            layout = plain_layout(batch, length, self.geometry, x_BSD.device)
-            pos_BS = layout.pos_BS
-        if position_ids is None and position_embeddings is None:
-            return Positions(layout, self.rotary.tables(pos_BS), padding)
-
-        def as_rows(x: Tensor) -> Tensor:
-            x = x if padding is None else padding.to_front(x)
-            return x if cu_doc_lens is None else x.flatten(0, 1)[None]
-
-        if position_embeddings is not None:
-            self._check_foreign_positions("position_embeddings", cache)
-            cos, sin = given_tables(position_embeddings, batch, length, self.d_k)
-            return Positions(layout, (as_rows(cos), as_rows(sin)), padding)
-        assert position_ids is not None
-        given_BS = as_rows(checked_position_ids(position_ids, batch, length))
-        if cache is not None and self.rope_compressed == "after":
-            differs_BS = given_BS != pos_BS
-            if padding is not None:
-                differs_BS = differs_BS & padding.to_front(padding.real_BS)
-            if torch.compiler.is_compiling() or bool(differs_BS.any()):
-                self._check_foreign_positions("position_ids", cache)
-        return Positions(layout, self.rotary.tables(given_BS), padding)
+        return locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
@@ -261,7 +226,7 @@ class NSAAttention(nn.Module):
         q_BSGRK, streams = self._project(x_BSD, where.tables)
         gates = self.gates(x_BSD)
         if cache is None:
-            keys = self._lay_out(streams, self._checked_layout(where.layout, x_BSD), where.tables)
+            keys = self._lay_out(streams, where.layout_for(x_BSD, self.geometry), where.tables)
             mixed_BSGRV, idx_BSGN = self._attend(q_BSGRK, gates, *keys)
         else:
             if where.layout is not None:
@@ -343,14 +308,6 @@ class NSAAttention(nn.Module):
             f"{self._shared_streams}, {self.geometry}. Make it with this module's new_cache({x_BSD.shape[0]}, …)."
         )
 
-    def _check_foreign_positions(self, name: str, cache: LayerCache | None) -> None:
-        if cache is not None and self.rope_compressed == "after":
-            raise ConfigError(
-                f"{name} that are not the cache's own were given with rope_compressed 'after': the cache rotates "
-                f"compressed keys later, by its own positions. Leave {name} out, or use phi='avg' with "
-                f"rope_compressed='before'."
-            )
-
     def _in_dtype_of(self, cache: LayerCache, q_BSGRK: Tensor, x_BSD: Tensor) -> Tensor:
         if x_BSD.dtype != cache.dtype and not torch.is_autocast_enabled(x_BSD.device.type):
             raise ConfigError(
@@ -359,34 +316,18 @@ class NSAAttention(nn.Module):
             )
         return q_BSGRK.to(cache.dtype)
 
-    def _checked_layout(self, layout: DocumentLayout | None, x_BSD: Tensor) -> DocumentLayout:
-        if layout is not None:
-            batch, length = x_BSD.shape[:2]
-            per_token, per_block = (batch, length), (batch, self.geometry.n_compressed(length))
-            if [part.shape for part in layout] == [per_token] * 3 + [per_block] * 2:
-                return layout
-        raise ConfigError(
-            f"`where` was made for other tokens, a cache or another geometry than this input of shape "
-            f"{list(x_BSD.shape)}. Pass what this module's locate gives for this input."
-        )
-
     def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> TokenDecoder | None:
         """A backend's fused step for one new token per row; torch.compile cannot trace it."""
         if q_BSGRK.shape[1] > 1 or torch.compiler.is_compiling():
             return None
         prepared_for, decoder = cache.prepared
         if prepared_for is not self:
-            decoder = self._prepare_decoder(cache)
+            make = self.plan(cache.device, cache.dtype).decoder
+            means = self.phi_k.phi == "avg" and self.rope_compressed == "before"
+            sizes = dict(heads_per_group=self.shape.heads_per_group, geometry=self.geometry, scale=self.scale)
+            decoder = None if make is None else cache.decoder(make, means=means, **sizes)
             cache.prepared = self, decoder
         return decoder
-
-    def _prepare_decoder(self, cache: LayerCache) -> TokenDecoder | None:
-        make = self.plan(cache.device, cache.dtype).decoder
-        if make is None:
-            return None
-        means = self.phi_k.phi == "avg" and self.rope_compressed == "before"
-        return cache.decoder(make, heads_per_group=self.shape.heads_per_group, means=means, geometry=self.geometry,
-                             scale=self.scale)  # fmt: skip
 
     def _attend(
         self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys

@@ -9,10 +9,11 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from nsa.core.document_layout import DocumentLayout
+from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.kv_cache import LayerCache
-from nsa.core.rope import Tables
+from nsa.core.rope import RotaryEmbedding, Tables, given_tables
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
 
 
 class RowPadding:
@@ -64,6 +65,18 @@ class Positions(NamedTuple):
     padding: RowPadding | None = None
     """Of an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
 
+    def layout_for(self, x_BSD: Tensor, geometry: Geometry) -> DocumentLayout:
+        """The layout, which must be of this input's tokens."""
+        if self.layout is not None:
+            batch, length = x_BSD.shape[:2]
+            per_token, per_block = (batch, length), (batch, geometry.n_compressed(length))
+            if [part.shape for part in self.layout] == [per_token] * 3 + [per_block] * 2:
+                return self.layout
+        raise ConfigError(
+            f"`where` was made for other tokens, a cache or another geometry than this input of shape "
+            f"{list(x_BSD.shape)}. Pass what this module's locate gives for this input."
+        )
+
 
 class PositionOptions(TypedDict, total=False):
     """Arguments of `NSAAttention.forward` that say where tokens stand, if not one after the other."""
@@ -85,6 +98,62 @@ class ForwardOptions(SequenceOptions, total=False):
 
     cache: LayerCache | None
     where: Positions | None
+
+
+def locate(
+    x_BSD: Tensor,
+    rotary: RotaryEmbedding,
+    geometry: Geometry,
+    rope_compressed: str,
+    cache: LayerCache | None,
+    cu_doc_lens: Tensor | Sequence[int] | None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    position_embeddings: Sequence[Tensor] | None = None,
+) -> Positions:
+    """The positions of these tokens. Arguments as for `NSAAttention` and its `forward`."""
+    if x_BSD.dim() != 3:
+        raise ConfigError(f"the input has shape {list(x_BSD.shape)}: it must be [batch, tokens, dim].")
+    batch, length = x_BSD.shape[:2]
+    padding = padding_of(attention_mask, batch, length, cache is not None, cu_doc_lens is not None)
+    layout = None
+    if cache is not None:
+        pos_BS = cache.positions(length)
+    elif cu_doc_lens is not None:
+        layout = packed_layout(torch.as_tensor(cu_doc_lens, device=x_BSD.device), batch * length, geometry)
+        pos_BS = layout.pos_BS
+    else:
+        layout = plain_layout(batch, length, geometry, x_BSD.device)
+        pos_BS = layout.pos_BS
+    if position_ids is None and position_embeddings is None:
+        return Positions(layout, rotary.tables(pos_BS), padding)
+
+    def as_rows(x: Tensor) -> Tensor:
+        x = x if padding is None else padding.to_front(x)
+        return x if cu_doc_lens is None else x.flatten(0, 1)[None]
+
+    rotates_later = cache is not None and rope_compressed == "after"
+    if position_embeddings is not None:
+        if rotates_later:
+            raise _foreign_positions("position_embeddings")
+        cos, sin = given_tables(position_embeddings, batch, length, rotary.d_k)
+        return Positions(layout, (as_rows(cos), as_rows(sin)), padding)
+    assert position_ids is not None
+    given_BS = as_rows(checked_position_ids(position_ids, batch, length))
+    if rotates_later:
+        differs_BS = given_BS != pos_BS
+        if padding is not None:
+            differs_BS = differs_BS & padding.to_front(padding.real_BS)
+        if torch.compiler.is_compiling() or bool(differs_BS.any()):
+            raise _foreign_positions("position_ids")
+    return Positions(layout, rotary.tables(given_BS), padding)
+
+
+def _foreign_positions(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} that are not the cache's own were given with rope_compressed 'after': the cache rotates compressed "
+        f"keys later, by its own positions. Leave {name} out, or use phi='avg' with rope_compressed='before'."
+    )
 
 
 def padding_of(attention_mask: Tensor | None, batch: int, length: int, cached: bool, packed: bool) -> RowPadding | None:

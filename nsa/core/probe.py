@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from nsa.core.gates import BRANCH_ORDER
-from nsa.core.kv_cache import BranchKeys
+from nsa.core.branches import BRANCH_ORDER, BranchKeys
 from nsa.geometry import Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together

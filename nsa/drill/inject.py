@@ -87,7 +87,7 @@ def _gate_collapse(fault: PlantedFault) -> None:
     """Every gate takes the first branch for every input."""
     import torch
 
-    from nsa.core.gates import BranchGates
+    from nsa.core.branches import BranchGates
 
     @torch.no_grad()
     def before(module: "StepSkippingTrainModule") -> None:

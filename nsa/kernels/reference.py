@@ -13,6 +13,8 @@ Computed in fp32, or fp64 for fp64 inputs, also under autocast; plain autograd, 
 O(S·T): for tests.
 """
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -22,48 +24,40 @@ from nsa.kernels.precision import einsum, require_one_dtype, without_autocast
 Attended = Tensor | tuple[Tensor, Tensor]
 
 
+class ScoreOptions(TypedDict):
+    """Keyword arguments of all branches and of the selection."""
+
+    geometry: Geometry
+    scale: float
+    """Of the scores."""
+
+
+class AttendOptions(ScoreOptions, total=False):
+    """And of the branches: whether to return (output, log-sum-exps)."""
+
+    return_lse: bool
+
+
 def sliding_attention(
-    q_BSGRK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGV: Tensor,
-    pos_BS: Tensor,
-    start_BS: Tensor,
-    *,
-    geometry: Geometry,
-    scale: float,
-    return_lse: bool = False,
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, pos_BS: Tensor, start_BS: Tensor, **options: Unpack[AttendOptions]
 ) -> Attended:
     """Attend to the query's own token and the w - 1 before it."""
     at_BST = _index_in_document(k_BTGK, start_BS)
     age_BST = pos_BS[..., None] - at_BST
-    visible_BST = (at_BST >= 0) & (age_BST >= 0) & (age_BST < geometry.w)
-    return _attend(q_BSGRK, k_BTGK, v_BTGV, visible_BST[:, :, None], scale, return_lse)
+    visible_BST = (at_BST >= 0) & (age_BST >= 0) & (age_BST < options["geometry"].w)
+    return _attend(q_BSGRK, k_BTGK, v_BTGV, visible_BST[:, :, None], options)
 
 
 def compressed_attention(
-    q_BSGRK: Tensor,
-    k_BCGK: Tensor,
-    v_BCGV: Tensor,
-    pos_BS: Tensor,
-    first_BS: Tensor,
-    *,
-    geometry: Geometry,
-    scale: float,
-    return_lse: bool = False,
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, **options: Unpack[AttendOptions]
 ) -> Attended:
     """Attend to every compressed block whose last token is not after the query."""
-    visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, geometry)
-    return _attend(q_BSGRK, k_BCGK, v_BCGV, visible_BSC[:, :, None], scale, return_lse)
+    visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, options["geometry"])
+    return _attend(q_BSGRK, k_BCGK, v_BCGV, visible_BSC[:, :, None], options)
 
 
 def select_blocks(
-    q_BSGRK: Tensor,
-    k_BCGK: Tensor,
-    pos_BS: Tensor,
-    first_BS: Tensor,
-    *,
-    geometry: Geometry,
-    scale: float,
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, **options: Unpack[ScoreOptions]
 ) -> Tensor:
     """Top-n block selection per query and group: int32 [B, S, G, n_sel], ascending, −1 past the last.
 
@@ -71,6 +65,7 @@ def select_blocks(
     the two blocks nearest the query are always in. Ties go to the lower index.
     """
     require_one_dtype(q_BSGRK, k_BCGK)
+    geometry, scale = options["geometry"], options["scale"]
     with torch.no_grad():
         visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, geometry)
         p_BSGRC = _softmax(_scores(q_BSGRK, k_BCGK, scale), visible_BSC[:, :, None, None])[0]
@@ -83,25 +78,17 @@ def select_blocks(
 
 
 def selected_attention(
-    q_BSGRK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGV: Tensor,
-    idx_BSGN: Tensor,
-    pos_BS: Tensor,
-    start_BS: Tensor,
-    *,
-    geometry: Geometry,
-    scale: float,
-    return_lse: bool = False,
-) -> Attended:
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
+    **options: Unpack[AttendOptions],
+) -> Attended:  # fmt: skip
     """Attend to the tokens of the chosen blocks that are not after the query."""
     at_BST = _index_in_document(k_BTGK, start_BS)
-    block_BS1T = (at_BST // geometry.l_sel)[:, :, None]
+    block_BS1T = (at_BST // options["geometry"].l_sel)[:, :, None]
     visible_BST = (at_BST >= 0) & (at_BST <= pos_BS[..., None])
     chosen_BSGT = torch.zeros_like(block_BS1T, dtype=torch.bool).expand(-1, -1, idx_BSGN.shape[2], -1)
     for idx_BSG in idx_BSGN.unbind(-1):
         chosen_BSGT = chosen_BSGT | (block_BS1T == idx_BSG[..., None])
-    return _attend(q_BSGRK, k_BTGK, v_BTGV, chosen_BSGT & visible_BST[:, :, None], scale, return_lse)
+    return _attend(q_BSGRK, k_BTGK, v_BTGV, chosen_BSGT & visible_BST[:, :, None], options)
 
 
 def mix(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor) -> Tensor:
@@ -121,13 +108,11 @@ def overlap(n_compressed: int, n_blocks: int, geometry: Geometry) -> Tensor:
     return shared_CJ.clamp(min=0) // g.d
 
 
-def _attend(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, scale: float, return_lse: bool
-) -> Attended:
+def _attend(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, options: AttendOptions) -> Attended:
     require_one_dtype(q_BSGRK, k_BTGK, v_BTGV)
-    p_BSGRT, lse_BSGR = _softmax(_scores(q_BSGRK, k_BTGK, scale), visible_BSGT[:, :, :, None])
+    p_BSGRT, lse_BSGR = _softmax(_scores(q_BSGRK, k_BTGK, options["scale"]), visible_BSGT[:, :, :, None])
     out_BSGRV = einsum("bsgrt,btgv->bsgrv", p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)
-    return (out_BSGRV, lse_BSGR) if return_lse else out_BSGRV
+    return (out_BSGRV, lse_BSGR) if options.get("return_lse") else out_BSGRV
 
 
 def _scores(q_BSGRK: Tensor, k_BTGK: Tensor, scale: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 import nsa
 from nsa import Geometry, compress_blocks, nsa_attention
-from nsa.core.gates import BRANCH_ORDER
+from nsa.core.branches import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError, KernelUnavailable
 from tests.backends import RUN_HERE

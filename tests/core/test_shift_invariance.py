@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nsa.core.branches import BRANCH_ORDER
 from nsa.core.compression import PHIS
-from nsa.core.gates import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError

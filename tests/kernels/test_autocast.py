@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.core.gates import BRANCH_ORDER
+from nsa.core.branches import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import rotate
 from nsa.errors import ConfigError

@@ -31,7 +31,7 @@ CHANGES = ["train.steps=4900", "train.lr=1e-4", "train.lr_schedule=constant"]
 def _plant_here(name: str, planted: ExitStack) -> None:
     import torch
 
-    from nsa.core.gates import BranchGates
+    from nsa.core.branches import BranchGates
     from nsa.train.engine.bad_step_hook import StepSkippingTrainModule as Module
 
     if name == "nan":

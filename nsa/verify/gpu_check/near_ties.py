@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.bench.correctness import LIMITS, blocks_error
-from nsa.core.kv_cache import BranchKeys
+from nsa.core.branches import BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe
 from nsa.geometry import Geometry

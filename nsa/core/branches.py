@@ -1,0 +1,102 @@
+"""The three branches: their keys and values, the learned gates that weigh them, and the order of kernel calls.
+
+B batch · S tokens · D model dim · G kv groups · R heads per group · X gates per group (R or 1) · K key dim
+V value dim · N chosen blocks · 3 branches
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa.attention_rules import broken_option
+from nsa.errors import ConfigError, require_rules
+from nsa.geometry import Geometry
+from nsa.kernels.reference import ScoreOptions
+from nsa.kernels.registry import KernelPlan
+from nsa.options import GATES, GATES_PER
+
+BRANCH_ORDER = ("compressed", "selected", "sliding")
+
+
+class BranchStreams(NamedTuple):
+    """Keys and values of the three branches: [B, S, G, K or V]."""
+
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+
+
+class BranchKeys(NamedTuple):
+    """What a branch attends over, and where its queries stand on that axis (see `nsa.kernels.reference`)."""
+
+    k: Tensor
+    v: Tensor
+    pos_BS: Tensor
+    start_BS: Tensor
+
+
+class BranchesOutput(NamedTuple):
+    """Of `attend_branches`, in the kernels' layout."""
+
+    out: Tensor
+    """[B, S, G, R, V]."""
+    blocks: Tensor
+    """int32 [B, S, G, N]."""
+    lse: tuple[Tensor, Tensor, Tensor] | None
+    """[B, S, G, R] per branch."""
+
+
+def attend_branches(
+    run: KernelPlan,
+    q_BSGRK: Tensor,
+    gates_BSGX3: Tensor,
+    compressed: BranchKeys,
+    selected: BranchKeys,
+    window: BranchKeys,
+    *,
+    geometry: Geometry,
+    scale: float,
+    blocks: Tensor | None = None,
+    return_lse: bool = False,
+) -> BranchesOutput:
+    """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
+
+    `nsa_attention` and `NSAAttention` (with and without a cache) both end here.
+    """
+    options: ScoreOptions = {"geometry": geometry, "scale": scale}
+    lse_cmp = None
+    if blocks is None and not return_lse:
+        compressed_out, blocks = run.compressed_and_select(q_BSGRK, *compressed, **options)
+    else:
+        compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
+        k, _, pos, first = compressed
+        blocks = run.functions.select(q_BSGRK, k, pos, first, **options) if blocks is None else blocks
+    k, v, pos, start = selected
+    selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, pos, start, **options, return_lse=True)
+    sliding_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
+    mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
+    return BranchesOutput(mixed, blocks, None if lse_cmp is None else (lse_cmp, lse_sel, lse_win))
+
+
+class BranchGates(nn.Module):
+    """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. In fp32, also under autocast, but for
+    the projection, which is a linear layer like any other."""
+
+    def __init__(self, dim: int, n_groups: int, heads_per_group: int, kind: str, per: str, temperature: float) -> None:
+        super().__init__()
+        require_rules([*broken_option("nsa.gate", kind, GATES), *broken_option("nsa.gate_per", per, GATES_PER)])
+        if temperature <= 0:
+            raise ConfigError(f"nsa.gate_temperature is {temperature}: gates are divided by it. Set it above 0.")
+        self.kind, self.temperature = kind, temperature
+        self.n_groups, self.gates_per_group = n_groups, heads_per_group if per == "head" else 1
+        self.proj = nn.Linear(dim, n_groups * self.gates_per_group * len(BRANCH_ORDER))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, G, R or 1, 3], fp32, branches in BRANCH_ORDER."""
+        logits = self.proj(x_BSD).unflatten(-1, (self.n_groups, self.gates_per_group, len(BRANCH_ORDER)))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+        return logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
