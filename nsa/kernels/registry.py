@@ -13,8 +13,8 @@ from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernels import cpu, ops, portable, reference, triton
 from nsa.kernels.interface import TokenDecoder
-from nsa.kernels.mkl_warmup import warm_up_vector_math
 from nsa.kernels.ops import KernelFunctions
+from nsa.kernels.precision import warm_up_vector_math
 
 warm_up_vector_math()
 

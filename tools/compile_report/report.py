@@ -14,11 +14,10 @@ from nsa.kernels.triton import PIECE, block_index, bounds, mix
 from nsa.kernels.triton import decode as launch_decode
 from nsa.kernels.triton.device import decode, range_backward, range_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
-from nsa.kernels.triton.head_dims import split_width, widths
 from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
-from nsa.kernels.triton.tuning import TileSizes, choose
+from nsa.kernels.triton.tuning import TileSizes, choose, split_width, widths
 
 
 @dataclass(frozen=True)

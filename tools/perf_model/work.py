@@ -65,7 +65,7 @@ class LaunchSizes:
 
     def padded(self) -> tuple[int, int]:
         """Columns of a key and of a value as tiles have them."""
-        from nsa.kernels.triton.head_dims import widths
+        from nsa.kernels.triton.tuning import widths
 
         w = widths(self.shape.d_k, self.shape.d_v)
         return w["K1"] + w["K2"], w["V1"] + w["V2"]

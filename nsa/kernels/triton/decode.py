@@ -18,10 +18,9 @@ from nsa.kernels.triton.device.decode import (
     decode_raw_kernel,
     decode_score_kernel,
 )
-from nsa.kernels.triton.head_dims import is_wide, split_width, widths
 from nsa.kernels.triton.mix import mix_forward
 from nsa.kernels.triton.range_attention import rows_contiguous
-from nsa.kernels.triton.tuning import TileSizes, choose
+from nsa.kernels.triton.tuning import TileSizes, choose, is_wide, split_width, widths
 
 PROGRAMS = 128
 """Programs per row: GPUs have 108 to 148 SMs. Not more, because each leaves a part to be merged."""

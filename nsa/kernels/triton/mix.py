@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.triton.device.mix import mix_backward_kernel, mix_forward_kernel
-from nsa.kernels.triton.head_dims import split_width
+from nsa.kernels.triton.tuning import split_width
 
 ELEMENTS = 2048
 """Of one branch that a program holds: 16 for each of 128 threads."""

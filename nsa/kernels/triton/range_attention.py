@@ -12,8 +12,7 @@ from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import key_bounds, seen_by
 from nsa.kernels.triton.device.range_backward import range_dkv_kernel, range_dq_kernel
 from nsa.kernels.triton.device.range_forward import range_forward_kernel
-from nsa.kernels.triton.head_dims import is_wide, widths
-from nsa.kernels.triton.tuning import TileSizes
+from nsa.kernels.triton.tuning import TileSizes, is_wide, widths
 
 
 def range_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:

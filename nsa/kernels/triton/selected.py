@@ -21,9 +21,8 @@ from nsa.kernels.triton.device.selected_backward import (
     selected_backward_kernel,
 )
 from nsa.kernels.triton.device.selected_forward import merge_slots_kernel, selected_forward_kernel
-from nsa.kernels.triton.head_dims import is_wide, split_width, widths
 from nsa.kernels.triton.range_attention import rows_contiguous
-from nsa.kernels.triton.tuning import TileSizes, choose
+from nsa.kernels.triton.tuning import TileSizes, choose, is_wide, split_width, widths
 
 
 def selected_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:

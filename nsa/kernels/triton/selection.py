@@ -12,9 +12,8 @@ from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
 from nsa.kernels.triton.device.select import range_lse_kernel, select_kernel
-from nsa.kernels.triton.head_dims import is_wide, split_width
 from nsa.kernels.triton.range_attention import range_forward, rows_contiguous
-from nsa.kernels.triton.tuning import TileSizes
+from nsa.kernels.triton.tuning import TileSizes, is_wide, split_width
 
 
 def select_blocks(

@@ -1,7 +1,10 @@
-"""Tile sizes of every kernel, by width of the rows and kind of GPU. Checked ahead of time by the compile report."""
+"""Tile sizes of every kernel, by width of the rows and kind of GPU; head dimensions as tiles.
+
+Checked ahead of time by the compile report.
+"""
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -155,3 +158,27 @@ def _architecture(index: int) -> str:
 
 def candidates(kernel: str) -> tuple[TileSizes, ...]:
     return _CANDIDATES[kernel]
+
+
+class HeadDim(NamedTuple):
+    """A row's length as the sum of a power of two and a second one, which may be absent (0): 192 is 128 + 64, because
+    256 spills."""
+
+    n: int
+    main: int
+    rest: int
+
+
+def split_width(n: int) -> HeadDim:
+    main = max(16, 1 << (n.bit_length() - 1))
+    rest = n - main
+    return HeadDim(n, main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
+
+
+def widths(k: int, v: int) -> dict[str, int]:
+    kw, vw = split_width(k), split_width(v)
+    return dict(K=k, K1=kw.main, K2=kw.rest, V=v, V1=vw.main, V2=vw.rest)
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and triton.knobs.runtime.interpret
