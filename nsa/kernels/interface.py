@@ -24,7 +24,8 @@ class BranchInputs(NamedTuple):
     """One key per token; in the compressed branch one per compressed block."""
     v_BTGV: Tensor
     idx_BSGN: Tensor | None
-    """Chosen blocks, in the selected branch: int32, ascending, no block twice, −1 past the last."""
+    """Chosen blocks, in the selected branch: int32, ascending, −1 past the last. No block twice: a backend may count it
+    once or twice. Every `select` keeps to this, and `nsa.core.functional` sorts and removes repeats of given blocks."""
     pos_BS: Tensor
     start_BS: Tensor
     """Where position 0 of the query's document lies on the key axis; in the compressed branch, its block 0."""

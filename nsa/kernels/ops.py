@@ -51,6 +51,7 @@ def bind(name: str, kernels: BackendKernels) -> KernelFunctions:
 
     def selected_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, pos: Tensor, start: Tensor, *,
                            geometry: Geometry, scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
+        # `idx` (see `BranchInputs.idx_BSGN`) is not checked: reading it at every step would stall an accelerator.
         return attend("selected", idx, q, k, v, pos, start, geometry, scale, return_lse)
 
     def select_blocks(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry, scale: float) -> Tensor:

@@ -96,6 +96,20 @@ def test_matches_reference(backend, branch, layout, geometry, heads):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("layout", ["packed", "cached"])
+def test_chosen_blocks_are_as_selected_attention_needs_them(backend, layout):
+    """Ascending, none twice, −1 past the last: `BranchInputs.idx_BSGN`."""
+    case = Case(layout, "tiny", (6, 2), torch.float32)
+    functions, both = BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
+    choices = [functions.select(case.q, case.compressed[0], case.pos, case.first, **case.select_args)]
+    if both is not None:
+        choices.append(both(case.q, *case.compressed, case.pos, case.first, **case.select_args)[1])
+    for idx_BSGN in choices:
+        next_one, this = idx_BSGN[..., 1:], idx_BSGN[..., :-1]
+        assert (((next_one > this) & (this >= 0)) | (next_one == -1)).all()
+
+
 @pytest.mark.parametrize("backend", TESTED)
 @pytest.mark.parametrize("layout", ["plain", "packed", "cached"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
