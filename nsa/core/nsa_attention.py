@@ -252,7 +252,7 @@ class NSAAttention(nn.Module):
         k_BSGbK = self.w_k(x_BSD).unflatten(-1, (*heads, self.d_k))  # b: one per branch, or one for all
         v_BSGbV = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v))
         if self.q_norm is not None and self.k_norm is not None:
-            q_BSGRK, k_BSGbK = self.q_norm(q_BSGRK).to(q_BSGRK.dtype), self.k_norm(k_BSGbK).to(k_BSGbK.dtype)
+            q_BSGRK, k_BSGbK = _normed(self.q_norm, q_BSGRK), _normed(self.k_norm, k_BSGbK)
         q_BSGRK = rotate(q_BSGRK, tables)
         if self.kv == "shared":
             k, v = k_BSGbK.squeeze(-2), v_BSGbV.squeeze(-2)
@@ -337,3 +337,8 @@ class NSAAttention(nn.Module):
         keys = compressed, selected, window
         made = attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
         return made.out, made.blocks
+
+
+def _normed(norm: nn.RMSNorm, x_BSHK: Tensor) -> Tensor:
+    """Under autocast the weight is wider than the input: torch has a fused kernel for one dtype only, and warns."""
+    return norm(x_BSHK.to(torch.promote_types(x_BSHK.dtype, norm.weight.dtype))).to(x_BSHK.dtype)

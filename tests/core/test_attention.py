@@ -1,5 +1,7 @@
 """What must hold of the module whatever computes it."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -250,3 +252,17 @@ def test_document_lengths_may_be_a_list():
     for wrong in ([0, 13, 39], [0.0, 40.0], []):
         with pytest.raises(ConfigError, match="cu_doc_lens"):
             module(x, cu_doc_lens=wrong)
+
+
+def test_qk_norm_under_autocast_gives_the_dtype_of_autocast_without_a_warning():
+    """torch warns of a slow path when input and weight differ in dtype; once per process, unless told otherwise."""
+    module, x = NSAAttention(**attention_args("tiny", qk_norm=True)), torch.randn(2, 40, 24)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
+            warnings.simplefilter("error")
+            q, streams = module._project(x, module.locate(x).tables)
+            assert module(x).dtype == q.dtype == streams.k_sel.dtype == torch.bfloat16
+    finally:
+        torch.set_warn_always(before)
