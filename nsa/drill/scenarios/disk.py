@@ -25,6 +25,11 @@ def full_disk(harness: DrillHarness, result: DrillResult) -> None:
     code = process.wait()
     after = time.time() - at
     result.require_equal("exit code", code, CheckpointError.exit_code)
+    reported = process.output()
+    result.require(
+        str(harness.run_folder) in reported and "--resume" in reported,
+        "the error does not name the run folder and --resume",
+    )
     result.detected(f"run: {how}", after, within_s=30)
     step = artifacts.newest_good_step(harness.run_folder)
     result.require(step is not None and step >= SAVE_EVERY, f"the newest verified checkpoint is {step}")
