@@ -2,7 +2,7 @@
 
 from tests.test_imports_point_down import LAYERS
 
-WIDTH, ROW, TOP, GAP, LABEL = 900, 54, 44, 12, 176
+WIDTH, ROW, TOP, GAP, LABEL = 960, 54, 44, 12, 110
 PURPOSE = {
     "cli": "the nsa command",
     "drill": "fault injection",
