@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from nsa.core.branches import BRANCH_ORDER
-from nsa.core.compression import PHIS
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
+from nsa.options import PHIS
 from tests.shapes import attention_args
 
 SHIFT = 5_000
