@@ -112,12 +112,7 @@ def nsa_attention(
 
 
 def compressed_attention(
-    q_BSHK: Tensor,
-    k_BCGK: Tensor,
-    v_BCGV: Tensor,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    q_BSHK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Attended:
     """Attend to the compressed entries (see `compress_blocks`) whose last token is not after the query: [B, S, H, V].
 
@@ -159,12 +154,7 @@ def selected_attention(
 
 
 def sliding_attention(
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGV: Tensor,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Attended:
     """Attend to the query's own token and the w − 1 before it: [B, S, H, V].
 
