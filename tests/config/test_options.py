@@ -9,7 +9,7 @@ from nsa import attention_rules, options
 from nsa.config.describe import choices
 from nsa.config.env import BRANCHES
 from nsa.config.schema import RunConfig, settings
-from nsa.core import gates, nsa_attention
+from nsa.core import branches, nsa_attention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.kernels import registry
@@ -17,8 +17,8 @@ from nsa.kernels import registry
 ENUMERATED = {key: choices(field) for key, field in settings().items() if choices(field)}
 CHECKED = {
     "nsa.phi": attention_rules.PHIS,
-    "nsa.gate": gates.GATES,
-    "nsa.gate_per": gates.GATES_PER,
+    "nsa.gate": branches.GATES,
+    "nsa.gate_per": branches.GATES_PER,
     "nsa.rope_compressed": attention_rules.ROPE_COMPRESSED,
     "nsa.kv": nsa_attention.KV_PROJECTIONS,
     "model.rope_scaling.rope_type": attention_rules.ROPE_TYPES,
