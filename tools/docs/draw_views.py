@@ -44,7 +44,8 @@ def terminal_svg(lines: list[Text], width: int) -> str:
     wide, tall = width * CELL_W + 2 * MARGIN, len(lines) * CELL_H + 2 * MARGIN
     css = "text{font:13.5px 'DejaVu Sans Mono',Menlo,Consolas,monospace;white-space:pre}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {tall:.0f}" width="{wide:.0f}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {wide:.0f} {tall:.0f}" '
+        f'width="{wide:.0f}">'
         f'<style>{css}</style><rect width="100%" height="100%" rx="8" fill="{PAPER}"/>{"".join(parts)}</svg>\n'
     )
 
