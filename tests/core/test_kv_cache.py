@@ -30,17 +30,23 @@ def make(**args) -> NSAAttention:
     return module.eval()
 
 
+VARIANTS = [
+    dict(),
+    dict(phi="mlp", phi_pos_emb=True),
+    dict(kv="shared"),
+    dict(kv="shared", phi="linear", qk_norm=True, bias=True, out_bias=True),
+]
+
+
 @pytest.mark.parametrize("sizes", [[1], [7], [64], [1000], [3, 1, 50, 1, 1, 9]], ids=str)
 @pytest.mark.parametrize("geometry", ["tiny", "no_overlap", "long_blocks", "odd", "showcase"])
-@pytest.mark.parametrize(
-    "changes", [dict(), dict(phi="mlp", phi_pos_emb=True), dict(phi="linear", rope_compressed="after")], ids=str
-)
+@pytest.mark.parametrize("changes", [*VARIANTS, dict(phi="linear", rope_compressed="after")], ids=str)
 def test_chunks_equal_the_whole(geometry, sizes, changes):
     module = make(**attention_args(geometry, **changes))
     x = torch.randn(2, 211, 24)
     with torch.no_grad():
         got, cache = in_chunks(module, x, sizes)
-        torch.testing.assert_close(got, module(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, module(x), atol=2e-5, rtol=1e-5)
     assert cache.length_B.tolist() == [211, 211]
 
 
@@ -150,28 +156,6 @@ def test_cache_is_barely_larger_than_a_dense_one():
 def test_cached_forward_keeps_no_graph():
     module = make(**attention_args("tiny"))
     assert not module(torch.randn(1, 8, 24, requires_grad=True), cache=module.new_cache(1, 8)).requires_grad
-
-
-# Shared keys and values
-
-
-VARIANTS = [
-    dict(),
-    dict(phi="mlp", phi_pos_emb=True),
-    dict(kv="shared"),
-    dict(kv="shared", phi="linear", qk_norm=True, bias=True, out_bias=True),
-]
-
-
-@pytest.mark.parametrize("sizes", [[1], [7], [1000], [3, 1, 50, 1, 1, 9]], ids=str)
-@pytest.mark.parametrize("geometry", ["tiny", "no_overlap", "long_blocks", "odd"])
-@pytest.mark.parametrize("changes", VARIANTS[2:], ids=str)
-def test_chunks_equal_the_whole_with_shared_keys(geometry, sizes, changes):
-    module = make(**attention_args(geometry, **changes))
-    x = torch.randn(2, 211, 24)
-    with torch.no_grad():
-        got, _ = in_chunks(module, x, sizes)
-        torch.testing.assert_close(got, module(x), atol=2e-5, rtol=1e-5)
 
 
 def test_shared_keys_are_stored_once():
