@@ -39,6 +39,13 @@ def test_the_command_line_does_not_load_the_settings_before_it_needs_them():
     assert "pydantic" not in import_in_a_new_process("nsa.cli.main")[1]
 
 
+def test_the_attention_does_not_load_the_compiler_of_torch():
+    """`torch._dynamo` takes longer to import than torch: it must wait until something is compiled."""
+    code = "import sys, nsa.core.nsa_attention; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 PUBLIC = (
     "NSAAttention", "nsa_attention", "compressed_attention", "select_blocks", "selected_attention",
     "sliding_attention", "compress_blocks", "NSATransformer", "NSACache", "Geometry",

@@ -4,14 +4,24 @@ B batch · S queries · T keys · n slots · G kv groups · R heads per group ·
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from nsa.geometry import Geometry
 
+Function = TypeVar("Function", bound=Callable[..., object])
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""
+
+
+def constant_when_traced(function: Function) -> Function:
+    """`torch.compiler.assume_constant_result`: tracing calls the function and keeps its result.
+
+    Written here because torch's decorator imports `torch._dynamo`, which takes longer than importing torch itself.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class BranchInputs(NamedTuple):

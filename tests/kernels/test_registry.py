@@ -4,6 +4,7 @@ import torch
 from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernels import registry
+from nsa.kernels.interface import constant_when_traced
 from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest, KernelBackend, KernelShape, check_names, plan
 
 CPU, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512))
@@ -44,3 +45,11 @@ def test_no_backend_for_integers():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(KernelUnavailable, match=r"kernels\.select\b"):
         check_names(BackendRequest(select="tritn"))
+
+
+def test_constants_of_tracing_are_marked_as_torch_marks_them():
+    def function() -> None: ...
+
+    marked = vars(torch.compiler.assume_constant_result(function)).copy()
+    vars(function).clear()
+    assert vars(constant_when_traced(function)) == marked

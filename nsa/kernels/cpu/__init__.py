@@ -13,7 +13,7 @@ from nsa.kernels.cpu.decoder import CpuDecoder as CpuDecoder
 from nsa.kernels.cpu.library import call, dense, problem, require, rows
 from nsa.kernels.cpu.mix import mix_backward as mix_backward
 from nsa.kernels.cpu.mix import mix_forward as mix_forward
-from nsa.kernels.interface import BranchInputs, Gradients
+from nsa.kernels.interface import BranchInputs, Gradients, constant_when_traced
 
 
 def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: object) -> str | None:
@@ -29,7 +29,7 @@ def describe() -> str:
     return _why_not_built() or f"{library.best_isa()}, compiled in {build.cache_folder()}"
 
 
-@torch.compiler.assume_constant_result  # tracing cannot call into the library
+@constant_when_traced  # tracing cannot call into the library
 def _why_not_built() -> str | None:
     try:
         library.load()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.interface import BranchInputs, Gradients
+from nsa.kernels.interface import BranchInputs, Gradients, constant_when_traced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # a row is at most a power of two and the next smaller one
@@ -82,6 +82,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"nsa.kernels.triton.{_HOMES[name]}"), name)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _interpreted() -> bool:
     return bool(import_module("triton").knobs.runtime.interpret)
