@@ -29,9 +29,12 @@ class KeyBounds(NamedTuple):
 
 def key_bounds(x: BranchInputs) -> KeyBounds:
     """Of the sliding branch's window, or of the compressed branch's complete blocks."""
-    if x.branch == "sliding":
-        return _bounds(x.pos_BS, x.start_BS, x.k_BTGK.shape[1], W=x.geometry.w, L=1, D=1)
-    return compressed_bounds(x.pos_BS, x.start_BS, x.geometry, x.k_BTGK.shape[1])
+    bounds = window_bounds if x.branch == "sliding" else compressed_bounds
+    return bounds(x.pos_BS, x.start_BS, x.geometry, x.k_BTGK.shape[1])
+
+
+def window_bounds(pos_BS: Tensor, start_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
+    return _bounds(pos_BS, start_BS, n_keys, W=geometry.w, L=1, D=1)
 
 
 def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
