@@ -1,0 +1,39 @@
+"""What a decoded instruction may use: lanes, shared memory and global memory of one kernel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.ptx_emulator.global_memory import GlobalMemory
+from tools.ptx_emulator.parser import AddressOperand, Instruction, Operand, UnsupportedPtx, VectorOperand
+from tools.ptx_emulator.shared_memory import SharedMemory
+from tools.ptx_emulator.state import Array, LaneState, Run
+from tools.ptx_emulator.wgmma_groups import WgmmaGroups
+
+
+@dataclass
+class ExecutionUnit:
+    state: LaneState
+    shared: SharedMemory
+    memory: GlobalMemory
+    wgmma: WgmmaGroups
+
+    def address(self, operand: Operand, kind: str) -> Callable[[], Array]:
+        """The value of [base + offset]."""
+        if not isinstance(operand, AddressOperand):
+            raise UnsupportedPtx(f"{operand} where an address is expected")
+        slot, values = self.state.source(operand.base, kind), self.state.values
+        if not operand.offset:
+            return lambda: values[slot]
+        width = 32 if kind == "b32" else 64
+        offset = np.array(operand.offset & ((1 << width) - 1), f"u{width // 8}")
+        return lambda: values[slot] + offset
+
+
+Builder = Callable[[ExecutionUnit, Instruction], Run]
+
+
+def elements(operand: Operand) -> tuple[Operand, ...]:
+    """Of {a, b, …} or of a single operand."""
+    return operand.elements if isinstance(operand, VectorOperand) else (operand,)

@@ -1,0 +1,298 @@
+"""Executes one PTX kernel: decodes its instructions into closures and steps the programs of a grid together.
+
+Every thread has a program counter, by basic block. The block with the lowest index among all threads runs next, for
+the threads that are there: lanes, warps and programs that diverged meet again after loops and branches, as LLVM orders
+its blocks. A barrier ends a block; threads wait there for the rest of their program.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tools.ptx_emulator.execution import Builder, ExecutionUnit
+from tools.ptx_emulator.findings import FindingKind, FindingLog
+from tools.ptx_emulator.global_memory import GlobalMemory, MemoryArena
+from tools.ptx_emulator.instructions import arithmetic, conversions, matrix, memory_access, warp, warpgroup
+from tools.ptx_emulator.parser import AddressOperand, Instruction, PtxKernel, Register, SymbolName, UnsupportedPtx
+from tools.ptx_emulator.shared_memory import SharedMemory
+from tools.ptx_emulator.state import WARP, Array, LaneBuilder, LaneState, Run
+from tools.ptx_emulator.wgmma_groups import WgmmaGroups
+
+LANES_AT_ONCE = 8192
+"""Programs are run in batches of about this many threads."""
+_BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
+
+
+def _on_lanes(build: LaneBuilder) -> Builder:
+    return lambda unit, at: build(unit.state, at)
+
+
+def _unit_builders() -> dict[str, Builder]:
+    plain = {**arithmetic.BUILDERS, **conversions.BUILDERS}
+    of_lanes = {name: _on_lanes(build) for name, build in plain.items()}
+    return {**of_lanes, **memory_access.BUILDERS, **warp.BUILDERS, **matrix.BUILDERS, **warpgroup.BUILDERS}
+
+
+BUILDERS: dict[str, Builder] = _unit_builders()
+
+
+@dataclass
+class BasicBlock:
+    runs: list[Run] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    end: Instruction | None = None
+    """The branch, return or barrier at its end, if any."""
+    target: int = -1
+    guard_slot: int = -1
+
+
+class Machine:
+    """One kernel, ready to run on any grid."""
+
+    def __init__(self, kernel: PtxKernel, log: FindingLog) -> None:
+        if kernel.threads % WARP or not kernel.threads:
+            raise UnsupportedPtx(f"{kernel.threads} threads: whole warps are needed")
+        self.kernel = kernel
+        self.state = state = LaneState(kernel, log)
+        uses_wgmma = any(at.family == "wgmma" for at in kernel.instructions)
+        shared = SharedMemory(state, _narrowest(kernel, ".shared"), has_async_proxy=uses_wgmma)
+        self.unit = ExecutionUnit(state, shared, GlobalMemory(state, _narrowest(kernel, ".global")), WgmmaGroups(state))
+        self.blocks = self._decode()
+        if uses_wgmma:
+            self._guard_registers()
+        self._stores = _stored_parameters(kernel)
+        self.warps_by_block = np.zeros(len(self.blocks), np.int64)
+        """How many warps executed each block, over all launches."""
+
+    # decoding
+
+    def _decode(self) -> list[BasicBlock]:
+        kernel, blocks, begins = self.kernel, [BasicBlock()], {0: 0}
+        places = set(kernel.labels.values())
+        for i, at in enumerate(kernel.instructions):
+            if i in places and (blocks[-1].instructions or blocks[-1].end is not None):
+                blocks.append(BasicBlock())
+            begins.setdefault(i, len(blocks) - 1)
+            if at.family in ("bra", "ret", "exit") or at.opcode in _BARRIERS:
+                blocks[-1].end = at
+                blocks.append(BasicBlock())
+                continue
+            blocks[-1].instructions.append(at)
+            blocks[-1].runs.append(self._build(at))
+        for label_at in places:
+            begins.setdefault(label_at, len(blocks) - 1)
+        for block in blocks:
+            if block.end is not None:
+                self._decode_end(block, begins, len(blocks))
+        return blocks
+
+    def _build(self, at: Instruction) -> Run:
+        builder = BUILDERS.get(at.opcode)
+        if builder is None:
+            raise UnsupportedPtx(f"{self.kernel.name}, PTX line {at.line}: unknown instruction {at.text}")
+        try:
+            return builder(self.unit, at)
+        except (UnsupportedPtx, ValueError, KeyError) as error:
+            raise UnsupportedPtx(f"{self.kernel.name}, PTX line {at.line}: {at.text}: {error}") from error
+
+    def _decode_end(self, block: BasicBlock, begins: Mapping[int, int], exit_block: int) -> None:
+        at = block.end
+        assert at is not None
+        if at.opcode in ("bra", "bra.uni"):
+            (label,) = at.operands
+            assert isinstance(label, SymbolName)
+            block.target = begins[self.kernel.labels[label.name]]
+        elif at.opcode in ("ret", "exit"):
+            block.target = exit_block
+        elif (at.operands and getattr(at.operands[0], "bits", None) != 0) or len(at.operands) > 1 or at.guard:
+            raise UnsupportedPtx(f"{self.kernel.name}, PTX line {at.line}: {at.text}: only barrier 0 of all threads")
+        if at.guard is not None:
+            block.guard_slot = self.state.register(Register(at.guard.register), "pred")
+
+    def _guard_registers(self) -> None:
+        """Instructions that touch the registers of a wgmma check that it was waited for."""
+        groups = self.unit.wgmma
+        names = {
+            r.name: self.state.register(r, "b32", "b64", "b16", "pred")
+            for at in self.kernel.instructions
+            for r in warpgroup.register_operands(at.operands)
+        }
+        for block in self.blocks:
+            for i, (at, run) in enumerate(zip(block.instructions, block.runs, strict=True)):
+                if at.family == "wgmma":
+                    continue
+                used = frozenset(names[r.name] for r in warpgroup.register_operands(at.operands)) & groups.operands
+                if used:
+                    to = frozenset(names[r.name] for r in warpgroup.register_operands(at.operands[:1]))
+                    written = frozenset() if at.family in ("st", "stmatrix") else used & to
+                    block.runs[i] = self._checked(at, run, used, written)
+
+    def _checked(self, at: Instruction, run: Run, used: frozenset[int], written: frozenset[int]) -> Run:
+        groups, state = self.unit.wgmma, self.state
+
+        def checked() -> None:
+            if used & groups.in_flight:
+                bad = state.lanes(state.active)
+                detail = "the register belongs to a wgmma that was not waited for"
+                state.report(FindingKind.READ_BEFORE_WAIT, at, bad, 0, detail)
+            if written:
+                groups.note_write(written)
+            run()
+
+        return checked
+
+    # execution
+
+    def launch(
+        self, grid: tuple[int, int, int], parameters: Mapping[str, Array], shared_bytes: int,
+        arenas: list[MemoryArena],
+    ) -> None:  # fmt: skip
+        state = self.state
+        state.grid, state.parameters = grid, dict(parameters)
+        addresses = {int(parameters[name][0, 0]) for name in self._stores} if self._stores is not None else None
+        self.unit.memory.begin(arenas, addresses)
+        total = grid[0] * grid[1] * grid[2]
+        step = max(1, LANES_AT_ONCE // state.threads)
+        with np.errstate(all="ignore"):
+            for first in range(0, total, step):
+                state.begin(first, min(step, total - first))
+                self.unit.shared.begin(max(16, shared_bytes))
+                self.unit.wgmma.begin()
+                self._run_batch()
+
+    def _run_batch(self) -> None:
+        state, blocks, at_exit = self.state, self.blocks, len(self.blocks)
+        shape = (state.programs, state.threads)
+        together: int | None = 0
+        counters = np.zeros(shape, np.int32)
+        waits = np.full(shape, -1, np.int32)
+        while True:
+            if together is None:
+                runnable = np.where(waits >= 0, at_exit, counters)
+                current = int(runnable.min())
+                if current == at_exit:
+                    if not self._release(counters, waits):
+                        return
+                    continue
+                active = runnable == current
+                if active.all():
+                    together = current
+            else:
+                current = together
+            if together is not None:
+                if together == at_exit:
+                    return
+                state.active = None
+                self.warps_by_block[current] += state.programs * state.warps
+            else:
+                state.active = active
+                self.warps_by_block[current] += int(state.by_warp(active).any(-1).sum())
+            block = blocks[current]
+            for run in block.runs:
+                run()
+            if block.end is not None and block.end.opcode in _BARRIERS:
+                if together is not None:
+                    state.epoch = state.epoch + 1
+                    self.unit.shared.barrier(True)
+                    together += 1
+                else:
+                    waits[active] = current
+                    self._release(counters, waits)
+                continue
+            if together is not None:
+                together = self._next_together(block, current, counters)
+            else:
+                counters[active] = np.broadcast_to(self._next(block, current), shape)[active]
+
+    def _next_together(self, block: BasicBlock, current: int, counters: Array) -> int | None:
+        """The block that all threads go to, or None if they part, with `counters` set."""
+        found = self._next(block, current)
+        if (found == found.flat[0]).all():
+            return int(found.flat[0])
+        counters[:] = found
+        return None
+
+    def _next(self, block: BasicBlock, current: int) -> Array:
+        if block.end is None or block.target < 0:
+            return np.array(current + 1)
+        if block.guard_slot < 0:
+            return np.array(block.target)
+        assert block.end.guard is not None
+        taken = self.state.values[block.guard_slot] != block.end.guard.negated
+        return np.where(taken, block.target, current + 1)
+
+    def _release(self, counters: Array, waits: Array) -> bool:
+        """Lets programs pass a barrier that all their threads have reached; True if any did."""
+        exited = counters == len(self.blocks)
+        ready = ((waits >= 0) | (exited & (waits < 0))).all(1) & (waits >= 0).any(1)
+        if not ready.any():
+            return False
+        waiting = waits >= 0
+        differ = waiting & (waits != np.where(waiting, waits, -1).max(1, keepdims=True))
+        partial = ready & ((exited & ~waiting).any(1) | differ.any(1))
+        if partial.any():
+            program = int(np.flatnonzero(partial)[0])
+            end = self.blocks[int(waits[program].max())].end
+            assert end is not None
+            detail = "some threads of the program have ended or wait at another barrier"
+            self.state.report(FindingKind.BARRIER_DIVERGENCE, end, waiting & partial[:, None], 0, detail)
+        passes = ready[:, None] & waiting
+        counters[passes] = waits[passes] + 1
+        waits[passes] = -1
+        self.state.epoch = self.state.epoch + ready[:, None]
+        self.unit.shared.barrier(bool(ready.all()))
+        return True
+
+
+def _narrowest(kernel: PtxKernel, space: str) -> int:
+    """Bytes of the narrowest access to a memory space, at most 4."""
+    widths = [4]
+    for at in kernel.instructions:
+        if space in at.opcode and at.family in ("ld", "st"):
+            widths.append(int(at.opcode.rpartition(".")[2][1:]) // 8)
+    return min(widths)
+
+
+def _stored_parameters(kernel: PtxKernel) -> set[str] | None:
+    """The parameters that addresses of stores may come from; None if there is a store of which that is not known."""
+    sources: dict[str, set[str]] = {}
+    stores: list[str] = []
+    flows: list[tuple[str, list[str]]] = []
+    for at in kernel.instructions:
+        names = [r.name for r in warpgroup.register_operands(at.operands)]
+        if at.opcode.startswith("ld.param"):
+            address = at.operands[1]
+            assert isinstance(address, AddressOperand)
+            assert isinstance(address.base, SymbolName)
+            sources.setdefault(names[0], set()).add(address.base.name)
+        elif at.opcode.startswith("st.global") and isinstance(at.operands[0], AddressOperand):
+            stores.append(at.operands[0].base.name)
+        elif at.family not in ("ld", "st", "cp", "bra", "bar", "ldmatrix", "setp") and len(names) > 1:
+            flows.append((names[0], names[1:]))
+    changed = True
+    while changed:
+        changed = False
+        for to, origins in flows:
+            known = sources.setdefault(to, set())
+            before = len(known)
+            known.update(*(sources.get(o, set()) for o in origins))
+            changed |= len(known) != before
+    found: set[str] = set()
+    for base in stores:
+        if not sources.get(base):
+            return None
+        found |= sources[base]
+    wide = {p.name for p in kernel.parameters if p.type in ("u64", "b64")}
+    return found & wide
+
+
+def instruction_totals(machines: Iterable[Machine]) -> dict[str, int]:
+    """Warp instructions executed, by opcode."""
+    totals: dict[str, int] = {}
+    for machine in machines:
+        for block, warps in zip(machine.blocks, machine.warps_by_block.tolist(), strict=True):
+            ends = [block.end] if block.end is not None else []
+            for at in [*block.instructions, *ends]:
+                totals[at.opcode] = totals.get(at.opcode, 0) + warps
+    return totals
