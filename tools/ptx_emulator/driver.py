@@ -20,7 +20,6 @@ from tools.ptx_emulator.findings import FindingLog
 from tools.ptx_emulator.global_memory import arenas_of
 from tools.ptx_emulator.machine import Machine, instruction_totals
 from tools.ptx_emulator.parser import parse
-from tools.ptx_emulator.state import Array
 
 PtxEdit = Callable[[str, str], str]
 """Changes the PTX of a kernel before it runs: (kernel name, text) → text."""
@@ -70,10 +69,8 @@ class EmulatorLauncher:
                 value, kind = value.data_ptr(), "u64"
             elif kind.startswith("*"):
                 value, kind = 0 if value is None else value, "u64"
-            values.append(np.full((1, 1), value, _TYPES[kind]))
-        values += [np.zeros((1, 1), np.uint64)] * 2  # scratch memory, of which there is none
-        names = [parameter.name for parameter in function.kernel.parameters]
-        parameters = {name: _as_bits(value) for name, value in zip(names, values, strict=True)}
+            values.append(_bits(value, _TYPES[kind]))
+        parameters = np.array([*values, 0, 0], np.uint64)  # the last two: scratch memory, of which there is none
         began = time.perf_counter()
         function.launch((grid_x, grid_y, grid_z), parameters, self._shared, arenas_of(ranges))
         EmulatorDriver.current().seconds += time.perf_counter() - began
@@ -87,8 +84,8 @@ def tensor_range(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _as_bits(value: Array) -> Array:
-    return value.view(f"u{value.dtype.itemsize}")
+def _bits(value: float, dtype: str) -> int:
+    return int(np.array(value, dtype).view(f"u{np.dtype(dtype).itemsize}"))
 
 
 class EmulatorDriver(DriverBase):

@@ -145,12 +145,14 @@ class Machine:
     # execution
 
     def launch(
-        self, grid: tuple[int, int, int], parameters: Mapping[str, Array], shared_bytes: int,
-        arenas: list[MemoryArena],
+        self, grid: tuple[int, int, int], parameters: Array, shared_bytes: int, arenas: list[MemoryArena]
     ) -> None:  # fmt: skip
+        """`parameters`: the bits of each, as uint64."""
         state = self.state
-        state.grid, state.parameters = grid, dict(parameters)
-        addresses = {int(parameters[name][0, 0]) for name in self._stores} if self._stores is not None else None
+        state.grid, state.parameters = grid, parameters
+        names = [parameter.name for parameter in self.kernel.parameters]
+        assert len(names) == len(parameters), f"{len(parameters)} values for {len(names)} parameters"
+        addresses = None if self._stores is None else {int(parameters[names.index(name)]) for name in self._stores}
         self.unit.memory.begin(arenas, addresses)
         total = grid[0] * grid[1] * grid[2]
         step = max(1, LANES_AT_ONCE // state.threads)
@@ -254,6 +256,10 @@ def _narrowest(kernel: PtxKernel, space: str) -> int:
     return min(widths)
 
 
+_ANY = "*"
+"""Stands for a parameter that is chosen at run time."""
+
+
 def _stored_parameters(kernel: PtxKernel) -> set[str] | None:
     """The parameters that addresses of stores may come from; None if there is a store of which that is not known."""
     sources: dict[str, set[str]] = {}
@@ -264,8 +270,8 @@ def _stored_parameters(kernel: PtxKernel) -> set[str] | None:
         if at.opcode.startswith("ld.param"):
             address = at.operands[1]
             assert isinstance(address, AddressOperand)
-            assert isinstance(address.base, SymbolName)
-            sources.setdefault(names[0], set()).add(address.base.name)
+            chosen = isinstance(address.base, Register)
+            sources.setdefault(names[0], set()).add(_ANY if chosen else address.base.name)
         elif at.opcode.startswith("st.global") and isinstance(at.operands[0], AddressOperand):
             stores.append(at.operands[0].base.name)
         elif at.family not in ("ld", "st", "cp", "bra", "bar", "ldmatrix", "setp") and len(names) > 1:
@@ -283,6 +289,8 @@ def _stored_parameters(kernel: PtxKernel) -> set[str] | None:
         if not sources.get(base):
             return None
         found |= sources[base]
+    if _ANY in found:
+        return None
     wide = {p.name for p in kernel.parameters if p.type in ("u64", "b64")}
     return found & wide
 

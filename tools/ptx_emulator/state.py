@@ -18,6 +18,7 @@ Array = NDArray[Any]
 Run = Callable[[], None]
 
 WARP = 32
+PARAMETER_BYTES = 8
 STORAGE = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 _POISON = {"pred": 0, "b16": 0x7FED, "b32": 0x7FEDBEEF, "b64": 0x7FEDBEEF7FEDBEEF}
 """Of registers that nothing was written to: NaN as a float, far out of bounds as an address."""
@@ -39,7 +40,9 @@ class LaneState:
         self.epoch: Array = np.zeros((0, 1), np.int64)
         """Barriers passed by each program, counted from 1: [programs, 1]."""
         self.thread: Array = np.arange(self.threads, dtype=np.int64)[None]
-        self.parameters: dict[str, Array] = {}
+        self.parameters: Array = np.zeros(0, np.uint64)
+        """Bits of each parameter; its address is its number times PARAMETER_BYTES."""
+        self._parameter_numbers = {parameter.name: i for i, parameter in enumerate(kernel.parameters)}
         self._initial: list[Array] = []
         self._slots: dict[object, int] = {}
         self._special: dict[str, int] = {}
@@ -69,6 +72,9 @@ class LaneState:
             return self._new((kind, bits), np.full((1, 1), bits, storage))
         if isinstance(operand, SymbolName) and operand.name in self.kernel.shared_symbols and kind in ("b32", "b64"):
             address = self.kernel.shared_symbols[operand.name]
+            return self._new((kind, address), np.full((1, 1), address, storage))
+        if isinstance(operand, SymbolName) and operand.name in self._parameter_numbers and kind == "b64":
+            address = self._parameter_numbers[operand.name] * PARAMETER_BYTES
             return self._new((kind, address), np.full((1, 1), address, storage))
         if isinstance(operand, SymbolName) and operand.name in _SPECIAL and kind == "b32":
             slot = self._new(operand.name, np.zeros((1, 1), np.uint32))

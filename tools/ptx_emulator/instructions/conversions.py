@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tools.ptx_emulator.instructions.arithmetic import lane_closure
-from tools.ptx_emulator.parser import Instruction, SymbolName, UnsupportedPtx, VectorOperand
-from tools.ptx_emulator.state import Array, LaneBuilder, LaneState, Run
+from tools.ptx_emulator.parser import Instruction, Register, SymbolName, UnsupportedPtx, VectorOperand
+from tools.ptx_emulator.state import STORAGE, Array, LaneBuilder, LaneState, Run
 
 
 def bf16_bits(x: Array) -> Array:
@@ -78,8 +78,27 @@ def build_conversion(state: LaneState, at: Instruction) -> Run:
     if len(at.operands) != len(kinds) + 1:
         raise UnsupportedPtx(f"{at.opcode} with {len(at.operands)} operands")
     to = state.register(at.operands[0], out_kind)
+    first = at.operands[1]
+    if isinstance(first, Register) and state.kernel.register_kind(first.name) != kinds[0]:
+        if len(kinds) > 1 or state.kernel.register_kind(first.name) == "pred":
+            raise UnsupportedPtx(at.text)
+        return _of_low_bits(state, at, to, first, compute, types[0], out_kind)
     slots = [state.source(o, kind) for o, kind in zip(at.operands[1:], kinds, strict=True)]
     return lane_closure(state, at, to, slots, list(types), compute, out_kind)
+
+
+def _of_low_bits(
+    state: LaneState, at: Instruction, to: int, source: Register, compute: Callable[..., Array],
+    low: type[np.generic], out_kind: str,
+) -> Run:  # fmt: skip
+    """A register wider than the type that is converted: its low bits count."""
+    kind = state.kernel.register_kind(source.name)
+    if np.dtype(STORAGE[kind]).itemsize < np.dtype(low).itemsize:
+        raise UnsupportedPtx(at.text)
+    whole = np.dtype(STORAGE[kind]).type
+    return lane_closure(
+        state, at, to, [state.source(source, kind)], [whole], lambda x: compute(x.astype(low)), out_kind
+    )
 
 
 def build_move(state: LaneState, at: Instruction) -> Run:

@@ -5,25 +5,29 @@ import re
 import numpy as np
 
 from tools.ptx_emulator.execution import Builder, ExecutionUnit, elements
-from tools.ptx_emulator.parser import AddressOperand, Immediate, Instruction, Register, SymbolName, UnsupportedPtx
-from tools.ptx_emulator.state import STORAGE, Array, Run
+from tools.ptx_emulator.parser import Immediate, Instruction, Register, UnsupportedPtx
+from tools.ptx_emulator.state import PARAMETER_BYTES, STORAGE, Array, Run
 
 
 def build_parameter(unit: ExecutionUnit, at: Instruction) -> Run:
     """ld.param: what the launch passed, widened by its sign to the register."""
-    state, (to, address) = unit.state, at.operands
-    if not isinstance(address, AddressOperand) or not isinstance(address.base, SymbolName) or address.offset:
-        raise UnsupportedPtx(f"parameter {address}")
+    state, (to, source) = unit.state, at.operands
     letter, bits = at.opcode.removeprefix("ld.param.")[0], int(at.opcode.removeprefix("ld.param.")[1:])
     target = state.register(to, "b32", "b64")
     kind = state.kernel.register_kind(to.name) if isinstance(to, Register) else ""
-    read = np.dtype(f"{'i' if letter == 's' else 'u'}{bits // 8}")
-    name, mask = address.base.name, state.mask(at)
-    widened = np.dtype(f"{'i' if letter == 's' else 'u'}{int(kind[1:]) // 8}")
+    sign = "i" if letter == "s" else "u"
+    narrow, read = np.dtype(f"u{bits // 8}"), np.dtype(f"{sign}{bits // 8}")
+    widened, mask = np.dtype(f"{sign}{int(kind[1:]) // 8}"), state.mask(at)
+    address = unit.address(source, "b64")
 
     def run() -> None:
-        value: Array = state.parameters[name].view(read).astype(widened).view(STORAGE[kind])
-        state.put_where(target, value, mask())
+        chosen, at_address = mask(), address()
+        bad = (at_address % np.uint64(PARAMETER_BYTES) != 0) | (at_address >= PARAMETER_BYTES * len(state.parameters))
+        if (bad if chosen is None else bad & chosen).any():
+            raise UnsupportedPtx(f"{at.text}: an address inside a parameter")
+        index = np.where(bad, 0, at_address // np.uint64(PARAMETER_BYTES)).astype(np.int64)
+        value: Array = state.parameters[index].astype(narrow).view(read).astype(widened).view(STORAGE[kind])
+        state.put_where(target, value, chosen)
 
     return run
 

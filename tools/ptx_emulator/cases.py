@@ -1,0 +1,190 @@
+"""Small calls of every kernel, with the reference's results: what the CLI, the tests and the fault drill emulate.
+
+Shapes are the base model's (12 heads in 2 groups, rows of 64), lengths as short as reaches every loop several times.
+
+B batch · S queries · T keys · G kv groups · R heads per group · K key dim · V value dim
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.bench.correctness import blocks_error
+from nsa.bench.shapes import SHAPES, BenchShape
+from nsa.core.document_layout import packed_layout
+from nsa.kernels import reference
+from nsa.kernels.interface import CacheView
+from nsa.kernels.registry import BACKENDS
+from nsa.verify.gpu_check.parity import relative_rms
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+"""Relative RMS error against the reference in fp64."""
+SELECTION_LIMIT = 1e-4
+BASE = SHAPES["base"]
+LATE_KEYS, LATE_QUERIES = 3300, 12
+"""A few queries at the end of a long row: several tiles of compressed keys, and more blocks than are chosen."""
+PACKED = (0, 1, 50, 150)
+"""Documents of a row of 150 tokens."""
+
+
+@dataclass(frozen=True)
+class CaseFigure:
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= self.limit  # not of NaN
+
+
+class CaseInputs:
+    """Tensors of one call. `late`: a few queries at the end of a long row; else packed documents."""
+
+    def __init__(self, dtype: torch.dtype, *, late: bool, shape: BenchShape = BASE) -> None:
+        g = self.geometry = shape.geometry
+        self.dtype, self.scale = dtype, float(shape.d_k**-0.5)
+        generator = torch.Generator().manual_seed(0)
+        if late:
+            n = LATE_KEYS
+            self.pos = torch.arange(n - LATE_QUERIES, n)[None]
+            self.start = self.first = torch.zeros_like(self.pos)
+            n_compressed = g.n_compressed(n)
+        else:
+            n = PACKED[-1]
+            self.pos, self.start, self.first, begin, _ = packed_layout(torch.tensor(PACKED), n, g)
+            n_compressed = begin.shape[1]
+
+        def tensor(*sizes: int) -> Tensor:
+            return torch.randn(1, *sizes, generator=generator).to(dtype)
+
+        groups, heads = shape.n_kv_groups, shape.heads_per_group
+        self.q = tensor(self.pos.shape[1], groups, heads, shape.d_k)
+        self.dout = tensor(self.pos.shape[1], groups, heads, shape.d_v)
+        self.raw = tensor(n, groups, shape.d_k), tensor(n, groups, shape.d_v)
+        self.compressed = tensor(n_compressed, groups, shape.d_k), tensor(n_compressed, groups, shape.d_v)
+
+    def attend(self, backend: str, branch: str, dtype: torch.dtype) -> list[Tensor]:
+        """Output, dq, dk, dv."""
+        keys = self.compressed if branch == "compressed" else self.raw
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (self.q, *keys))
+        sizes: dict[str, Any] = dict(geometry=self.geometry, scale=self.scale)
+        functions = BACKENDS[backend].functions
+        if branch == "selected":
+            out = functions.selected(q, k, v, self.chosen(), self.pos, self.start, **sizes)
+        else:
+            start = self.first if branch == "compressed" else self.start
+            out = getattr(functions, branch)(q, k, v, self.pos, start, **sizes)
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout.to(dtype))]
+
+    def chosen(self) -> Tensor:
+        sizes: dict[str, Any] = dict(geometry=self.geometry, scale=self.scale)
+        keys = self.compressed[0].double()
+        return BACKENDS["reference"].functions.select(self.q.double(), keys, self.pos, self.first, **sizes)
+
+
+def _attention(branch: str, late: bool, dtype: torch.dtype) -> list[CaseFigure]:
+    inputs = CaseInputs(dtype, late=late)
+    got = inputs.attend("triton", branch, dtype)
+    want = inputs.attend("reference", branch, torch.float64)
+    return [
+        CaseFigure(name, relative_rms(x, y), LIMITS[dtype])
+        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
+    ]
+
+
+def _selection(late: bool, dtype: torch.dtype) -> list[CaseFigure]:
+    """Alone, and with the compressed branch, whose log-sum-exp it then uses."""
+    inputs = CaseInputs(dtype, late=late)
+    sizes: dict[str, Any] = dict(geometry=inputs.geometry, scale=inputs.scale)
+    keys, where = inputs.compressed, (inputs.pos, inputs.first)
+    together = BACKENDS["triton"].compressed_and_select
+    assert together is not None
+    out, with_branch = together(inputs.q, *keys, *where, **sizes)
+    alone = BACKENDS["triton"].functions.select(inputs.q, keys[0], *where, **sizes)
+    exact_compressed = BACKENDS["reference"].functions.compressed
+    exact = exact_compressed(inputs.q.double(), *(x.double() for x in keys), *where, **sizes)
+    assert isinstance(exact, Tensor)
+    figures = [CaseFigure("out", relative_rms(out, exact), LIMITS[dtype])]
+    for name, idx in (("with the branch", with_branch), ("alone", alone)):
+        error = blocks_error(inputs.q, keys[0], *where, idx, inputs.geometry, inputs.scale).max().item()
+        figures.append(CaseFigure(f"blocks, {name}", error, SELECTION_LIMIT))
+    return figures
+
+
+def _decode(dtype: torch.dtype) -> list[CaseFigure]:
+    """One new token for two rows of a cache, the second beyond its window."""
+    lengths, g, s = torch.tensor([70, 1400]), BASE.geometry, BASE
+    capacity, batch = 1408, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*sizes: int) -> Tensor:
+        return torch.randn(batch, *sizes, generator=generator).to(dtype)
+
+    def keys(n: int) -> tuple[Tensor, Tensor]:
+        return tensor(n, s.n_kv_groups, s.d_k), tensor(n, s.n_kv_groups, s.d_v)
+
+    pos = lengths[:, None] - 1
+    zero = torch.zeros_like(pos)
+    n_compressed = g.n_compressed(capacity)
+    compressed, selected, window = keys(n_compressed), keys(g.n_blocks(capacity) * g.l_sel), keys(g.w)
+    q = tensor(1, s.n_kv_groups, s.heads_per_group, s.d_k)
+    gates = torch.rand(batch, 1, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
+    in_window = (*window, pos.clamp(max=g.w - 1), zero)
+    done = ((lengths - g.l) // g.d + 1).clamp(min=0)
+    view = CacheView(keys(g.l), (*compressed, pos, zero), (*selected, pos, zero), in_window, lengths, done)
+    build = BACKENDS["triton"].decoder
+    assert build is not None
+    scale = float(s.d_k**-0.5)
+    decoder = build(view, heads_per_group=s.heads_per_group, means=True, geometry=g, scale=scale)
+    out, idx = decoder.attend(q, gates)
+    exact = BACKENDS["reference"].functions
+    sizes: dict[str, Any] = dict(geometry=g, scale=scale)
+    wide = q.double()
+    k_c, v_c, k_s, v_s, k_w, v_w = (x.double() for pair in (compressed, selected, window) for x in pair)
+    branches: list[Any] = [
+        exact.compressed(wide, k_c, v_c, pos, zero, **sizes),
+        exact.selected(wide, k_s, v_s, idx, pos, zero, **sizes),
+        exact.sliding(wide, k_w, v_w, in_window[2], zero, **sizes),
+    ]
+    worst = blocks_error(q, compressed[0], pos, zero, idx, g, scale).max().item()
+    want = reference.mix(gates.double(), *branches)
+    return [CaseFigure("out", relative_rms(out, want), LIMITS[dtype]), CaseFigure("blocks", worst, SELECTION_LIMIT)]
+
+
+def _mix(dtype: torch.dtype) -> list[CaseFigure]:
+    generator = torch.Generator().manual_seed(0)
+    s = BASE
+    gates = torch.rand(1, 37, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
+    heads = (1, 37, s.n_kv_groups, s.heads_per_group, s.d_v)
+    branches = [torch.randn(heads, generator=generator).to(dtype) for _ in range(3)]
+    dout = torch.randn(heads, generator=generator).to(dtype)
+
+    def run(mix: Callable[..., Tensor], to: torch.dtype | None) -> list[Tensor]:
+        leaves = [x.detach().to(to or x.dtype).requires_grad_() for x in (gates, *branches)]
+        out = mix(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+    got, want = run(BACKENDS["triton"].mix, None), run(reference.mix, torch.float64)
+    names = ("out", "dgates", "dcompressed", "dselected", "dsliding")
+    return [
+        CaseFigure(n, relative_rms(x, y), LIMITS[dtype]) for n, x, y in zip(names, got, want, strict=True)
+    ]  # fmt: skip
+
+
+CASES: dict[str, Callable[[torch.dtype], list[CaseFigure]]] = {
+    "sliding": lambda dtype: _attention("sliding", False, dtype),
+    "compressed": lambda dtype: _attention("compressed", False, dtype),
+    "selected": lambda dtype: _attention("selected", False, dtype),
+    "compressed_late": lambda dtype: _attention("compressed", True, dtype),
+    "selected_late": lambda dtype: _attention("selected", True, dtype),
+    "select": lambda dtype: _selection(False, dtype),
+    "select_late": lambda dtype: _selection(True, dtype),
+    "decode": _decode,
+    "mix": _mix,
+}
+"""By name: forward and backward where there is one."""
