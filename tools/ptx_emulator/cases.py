@@ -7,6 +7,7 @@ B batch · S queries · T keys · G kv groups · R heads per group · K key dim 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ BASE = SHAPES["base"]
 LATE_KEYS, LATE_QUERIES = 3300, 12
 """A few queries at the end of a long row: several tiles of compressed keys, and more blocks than are chosen."""
 PACKED = (0, 1, 50, 150)
-"""Documents of a row of 150 tokens."""
+"""Where the documents of a row of 150 tokens begin and end."""
+SHORT = (0, 1, 20, 70)
+LATE = ()
 
 
 @dataclass(frozen=True)
@@ -42,20 +45,20 @@ class CaseFigure:
 
 
 class CaseInputs:
-    """Tensors of one call. `late`: a few queries at the end of a long row; else packed documents."""
+    """Tensors of one call over packed documents; without documents, of a few queries at the end of a long row."""
 
-    def __init__(self, dtype: torch.dtype, *, late: bool, shape: BenchShape = BASE) -> None:
+    def __init__(self, dtype: torch.dtype, documents: tuple[int, ...], shape: BenchShape = BASE) -> None:
         g = self.geometry = shape.geometry
         self.dtype, self.scale = dtype, float(shape.d_k**-0.5)
         generator = torch.Generator().manual_seed(0)
-        if late:
+        if not documents:
             n = LATE_KEYS
             self.pos = torch.arange(n - LATE_QUERIES, n)[None]
             self.start = self.first = torch.zeros_like(self.pos)
             n_compressed = g.n_compressed(n)
         else:
-            n = PACKED[-1]
-            self.pos, self.start, self.first, begin, _ = packed_layout(torch.tensor(PACKED), n, g)
+            n = documents[-1]
+            self.pos, self.start, self.first, begin, _ = packed_layout(torch.tensor(documents), n, g)
             n_compressed = begin.shape[1]
 
         def tensor(*sizes: int) -> Tensor:
@@ -66,6 +69,15 @@ class CaseInputs:
         self.dout = tensor(self.pos.shape[1], groups, heads, shape.d_v)
         self.raw = tensor(n, groups, shape.d_k), tensor(n, groups, shape.d_v)
         self.compressed = tensor(n_compressed, groups, shape.d_k), tensor(n_compressed, groups, shape.d_v)
+
+    @staticmethod
+    @cache
+    def drawn(dtype: torch.dtype, documents: tuple[int, ...]) -> "CaseInputs":
+        return CaseInputs(dtype, documents)
+
+    @cache  # noqa: B019 (there are three inputs for each dtype)
+    def exact(self, branch: str) -> list[Tensor]:
+        return self.attend("reference", branch, torch.float64)
 
     def attend(self, backend: str, branch: str, dtype: torch.dtype) -> list[Tensor]:
         """Output, dq, dk, dv."""
@@ -81,25 +93,25 @@ class CaseInputs:
         assert isinstance(out, Tensor)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout.to(dtype))]
 
+    @cache  # noqa: B019
     def chosen(self) -> Tensor:
         sizes: dict[str, Any] = dict(geometry=self.geometry, scale=self.scale)
         keys = self.compressed[0].double()
         return BACKENDS["reference"].functions.select(self.q.double(), keys, self.pos, self.first, **sizes)
 
 
-def _attention(branch: str, late: bool, dtype: torch.dtype) -> list[CaseFigure]:
-    inputs = CaseInputs(dtype, late=late)
-    got = inputs.attend("triton", branch, dtype)
-    want = inputs.attend("reference", branch, torch.float64)
+def _attention(branch: str, documents: tuple[int, ...], dtype: torch.dtype) -> list[CaseFigure]:
+    inputs = CaseInputs.drawn(dtype, documents)
+    got, want = inputs.attend("triton", branch, dtype), inputs.exact(branch)
     return [
         CaseFigure(name, relative_rms(x, y), LIMITS[dtype])
         for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
     ]
 
 
-def _selection(late: bool, dtype: torch.dtype) -> list[CaseFigure]:
+def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CaseFigure]:
     """Alone, and with the compressed branch, whose log-sum-exp it then uses."""
-    inputs = CaseInputs(dtype, late=late)
+    inputs = CaseInputs.drawn(dtype, documents)
     sizes: dict[str, Any] = dict(geometry=inputs.geometry, scale=inputs.scale)
     keys, where = inputs.compressed, (inputs.pos, inputs.first)
     together = BACKENDS["triton"].compressed_and_select
@@ -177,13 +189,13 @@ def _mix(dtype: torch.dtype) -> list[CaseFigure]:
 
 
 CASES: dict[str, Callable[[torch.dtype], list[CaseFigure]]] = {
-    "sliding": lambda dtype: _attention("sliding", False, dtype),
-    "compressed": lambda dtype: _attention("compressed", False, dtype),
-    "selected": lambda dtype: _attention("selected", False, dtype),
-    "compressed_late": lambda dtype: _attention("compressed", True, dtype),
-    "selected_late": lambda dtype: _attention("selected", True, dtype),
-    "select": lambda dtype: _selection(False, dtype),
-    "select_late": lambda dtype: _selection(True, dtype),
+    "sliding": lambda dtype: _attention("sliding", PACKED, dtype),
+    "compressed": lambda dtype: _attention("compressed", PACKED, dtype),
+    "selected": lambda dtype: _attention("selected", SHORT, dtype),
+    "compressed_late": lambda dtype: _attention("compressed", LATE, dtype),
+    "selected_late": lambda dtype: _attention("selected", LATE, dtype),
+    "select": lambda dtype: _selection(SHORT, dtype),
+    "select_late": lambda dtype: _selection(LATE, dtype),
     "decode": _decode,
     "mix": _mix,
 }

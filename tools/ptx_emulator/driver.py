@@ -18,7 +18,7 @@ from triton.backends.driver import DriverBase
 from nsa.gpus import ARCHITECTURES
 from tools.ptx_emulator.findings import FindingLog
 from tools.ptx_emulator.global_memory import arenas_of
-from tools.ptx_emulator.machine import Machine, instruction_totals
+from tools.ptx_emulator.machine import Machine, ProgramOrder, instruction_totals
 from tools.ptx_emulator.parser import parse
 
 PtxEdit = Callable[[str, str], str]
@@ -72,8 +72,11 @@ class EmulatorLauncher:
             values.append(_bits(value, _TYPES[kind]))
         parameters = np.array([*values, 0, 0], np.uint64)  # the last two: scratch memory, of which there is none
         began = time.perf_counter()
-        function.launch((grid_x, grid_y, grid_z), parameters, self._shared, arenas_of(ranges))
-        EmulatorDriver.current().seconds += time.perf_counter() - began
+        driver = EmulatorDriver.current()
+        grid, arenas = (grid_x, grid_y, grid_z), arenas_of(ranges)
+        shared = self._shared - driver.less_shared.get(function.kernel.name, 0)
+        driver.ran += function.launch(grid, parameters, shared, arenas, driver.order)
+        driver.seconds += time.perf_counter() - began
 
 
 def tensor_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -100,6 +103,11 @@ class EmulatorDriver(DriverBase):
         self.log = FindingLog()
         self.machines: dict[tuple[str, str], Machine] = {}
         self._device = next(_devices)
+        self.order: ProgramOrder | None = None
+        self.less_shared: dict[str, int] = {}
+        """Bytes by which the shared memory of a kernel is smaller than it asks for: to plant a fault."""
+        self.ran: list[int] = []
+        """Programs of all launches, in the order in which they ran."""
         self.seconds = 0.0
         """Spent in launches."""
 
@@ -114,6 +122,10 @@ class EmulatorDriver(DriverBase):
         if (name, text) not in self.machines:
             self.machines[name, text] = Machine(parse(text), self.log)
         return self.machines[name, text]
+
+    def replace_edit(self, edit: PtxEdit | None) -> None:
+        """Triton loads its kernels again, through this edit."""
+        self.edit, self._device = edit, next(_devices)
 
     def instruction_counts(self) -> dict[str, dict[str, int]]:
         """Warp instructions executed so far, by kernel and opcode."""

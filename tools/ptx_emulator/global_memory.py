@@ -147,8 +147,7 @@ class GlobalMemory:
     def _key(self) -> Array:
         """Program + 1, epoch and warp of each lane: [programs, threads]."""
         state = self._state
-        program = np.arange(state.first_program, state.first_program + state.programs)[:, None]
-        return ((program + 1) << 32) | (state.epoch << 8) | (state.thread // WARP)
+        return ((state.program_ids[:, None] + 1) << 32) | (state.epoch << 8) | (state.thread // WARP)
 
     def _cells(self, index: Array, n_bytes: int) -> Array:
         return (index >> self._shift)[..., None] + np.arange(max(1, n_bytes >> self._shift))

@@ -5,7 +5,7 @@ the threads that are there: lanes, warps and programs that diverged meet again a
 its blocks. A barrier ends a block; threads wait there for the rest of their program.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,8 @@ from tools.ptx_emulator.wgmma_groups import WgmmaGroups
 
 LANES_AT_ONCE = 8192
 """Programs are run in batches of about this many threads."""
+ProgramOrder = Callable[[int], list[int]]
+"""In which order to run n programs; a batch of them runs at a time."""
 _BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
 
 
@@ -145,9 +147,10 @@ class Machine:
     # execution
 
     def launch(
-        self, grid: tuple[int, int, int], parameters: Array, shared_bytes: int, arenas: list[MemoryArena]
-    ) -> None:  # fmt: skip
-        """`parameters`: the bits of each, as uint64."""
+        self, grid: tuple[int, int, int], parameters: Array, shared_bytes: int, arenas: list[MemoryArena],
+        order: ProgramOrder | None = None,
+    ) -> list[int]:  # fmt: skip
+        """`parameters`: the bits of each, as uint64. Returns the programs in the order in which they ran."""
         state = self.state
         state.grid, state.parameters = grid, parameters
         names = [parameter.name for parameter in self.kernel.parameters]
@@ -155,13 +158,15 @@ class Machine:
         addresses = None if self._stores is None else {int(parameters[names.index(name)]) for name in self._stores}
         self.unit.memory.begin(arenas, addresses)
         total = grid[0] * grid[1] * grid[2]
+        programs = list(range(total)) if order is None else order(total)
         step = max(1, LANES_AT_ONCE // state.threads)
         with np.errstate(all="ignore"):
             for first in range(0, total, step):
-                state.begin(first, min(step, total - first))
+                state.begin(np.array(programs[first : first + step], np.int64))
                 self.unit.shared.begin(max(16, shared_bytes))
                 self.unit.wgmma.begin()
                 self._run_batch()
+        return programs
 
     def _run_batch(self) -> None:
         state, blocks, at_exit = self.state, self.blocks, len(self.blocks)

@@ -36,7 +36,8 @@ class LaneState:
         self.warps = kernel.threads // WARP
         self.programs = 0
         self.grid = (1, 1, 1)
-        self.first_program = 0
+        self.program_ids: Array = np.zeros(0, np.int64)
+        """Of the programs of this batch, their numbers in the grid."""
         self.epoch: Array = np.zeros((0, 1), np.int64)
         """Barriers passed by each program, counted from 1: [programs, 1]."""
         self.thread: Array = np.arange(self.threads, dtype=np.int64)[None]
@@ -98,12 +99,12 @@ class LaneState:
 
     # execution
 
-    def begin(self, first_program: int, programs: int) -> None:
-        self.first_program, self.programs = first_program, programs
+    def begin(self, program_ids: Array) -> None:
+        self.program_ids, self.programs = program_ids, len(program_ids)
         self.values[:] = self._initial
         self.active = None
-        self.epoch = np.ones((programs, 1), np.int64)
-        x, y, z = self.coordinates(np.arange(first_program, first_program + programs, dtype=np.int64)[:, None])
+        self.epoch = np.ones((self.programs, 1), np.int64)
+        x, y, z = self.coordinates(program_ids[:, None])
         known = {
             "%tid.x": self.thread, "%tid.y": np.zeros((1, 1)), "%tid.z": np.zeros((1, 1)),
             "%laneid": self.thread % WARP, "%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": z,
@@ -140,8 +141,7 @@ class LaneState:
         if not len(where):
             return
         first = tuple(where[0])
-        program = int(self.first_program + first[0]) if bad.shape[0] > 1 or self.programs == 1 else self.first_program
-        x, y, z = self.coordinates(np.array(program))
+        x, y, z = self.coordinates(self.program_ids[first[0]])
         at_address = int(np.broadcast_to(np.asarray(address), bad.shape)[first])
         warp = int(first[1]) * (self.threads // bad.shape[1] if bad.shape[1] < self.threads else 1) // WARP
         place = (self.kernel.name, at.line, at.text, at.source, (int(x), int(y), int(z)), warp, at_address)

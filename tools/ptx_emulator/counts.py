@@ -1,0 +1,36 @@
+"""Dynamic instruction counts: how many warp instructions of each class a kernel executed."""
+
+from collections.abc import Mapping
+
+CLASSES = (
+    "mma", "fp32", "special", "conversion", "integer", "predicate", "move", "global", "shared", "async_copy", "shuffle",
+    "barrier", "branch",
+)  # fmt: skip
+_BY_FAMILY = {
+    "mma": "mma", "wgmma": "mma", "ex2": "special", "lg2": "special", "rcp": "special", "sqrt": "special",
+    "rsqrt": "special", "tanh": "special", "cvt": "conversion", "setp": "predicate", "selp": "predicate", "mov": "move",
+    "cp": "async_copy", "ldmatrix": "shared", "stmatrix": "shared", "shfl": "shuffle", "redux": "shuffle",
+    "vote": "shuffle", "bar": "barrier", "barrier": "barrier", "fence": "barrier", "bra": "branch", "ret": "branch",
+    "exit": "branch",
+}  # fmt: skip
+
+
+def class_of(opcode: str) -> str:
+    family = opcode.partition(".")[0]
+    if opcode.startswith(("wgmma.fence", "wgmma.commit", "wgmma.wait", "cp.async.wait", "cp.async.commit")):
+        return "barrier"
+    if family in _BY_FAMILY:
+        return _BY_FAMILY[family]
+    if family in ("ld", "st"):
+        return {"global": "global", "shared": "shared", "param": "move"}[opcode.split(".")[1]]
+    if opcode.endswith(".pred"):
+        return "predicate"
+    return "fp32" if opcode.endswith(".f32") else "integer"
+
+
+def by_class(opcodes: Mapping[str, int]) -> dict[str, int]:
+    """Warp instructions by class, every class of CLASSES."""
+    totals = dict.fromkeys(CLASSES, 0)
+    for opcode, n in opcodes.items():
+        totals[class_of(opcode)] += n
+    return totals
