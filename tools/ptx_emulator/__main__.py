@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from nsa.bench.case import TORCH_DTYPES
+from tools.compile_report.report import MODELS, jobs
 from tools.ptx_emulator.cases import CASES
 from tools.ptx_emulator.counts import CLASSES, by_class
 from tools.ptx_emulator.driver import EmulatorDriver, emulated
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.ptx_emulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the cases, and the kernels that ran in each")
+    commands.add_parser("list", help="the cases, and the kernels that they run")
     run = commands.add_parser("run", help="run one case, or all, for a GPU")
     run.add_argument("case", choices=[*CASES, "all"])
     run.add_argument("--json", type=Path, help="write instruction counts here")
@@ -48,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--dtype", choices=TORCH_DTYPES, default="bf16")
     options = parser.parse_args(arguments)
     if options.command == "list":
-        print("\n".join(CASES))
+        kernels = [job.kernel for job in jobs(MODELS["base"], "sm_80")]
+        print(f"cases: {', '.join(CASES)}\nkernels: {', '.join(kernels)}")
         return 0
     if options.command == "faults":
         return _faults(options.match, as_markdown=options.markdown)
@@ -84,7 +86,7 @@ def _print_counts(counts: dict[str, dict[str, int]], driver: EmulatorDriver) -> 
     for kernel, classes in counts.items():
         print(f"{kernel:28s}" + "".join(f"{classes[name]:11d}" for name in CLASSES))
     total = sum(sum(classes.values()) for classes in counts.values())
-    print(f"{total} warp instructions in {driver.seconds:.1f} s of emulation: {total / driver.seconds:.0f} per second")
+    print(f"{total} warp instructions in {driver.seconds:.1f} s of CPU time: {total / driver.seconds:.0f} per second")
 
 
 def _print_ptx(kernel: str, case: str, gpu: str, dtype: torch.dtype) -> int:

@@ -29,7 +29,7 @@ LATE_KEYS, LATE_QUERIES = 3300, 12
 """A few queries at the end of a long row: several tiles of compressed keys, and more blocks than are chosen."""
 PACKED = (0, 1, 50, 150)
 """Where the documents of a row of 150 tokens begin and end."""
-SHORT = (0, 1, 20, 70)
+SHORT = (0, 1, 20, 110)
 LATE = ()
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tools.ptx_emulator.fragment_cache import FragmentCache
 from tools.ptx_emulator.global_memory import GlobalMemory
 from tools.ptx_emulator.parser import AddressOperand, Instruction, Operand, UnsupportedPtx, VectorOperand
 from tools.ptx_emulator.shared_memory import SharedMemory
@@ -18,6 +19,7 @@ class ExecutionUnit:
     shared: SharedMemory
     memory: GlobalMemory
     wgmma: WgmmaGroups
+    fragments: FragmentCache
 
     def address(self, operand: Operand, kind: str) -> Callable[[], Array]:
         """The value of [base + offset]."""

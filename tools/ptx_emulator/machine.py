@@ -12,6 +12,7 @@ import numpy as np
 
 from tools.ptx_emulator.execution import Builder, ExecutionUnit
 from tools.ptx_emulator.findings import FindingKind, FindingLog
+from tools.ptx_emulator.fragment_cache import FragmentCache
 from tools.ptx_emulator.global_memory import GlobalMemory, MemoryArena
 from tools.ptx_emulator.instructions import arithmetic, conversions, matrix, memory_access, warp, warpgroup
 from tools.ptx_emulator.parser import AddressOperand, Instruction, PtxKernel, Register, SymbolName, UnsupportedPtx
@@ -59,7 +60,8 @@ class Machine:
         self.state = state = LaneState(kernel, log)
         uses_wgmma = any(at.family == "wgmma" for at in kernel.instructions)
         shared = SharedMemory(state, _narrowest(kernel, ".shared"), has_async_proxy=uses_wgmma)
-        self.unit = ExecutionUnit(state, shared, GlobalMemory(state, _narrowest(kernel, ".global")), WgmmaGroups(state))
+        memory = GlobalMemory(state, _narrowest(kernel, ".global"))
+        self.unit = ExecutionUnit(state, shared, memory, WgmmaGroups(state), FragmentCache(state))
         self.blocks = self._decode()
         if uses_wgmma:
             self._guard_registers()

@@ -53,7 +53,7 @@ class SharedMemory:
         self._n_cells = n_cells
         self._writer = np.zeros(n * n_cells, np.int64)
         self._reader = np.zeros(n * n_cells, np.int64)
-        self._copying = np.zeros(n * n_cells, np.int32)
+        self._copying = np.zeros(n * n_cells, np.bool_)
         self._fenced = np.zeros(n * n_cells if self._has_async_proxy else 0, np.bool_)
         self._multiplied = np.zeros(n * n_cells if self._has_async_proxy else 0, np.bool_)
         self._reads: list[CellReads] = []
@@ -136,11 +136,12 @@ class SharedMemory:
         if not good.all():
             self._report_read(at, address, ~good, writer)
         if self._copies:
-            early = self._copying[cells] != 0
+            early = self._copying[cells]
             early = early if mask is None else early & mask[..., None]
             if early.any():
                 detail = "cp.async has written it, and its group was not waited for"
-                self._state.report(FindingKind.READ_BEFORE_WAIT, at, early.any(-1), address.astype(np.int64), detail)
+                lanes_early: Any = early.any(-1)
+                self._state.report(FindingKind.READ_BEFORE_WAIT, at, lanes_early, address.astype(np.int64), detail)
         self._reads.append(CellReads(cells, mask, key, self._state.epoch.copy()))
 
     def _report_read(self, at: Instruction, address: Array, bad: Array, writer: Array) -> None:
@@ -148,7 +149,7 @@ class SharedMemory:
         raced = (bad & (writer != 0)).any(-1)
         where = address.astype(np.int64)
         if self._copies and missing.any():  # what is still being copied is reported as an early read
-            copied = (self._copying[self._cells(address, self.cell_bytes)] != 0).any(-1)
+            copied = self._copying[self._cells(address, self.cell_bytes)].any(-1)
             missing = missing & ~copied
         self._state.report(FindingKind.UNINITIALIZED, at, missing, where)
         detail = "written by another thread since the last barrier"
@@ -194,7 +195,7 @@ class SharedMemory:
         where = address.astype(np.int64)
         for kind, wrong, detail in (
             (FindingKind.SHARED_RACE, bad, "read or written by another thread since the last barrier"),
-            (FindingKind.WRITE_BEFORE_WAIT, self._copying[cells] != 0 if self._copies else None,
+            (FindingKind.WRITE_BEFORE_WAIT, self._copying[cells] if self._copies else None,
              "cp.async is still writing it"),
             (FindingKind.WRITE_BEFORE_WAIT, self._multiplied[cells] if self._has_async_proxy else None,
              "wgmma may still read it"),
@@ -240,7 +241,7 @@ class SharedMemory:
         chosen = np.broadcast_to(np.True_ if mask is None else mask, data.shape[:2])
         self._check_write(at, address, chosen, data.shape[-1], None)
         cells = self._cells(address, data.shape[-1])[chosen]
-        np.add.at(self._copying, cells.reshape(-1), 1)
+        self._copying[cells] = True
         self._copies.append(CopyInFlight(address, data, chosen, self._committed.copy()))
 
     def commit(self, mask: Array | None) -> None:
@@ -258,6 +259,8 @@ class SharedMemory:
             if not landed[copy.mask].all():
                 left.append(copy._replace(mask=copy.mask & ~landed))
         self._copies = left
+        for copy in left:  # another copy may have landed in the same place
+            self._copying[self._cells(copy.address, copy.data.shape[-1])[copy.mask]] = True
 
     def _land(self, copy: CopyInFlight, landed: Array) -> None:
         n_bytes = copy.data.shape[-1]
@@ -265,7 +268,7 @@ class SharedMemory:
         self.data.reshape(-1, n_bytes)[index[landed]] = copy.data[landed]
         cells = self._cells(copy.address, n_bytes)
         _, key = self._keys(None)
-        np.subtract.at(self._copying, cells[landed].reshape(-1), 1)
+        self._copying[cells[landed]] = False
         self._writer[cells[landed]] = np.broadcast_to(key, cells.shape)[landed]
         if self._has_async_proxy:
             self._fenced[cells[landed]] = False
@@ -291,8 +294,8 @@ class SharedMemory:
         writer, where = self._writer[cells], address.astype(np.int64)
         base, _ = self._keys(np.zeros((1, 1), np.int64))
         checks = (
-            (FindingKind.UNINITIALIZED, (writer == 0) & (self._copying[cells] == 0), ""),
-            (FindingKind.READ_BEFORE_WAIT, self._copying[cells] != 0, "cp.async was not waited for"),
+            (FindingKind.UNINITIALIZED, (writer == 0) & ~self._copying[cells], ""),
+            (FindingKind.READ_BEFORE_WAIT, self._copying[cells], "cp.async was not waited for"),
             (FindingKind.SHARED_RACE, writer >= base, "written since the last barrier"),
             (FindingKind.MISSING_FENCE, ~self._fenced[cells] & (writer > 0) & (writer < base),
              "written without a fence.proxy.async"),

@@ -126,6 +126,8 @@ class LaneState:
         self.values[slot] = value if mask is None else np.where(mask, value, self.values[slot])
 
     def full(self, value: Array) -> Array:
+        if value.shape == (self.programs, self.threads):
+            return value
         return np.broadcast_to(value, (self.programs, self.threads))
 
     def lanes(self, mask: Array | None) -> Array:

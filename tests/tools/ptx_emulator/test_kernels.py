@@ -5,12 +5,16 @@ import torch
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
+from tools.compile_report.report import MODELS, jobs
 from tools.ptx_emulator.__main__ import main
 from tools.ptx_emulator.cases import CASES
 from tools.ptx_emulator.counts import CLASSES, by_class, class_of
 from tools.ptx_emulator.driver import EmulatorDriver, emulated
 
-QUICK = {"sm_80": ("sliding", "compressed", "selected", "select", "decode", "mix"), "sm_90": ("sliding", "mix")}
+QUICK = {
+    "sm_80": ("sliding", "compressed", "selected", "select", "decode", "mix"),
+    "sm_90": ("sliding", "selected", "mix"),
+}
 EVERY = [(gpu, case) for gpu in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120") for case in CASES]
 BF16 = torch.bfloat16
 
@@ -36,6 +40,16 @@ def test_right_and_without_a_finding(gpu, case):
 def test_every_case_is_right_and_without_a_finding(gpu, case):
     with emulated(gpu) as driver:
         check(driver, case, BF16)
+
+
+@pytest.mark.slow
+def test_the_cases_run_every_kernel():
+    with emulated("sm_80") as driver:
+        for case in CASES:
+            CASES[case](BF16)
+        assert {name for name, _ in driver.machines} == {
+            job.function.fn.__name__ for job in jobs(MODELS["base"], "sm_80")
+        }
 
 
 @pytest.mark.slow
@@ -67,7 +81,8 @@ def test_instruction_classes():
 
 def test_commands(capsys, tmp_path):
     assert main(["list"]) == 0
-    assert set(CASES) <= set(capsys.readouterr().out.split())
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in (*CASES, "range_dkv", "mix_backward"))
     assert main(["run", "mix", "--json", str(tmp_path / "counts.json")]) == 0
     printed = capsys.readouterr().out
     assert "mix: right, 0 findings" in printed

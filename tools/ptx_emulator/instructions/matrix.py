@@ -65,23 +65,6 @@ def c_registers(matrix: Array) -> list[Array]:
     return list(np.ascontiguousarray(x, np.float32).view(np.uint32).reshape(n // 2, p, w * WARP))
 
 
-class FragmentCache:
-    """Operands already converted: an A fragment multiplies many B fragments. Values are never changed in place."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[list[Array], Array]] = {}
-
-    def get(self, unit: ExecutionUnit, slots: list[int], dtype: str, is_a: bool) -> Array:
-        found = [unit.state.values[slot] for slot in slots]
-        key = (is_a, *map(id, found))
-        if key not in self._known:
-            if len(self._known) > 256:
-                self._known.clear()
-            registers = [unit.state.by_warp(x) for x in found]
-            self._known[key] = (found, (a_fragment if is_a else b_fragment)(registers, dtype))
-        return self._known[key][1]
-
-
 def build_mma(unit: ExecutionUnit, at: Instruction) -> Run:
     match = _MMA.fullmatch(at.opcode)
     if match is None or match.group(2) != match.group(3):
@@ -92,15 +75,19 @@ def build_mma(unit: ExecutionUnit, at: Instruction) -> Run:
     d, a, b, c = ([state.register(x, "b32") for x in elements(operand)] for operand in at.operands)
     if (len(a), len(b)) != expected[dtype].get(k) or len(c) != 4 or len(d) != 4:
         raise UnsupportedPtx(at.text)
-    mask, values, cache = state.mask(at), state.values, FragmentCache()
+    mask, cache = state.mask(at), unit.fragments
 
     def run() -> None:
         chosen = mask()
         state.whole_warps(at, chosen)
-        product = np.matmul(cache.get(unit, a, dtype, True), cache.get(unit, b, dtype, False))
-        total = product + c_matrix([state.by_warp(values[slot]) for slot in c])
-        for slot, value in zip(d, c_registers(total), strict=True):
+        left = cache.get(f"a {dtype}", a, lambda registers: a_fragment(registers, dtype))
+        right = cache.get(f"b {dtype}", b, lambda registers: b_fragment(registers, dtype))
+        total = np.matmul(left, right) + cache.get("c", c, c_matrix)
+        made = c_registers(total)
+        for slot, value in zip(d, made, strict=True):
             state.put_where(slot, value, chosen)
+        if chosen is None:
+            cache.put("c", made, total)
 
     return run
 
