@@ -7,6 +7,8 @@ from tests.tools.ptx_emulator.ptx_snippets import lanes, run
 
 rng = np.random.default_rng(0)
 EDGES = {
+    np.int16: [0, 1, -1, 7, -7, 2**15 - 1, -(2**15), 171],
+    np.uint16: [0, 1, 2, 7, 2**16 - 1, 2**15, 12345, 171],
     np.int32: [0, 1, -1, 7, -7, 2**31 - 1, -(2**31), 12345],
     np.uint32: [0, 1, 2, 7, 2**32 - 1, 2**31, 12345, 99],
     np.int64: [0, 1, -1, 7, -7, 2**63 - 1, -(2**63), 2**40 + 3],
@@ -22,7 +24,7 @@ def pairs(dtype, n=2):
 
 
 WRAPPING = {"add": np.add, "sub": np.subtract, "mul.lo": np.multiply, "max": np.maximum, "min": np.minimum}
-TYPES = {"s32": np.int32, "u32": np.uint32, "s64": np.int64, "u64": np.uint64}
+TYPES = {"s16": np.int16, "u16": np.uint16, "s32": np.int32, "u32": np.uint32, "s64": np.int64, "u64": np.uint64}
 
 
 @pytest.mark.parametrize("name", WRAPPING)
@@ -32,14 +34,14 @@ def test_integers_wrap(name, kind):
     assert np.array_equal(lanes(f"{name}.{kind}", [a, b], TYPES[kind]), WRAPPING[name](a, b))
 
 
-@pytest.mark.parametrize("kind", ["s32", "u32"])
+@pytest.mark.parametrize("kind", ["s16", "u16", "s32", "u32"])
 def test_wide_and_high_products(kind):
     narrow = TYPES[kind]
-    wide = np.int64 if kind == "s32" else np.uint64
+    wide = TYPES[f"{kind[0]}{2 * int(kind[1:])}"]
     a, b = pairs(narrow)
     exact = [int(x) * int(y) for x, y in zip(a, b, strict=True)]
     assert lanes(f"mul.wide.{kind}", [a, b], wide).tolist() == exact
-    assert lanes(f"mul.hi.{kind}", [a, b], narrow).tolist() == [x >> 32 for x in exact]
+    assert lanes(f"mul.hi.{kind}", [a, b], narrow).tolist() == [x >> int(kind[1:]) for x in exact]
     (c,) = pairs(wide, 1)
     assert np.array_equal(lanes(f"mad.wide.{kind}", [a, b, c], wide), np.array(exact, wide) + c)
 

@@ -37,7 +37,8 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def _wide(a: Array, b: Array) -> Array:
-    return a.astype(np.dtype(f"{a.dtype.kind}8")) * b
+    wide = np.dtype(f"{a.dtype.kind}{2 * a.dtype.itemsize}")
+    return a.astype(wide) * b.astype(wide)
 
 
 def _high(a: Array, b: Array) -> Array:
@@ -95,18 +96,18 @@ def _integer_operations() -> Mapping[str, LaneOperation]:
         for t in types:
             table[f"{name}.{t}"] = LaneOperation(compute, (t,) * n, t)
 
-    signed, unsigned = ("s32", "s64"), ("u32", "u64")
+    signed, unsigned = ("s16", "s32", "s64"), ("u16", "u32", "u64")
     both = (*signed, *unsigned)
     for name, plain in {"add": np.add, "sub": np.subtract, "max": np.maximum, "min": np.minimum}.items():
         add(name, plain, both)
     add("mul.lo", np.multiply, both)
-    add("mul.hi", _high, ("s32", "u32"))
+    add("mul.hi", _high, ("s16", "u16", "s32", "u32"))
     add("div", _quotient, both)
     add("rem", _remainder, both)
     add("neg", np.negative, signed, 1)
     add("abs", np.abs, signed, 1)
     add("mad.lo", lambda a, b, c: a * b + c, both, 3)
-    for t, wide in (("s32", "s64"), ("u32", "u64")):
+    for t, wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u64")):
         table[f"mul.wide.{t}"] = LaneOperation(_wide, (t, t), wide)
         table[f"mad.wide.{t}"] = LaneOperation(_wide_sum, (t, t, wide), wide)
     for name, bitwise in {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}.items():
