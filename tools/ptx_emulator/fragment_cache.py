@@ -15,6 +15,10 @@ class FragmentCache:
         self._state = state
         self._known: dict[tuple[object, ...], tuple[list[Array], Array]] = {}
 
+    def begin(self) -> None:
+        """Before each batch: constants are the same values in all of them, for other numbers of programs."""
+        self._known.clear()
+
     def get(self, kind: str, slots: list[int], convert: Callable[[list[Array]], Array]) -> Array:
         found = [self._state.values[slot] for slot in slots]
         key = (kind, *map(id, found))

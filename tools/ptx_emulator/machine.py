@@ -167,6 +167,7 @@ class Machine:
                 state.begin(np.array(programs[first : first + step], np.int64))
                 self.unit.shared.begin(max(16, shared_bytes))
                 self.unit.wgmma.begin()
+                self.unit.fragments.begin()
                 self._run_batch()
         return programs
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="it is in the dev extra")
+import triton
 
 from tools.compile_report.report import MODELS, jobs
 from tools.ptx_emulator.__main__ import main
@@ -17,6 +18,7 @@ QUICK = {
 }
 EVERY = [(gpu, case) for gpu in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120") for case in CASES]
 BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 
 
 def check(driver: EmulatorDriver, case: str, dtype: torch.dtype) -> None:

@@ -72,6 +72,16 @@ def test_mma_of_halves(dtype, k):
     np.testing.assert_allclose(product_of(out), a @ b + product_of(c), rtol=1e-5, atol=1e-5)
 
 
+def test_batches_of_different_sizes_add_to_the_same_constant():
+    body = "".join(f"\tmov.b32 %r{i}, 0;\n" for i in range(1, 7)) + "\tmov.b32 %r7, 0f40000000;\n"
+    zeros, two = "{%r1, %r2, %r3, %r4}, {%r5, %r6}", "{%r7, %r7, %r7, %r7}"
+    body += f"\tmma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {registers(31, 4)}, {zeros}, {two};\n"
+    body += "\tmad.lo.s32 %r8, %r92, 32, %r90;\n\tmul.wide.u32 %rd1, %r8, 4;\n\tadd.s64 %rd1, %rd1, %rd90;\n"
+    out = np.zeros(300 * 32, np.float32)
+    assert not run(body + "\tst.global.b32 [%rd1], %r31;\n", out, programs=300)
+    assert (out == 2).all()
+
+
 def test_mma_of_tf32_ignores_the_low_bits():
     a, b = rng.standard_normal((16, 8)).astype(np.float32), rng.standard_normal((8, 8)).astype(np.float32)
     cut = [(x.view(np.uint32) & 0xFFFFE000).view(np.float32) for x in (a, b)]

@@ -3,11 +3,13 @@
 import pytest
 
 pytest.importorskip("triton", reason="it is in the dev extra")
+import triton
 
 from tools.ptx_emulator.driver import emulated
 from tools.ptx_emulator.fault_drill import FaultResult, PlantedFault, drill, load_faults, markdown, run_fault
 
 FAULTS = load_faults()
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
 KINDS = {"barrier", "wait", "mask", "address", "bounds", "fragment", "fence", "arithmetic"}
 SAMPLE = {  # name: findings; None: numbers show it
     "mask of a load dropped (mix_forward)": "out_of_bounds",
