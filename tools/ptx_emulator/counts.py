@@ -25,7 +25,7 @@ def class_of(opcode: str) -> str:
         return {"global": "global", "shared": "shared", "param": "move"}[opcode.split(".")[1]]
     if opcode.endswith(".pred"):
         return "predicate"
-    return "fp32" if opcode.endswith(".f32") else "integer"
+    return "fp32" if ".f32" in opcode else "integer"
 
 
 def by_class(opcodes: Mapping[str, int]) -> dict[str, int]:

@@ -14,7 +14,15 @@ from tools.ptx_emulator.execution import Builder, ExecutionUnit
 from tools.ptx_emulator.findings import FindingKind, FindingLog
 from tools.ptx_emulator.fragment_cache import FragmentCache
 from tools.ptx_emulator.global_memory import GlobalMemory, MemoryArena
-from tools.ptx_emulator.instructions import arithmetic, conversions, matrix, memory_access, warp, warpgroup
+from tools.ptx_emulator.instructions import (
+    arithmetic,
+    conversions,
+    matrix,
+    memory_access,
+    packed_float,
+    warp,
+    warpgroup,
+)
 from tools.ptx_emulator.parser import AddressOperand, Instruction, PtxKernel, Register, SymbolName, UnsupportedPtx
 from tools.ptx_emulator.shared_memory import SharedMemory
 from tools.ptx_emulator.state import WARP, Array, LaneBuilder, LaneState, Run
@@ -32,7 +40,7 @@ def _on_lanes(build: LaneBuilder) -> Builder:
 
 
 def _unit_builders() -> dict[str, Builder]:
-    plain = {**arithmetic.BUILDERS, **conversions.BUILDERS}
+    plain = {**arithmetic.BUILDERS, **conversions.BUILDERS, **packed_float.BUILDERS}
     of_lanes = {name: _on_lanes(build) for name, build in plain.items()}
     return {**of_lanes, **memory_access.BUILDERS, **warp.BUILDERS, **matrix.BUILDERS, **warpgroup.BUILDERS}
 

@@ -31,7 +31,7 @@ def _flushed(compute: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *x: flush(compute(*(flush(each) for each in x)))
 
 
-def _fused(a: Array, b: Array, c: Array) -> Array:
+def fused(a: Array, b: Array, c: Array) -> Array:
     """One rounding: the product is exact in fp64."""
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
@@ -132,7 +132,7 @@ def _float_operations() -> Mapping[str, LaneOperation]:
     }
     plain: dict[str, tuple[Callable[..., Array], int]] = {
         "add": (np.add, 2), "sub": (np.subtract, 2), "mul": (np.multiply, 2), "max": (np.fmax, 2), "min": (np.fmin, 2),
-        "max.NaN": (np.maximum, 2), "min.NaN": (np.minimum, 2), "fma.rn": (_fused, 3), "div.full": (np.divide, 2),
+        "max.NaN": (np.maximum, 2), "min.NaN": (np.minimum, 2), "fma.rn": (fused, 3), "div.full": (np.divide, 2),
         "div.rn": (np.divide, 2), "ex2.approx": (np.exp2, 1), "lg2.approx": (np.log2, 1),
         "rcp.approx": (np.reciprocal, 1), "rcp.rn": (np.reciprocal, 1), "sqrt.rn": (np.sqrt, 1),
         "sqrt.approx": (np.sqrt, 1), "rsqrt.approx": (lambda x: 1 / np.sqrt(x), 1), "tanh.approx": (np.tanh, 1),
