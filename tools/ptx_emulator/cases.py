@@ -25,6 +25,8 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Relative RMS error against the reference in fp64."""
 SELECTION_LIMIT = 1e-4
 BASE = SHAPES["base"]
+WIDE = BenchShape(16, 1, 192, 128, BASE.geometry)
+"""One group of the paper's shape: rows in two parts."""
 LATE_KEYS, LATE_QUERIES = 3300, 12
 """A few queries at the end of a long row: several tiles of compressed keys, and more blocks than are chosen."""
 PACKED = (0, 1, 50, 150)
@@ -72,10 +74,10 @@ class CaseInputs:
 
     @staticmethod
     @cache
-    def drawn(dtype: torch.dtype, documents: tuple[int, ...]) -> "CaseInputs":
-        return CaseInputs(dtype, documents)
+    def drawn(dtype: torch.dtype, documents: tuple[int, ...], shape: BenchShape = BASE) -> "CaseInputs":
+        return CaseInputs(dtype, documents, shape)
 
-    @cache  # noqa: B019 (there are three inputs for each dtype)
+    @cache  # noqa: B019 (there are few inputs)
     def exact(self, branch: str) -> list[Tensor]:
         return self.attend("reference", branch, torch.float64)
 
@@ -100,8 +102,10 @@ class CaseInputs:
         return BACKENDS["reference"].functions.select(self.q.double(), keys, self.pos, self.first, **sizes)
 
 
-def _attention(branch: str, documents: tuple[int, ...], dtype: torch.dtype) -> list[CaseFigure]:
-    inputs = CaseInputs.drawn(dtype, documents)
+def _attention(
+    branch: str, documents: tuple[int, ...], dtype: torch.dtype, shape: BenchShape = BASE
+) -> list[CaseFigure]:  # fmt: skip
+    inputs = CaseInputs.drawn(dtype, documents, shape)
     got, want = inputs.attend("triton", branch, dtype), inputs.exact(branch)
     return [
         CaseFigure(name, relative_rms(x, y), LIMITS[dtype])
@@ -196,6 +200,8 @@ CASES: dict[str, Callable[[torch.dtype], list[CaseFigure]]] = {
     "selected_late": lambda dtype: _attention("selected", LATE, dtype),
     "select": lambda dtype: _selection(SHORT, dtype),
     "select_late": lambda dtype: _selection(LATE, dtype),
+    "sliding_wide": lambda dtype: _attention("sliding", SHORT, dtype, WIDE),
+    "selected_wide": lambda dtype: _attention("selected", SHORT, dtype, WIDE),
     "decode": _decode,
     "mix": _mix,
 }

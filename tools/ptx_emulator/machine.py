@@ -144,8 +144,9 @@ class Machine:
         groups, state = self.unit.wgmma, self.state
 
         def checked() -> None:
-            if used & groups.in_flight:
-                bad = state.lanes(state.active)
+            programs = groups.in_flight(used)
+            if programs is not None:
+                bad = state.lanes(state.active) & programs[:, None]
                 detail = "the register belongs to a wgmma that was not waited for"
                 state.report(FindingKind.READ_BEFORE_WAIT, at, bad, 0, detail)
             if written:

@@ -307,11 +307,14 @@ class SharedMemory:
         self._multiplied[cells[chosen]] = True
         return self.data.reshape(-1, 16)[index], cells[chosen]
 
-    def multiply_done(self, still_read: list[Array]) -> None:
-        """After a wait: only these cells may still be read by wgmma. What was read counts as read now, by nobody."""
+    def multiply_done(self, still_read: list[tuple[Array, Array]]) -> None:
+        """After a wait: only these cells may still be read by wgmma, in the programs given with them.
+
+        What was read counts as read now, by several threads.
+        """
         done = np.flatnonzero(self._multiplied)
         self._multiplied[done] = False
-        for cells in still_read:
-            self._multiplied[cells] = True
+        for cells, programs in still_read:
+            self._multiplied[cells[programs[cells // self._n_cells]]] = True
         epoch = self._state.epoch[done // self._n_cells, 0]
         self._reader[done] = epoch * THREADS + MANY

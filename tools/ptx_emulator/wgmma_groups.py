@@ -1,11 +1,10 @@
 """Groups of wgmma: which registers and shared-memory cells asynchronous products still use, and what fences cover.
 
-Registers of a group that was not waited for must not be touched by other instructions. Groups
-are followed for each batch of programs as a whole, which is exact as long as programs reach waits by the same number of
-groups, as loops that Triton pipelines do.
+Registers of a group that was not waited for must not be touched by other instructions. Each program of a batch has its
+own groups and fences.
 """
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,10 +13,15 @@ from tools.ptx_emulator.parser import Instruction
 from tools.ptx_emulator.state import Array, LaneState
 
 
-@dataclass
-class OpenGroup:
-    registers: set[int] = field(default_factory=set)
-    cells: list[Array] = field(default_factory=list)
+class ProductInFlight(NamedTuple):
+    registers: frozenset[int]
+    """Slots of its accumulators."""
+    cells: list[Array]
+    """What it reads in shared memory."""
+    programs: Array
+    """Which programs issued it."""
+    group: Array
+    """Number of groups that each program had committed before."""
 
 
 class WgmmaGroups:
@@ -28,55 +32,63 @@ class WgmmaGroups:
         self.begin()
 
     def begin(self) -> None:
-        self._open = OpenGroup()
-        self._committed: list[OpenGroup] = []
+        n = self._state.programs
+        self._products: list[ProductInFlight] = []
+        self._committed, self._completed = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._time = 0
-        self._fence: Array | None = None
+        self._fence = np.zeros(n, np.int64)
         self._written: dict[int, Array] = {}
 
-    @property
-    def in_flight(self) -> set[int]:
-        return set().union(self._open.registers, *(group.registers for group in self._committed))
+    def in_flight(self, slots: frozenset[int]) -> Array | None:
+        """The executing programs in which one of these registers belongs to an unfinished product; None: in none."""
+        bad: Array | None = None
+        for product in self._products:
+            if product.registers & slots:
+                here = self._unfinished(product) & self._programs()
+                bad = here if bad is None else bad | here
+        return bad if bad is not None and bad.any() else None
 
     def note_write(self, slots: frozenset[int]) -> None:
         """Registers of a wgmma written by another instruction: a fence must follow before wgmma uses them."""
         self._time += 1
-        now = self._programs() * self._time
+        now = np.where(self._programs(), self._time, 0)
         for slot in slots:
             known = self._written.get(slot)
             self._written[slot] = now if known is None else np.maximum(known, now)
 
     def fence(self) -> None:
         self._time += 1
-        now = self._programs() * self._time
-        self._fence = now if self._fence is None else np.maximum(self._fence, now)
+        self._fence = np.where(self._programs(), self._time, self._fence)
 
     def issue(self, at: Instruction, registers: set[int], accumulators: set[int], cells: list[Array]) -> None:
-        covered = np.zeros(self._state.programs, np.int64) if self._fence is None else self._fence
-        late = self._programs() > 0
-        bad = np.zeros(self._state.programs, np.bool_) | (covered == 0)
+        bad = self._fence == 0
         for slot in registers:
             if slot in self._written:
-                bad = bad | (self._written[slot] > covered)
-        bad = bad & late
+                bad = bad | (self._written[slot] > self._fence)
+        bad = bad & self._programs()
         if bad.any():
             detail = "registers were written without a wgmma.fence after it"
             self._state.report(FindingKind.MISSING_FENCE, at, bad[:, None], 0, detail)
-        self._open.registers |= accumulators
-        self._open.cells += cells
+        self._products.append(
+            ProductInFlight(frozenset(accumulators), cells, self._programs(), self._committed.copy())
+        )  # fmt: skip
 
     def commit(self) -> None:
-        self._committed.append(self._open)
-        self._open = OpenGroup()
+        self._committed = self._committed + self._programs()
 
-    def wait(self, newest: int) -> list[Array]:
-        """The cells that groups still in flight read."""
-        keep = self._committed[len(self._committed) - newest :] if newest else []
-        self._committed = keep
-        return [cells for group in [*keep, self._open] for cells in group.cells]
+    def wait(self, newest: int) -> list[tuple[Array, Array]]:
+        """Cells that products still read, each with the programs in which they do."""
+        done = np.maximum(self._completed, self._committed - newest)
+        self._completed = np.where(self._programs(), done, self._completed)
+        self._products = [product for product in self._products if self._unfinished(product).any()]
+        return [(cells, self._unfinished(product)) for product in self._products for cells in product.cells]
+
+    def _unfinished(self, product: ProductInFlight) -> Array:
+        return product.programs & (product.group >= self._completed)
 
     def _programs(self) -> Array:
+        """Which programs execute the current instruction."""
         active = self._state.active
         if active is None:
-            return np.ones(self._state.programs, np.int64)
-        return np.broadcast_to(active.any(1), (self._state.programs,)).astype(np.int64)
+            return np.ones(self._state.programs, np.bool_)
+        return np.broadcast_to(active.any(1), (self._state.programs,))

@@ -111,3 +111,17 @@ def test_what_is_missing_is_reported(change, kind):
     out = np.zeros((128, N // 2), np.float32)
     found = run(body(memory.nbytes, a, b, "0, 0", **change), memory, out, threads=128, shared=memory.nbytes)
     assert kind in {finding.kind for finding in found}
+
+
+def test_programs_of_a_batch_have_groups_of_their_own():
+    """The second program skips the product and uses the same registers while the first one's is in flight."""
+    memory, a, b, want = both(1, b_across=False)
+    out = np.zeros((2 * 128, N // 2), np.float32)
+    text = body(memory.nbytes, a, b, "0, 0", touch="\tbra.uni $WAIT;\n$SKIP:\n\tmov.b32 %r100, 0f40400000;\n$WAIT:")
+    text = text.replace("\tmov.b32 %r1, 0;", "\tsetp.eq.b32 %p1, %r92, 1;\n\t@%p1 bra $SKIP;\n\tmov.b32 %r1, 0;")
+    text = text.replace(
+        "\tmul.wide.u32 %rd5, %r90, 64;", "\tmad.lo.s32 %r8, %r92, 128, %r90;\n\tmul.wide.u32 %rd5, %r8, 64;"
+    )
+    assert not run(text, memory, out, threads=128, programs=2, shared=memory.nbytes)
+    np.testing.assert_allclose(product_of(out[:128]), want + 2, rtol=1e-5, atol=1e-5)
+    assert (out[128:, 0] == 3).all()
