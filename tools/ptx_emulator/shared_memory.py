@@ -12,11 +12,13 @@ import numpy as np
 
 from tools.ptx_emulator.findings import FindingKind
 from tools.ptx_emulator.parser import Instruction
-from tools.ptx_emulator.state import Array, LaneState
+from tools.ptx_emulator.state import WARP, Array, LaneState
 
 THREADS = 2048
 MANY = THREADS - 1
 """Stands for several readers."""
+SYNCED, LANES = 1024, 1536
+"""Plus the warp, instead of a thread: lanes of that warp, before its last bar.warp.sync; several of its lanes since."""
 
 
 class CopyInFlight(NamedTuple):
@@ -130,7 +132,7 @@ class SharedMemory:
             cells = np.where(mask[..., None], cells, 0)
         base, key = self._keys(thread)
         writer = self._writer[cells]
-        good = ((writer < base) | (writer == key)) & (writer > 0)
+        good = ((writer < base) | (writer == key) | (writer == _synced(key))) & (writer > 0)
         if mask is not None:
             good = good | ~mask[..., None]
         if not good.all():
@@ -166,10 +168,11 @@ class SharedMemory:
             key = np.broadcast_to(reads.key, reads.cells.shape)[now]
             base = key // THREADS * THREADS
             old = self._reader[cells]
-            key = np.where((old >= base) & (old != key), base + MANY, key)
+            key = _joined(old, key, base)
             self._reader[cells] = key
-            several = self._reader[cells] != key
-            self._reader[cells[several]] = (base + MANY)[several]
+            last = self._reader[cells]
+            several = last != key
+            self._reader[cells[several]] = _joined(last, key, base)[several]
         self._reads.clear()
 
     def _check_write(
@@ -187,11 +190,12 @@ class SharedMemory:
             chosen = np.broadcast_to(mask[..., None], cells.shape)
             cells = np.where(chosen, cells, 0)
         writer, reader = self._writer[cells], self._reader[cells]
-        bad = (writer >= base) & (writer != key)
+        synced = _synced(key)
+        bad = (writer >= base) & (writer != key) & (writer != synced)
         if data is not None and rows is not None and index is not None and bad.any():
             unequal = (rows[np.where(mask, index, 0) if mask is not None else index] != data).any(-1)
             bad = bad & unequal[..., None]  # several threads may write the same value
-        bad = bad | ((reader >= base) & (reader != key))
+        bad = bad | ((reader >= base) & (reader != key) & (reader != synced))
         where = address.astype(np.int64)
         for kind, wrong, detail in (
             (FindingKind.SHARED_RACE, bad, "read or written by another thread since the last barrier"),
@@ -234,6 +238,17 @@ class SharedMemory:
             self._reads.clear()
         else:
             self._reads = [reads for reads in self._reads if (reads.epoch == self._state.epoch).any()]
+
+    def warp_barrier(self, mask: Array | None) -> None:
+        """What lanes of the executing warps touched in this epoch no longer conflicts with their own warp."""
+        self._gather_reads()
+        lanes, base = self._state.lanes(mask), self._state.epoch * THREADS
+        for shadow in (self._writer, self._reader):
+            code = shadow.reshape(self._state.programs, self._n_cells) - base
+            warp = np.where(code >= LANES, code - LANES, code // WARP)
+            known = (code >= 0) & (code != MANY) & ((code < SYNCED) | (code >= LANES))
+            there = np.take_along_axis(lanes, np.clip(warp * WARP, 0, self._state.threads - 1), 1)
+            shadow[:] = np.where(known & there, base + SYNCED + warp, code + base).reshape(-1)
 
     def copy_async(self, at: Instruction, address: Array, mask: Array | None, data: Array) -> None:
         address = np.broadcast_to(address, data.shape[:2])
@@ -318,3 +333,18 @@ class SharedMemory:
             self._multiplied[cells[programs[cells // self._n_cells]]] = True
         epoch = self._state.epoch[done // self._n_cells, 0]
         self._reader[done] = epoch * THREADS + MANY
+
+
+def _synced(key: Array) -> Array:
+    """Of a thread's key, the key of its warp's lanes before their last bar.warp.sync."""
+    return key // THREADS * THREADS + SYNCED + key % THREADS // WARP
+
+
+def _joined(old: Array, key: Array, base: Array) -> Array:
+    """The key of a cell's readers after a thread with this key has read it, too."""
+    warp = (key - base) // WARP
+    of_one_warp = ((old >= base) & (old < base + SYNCED) & ((old - base) // WARP == warp)) | (
+        old == base + LANES + warp
+    )
+    alone = (old < base) | (old == key) | (old == base + SYNCED + warp)
+    return np.where(alone, key, np.where(of_one_warp, base + LANES + warp, base + MANY))

@@ -29,6 +29,17 @@ def test_lanes_of_one_warp_race_too():
     assert kinds(EXCHANGE.format(barrier="", partner=4), shared=128) == {"shared_race"}
 
 
+def test_a_warp_barrier_orders_the_lanes_of_a_warp_only():
+    assert not kinds(EXCHANGE.format(barrier="bar.warp.sync -1;", partner=4), threads=64, shared=256)
+    assert kinds(EXCHANGE.format(barrier="bar.warp.sync -1;", partner=128), threads=64, shared=256) == {"shared_race"}
+    first = "\tst.shared.b32 [%r91], %r90;\n\tbar.sync 0;\n\tand.b32 %r1, %r91, {mask};\n\tld.shared.b32 %r2, [%r1];\n"
+    then = "\t{barrier}\n\tst.shared.b32 [%r91], %r2;\n"
+    body = first + then  # a lane reads for others of its warp (mask 128), or of all warps (mask 0)
+    assert not kinds(body.format(mask=128, barrier="bar.warp.sync -1;"), threads=64, shared=256)
+    assert kinds(body.format(mask=128, barrier=""), threads=64, shared=256) == {"shared_race"}
+    assert kinds(body.format(mask=0, barrier="bar.warp.sync -1;"), threads=64, shared=256) == {"shared_race"}
+
+
 def test_write_after_read_needs_a_barrier():
     body = EXCHANGE.format(barrier="bar.sync 0;", partner=128) + "\t{}\n\tst.shared.b32 [%r91], %r2;\n"
     assert not kinds(body.format("bar.sync 0;"), threads=64, shared=256)

@@ -102,7 +102,7 @@ def _of_low_bits(
 
 
 def build_move(state: LaneState, at: Instruction) -> Run:
-    kind = {"mov.pred": "pred", "mov.u32": "b32", "mov.u64": "b64"}.get(at.opcode, at.opcode.removeprefix("mov."))
+    kind = at.opcode.removeprefix("mov.").replace("u", "b").replace("f32", "b32")
     to, source = at.operands
     if isinstance(to, VectorOperand):
         return _unpack(state, at, to, state.source(source, kind), int(kind[1:]))
@@ -144,5 +144,5 @@ def _pack(state: LaneState, at: Instruction, to: int, source: VectorOperand, bit
 
 BUILDERS: dict[str, LaneBuilder] = {
     **dict.fromkeys(_CONVERSIONS, build_conversion),
-    **dict.fromkeys(("mov.pred", "mov.b16", "mov.b32", "mov.b64", "mov.u32", "mov.u64"), build_move),
+    **{f"mov.{t}": build_move for t in ("pred", "b16", "u16", "b32", "u32", "f32", "b64", "u64")},
 }

@@ -103,13 +103,15 @@ def build_vote(unit: ExecutionUnit, at: Instruction) -> Run:
 
 
 def build_warp_barrier(unit: ExecutionUnit, at: Instruction) -> Run:
-    """bar.warp.sync: lanes of a warp run in lockstep here. It orders nothing between warps."""
+    """bar.warp.sync: orders the lanes of a warp, and nothing between warps."""
     (members,) = at.operands
     _all_lanes(members, at)
     state, mask = unit.state, unit.state.mask(at)
 
     def run() -> None:
-        state.whole_warps(at, mask())
+        chosen = mask()
+        state.whole_warps(at, chosen)
+        unit.shared.warp_barrier(chosen)
 
     return run
 
