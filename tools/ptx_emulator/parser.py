@@ -168,8 +168,9 @@ def _read_instruction(code: str, line: int, source: str, used_bytes: int | None)
     match = _OPCODE.match(body)
     if match is None:
         raise UnsupportedPtx(f"line {line} is no instruction: {code}")
+    opcode = match.group(1).replace(".shared::cta", ".shared")  # the same state space, as Triton 3.8 writes it
     operands = tuple(_operand(part, line) for part in _split(match.group(2)))
-    return Instruction(match.group(1), operands, guard, line, code, source, used_bytes)
+    return Instruction(opcode, operands, guard, line, code, source, used_bytes)
 
 
 def _split(text: str) -> list[str]:

@@ -148,7 +148,7 @@ BUILDERS: dict[str, Builder] = {
     "wgmma.fence.sync.aligned": build_fence,
     "wgmma.commit_group.sync.aligned": build_commit,
     "wgmma.wait_group.sync.aligned": build_wait,
-    "fence.proxy.async.shared::cta": build_proxy_fence,
+    "fence.proxy.async.shared": build_proxy_fence,
 }  # fmt: skip
 
 
