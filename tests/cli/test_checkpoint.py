@@ -104,7 +104,7 @@ def without_train(*words: object) -> subprocess.CompletedProcess:
 
 
 def test_push_and_pull_without_the_train_extra_name_it(tmp_path):
-    from tests.checkpoint.test_checkpointer import save
+    from tests.train.engine.test_checkpointer import save
 
     save(tmp_path / "run/checkpoints", 1)
     for words in (
