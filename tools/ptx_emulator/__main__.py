@@ -101,12 +101,13 @@ def _print_ptx(kernel: str, case: str, gpu: str, dtype: torch.dtype) -> int:
 
 
 def _faults(match: str, *, as_markdown: bool) -> int:
-    results = list(drill([fault for fault in load_faults() if match in fault.name]))
+    faults, results = [fault for fault in load_faults() if match in fault.name], []
+    for result in drill(faults):
+        results.append(result)
+        print(f"[{len(results):3d}/{len(faults)}] {result}", file=sys.stderr if as_markdown else sys.stdout, flush=True)
     if as_markdown:
         print(markdown(results))
         return 0
-    for result in results:
-        print(result)
     caught = sum(result.caught for result in results)
     print(f"{caught} of {len(results)} caught, {sum(bool(r.findings) for r in results)} by findings, "
           f"{sum(r.wrong_numbers for r in results)} by numbers")  # fmt: skip

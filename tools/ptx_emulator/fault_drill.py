@@ -67,7 +67,8 @@ class FaultResult:
 
     def __str__(self) -> str:
         shown = ", ".join([*self.findings, *(["numbers"] if self.wrong_numbers else [])])
-        return f"{'caught' if self.caught else 'MISSED'}  {self.fault.name} ({self.fault.gpu}): {shown}"
+        what = f"{self.fault.kernel} on {self.fault.gpu}: {self.fault.name}"
+        return f"{'caught' if self.caught else 'MISSED'}  {what}: {shown or self.fault.missed_because}"
 
 
 def load_faults() -> list[PlantedFault]:
