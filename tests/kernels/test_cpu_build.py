@@ -12,6 +12,7 @@ import torch
 
 from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
+from nsa.kernels import registry
 from nsa.kernels.cpu import build, library, why_not
 from nsa.kernels.registry import BackendRequest, KernelShape, plan
 
@@ -33,11 +34,13 @@ print(build.library())
 
 @pytest.fixture
 def unloaded():
-    """The library forgotten for a test, and loaded again from the usual place after it."""
+    """The library and the plans made with it forgotten for a test, and loaded again from the usual place after it."""
     library.load.cache_clear()
+    registry._plan_once.cache_clear()
     yield
     build.set_cache_folder(None)
     library.load.cache_clear()
+    registry._plan_once.cache_clear()
 
 
 @pytest.fixture
