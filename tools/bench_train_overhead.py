@@ -8,6 +8,7 @@ waiting for data is wall time, from the heartbeat. Telemetry is what beats on ev
 share of a step at the config's own train.log_every.
 """
 
+import argparse
 import gc
 import tempfile
 import time
@@ -75,6 +76,7 @@ def bare(config: RunConfig) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     gc.disable()
     plain, trained, talkative, waits = [], [], [], []
