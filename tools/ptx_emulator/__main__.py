@@ -26,7 +26,7 @@ from tools.compile_report.report import MODELS, jobs
 from tools.ptx_emulator.cases import CASES
 from tools.ptx_emulator.counts import CLASSES, by_class
 from tools.ptx_emulator.driver import EmulatorDriver, emulated
-from tools.ptx_emulator.fault_drill import drill, load_faults, markdown
+from tools.ptx_emulator.fault_drill import drill, load_faults, markdown, summary
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,9 +108,7 @@ def _faults(match: str, *, as_markdown: bool) -> int:
     if as_markdown:
         print(markdown(results))
         return 0
-    caught = sum(result.caught for result in results)
-    print(f"{caught} of {len(results)} caught, {sum(bool(r.findings) for r in results)} by findings, "
-          f"{sum(r.wrong_numbers for r in results)} by numbers")  # fmt: skip
+    print(summary(results))
     return 0 if all(result.caught or result.fault.missed_because for result in results) else 1
 
 

@@ -19,11 +19,10 @@ from nsa.core.document_layout import packed_layout
 from nsa.kernels import reference
 from nsa.kernels.interface import CacheView
 from nsa.kernels.registry import BACKENDS
-from nsa.verify.gpu_check.parity import relative_rms
+from nsa.verify.gpu_check.parity import NAMES, SELECTION_LIMIT, relative_rms
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Relative RMS error against the reference in fp64."""
-SELECTION_LIMIT = 1e-4
 BASE = SHAPES["base"]
 WIDE = BenchShape(16, 1, 192, 128, BASE.geometry)
 """One group of the paper's shape: rows in two parts."""
@@ -107,10 +106,7 @@ def _attention(
 ) -> list[CaseFigure]:  # fmt: skip
     inputs = CaseInputs.drawn(dtype, documents, shape)
     got, want = inputs.attend("triton", branch, dtype), inputs.exact(branch)
-    return [
-        CaseFigure(name, relative_rms(x, y), LIMITS[dtype])
-        for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
-    ]
+    return [CaseFigure(name, relative_rms(x, y), LIMITS[dtype]) for name, x, y in zip(NAMES, got, want, strict=True)]
 
 
 def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CaseFigure]:

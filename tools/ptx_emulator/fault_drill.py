@@ -21,7 +21,7 @@ TABLE = Path(__file__).with_name("planted_faults.toml")
 
 
 @dataclass(frozen=True)
-class PlantedFault:
+class PtxFault:
     name: str
     kernel: str
     """Without the ending _kernel."""
@@ -56,7 +56,7 @@ class PlantedFault:
 
 @dataclass(frozen=True)
 class FaultResult:
-    fault: PlantedFault
+    fault: PtxFault
     findings: tuple[str, ...]
     """Kinds of findings; "refused" where the emulator stopped with an error."""
     wrong_numbers: bool
@@ -65,19 +65,23 @@ class FaultResult:
     def caught(self) -> bool:
         return bool(self.findings) or self.wrong_numbers
 
+    @property
+    def shown_by(self) -> list[str]:
+        return [*self.findings, *(["numbers"] if self.wrong_numbers else [])]
+
     def __str__(self) -> str:
-        shown = ", ".join([*self.findings, *(["numbers"] if self.wrong_numbers else [])])
         what = f"{self.fault.kernel} on {self.fault.gpu}: {self.fault.name}"
-        return f"{'caught' if self.caught else 'MISSED'}  {what}: {shown or self.fault.missed_because}"
+        shown = ", ".join(self.shown_by) or self.fault.missed_because
+        return f"{'caught' if self.caught else 'MISSED'}  {what}: {shown}"
 
 
-def load_faults() -> list[PlantedFault]:
+def load_faults() -> list[PtxFault]:
     rows: list[dict[str, Any]] = tomllib.loads(TABLE.read_text())["fault"]
-    return [PlantedFault(**row) for row in rows]
+    return [PtxFault(**row) for row in rows]
 
 
-def drill(faults: Iterable[PlantedFault]) -> Iterator[FaultResult]:
-    by_gpu: dict[str, list[PlantedFault]] = {}
+def drill(faults: Iterable[PtxFault]) -> Iterator[FaultResult]:
+    by_gpu: dict[str, list[PtxFault]] = {}
     for fault in faults:
         by_gpu.setdefault(fault.gpu, []).append(fault)
     for gpu, some in by_gpu.items():
@@ -86,7 +90,7 @@ def drill(faults: Iterable[PlantedFault]) -> Iterator[FaultResult]:
                 yield run_fault(driver, fault)
 
 
-def run_fault(driver: EmulatorDriver, fault: PlantedFault) -> FaultResult:
+def run_fault(driver: EmulatorDriver, fault: PtxFault) -> FaultResult:
     planted: set[str] = set()
 
     def edit(kernel: str, ptx: str) -> str:
@@ -111,14 +115,15 @@ def run_fault(driver: EmulatorDriver, fault: PlantedFault) -> FaultResult:
     return FaultResult(fault, tuple(sorted(set(kinds))), wrong)
 
 
-def markdown(results: Iterable[FaultResult]) -> str:
-    results = list(results)
-    rows = ["| fault | kernel | GPU | found by |", "|---|---|---|---|"]
-    for result in results:
-        found = [kind.replace("_", " ") for kind in result.findings] + (["numbers"] if result.wrong_numbers else [])
-        shown = ", ".join(found) if found else f"**missed**: {result.fault.missed_because}"
-        rows.append(f"| {result.fault.name} | {result.fault.kernel} | {result.fault.gpu} | {shown} |")
+def summary(results: list[FaultResult]) -> str:
     caught, n = sum(r.caught for r in results), len(results)
     by_findings, by_numbers = sum(bool(r.findings) for r in results), sum(r.wrong_numbers for r in results)
-    summary = f"{caught} of {n} caught ({caught / n:.0%}): {by_findings} by findings, {by_numbers} by numbers."
-    return "\n".join([*rows, "", summary])
+    return f"{caught} of {n} caught ({caught / n:.0%}): {by_findings} by findings, {by_numbers} by numbers."
+
+
+def markdown(results: list[FaultResult]) -> str:
+    rows = ["| fault | kernel | GPU | found by |", "|---|---|---|---|"]
+    for result in results:
+        shown = ", ".join(result.shown_by).replace("_", " ") or f"**missed**: {result.fault.missed_because}"
+        rows.append(f"| {result.fault.name} | {result.fault.kernel} | {result.fault.gpu} | {shown} |")
+    return "\n".join([*rows, "", summary(results)])

@@ -6,7 +6,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
 from tools.ptx_emulator.driver import emulated
-from tools.ptx_emulator.fault_drill import FaultResult, PlantedFault, drill, load_faults, markdown, run_fault
+from tools.ptx_emulator.fault_drill import FaultResult, PtxFault, drill, load_faults, markdown, run_fault
 
 FAULTS = load_faults()
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -24,7 +24,7 @@ SAMPLE = {  # name: findings; None: numbers show it
 }
 
 
-def key(fault: PlantedFault) -> str:
+def key(fault: PtxFault) -> str:
     return f"{fault.name} ({fault.kernel})"
 
 
@@ -58,13 +58,13 @@ def test_every_fault_is_caught_or_explained(fault):
 
 
 def test_a_fault_that_does_not_apply_is_an_error():
-    fault = PlantedFault("nothing", "mix_forward", "mix", "mask", pattern="no such instruction")
+    fault = PtxFault("nothing", "mix_forward", "mix", "mask", pattern="no such instruction")
     with pytest.raises(LookupError):
         list(drill([fault]))
 
 
 def test_the_table_of_the_docs():
-    fault = PlantedFault("barrier removed", "kernel", "mix", "barrier", missed_because="it is redundant")
+    fault = PtxFault("barrier removed", "kernel", "mix", "barrier", missed_because="it is redundant")
     text = markdown([FaultResult(fault, (), False), FaultResult(fault, ("shared_race",), True)])
     assert "**missed**: it is redundant" in text
     assert "shared race, numbers" in text

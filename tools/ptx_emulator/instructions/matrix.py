@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.ptx_emulator.execution import Builder, ExecutionUnit, elements
 from tools.ptx_emulator.instructions.conversions import bf16_values, f16_values
-from tools.ptx_emulator.parser import Instruction, UnsupportedPtx
+from tools.ptx_emulator.parser import Instruction, Operand, UnsupportedPtx
 from tools.ptx_emulator.state import WARP, Array, Run
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m16n8k(4|8|16)\.row\.col\.f32\.(bf16|f16|tf32)\.(bf16|f16|tf32)\.f32")
@@ -94,14 +94,8 @@ def build_mma(unit: ExecutionUnit, at: Instruction) -> Run:
 
 def build_matrix_load(unit: ExecutionUnit, at: Instruction) -> Run:
     """ldmatrix: lane 8·j + r has the address of row r of matrix j."""
-    match = _MATRIX.fullmatch(at.opcode)
-    assert match is not None
-    n, transposed, state = int(match.group(2)), bool(match.group(3)), unit.state
-    targets = [state.register(x, "b32") for x in elements(at.operands[0])]
-    if len(targets) != n:
-        raise UnsupportedPtx(at.text)
-    address, mask = unit.address(at.operands[1], "b32"), state.mask(at)
-    thread = state.thread.reshape(state.warps, WARP)[:, : 8 * n].reshape(1, -1)
+    n, transposed, targets, thread = _matrices(unit, at, at.operands[0])
+    state, address, mask = unit.state, unit.address(at.operands[1], "b32"), unit.state.mask(at)
 
     def run() -> None:
         chosen = mask()
@@ -120,14 +114,9 @@ def build_matrix_load(unit: ExecutionUnit, at: Instruction) -> Run:
 
 
 def build_matrix_store(unit: ExecutionUnit, at: Instruction) -> Run:
-    match = _MATRIX.fullmatch(at.opcode)
-    assert match is not None
-    n, transposed, state = int(match.group(2)), bool(match.group(3)), unit.state
-    sources = [state.register(x, "b32") for x in elements(at.operands[1])]
-    if len(sources) != n:
-        raise UnsupportedPtx(at.text)
-    address, mask, values = unit.address(at.operands[0], "b32"), state.mask(at), state.values
-    thread = state.thread.reshape(state.warps, WARP)[:, : 8 * n].reshape(1, -1)
+    n, transposed, sources, thread = _matrices(unit, at, at.operands[1])
+    state, address, mask = unit.state, unit.address(at.operands[0], "b32"), unit.state.mask(at)
+    values = state.values
 
     def run() -> None:
         chosen = mask()
@@ -141,6 +130,17 @@ def build_matrix_store(unit: ExecutionUnit, at: Instruction) -> Run:
         unit.shared.store(at, _row_lanes(unit, address(), n), row_mask, data, thread)
 
     return run
+
+
+def _matrices(unit: ExecutionUnit, at: Instruction, registers: Operand) -> tuple[int, bool, list[int], Array]:
+    """Of ldmatrix and stmatrix: number of matrices, whether transposed, register slots, threads that give addresses."""
+    match, state = _MATRIX.fullmatch(at.opcode), unit.state
+    assert match is not None
+    n, transposed = int(match.group(2)), bool(match.group(3))
+    slots = [state.register(x, "b32") for x in elements(registers)]
+    if len(slots) != n:
+        raise UnsupportedPtx(at.text)
+    return n, transposed, slots, state.thread.reshape(state.warps, WARP)[:, : 8 * n].reshape(1, -1)
 
 
 def _row_lanes(unit: ExecutionUnit, value: Array, n: int) -> Array:
