@@ -55,7 +55,7 @@ def gpu_check(
         _require_gpu()
     if find_spec("triton") is None:
         raise ConfigError("the package triton is not installed, and its kernels are what is checked. It comes with "
-                          "torch's GPU builds; for a rehearsal: pip install triton==3.8.0.")  # fmt: skip
+                          "torch's GPU builds; for a rehearsal: pip install triton==3.7.1.")  # fmt: skip
     wanted = tuple(only or ())
     checks = select_checks(check_sizes(rehearse=rehearse, full=full), wanted)
     environ = {name: value for name, value in without_settings().items() if name != "TRITON_INTERPRET"}

@@ -56,7 +56,7 @@ class Bench:
         self, folder: Path, takes: dict[TileSizes, float] | None = None, gpu: str = "NVIDIA A100-SXM4"
     ) -> None:
         self.kernel, self.timed = Kernel(takes or TAKES), 0
-        self.store = TileStore(folder, gpu, "3.8.0")
+        self.store = TileStore(folder, gpu, "3.7.1")
         self.tuner = TileTuner(self.store, self.refusals, self.measure)
 
     def start(self, tiles: TileSizes, launch: Launch) -> None:
@@ -120,10 +120,10 @@ def test_another_key_is_timed_and_kept_beside_the_first(tmp_path):
 
 
 def test_each_gpu_and_triton_version_has_its_own_file(tmp_path):
-    stores = [TileStore(tmp_path, "NVIDIA A100", "3.8.0"), TileStore(tmp_path, "NVIDIA H100", "3.8.0")]
+    stores = [TileStore(tmp_path, "NVIDIA A100", "3.7.1"), TileStore(tmp_path, "NVIDIA H100", "3.7.1")]
     stores.append(TileStore(tmp_path, "NVIDIA A100", "3.9.0"))
     assert len({store.path for store in stores}) == 3
-    assert stores[0].path.name == "tiles_NVIDIA-A100-triton-3.8.0.json"
+    assert stores[0].path.name == "tiles_NVIDIA-A100-triton-3.7.1.json"
 
 
 def test_a_gain_within_the_noise_keeps_the_table(tmp_path):

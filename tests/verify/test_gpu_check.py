@@ -200,7 +200,7 @@ def finished(**changes) -> GpuCheckReport:
     record = GpuCheckReport("nsa gpu-check --full", machine, complete=True, rows=[bounded("a claim", 0, 0)])
     record.add(MeasuredTable(dict(name="NVIDIA A100-SXM4-80GB", capability="sm_80", units=108, memory_gib=79.2,
     driver="1",
-                              runtime="CUDA 13", triton="3.8.0"), [], [], "gpu"))  # fmt: skip
+                              runtime="CUDA 13", triton="3.7.1"), [], [], "gpu"))  # fmt: skip
     for name, value in changes.items():
         setattr(record, name, value)
     return record

@@ -1,7 +1,7 @@
 """Compile report of one kernel: compiled ahead of time for a GPU that is not present, its machine code inspected."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -32,7 +32,11 @@ class CompiledShape:
         return 4 if self.dtype == "fp32" else 2
 
 
-MODELS = {name: CompiledShape(SHAPES[name]) for name in ("base", "paper")}
+MODELS = {
+    **{name: CompiledShape(SHAPES[name]) for name in ("base", "gqa16", "paper")},
+    "width128": CompiledShape(BenchShape(32, 4, 128, 128, BASE_GEOMETRY)),
+    "n_sel32": CompiledShape(BenchShape(12, 2, 64, 64, replace(BASE_GEOMETRY, n_sel=32))),
+}
 FP32_MODELS = {
     "base": CompiledShape(SHAPES["base"], "fp32"),
     "128": CompiledShape(BenchShape(12, 2, 128, 128, BASE_GEOMETRY), "fp32"),

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import triton
+
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton.machine_code import MachineCode
 from tools.compile_report.report import CompileReport
@@ -14,8 +16,10 @@ MORE_REGISTERS = 8
 _HEAD = """\
 # Compile report
 
-Machine code of every Triton kernel, compiled ahead of time in bf16 and inspected; nothing was run. Written by
-`python -m tools.compile_report.write`. Base shape: 12 heads, 2 groups, 64/64; paper: 64, 4, 192/128.
+Machine code of every Triton kernel, compiled ahead of time in bf16 by Triton {triton} and inspected; nothing was run.
+Written by `python -m tools.compile_report.write`. Heads, groups, key/value width, selected blocks:
+base 12, 2, 64/64, 16; gqa16 32, 2, 64/64, 16;
+paper 64, 4, 192/128, 16; width128 32, 4, 128/128, 16; n_sel32 12, 2, 64/64, 32.
 Spilled: bytes to memory; on AMD also vector and scalar registers moved to other registers. Shared: bytes used / limit.
 Loops: those that multiply tiles, and how many of them wait for a tile instead of being pipelined. Copies: asynchronous
 ones (gfx942 has none, so its loops always wait). How tiles are chosen: [tuning.md](tuning.md).
@@ -27,7 +31,11 @@ ones (gfx942 has none, so its loops always wait). How tiles are chosen: [tuning.
 
 def render(reports: list[CompileReport]) -> str:
     faults = [f"- {r.kernel}, {r.model}, {r.gpu}: {fault}" for r in reports for fault in r.faults()]
-    return _HEAD + "\n".join([*map(_row, reports), "", "## Faults", "", *(faults or ["None."])]) + "\n"
+    return (
+        _HEAD.format(triton=triton.__version__)
+        + "\n".join([*map(_row, reports), "", "## Faults", "", *(faults or ["None."])])
+        + "\n"
+    )
 
 
 def _row(report: CompileReport) -> str:
@@ -63,7 +71,8 @@ def regressions(new: CompileReport, recorded: list[CompileReport]) -> list[str]:
     entries = [r for r in recorded if (r.model, r.gpu, r.kernel) == (new.model, new.gpu, new.kernel)]
     if len(entries) != 1:
         return [f"{len(entries)} entries in {TABLE.name}"]
-    code, before, found = new.code, entries[0].code, new.faults()
+    code, before = new.code, entries[0].code
+    found = [fault for fault in new.faults() if fault not in entries[0].faults()]
     if code.shared_bytes > before.shared_bytes:
         found.append(f"{code.shared_bytes} bytes of shared memory, recorded {before.shared_bytes}")
     if code.registers > before.registers + MORE_REGISTERS:

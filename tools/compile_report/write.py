@@ -3,7 +3,7 @@
     python -m tools.compile_report.write [sm_80 sm_90 …]      rewrite the table; GPUs not named keep their rows
     python -m tools.compile_report.write --check sm_80        compare with the table, exit 1 if a kernel became worse
 
-Needs no GPU: one to four seconds per kernel, about ten minutes for all. The JSON (default: artifacts/
+Needs no GPU: one to four seconds per kernel, about twenty-five minutes for all. The JSON (default: artifacts/
 compile_report.json) holds the reports of the GPUs compiled in this run; it is not committed.
 """
 
@@ -28,14 +28,17 @@ def compile_all(model: str, gpu: str) -> list[CompileReport]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"default: all of {', '.join(GPUS)}")
+    parser.add_argument("--model", action="append", choices=MODELS, help="compare this shape only (with --check)")
     parser.add_argument("--check", action="store_true", help="leave the table as it is and compare with it")
     parser.add_argument("--json", type=Path, default=Path("artifacts/compile_report.json"))
     parser.add_argument("-n", type=int, default=2, help="processes")
     args = parser.parse_args()
     if unknown := set(args.gpus) - GPUS.keys():
         parser.error(f"no such GPU: {', '.join(sorted(unknown))}. Known: {', '.join(GPUS)}")
+    if args.model and not args.check:
+        parser.error("--model goes with --check: the table is rewritten for all shapes of a GPU")
     recorded, new, worse = parse(TABLE.read_text(encoding="utf-8")), [], 0
-    pairs = list(product(MODELS, args.gpus or GPUS))
+    pairs = list(product(args.model or MODELS, args.gpus or GPUS))
     with ProcessPoolExecutor(args.n, get_context("spawn")) as pool:
         for reports in pool.map(compile_all, *zip(*pairs, strict=True)):
             for report in reports:

@@ -3,9 +3,9 @@
 A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
 group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.tuning`).
 
-Under the interpreter of Triton 3.8 two things are wrong in bf16. `tl.dot` is: WIDE operands are converted to fp32 right
-before it, after having been rounded as the hardware would see them. Narrowing fp32 cuts where hardware rounds to the
-nearest: `narrowed` rounds first. Neither leaves a trace in what is compiled for a GPU.
+Under the interpreter (Triton 3.7, 3.8) two things are wrong in bf16. `tl.dot` is: WIDE operands are converted to fp32
+right before it, after having been rounded as the hardware would see them. Narrowing fp32 cuts where hardware rounds to
+the nearest: `narrowed` rounds first. Neither leaves a trace in what is compiled for a GPU.
 """
 
 import triton
