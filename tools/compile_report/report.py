@@ -14,6 +14,7 @@ from nsa.kernels.triton import PIECE, block_index, bounds, mix
 from nsa.kernels.triton import decode as launch_decode
 from nsa.kernels.triton.device import decode, range_backward, range_forward, selected_backward, selected_forward
 from nsa.kernels.triton.device import select as selection
+from nsa.kernels.triton.device.tile import VARYING
 from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
@@ -94,7 +95,7 @@ def jobs(
 
     yield job("range_forward", range_forward.range_forward_kernel, **broad)
     yield job("range_dq", range_backward.range_dq_kernel, dlse=None, **broad)
-    yield job("range_dkv", range_backward.range_dkv_kernel, PARTS=4, **broad)
+    yield job("range_dkv", range_backward.range_dkv_kernel, **broad)
     chosen: dict[str, Any] = dict(N=g.n_sel, L=g.l_sel)
     for kernel, function in (
         ("selected_forward", selected_forward.selected_forward_kernel),
@@ -102,14 +103,14 @@ def jobs(
     ):
         n, cuts = keys_of(tiles_for(kernel), g.l_sel)
         yield job(kernel, function, n=n, PIECE=PIECE, **chosen, **broad)
-    k, v, x = columns("K", s.d_k), columns("V", s.d_v), columns("X", s.d_v)
+    k, v = columns("K", s.d_k), columns("V", s.d_v)
     of_k, of_v = (dict(G=s.n_kv_groups, R=s.heads_per_group, BLOCK_M=rows_of(width)) for width in (s.d_k, s.d_v))
     for kernel, function, constants in (
         ("merge_slots", selected_forward.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
         ("delta", selected_backward.delta_kernel, dict(**of_v, **v)),
         ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
         ("add_pieces", selected_backward.add_pieces_kernel,
-         dict(G=s.n_kv_groups, **x, L=g.l_sel, BLOCK_N=block_of(g.l_sel), MORE=False)),
+         dict(G=s.n_kv_groups, **broad, L=g.l_sel, BLOCK_N=block_of(g.l_sel))),
     ):  # fmt: skip
         yield CompileJob(kernel, function, constants, 4, 2, model.dtype)
     yield job("select_lse", selection.range_lse_kernel, "range_forward", **keys)
@@ -151,7 +152,7 @@ def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
 
 
 _ROWS = ("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv", "mixed", "compressed", "selected",
-         "sliding", "dmixed", "dcompressed", "dselected", "dsliding", "slot", "total")  # fmt: skip
+         "sliding", "dmixed", "dcompressed", "dselected", "dsliding", "slot")  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(
         ("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "slot_lse", "scores", "gates", "dgates"), "*fp32",
@@ -172,7 +173,8 @@ def compile_for(job: CompileJob, gpu: GpuArchitecture) -> Any:
     for position, name in enumerate(job.function.arg_names):
         signature[name] = "constexpr" if name in job.constants else types.get(name, "i32")
         is_stride = name.endswith(("_b", "_s", "_g", "_r", "_t"))
-        if signature[name].startswith("*") or is_stride:  # as the JIT compiler specializes on real tensors
+        # As the JIT compiler specializes on real tensors.
+        if (signature[name].startswith("*") or is_stride) and name not in VARYING:
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
     return triton.compile(source, target=compile_target(gpu), options=dict(num_warps=job.warps, num_stages=job.stages))

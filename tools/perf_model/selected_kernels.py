@@ -113,14 +113,14 @@ def add_slots(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
 
 
 def add_pieces(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
-    """Twice in every span: for keys and for values. Sums of several spans wait in fp32."""
+    """Keys and values in one launch. Sums of several spans wait in fp32."""
     r, s = readers(sizes, overlap, True), sizes.shape
     moved = r.pieces * s.geometry.l_sel * (s.d_k + s.d_v) * 4.0
     if r.n_spans > 1:
         moved += (2 * r.n_spans - 1) * _keys_bytes(sizes) * 4 / sizes.element
     else:
         moved += _keys_bytes(sizes)
-    return KernelWork("add_pieces", True, l2_bytes=moved, hbm_bytes=moved, launches=2 * r.n_spans)
+    return KernelWork("add_pieces", True, l2_bytes=moved, hbm_bytes=moved, launches=r.n_spans)
 
 
 def _keys_bytes(sizes: LaunchSizes) -> float:

@@ -19,7 +19,7 @@ from nsa.kernels.triton.device.decode import (
     decode_score_kernel,
 )
 from nsa.kernels.triton.mix import mix_forward
-from nsa.kernels.triton.range_attention import rows_contiguous
+from nsa.kernels.triton.range_attention import row_strides, rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes, choose, is_wide, split_width, widths
 
 PROGRAMS = 128
@@ -82,11 +82,11 @@ def decode(
     best = q.new_empty((B, G, STRETCHES, keep), dtype=torch.int64)
     idx = q.new_empty((B, 1, G, geometry.n_sel), dtype=torch.int32)
     out = q.new_empty((3, B, 1, G, R, V))
-    q_strides = (q.stride(0), q.stride(2), q.stride(3))
+    q_strides = row_strides(q[:, 0])
 
     decode_compressed_kernel[(n_cmp, B * G, row_tiles)](
         q, k_cmp, v_cmp, pos_cmp, first_cmp, scores, part, part_lse, scale, C, n_parts,
-        *q_strides, *k_cmp.stride()[:3], *v_cmp.stride()[:3], **fixed.compressed, **tiles.options,
+        *q_strides, *row_strides(k_cmp, v_cmp), **fixed.compressed, **tiles.options,
     )  # fmt: skip
     decode_score_kernel[(STRETCHES, B * G)](
         scores, part_lse, pos_cmp, first_cmp, best, C, n_cmp, n_parts, **fixed.score
@@ -94,8 +94,7 @@ def decode(
     decode_raw_kernel[(n_raw, B * G, row_tiles)](
         q, k_sel, v_sel, pos_sel, start_sel, k_win, v_win, pos_win, start_win, best, idx, part, part_lse,
         scale, T, k_win.shape[1], n_cmp, n_parts,
-        *q_strides, *k_sel.stride()[:3], *v_sel.stride()[:3], *k_win.stride()[:3], *v_win.stride()[:3],
-        **fixed.raw, **tiles.options,
+        *q_strides, *row_strides(k_sel, v_sel, k_win, v_win), **fixed.raw, **tiles.options,
     )  # fmt: skip
     decode_merge_kernel[(3 * R, B * G)](part, part_lse, out, n_cmp, n_parts, B * G * R, **fixed.merge)
     return (out[0], out[1], out[2]), idx

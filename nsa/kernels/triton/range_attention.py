@@ -27,7 +27,7 @@ def range_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
         launch(
             range_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
             q, k, v, lo, hi, out, lse, x.scale, S, k.shape[1],
-            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
+            *row_strides(q, k, v), G=G, R=R, **widths(K, V),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
@@ -46,7 +46,7 @@ def range_backward(
     bounds = key_bounds(x)
     lo, hi, *_ = bounds
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
-    strides = (*dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3])
+    strides = row_strides(dout, q, k, v)
     common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
 
     def start_dq(tiles: TileSizes, launch: Launch) -> None:
@@ -64,8 +64,8 @@ def range_backward(
         dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
         launch(
             range_dkv_kernel, (n_tiles, B * G, parts),
-            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, x.scale, S, T, n_tiles, dk.stride(0), dv.stride(0),
-            *strides, PARTS=parts, BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
+            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, x.scale, S, T, n_tiles, parts, *strides,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
         return dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
 
@@ -87,3 +87,9 @@ _PROGRAMS_WANTED = 1024
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Views of fused projections pass as they are; only rows with gaps are copied."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def row_strides(*tensors: Tensor) -> list[int]:
+    """Of every axis but the last; 0 where an axis has one element, whose stride may be any number that the compiler
+    would specialize on."""
+    return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]

@@ -21,7 +21,7 @@ from nsa.kernels.triton.device.selected_backward import (
     selected_backward_kernel,
 )
 from nsa.kernels.triton.device.selected_forward import merge_slots_kernel, selected_forward_kernel
-from nsa.kernels.triton.range_attention import rows_contiguous
+from nsa.kernels.triton.range_attention import row_strides, rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes, choose, is_wide, split_width, widths
 
 
@@ -58,7 +58,7 @@ def _windows_forward(
         launch(
             selected_forward_kernel, (index.n_pieces, cuts),
             q, k, v, index.last_BS, *index.by_piece, slots, levels, scale, S, T, triton.cdiv(T, l_sel), B * G,
-            *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V), N=n_sel, L=l_sel,
+            *row_strides(q, k, v), G=G, R=R, **widths(K, V), N=n_sel, L=l_sel,
             PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
         return slots, levels
@@ -77,7 +77,7 @@ def selected_backward(
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
-        dout, out, delta, S, *dout.stride()[:4], G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
+        dout, out, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
     )
     if dlse_BSGR is not None:
         delta -= dlse_BSGR
@@ -95,11 +95,10 @@ def selected_backward(
             idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
             G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
         )  # fmt: skip
-        for part, total in zip(sums, (dk, dv), strict=True):
-            add_pieces_kernel[(n_windows, B * G)](
-                part, index.piece_first, total, T, n_windows,
-                G=G, **columns("X", part.shape[-1]), L=l_sel, BLOCK_N=block_of(l_sel), MORE=some.start > 0,
-            )  # fmt: skip
+        add_pieces_kernel[(n_windows, B * G, 2)](
+            *sums, index.piece_first, dk, dv, T, n_windows, int(some.start > 0),
+            G=G, **widths(K, V), L=l_sel, BLOCK_N=block_of(l_sel),
+        )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -121,7 +120,7 @@ def _windows_backward(
             selected_backward_kernel, (index.n_pieces, cuts),
             dout, q, k, v, index.last_BS, *index.by_piece, lse_BSGR, delta_BSGR, slots, dk_part, dv_part, scale,
             S, n_queries, T, triton.cdiv(T, l_sel), B * G,
-            *dout.stride()[:4], *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], G=G, R=R, **widths(K, V),
+            *row_strides(dout, q, k, v), G=G, R=R, **widths(K, V),
             N=n_sel, L=l_sel, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
         return slots, dk_part, dv_part

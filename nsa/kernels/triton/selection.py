@@ -12,7 +12,7 @@ from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
 from nsa.kernels.triton.device.select import range_lse_kernel, select_kernel
-from nsa.kernels.triton.range_attention import range_forward, rows_contiguous
+from nsa.kernels.triton.range_attention import range_forward, row_strides, rows_contiguous
 from nsa.kernels.triton.tuning import TileSizes, is_wide, split_width
 
 
@@ -27,7 +27,7 @@ def select_blocks(
     def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
             range_lse_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            q, k, lo, hi, lse, scale, S, k.shape[1], *q.stride()[:4], *k.stride()[:3], G=G, R=R, **_keys(K),
+            q, k, lo, hi, lse, scale, S, k.shape[1], *row_strides(q, k), G=G, R=R, **_keys(K),
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
@@ -52,7 +52,7 @@ def _choose(
         sizes = select_sizes(geometry, tiles)
         launch(
             select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G),
-            q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], R, *q.stride()[:4], *k.stride()[:3], G=G, **_keys(K),
+            q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], R, *row_strides(q, k), G=G, **_keys(K),
             **sizes, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 

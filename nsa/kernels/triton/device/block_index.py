@@ -14,6 +14,8 @@ dropped old ones. Two counts come in one integer: of blocks in the lower half, o
 import triton
 import triton.language as tl
 
+from nsa.kernels.triton.device.tile import VARYING
+
 NONE = tl.constexpr(2147483647)
 """Sorts last."""
 
@@ -72,7 +74,7 @@ def unpack(key, chunk, position, origin, b, n_windows, position_b, position_s, o
     return window, query * N + (key & ((1 << BITS) - 1)), begin, across, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sort_chunks_kernel(
     idx, position, origin, last, entries, run_begins, run_ends, S, n_chunks, n_windows,
     position_b, position_s, origin_b, origin_s,
@@ -111,7 +113,7 @@ def sort_chunks_kernel(
     tl.store(run_begins + (after_key >> SHIFT), count, mask=ends & (after_key != NONE) & (entry < 2**LOG - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def place_chunks_kernel(
     run_begins, run_ends, before, totals, n_chunks, n_counted, CHUNKS: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
@@ -136,7 +138,7 @@ def place_chunks_kernel(
     tl.store(totals + at + 1, total_across, mask=window < n_counted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def place_windows_kernel(
     totals, offsets, piece_first, n_places, n_windows, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -156,7 +158,7 @@ def place_windows_kernel(
     tl.store(piece_first + n_places, n_pieces)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def fill_kernel(
     entries, run_begins, before, totals, offsets, position, origin, pairs, begins, n_chunks, n_windows,
     position_b, position_s, origin_b, origin_s,
@@ -186,7 +188,7 @@ def fill_kernel(
     tl.store(begins + to, begin, mask=across)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def find_pieces_kernel(piece_first, piece_window, n_places, n_pieces, steps, BLOCK: tl.constexpr):
     """The window of each piece, by bisection; n_places for pieces that are not needed."""
     piece = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

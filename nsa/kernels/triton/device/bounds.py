@@ -8,8 +8,10 @@ bounds' order.
 import triton
 import triton.language as tl
 
+from nsa.kernels.triton.device.tile import VARYING
 
-@triton.jit
+
+@triton.jit(do_not_specialize=VARYING)
 def bounds_kernel(
     position, origin, lo, hi, reach, ahead, S, n_keys, position_b, position_s, origin_b, origin_s,
     W: tl.constexpr, L: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
@@ -33,7 +35,7 @@ def bounds_kernel(
     tl.store(ahead + at, tl.min(tl.where(ok, first, 2147483647)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def seen_by_kernel(
     lo, hi, reach, ahead, seen_first, seen_end, S, n_chunks, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -16,6 +16,7 @@ import triton.language as tl
 from nsa.kernels.triton.device.select import ascending, own_block, ranked, shared_strides
 from nsa.kernels.triton.device.tile import (
     LOG2E,
+    VARYING,
     divisor,
     dot_rows,
     load_both,
@@ -69,7 +70,7 @@ def attend_range(
     tl.store(part_lse + part_at, log_sum(top, total), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_compressed_kernel(
     q, k, v, position, origin, scores, part, part_lse, scale, n_keys, n_parts,
     q_b, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g, G: tl.constexpr, R: tl.constexpr,
@@ -90,7 +91,7 @@ def decode_compressed_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_score_kernel(
     scores, part_lse, position, origin, best, n_keys, n_compressed, n_parts,
     G: tl.constexpr, R: tl.constexpr, L: tl.constexpr, D: tl.constexpr, L_SEL: tl.constexpr, KEEP: tl.constexpr,
@@ -128,7 +129,7 @@ def decode_score_kernel(
     tl.store(best + (bg * STRETCHES + stretch) * KEEP + tl.arange(0, KEEP), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_raw_kernel(
     q, k, v, position, origin, window_k, window_v, window_position, window_origin, best, idx, part, part_lse,
     scale, n_keys, n_window_keys, n_compressed, n_parts,
@@ -170,7 +171,7 @@ def decode_raw_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_merge_kernel(
     part, part_lse, out, n_compressed, n_parts, n_rows,
     R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, N_SEL: tl.constexpr,

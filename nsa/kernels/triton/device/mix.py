@@ -7,7 +7,7 @@ program that has a gate sees all its heads, so that its gradient has one writer 
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.tile import load_rows, store_rows
+from nsa.kernels.triton.device.tile import VARYING, load_rows, store_rows
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V: tl.co
     store_rows(mixed, row * V, ok, total, V, AT, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mix_forward_kernel(
     gates, compressed, selected, sliding, mixed, n_gates,
     HEADS: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK: tl.constexpr,
@@ -48,7 +48,7 @@ def unmix_columns(dmixed_MX, branch, dbranch, row, ok, gate_M, V: tl.constexpr, 
     return tl.sum(dmixed_MX * load_rows(branch, row * V, ok, V, AT, WIDTH, True), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def mix_backward_kernel(
     dmixed, gates, compressed, selected, sliding, dgates, dcompressed, dselected, dsliding, n_gates,
     HEADS: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK: tl.constexpr,

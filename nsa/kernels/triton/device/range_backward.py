@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nsa.kernels.triton.device.tile import (
     LOG2E,
+    VARYING,
     dot,
     dot_rows,
     heads_with_range,
@@ -65,7 +66,7 @@ def store_gradients(dk, dv, row, ok, dk1, dk2, dv1, dv2,
         store_rows(dv, row * V, ok, dv2, V, V1, V2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_dq_kernel(
     dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T,
     do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
@@ -109,13 +110,13 @@ def range_dq_kernel(
     store_both(dq, flat * K, ok, dq1, dq2, K, K1, K2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_dkv_kernel(
-    dout, q, k, v, lo, hi, lse, delta, dk, dv, seen_first, seen_end, scale, S, T, n_tiles, part_stride_k, part_stride_v,
+    dout, q, k, v, lo, hi, lse, delta, dk, dv, seen_first, seen_end, scale, S, T, n_tiles, n_parts,
     do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(2)
     b, g = tl.program_id(1) // G, tl.program_id(1) % G
@@ -128,10 +129,10 @@ def range_dkv_kernel(
     dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
     dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 
-    # Rows of the queries that may see this tile, cut into PARTS equal lengths of whole tiles.
+    # Rows of the queries that may see this tile, cut into n_parts equal lengths of whole tiles.
     first = tl.load(seen_first + b * n_tiles + tile) * R
     end = tl.load(seen_end + b * n_tiles + tile) * R
-    length = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), PARTS), BLOCK_M) * BLOCK_M
+    length = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), n_parts), BLOCK_M) * BLOCK_M
     mine = first + part * length
     for m in tl.range(mine, tl.minimum(mine + length, end), BLOCK_M):
         row = m + tl.arange(0, BLOCK_M)
@@ -157,7 +158,6 @@ def range_dkv_kernel(
         if K2 > 0:
             dk2 += dot(ds, q2)
 
-    flat_T = (b.to(tl.int64) * T + at) * G + g
-    dk += part.to(tl.int64) * part_stride_k
-    dv += part.to(tl.int64) * part_stride_v
+    n_batch = tl.num_programs(1) // G
+    flat_T = ((part.to(tl.int64) * n_batch + b) * T + at) * G + g
     store_gradients(dk, dv, flat_T, inside, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)

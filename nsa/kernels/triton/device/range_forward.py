@@ -9,6 +9,7 @@ import triton.language as tl
 from nsa.kernels.triton.device.tile import (
     LN2,
     LOG2E,
+    VARYING,
     divisor,
     dot_rows,
     heads_with_range,
@@ -21,7 +22,7 @@ from nsa.kernels.triton.device.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_forward_kernel(
     q, k, v, lo, hi, out, lse, scale, S, T,
     q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,

@@ -18,6 +18,7 @@ import triton.language as tl
 from nsa.kernels.triton.device.tile import (
     LN2,
     LOG2E,
+    VARYING,
     dot,
     dot_rows,
     heads_with_range,
@@ -57,7 +58,7 @@ def ascending(best, wanted):
     return tl.where(block == 2147483647, -1, block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def range_lse_kernel(
     q, k, lo, hi, lse, scale, S, T, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
@@ -86,7 +87,7 @@ def overlap(m, PER_L: tl.constexpr, PER_SEL: tl.constexpr):
     return tl.maximum(tl.minimum(m + PER_L, PER_SEL) - tl.maximum(m, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def select_kernel(
     q, k, pos, first, hi, lse, idx, scale, S, T, R, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
     G: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,

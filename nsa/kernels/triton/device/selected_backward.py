@@ -10,6 +10,7 @@ import triton.language as tl
 from nsa.kernels.triton.device.range_backward import probabilities, products, store_gradients
 from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, slots_of
 from nsa.kernels.triton.device.tile import (
+    VARYING,
     dot,
     heads_of,
     load_both,
@@ -21,7 +22,7 @@ from nsa.kernels.triton.device.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
     dout, out, delta, S, do_b, do_s, do_g, do_r,
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -38,7 +39,7 @@ def delta_kernel(
     tl.store(delta + flat, delta_M, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def selected_backward_kernel(
     dout, q, k, v, last, pairs, begins, offsets, piece_window, piece_first, lse, delta, slot, dk_part, dv_part,
     scale, S, n_queries, T, n_windows, n_groups_all,
@@ -90,7 +91,7 @@ def selected_backward_kernel(
     store_gradients(dk_part, dv_part, part_at, kept, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def add_slots_kernel(
     idx, last, origin, slot, dq, S, n_queries, n_windows, origin_b, origin_s,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
@@ -113,27 +114,38 @@ def add_slots_kernel(
 
 
 @triton.jit
-def add_pieces_kernel(
-    part, piece_first, total, T, n_windows,
-    G: tl.constexpr, X: tl.constexpr, X1: tl.constexpr, X2: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
-    MORE: tl.constexpr,
-):  # fmt: skip
-    """MORE: to what earlier queries have left there."""
-    window, bg = tl.program_id(0), tl.program_id(1)
-    b, g = bg // G, bg % G
-    place = bg * n_windows + window
-    step = tl.arange(0, BLOCK_N)
-    at = window * L + step
-    ok = (step < L) & (at < T)
-    flat = ((b.to(tl.int64) * T + at) * G + g) * X
+def add_pieces(part, total, flat, ok, before, step, first, end,
+               X: tl.constexpr, X1: tl.constexpr, X2: tl.constexpr, L: tl.constexpr,
+               BLOCK_N: tl.constexpr):  # fmt: skip
+    """The sum over a window's pieces, stored to rows `flat` of `total`; `before`: rows that hold a sum to add to."""
     sum1, sum2 = zeros_both(BLOCK_N, X1, X2)
-    if MORE:
-        sum1 += load_rows(total, flat, ok, X, 0, X1, False)
-        if X2 > 0:
-            sum2 += load_rows(total, flat, ok, X, X1, X2, False)
-    for piece in tl.range(tl.load(piece_first + place), tl.load(piece_first + place + 1)):
-        part_at = (piece * L + step).to(tl.int64) * X
+    sum1 += load_rows(total, flat * X, before, X, 0, X1, False)
+    if X2 > 0:
+        sum2 += load_rows(total, flat * X, before, X, X1, X2, False)
+    for piece in tl.range(first, end):
+        part_at = (tl.cast(piece, tl.int64) * L + step) * X
         sum1 += load_rows(part, part_at, ok, X, 0, X1, False)
         if X2 > 0:
             sum2 += load_rows(part, part_at, ok, X, X1, X2, False)
-    store_both(total, flat, ok, sum1, sum2, X, X1, X2)
+    store_both(total, flat * X, ok, sum1, sum2, X, X1, X2)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def add_pieces_kernel(
+    dk_part, dv_part, piece_first, dk, dv, T, n_windows, more,
+    G: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Programs of the last axis: keys, values. `more`: add to what earlier queries have left there."""
+    window, bg = tl.program_id(0), tl.program_id(1)
+    step = tl.arange(0, BLOCK_N)
+    at = window * L + step
+    ok = (step < L) & (at < T)
+    place = bg * n_windows + window
+    first, end = tl.load(piece_first + place), tl.load(piece_first + place + 1)
+    flat = ((bg // G).to(tl.int64) * T + at) * G + bg % G
+    before = ok & (more > 0)
+    if tl.program_id(2) == 0:
+        add_pieces(dk_part, dk, flat, ok, before, step, first, end, K, K1, K2, L, BLOCK_N)
+    else:
+        add_pieces(dv_part, dv, flat, ok, before, step, first, end, V, V1, V2, L, BLOCK_N)

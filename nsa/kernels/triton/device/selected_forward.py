@@ -11,6 +11,7 @@ from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of
 from nsa.kernels.triton.device.tile import (
     LN2,
     LOG2E,
+    VARYING,
     divisor,
     dot,
     heads_of,
@@ -24,7 +25,7 @@ from nsa.kernels.triton.device.tile import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def selected_forward_kernel(
     q, k, v, last, pairs, begins, offsets, piece_window, piece_first, slot, slot_lse,
     scale, S, T, n_windows, n_groups_all,
@@ -65,7 +66,7 @@ def selected_forward_kernel(
         tl.store(slot_lse + to, top + tl.log2(total), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_slots_kernel(
     idx, last, origin, slot, slot_lse, out, lse, S, n_queries, n_windows, origin_b, origin_s,
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,

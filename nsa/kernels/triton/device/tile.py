@@ -14,6 +14,14 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # fixed on import, like the kernels
+VARYING = (
+    "S", "T", "n_keys", "n_window_keys", "n_queries", "n_rows", "n_gates", "n_tiles", "n_chunks", "n_windows",
+    "n_counted", "n_places", "n_pieces", "n_groups_all", "n_parts", "n_compressed", "steps", "more",
+    "position", "origin", "window_position", "window_origin", "position_b", "position_s", "origin_b", "origin_s",
+)  # fmt: skip
+"""Arguments of kernels that vary from batch to batch. The compiler assumes nothing of them (neither 1 nor a multiple of
+16), or each new length would be compiled again. Addresses and strides of rows are not among them: loads are vectorized
+because those are multiples of 16."""
 
 
 @triton.jit
