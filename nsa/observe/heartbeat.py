@@ -61,6 +61,8 @@ class HeartbeatRecord:
     kernel_select: str | None = None
     kernel_selected: str | None = None
     kernel_sliding: str | None = None
+    kernels_reason: str | None = None
+    """Why these backends: "first choice", "requested by name", "verified on this GPU", or why others were not taken."""
     fallbacks_compressed: int | None = None
     fallbacks_select: int | None = None
     fallbacks_selected: int | None = None

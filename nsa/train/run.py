@@ -16,7 +16,7 @@ from nsa.checkpoint.lock import RunLock
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error
-from nsa.kernels.cpu.build import set_cache_folder
+from nsa.kernels.cpu.build import is_built, set_cache_folder
 from nsa.kernels.triton.tile_store import set_tuning
 from nsa.observe import halt_file
 from nsa.observe.run_folder import RunFolder
@@ -26,6 +26,7 @@ from nsa.train.engine.bad_step_hook import RollbackTrainer
 from nsa.train.engine.build import choose_device
 from nsa.train.engine.checkpointer import signing_key
 from nsa.train.engine.environment import on_first_rank, training_environment
+from nsa.train.kernel_choices import kernel_choices
 from nsa.train.preflight_facts import require_preflight
 from nsa.train.run_report import RunReport, RunReporter, SilentReporter
 from nsa.train.signal_handlers import SignalHandlers
@@ -66,7 +67,10 @@ def train(config: RunConfig, options: StartOptions | None = None, reporter: RunR
         report = RunReport(config, options, ranks, folder, reporter)
         cleanup.callback(report.close)
         parts = build_parts(context, inputs, report)
-        report.start(inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, device)
+        if device.type == "cpu" and not is_built():
+            reporter.line("compiling the CPU kernels, once for this machine …")
+        kernels = kernel_choices(parts.trainer.train_module, device)
+        report.start(inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, device, kernels)
         _fit(parts.trainer, inputs.resume_point.path, folder.path)
         exit_code = parts.stop_requests.exit_code
         report.end(parts.trainer.global_step, exit_code)

@@ -15,6 +15,8 @@ from nsa.checkpoint.load import export
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import RowData
 from nsa.errors import ExitCode
+from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
+from nsa.kernels.registry import BackendChoice
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import HeartbeatRecord
@@ -97,9 +99,15 @@ class RunReport:
         self._opened.close()
 
     def start(
-        self, point: ResumePoint, changes: Sequence[SettingChange], data: RowData, vocab_size: int, device: torch.device
+        self,
+        point: ResumePoint,
+        changes: Sequence[SettingChange],
+        data: RowData,
+        vocab_size: int,
+        device: torch.device,
+        kernels: Sequence[BackendChoice],
     ) -> None:
-        """Write env.json, and log where the run starts from and on what."""
+        """Write env.json, and log where the run starts from, on what, and with which kernels."""
         if self.event_log is None:
             return
         config, ranks = self.config, self.ranks
@@ -111,6 +119,7 @@ class RunReport:
             local_world_size=ranks.local_world,
             data=str(data),
             vocab_size=vocab_size,
+            kernels={choice.branch: {"backend": choice.backend, "reason": choice.reason} for choice in kernels},
             allowed=list(self.options.allow),
         )
         add, lost = partial(self.event_log.add_at, point.step), self.folder.last_step() - point.step
@@ -131,6 +140,9 @@ class RunReport:
             f"{data} · {vocab_size} ids · {config.train.steps} steps of {datasets.global_rows(config)} rows of "
             f"{config.train.seq_len} tokens · {ranks.world} rank(s) on {device} · {self.folder.path}"
         )
+        self.reporter.line(f"kernels: {kernels_text(kernels)}")
+        if slow := slow_kernels_warning(kernels, device.type):
+            self.reporter.line(f"WARNING: {slow}")
 
     def end(self, step: int, code: int) -> None:
         """Export the model of a finished run; log how the run ended and how to continue it."""

@@ -108,6 +108,7 @@ LEFT_OUT = {
     "nonfinite_steps": "counted from the skip records",
     "detail": "free text; see nsa_findings",
     "failure_code": "see nsa_findings",
+    "kernels_reason": "text; in env.json",
     "data": "may be a URL with a password",
     "allowed": "names, not a number; in env.json",
 }

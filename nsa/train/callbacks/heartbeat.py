@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from nsa import names
-from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
+from nsa.kernels.choice_text import reason_text
 from nsa.kernels.registry import BRANCHES
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
+from nsa.train.kernel_choices import kernel_choices
 
 _WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
 
@@ -211,12 +212,10 @@ class HeartbeatCallback(Callback):
         }
 
     def _kernels(self) -> dict[str, Any]:
-        """The backend of each branch. Backends are never substituted, so the fallback counts are 0."""
-        module = self.trainer.train_module
-        layer = next(m for m in module.model.modules() if isinstance(m, NSAAttention))
-        halved = module.autocast_precision or (module.dp_config and module.dp_config.param_dtype)
-        choices = layer.plan(self.trainer.device, torch.bfloat16 if halved else torch.float32).choices
+        """The backend of each branch and why. Backends are never substituted, so the fallback counts are 0."""
+        choices = kernel_choices(self.trainer.train_module, self.trainer.device)
         chosen: dict[str, Any] = {f"kernel_{choice.branch}": choice.backend for choice in choices}
+        chosen["kernels_reason"] = reason_text(choices)
         return chosen | {f"fallbacks_{branch}": 0 for branch in BRANCHES}
 
 

@@ -41,6 +41,7 @@ def test_the_run_folder_is_complete(runs):
     env = json.loads((runs / "plain" / names.ENV).read_text())
     assert env["config"]["train"]["steps"] == 7
     assert env["origins"]["train.steps"] == "command line"
+    assert env["kernels"]["selected"] == {"backend": "cpu", "reason": "first choice"}
 
 
 @pytest.mark.parametrize("run", ["plain", "bf16", "bf16_fsdp"])
@@ -62,6 +63,7 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert 0 < beat.forward_s < beat.step_s or beat.step == 1
         assert 50 < beat.host_mem_rss < 50_000
         assert beat.kernel_sliding == "cpu"
+        assert beat.kernels_reason == "first choice"
         assert beat.fallbacks_selected == 0
         assert beat.synthetic is True
         assert beat.tokens_seen == beat.step * 4 * 64

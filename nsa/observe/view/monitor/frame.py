@@ -249,7 +249,8 @@ def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
         lines[spare] = _ranks(run)
     if two_rows:
         kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
-        lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold")))
+        reason = str(last.get("kernels_reason") or "")
+        lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold"), (f" {plain(reason)}", QUIET)))
     return lines
 
 

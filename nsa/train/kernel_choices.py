@@ -1,0 +1,15 @@
+"""The kernel backends of a run: what its train module will compute with."""
+
+from typing import Any
+
+import torch
+
+from nsa.core.nsa_attention import NSAAttention
+from nsa.kernels.registry import BackendChoice
+
+
+def kernel_choices(train_module: Any, device: torch.device) -> tuple[BackendChoice, ...]:
+    """The backend of each branch and the reason, in the dtype that the attention of this train module computes in."""
+    layer = next(module for module in train_module.model.modules() if isinstance(module, NSAAttention))
+    halved = train_module.autocast_precision or (train_module.dp_config and train_module.dp_config.param_dtype)
+    return layer.plan(device, torch.bfloat16 if halved else torch.float32).choices
