@@ -23,7 +23,7 @@ LAYERS = (
     ("core", "data", "config"),
     ("kernels",),
     ("storage",),
-    ("files", "names", "gpus", "geometry", "attention_rules", "terminal_text"),
+    ("files", "names", "gpus", "geometry", "attention_rules", "terminal_text", "kernel_variables"),
     ("errors", "options", "__init__"),
 )
 # Packages of one row do not import each other, with these exceptions.
@@ -36,7 +36,13 @@ OUTSIDE = ("tools", "tests", "scripts")
 ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
 # Private members of these may be used in nsa.train outside the adapter.
 NOT_ENGINE = {"self", "cls", "torch"}
-READS_ENVIRONMENT = ("nsa.config.env", "nsa.train", "nsa.storage", "nsa.data.tokenizer")  # the last two only set
+READS_ENVIRONMENT = (
+    "nsa.config.env",
+    "nsa.kernel_variables",
+    "nsa.train",
+    "nsa.storage",
+    "nsa.data.tokenizer",
+)  # the last two only set
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

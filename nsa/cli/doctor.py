@@ -1,6 +1,7 @@
 """`nsa doctor`: hardware and software of this machine, and the kernel backend chosen for each branch."""
 
 import platform
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -8,6 +9,9 @@ import typer
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+
+    from nsa.core.nsa_attention import NSAAttention
+    from nsa.kernels.registry import BackendChoice
 
 
 def doctor(
@@ -32,8 +36,9 @@ def doctor(
 
     from nsa import __version__
     from nsa.core.nsa_attention import NSAAttention
+    from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
     from nsa.kernels.cpu import build, describe
-    from nsa.kernels.registry import BACKENDS, BRANCHES
+    from nsa.kernels.registry import BRANCHES
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if dtype not in dtypes:
@@ -44,29 +49,59 @@ def doctor(
         console.print("compiling the CPU kernels, once for this machine …")
     with torch.device("meta"):  # only its shape is needed
         attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
-    chosen = {choice.branch: choice for choice in attention.plan(where, dtypes[dtype]).choices}
+    choices = attention.plan(where, dtypes[dtype]).choices
 
     accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
     console.print(f"nsa {__version__} · torch {torch.__version__} · Python {platform.python_version()}")
     console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}")
-    console.print(f"CPU kernels: {describe()}\n" if where.type == "cpu" else "")
+    if where.type == "cpu":
+        console.print(f"CPU kernels: {describe()}")
+    console.print(f"kernels on {where.type} in {dtype}: {kernels_text(choices)}\n")
     table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
-    for branch in BRANCHES:
-        for backend in BACKENDS.values():
-            if backend.name == chosen[branch].backend:
-                verdict, why = "chosen", chosen[branch].reason
-            elif reason := backend.why_not(branch, where, dtypes[dtype], attention.shape):
-                verdict, why = "cannot", reason
-            elif not backend.by_default:
-                verdict, why = "can", "only by name: for checking, slow"
-            else:
-                verdict, why = "can", f"after {chosen[branch].backend} in preference"
-            style = "bold" if verdict == "chosen" else "dim"
-            table.add_row(branch, backend.name, verdict, why, style=style)
+    for row in _rows(attention, where, dtypes[dtype], choices):
+        table.add_row(*row, style="bold" if row[2] == "chosen" else "dim")
     console.print(table)
+    if slow := slow_kernels_warning(choices, where.type):
+        console.print(f"\n[bold red]WARNING:[/] {slow}")
     if prove and not _print_proofs(console, where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v):
         raise typer.Exit(1)
-    console.print(f"\nRequire one with kernels.{BRANCHES[0]}=NAME in a config: it is used, or the run is refused.")
+    console.print(
+        f"\nRequire one with kernels.{BRANCHES[0]}=NAME in a config, or in every branch, and in the library too, with "
+        f"NSA_KERNEL=NAME: it is used, or the run is refused."
+    )
+
+
+def _rows(
+    attention: "NSAAttention", device: "torch.device", dtype: "torch.dtype", choices: "Sequence[BackendChoice]"
+) -> Iterator[tuple[str, str, str, str]]:
+    """Branch, backend, whether it is chosen, can or cannot run here, and why."""
+    from nsa.kernel_variables import requested_backends
+    from nsa.kernels.registry import BACKENDS, BRANCHES
+
+    requested = requested_backends(BRANCHES)
+    for choice in choices:
+        by = requested.get(choice.branch)
+        for backend in BACKENDS.values():
+            if backend.name == choice.backend:
+                why = f"requested by {by.variable}" if by is not None and by.name == backend.name else choice.reason
+                yield choice.branch, backend.name, "chosen", why
+            elif reason := backend.why_not(choice.branch, device, dtype, attention.shape):
+                yield choice.branch, backend.name, "cannot", reason
+            else:
+                yield choice.branch, backend.name, "can", _why_not_chosen(backend.name, device, choice)
+
+
+def _why_not_chosen(backend: str, device: "torch.device", choice: "BackendChoice") -> str:
+    """Of a backend that can run."""
+    from nsa.kernels.choice_text import REQUESTED, why_passed_over
+
+    if backend == "reference":
+        return "only by name: plain PyTorch, for checking, slow"
+    if backend == "triton" and device.type == "cpu":
+        return "only by name: interpreted, for checking, slow"
+    if backend == "triton":
+        return why_passed_over(choice, backend) or "only by name, until it is checked on this GPU"
+    return "not requested" if choice.reason == REQUESTED else f"after {choice.backend} in preference"
 
 
 def _print_proofs(

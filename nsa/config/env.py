@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nsa.config.layer import SettingsLayer, nearest
 from nsa.config.schema import KernelsConfig
+from nsa.kernel_variables import ALL_BRANCHES, variable_of
 
 PREFIX = "NSA_"
 CONFIG_FILE = "CONFIG"
@@ -45,11 +46,13 @@ VARIABLES: dict[str, EnvVariable] = {
         ("runtime.tune_kernels",),
         "Time tile sizes on the GPU at first use; if off, GPUs of one model give bitwise equal results.",
     ),
-    "NSA_KERNEL": EnvVariable(
-        tuple(f"kernels.{branch}" for branch in BRANCHES), "Backend of every branch, e.g. portable or reference."
+    ALL_BRANCHES: EnvVariable(
+        tuple(f"kernels.{branch}" for branch in BRANCHES),
+        "Backend of every branch, e.g. portable or reference; also for the library and nsa doctor, where an argument "
+        "that names a backend wins.",
     ),
     **{
-        f"NSA_KERNEL_{branch.upper()}": EnvVariable(
+        variable_of(branch): EnvVariable(
             (f"kernels.{branch}",), f"Backend of kernels.{branch} alone; wins over NSA_KERNEL."
         )
         for branch in BRANCHES

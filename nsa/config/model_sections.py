@@ -195,7 +195,10 @@ class RuntimeConfig(ConfigSection):
 
 
 class KernelsConfig(ConfigSection):
-    """Kernel backend of each branch. A backend requested by name that cannot run is an error, never replaced."""
+    """Kernel backend of each branch. A backend requested by name that cannot run is an error, never replaced.
+
+    The command line wins over NSA_KERNEL_<BRANCH>, that over NSA_KERNEL, that over the config file and the profile.
+    """
 
     compressed: Changeable[Text] = Field(
         default="auto", description="Backend of compressed attention; auto selects one and logs the reason."

@@ -82,7 +82,7 @@ def nsa_attention(
         order is that of `compress_blocks`. Default: the mean of each block of the compressed branch's k and v.
     scale: of the scores; default 1 / sqrt(K).
     blocks: chosen blocks [B, S, G, N] to attend to instead of selecting; −1 entries are ignored.
-    kernels: a backend's name, or a name per branch; 'auto' takes the fastest that can run.
+    kernels: a backend's name, or a name per branch; 'auto' takes the one of NSA_KERNEL, else the fastest that can run.
     return_lse, return_blocks: return an `NSAOutput` with each branch's log-sum-exps and the chosen blocks.
     """
     k_cmp, k_sel, k_win = _per_branch("k", k, compressed is not None)

@@ -46,7 +46,7 @@ class NSAAttention(nn.Module):
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
         `nsa.core.rope`. rope_scale: divides positions.
-    kernels: a backend's name, or a name per branch; `auto` takes the fastest that can run.
+    kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class NSAAttention(nn.Module):
         qk_norm_eps: float = 1e-6,
         bias: bool = False,
         out_bias: bool = False,
-        kernels: str | Mapping[str, str] | BackendRequest = BackendRequest(),  # noqa: B008 - an immutable tuple of names
+        kernels: str | Mapping[str, str] | BackendRequest = "auto",
     ) -> None:
         super().__init__()
         require_rules(broken_head_rules(n_heads, n_kv_groups, d_k))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
+from nsa.kernel_variables import requested_backends
 from nsa.kernels import cpu, ops, portable, reference, triton
-from nsa.kernels.interface import TokenDecoder
+from nsa.kernels.interface import TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
 
@@ -146,7 +147,13 @@ def _compressed_then_select(
 
 
 def backend_request(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:
-    """One name for all branches, or a name for some of them, as a `BackendRequest` of names that backends have."""
+    """One name for all branches, or a name for some of them, as a `BackendRequest` of names that backends have.
+
+    Branches without a name take the one of NSA_KERNEL or NSA_KERNEL_<BRANCH>; a `BackendRequest` is returned unchanged.
+    """
+    if isinstance(given, BackendRequest):
+        check_names(given)
+        return given
     if isinstance(given, str):
         given = BackendRequest(*[given] * len(BRANCHES))
     elif isinstance(given, Mapping):
@@ -155,13 +162,24 @@ def backend_request(given: str | Mapping[str, str] | BackendRequest) -> BackendR
                 f"kernels names {', '.join(map(repr, unknown))}, which is not a branch. Use: {', '.join(BRANCHES)}."
             )
         given = BackendRequest(**given)
-    elif not isinstance(given, BackendRequest):
+    else:
         raise KernelUnavailable(
             f"kernels is {given!r}: it must be a backend's name, a mapping of branches to names, or a "
             f"BackendRequest. Pass e.g. kernels='portable'."
         )
     check_names(given)
-    return given
+    named = zip(given, _from_environment(), strict=True)
+    return BackendRequest(*(requested if name == "auto" else name for name, requested in named))
+
+
+@constant_when_traced  # tracing cannot read the environment
+def _from_environment() -> BackendRequest:
+    named = requested_backends(BRANCHES)
+    for name, variable in named.values():
+        if name != "auto" and name not in BACKENDS:
+            known = ", ".join(["auto", *BACKENDS])
+            raise KernelUnavailable(f"environment {variable} is {name!r}, which is not a backend. Use one of: {known}.")
+    return BackendRequest(**{branch: requested.name for branch, requested in named.items()})
 
 
 def check_names(request: BackendRequest) -> None:
@@ -175,7 +193,9 @@ def check_names(request: BackendRequest) -> None:
 def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> BackendChoice:
     if name != "auto":
         if reason := BACKENDS[name].why_not(branch, device, dtype, shape):
-            raise KernelUnavailable(f"kernels.{branch}={name!r} cannot run here: {reason}. Set it to 'auto'.")
+            origin = requested_backends([branch]).get(branch)
+            by = f" (environment {origin.variable})" if origin is not None and origin.name == name else ""
+            raise KernelUnavailable(f"kernels.{branch}={name!r}{by} cannot run here: {reason}. Set it to 'auto'.")
         return BackendChoice(branch, name, "requested by name")
     refused = []
     for backend in BACKENDS.values():

@@ -14,6 +14,7 @@ def test_one_backend_in_all_branches_is_one_short_line():
     assert kernels_text(choices()) == "cpu (C++), all branches"
     assert kernels_text(choices("triton", "verified on this GPU")) == "triton, verified on this GPU"
     assert kernels_text(choices("portable", "requested by name")) == "portable, requested by name"
+    assert kernels_text(choices("portable", NO_COMPILER)) == f"portable, all branches ({NO_COMPILER})"
 
 
 def test_backends_that_differ_are_listed_per_branch_with_their_reasons():

@@ -24,6 +24,7 @@ PURPOSE = {
     "attention_rules": "heads, φ, RoPE",
     "names": "file names of a run",
     "terminal_text": "escaping",
+    "kernel_variables": "NSA_KERNEL",
     "errors": "exceptions, exit codes",
     "options": "enumerated settings",
 }
