@@ -17,7 +17,8 @@ class DocumentLayout(NamedTuple):
     pos_BS: Tensor
     """Position of each token in its own document."""
     start_BS: Tensor
-    """Index of that document's position 0 on the axis of raw keys."""
+    """Index of that document's position 0 on the axis of raw keys. Where all tokens of a row have one, it is repeated
+    by a stride of 0: a kernel knows it then without reading values."""
     first_BS: Tensor
     """Index of that document's compressed block 0 on the axis of compressed keys."""
     begin_BC: Tensor
@@ -29,7 +30,7 @@ class DocumentLayout(NamedTuple):
 def plain_layout(batch: int, length: int, geometry: Geometry, device: torch.device) -> DocumentLayout:
     """Every row is one document."""
     pos_BS = torch.arange(length, device=device).expand(batch, -1)
-    zero_BS = torch.zeros_like(pos_BS)
+    zero_BS = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, length)  # one start, stored once
     begin_BC = torch.arange(geometry.n_compressed(length), device=device).mul(geometry.d).expand(batch, -1)
     return DocumentLayout(pos_BS, zero_BS, zero_BS, begin_BC, begin_BC)
 

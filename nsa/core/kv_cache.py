@@ -113,7 +113,7 @@ class LayerCache:
         self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
-        zero_BS = torch.zeros_like(pos_BS)
+        zero_BS = self._newest[0].start_BS.expand_as(pos_BS)
 
         self._append_compressed(new.k_cmp, new.v_cmp, pos_BS, end_B1, compress)
         self.selected.write(pos_BS, pos_BS < end_B1, (new.k_sel, new.v_sel))

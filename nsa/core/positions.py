@@ -144,8 +144,11 @@ def locate(
         differs_BS = given_BS != pos_BS
         if padding is not None:
             differs_BS = differs_BS & padding.to_front(padding.real_BS)
-        if torch.compiler.is_compiling() or bool(differs_BS.any()):
-            raise _foreign_positions("position_ids")
+        refusal = _foreign_positions("position_ids")
+        if torch.compiler.is_compiling() or (differs_BS.is_cpu and bool(differs_BS.any())):
+            raise refusal
+        if not differs_BS.is_cpu:  # reading the answer would stall an accelerator at every step
+            torch._assert_async(~differs_BS.any(), str(refusal))
     return Positions(layout, rotary.tables(given_BS), padding)
 
 

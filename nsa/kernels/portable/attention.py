@@ -9,13 +9,48 @@ import torch
 from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
-from nsa.kernels.portable.chunk import QueryChunk, attend, gradients, row_correction, wide_zeros
-from nsa.kernels.portable.range_attention import range_chunks
-from nsa.kernels.portable.selected import selected_chunks
+from nsa.kernels.portable.chunk import QueryChunk, attend, gradients, may_read, row_correction, wide_zeros
+from nsa.kernels.portable.key_windows import windows_backward, windows_forward
+from nsa.kernels.portable.range_attention import KeysByQuery, range_chunks
+from nsa.kernels.portable.selected import copied_chunks, few_queries, selected_chunks
 
 
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
-    x, chunks = _chunks(x)
+    if may_read(x.q_BSGRK):
+        return _forward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x))
+    if x.branch == "selected":
+        return _forward(x, copied_chunks(x)) if few_queries(x) else windows_forward(x)
+    if x.branch == "compressed" or _one_window(x):
+        return _forward(x, range_chunks(x))
+    by_query = KeysByQuery.of(x)
+    return _forward(_with_keys_by_query(x, by_query), by_query.chunks(x))
+
+
+def attend_backward(
+    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
+) -> Gradients:
+    given = out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR
+    if may_read(x.q_BSGRK):
+        return _backward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x), *given)
+    if x.branch == "selected":
+        return windows_backward(x, *given)
+    if x.branch == "compressed" or _one_window(x):
+        return _backward(x, range_chunks(x), *given)
+    by_query = KeysByQuery.of(x)
+    dq, dk, dv = _backward(_with_keys_by_query(x, by_query), by_query.chunks(x), *given)
+    return dq, by_query.take_back(dk), by_query.take_back(dv)
+
+
+def _one_window(x: BranchInputs) -> bool:
+    """Whether all keys are hardly more than one query sees, as in a ring that holds the window."""
+    return x.q_BSGRK.shape[1] == 0 or x.k_BTGK.shape[1] <= x.geometry.w
+
+
+def _with_keys_by_query(x: BranchInputs, by_query: KeysByQuery) -> BranchInputs:
+    return x._replace(k_BTGK=by_query.lay_out(x.k_BTGK), v_BTGV=by_query.lay_out(x.v_BTGV))
+
+
+def _forward(x: BranchInputs, chunks: Iterator[QueryChunk]) -> tuple[Tensor, Tensor]:
     R, wide = x.q_BSGRK.shape[3], torch.promote_types(x.q_BSGRK.dtype, torch.float32)
     out_BSGRV = x.q_BSGRK.new_empty((*x.q_BSGRK.shape[:-1], x.v_BTGV.shape[-1]))
     lse_BSGR = x.q_BSGRK.new_empty(x.q_BSGRK.shape[:-1], dtype=wide)
@@ -27,10 +62,10 @@ def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     return out_BSGRV, lse_BSGR
 
 
-def attend_backward(
-    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
-) -> Gradients:
-    x, chunks = _chunks(x)
+def _backward(
+    x: BranchInputs, chunks: Iterator[QueryChunk], out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor,
+    dlse_BSGR: Tensor | None,
+) -> Gradients:  # fmt: skip
     dq_BSGRK = torch.empty_like(x.q_BSGRK)
     dk_BTGK, dv_BTGV = wide_zeros(x.k_BTGK), wide_zeros(x.v_BTGV)
     for chunk in chunks:
@@ -43,11 +78,3 @@ def attend_backward(
         chunk.add(dk_BTGK, dk)
         chunk.add(dv_BTGV, dv)
     return dq_BSGRK, dk_BTGK.to(x.k_BTGK.dtype), dv_BTGV.to(x.v_BTGV.dtype)
-
-
-def _chunks(x: BranchInputs) -> tuple[BranchInputs, Iterator[QueryChunk]]:
-    """The queries in chunks, and the inputs as these read them: chosen blocks are rows of contiguous keys."""
-    if x.branch != "selected":
-        return x, range_chunks(x)
-    x = x._replace(k_BTGK=x.k_BTGK.contiguous(), v_BTGV=x.v_BTGV.contiguous())
-    return x, selected_chunks(x)

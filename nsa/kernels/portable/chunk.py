@@ -13,7 +13,11 @@ from nsa.kernels.interface import Gradients
 
 # Elements of the largest temporary. On a CPU it should stay in the second-level cache; elsewhere launches dominate.
 CPU_ELEMENTS = 1 << 19
-OTHER_ELEMENTS = 1 << 24
+OTHER_ELEMENTS = 1 << 25
+
+READABLE_DEVICES = ("cpu",)
+"""Where the host reads values for nothing, and ranges and shapes follow the data. Elsewhere a read makes the host wait
+for all work before it, so they follow from shapes alone."""
 
 
 class QueryChunk(Protocol):
@@ -105,3 +109,7 @@ def wide_zeros(x: Tensor) -> Tensor:
 
 def budget(x: Tensor) -> int:
     return CPU_ELEMENTS if x.device.type == "cpu" else OTHER_ELEMENTS
+
+
+def may_read(x: Tensor) -> bool:
+    return x.device.type in READABLE_DEVICES

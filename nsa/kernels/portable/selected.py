@@ -2,7 +2,8 @@
 
 Neighbouring queries select many of the same blocks. Where a chunk's queries together use few blocks, those are loaded
 once and each query hides what it did not select; else every query gets a copy of its own keys, which costs memory
-traffic but no arithmetic on keys that no query selected.
+traffic but no arithmetic on keys that no query selected. Which of the two depends on the data: where values are not
+read, few queries (as in decode) get copies, and `key_windows` computes many.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that a row of it sees · J blocks.
 """
@@ -25,8 +26,8 @@ class BlockChunk(NamedTuple):
     """Queries with the blocks that they chose."""
 
     at: slice
-    row: Tensor
-    """Rows of [B·T·G, X] with the keys: [B, G, U] for all its queries, or [B, c, G, U] for each."""
+    key: Tensor
+    """Indices of the keys: [B, G, U] for all its queries, or [B, c, G, U] for each."""
     hidden: Tensor
     shared: bool
 
@@ -37,26 +38,64 @@ class BlockChunk(NamedTuple):
         return query_rows(x, heads_per_group) if self.shared else x
 
     def keys(self, x_BTGX: Tensor) -> Tensor:
-        return wide(x_BTGX.flatten(0, 2).index_select(0, self.row.flatten())).view(*self.row.shape, x_BTGX.shape[-1])
+        matrix, steps = as_rows(x_BTGX)
+        chosen = matrix.index_select(0, self._row_of(x_BTGX.shape, steps).flatten())
+        return wide(chosen).view(*self.key.shape, x_BTGX.shape[-1])
 
     def add(self, total_BTGX: Tensor, part: Tensor) -> None:
-        total_BTGX.flatten(0, 2).index_add_(0, self.row.flatten(), part.flatten(0, -2))
+        matrix, steps = as_rows(total_BTGX)
+        matrix.index_add_(0, self._row_of(total_BTGX.shape, steps).flatten(), part.flatten(0, -2))
+
+    def _row_of(self, shape: torch.Size, steps: tuple[int, int, int]) -> Tensor:
+        (B, _, G, _), (per_row, per_key, per_group), dim = shape, steps, self.key.dim()
+        batch = torch.arange(B, device=self.key.device).mul_(per_row).view(B, *[1] * (dim - 1))
+        group = torch.arange(G, device=self.key.device).mul_(per_group).view(G, 1)
+        return self.key * per_key + (batch + group)
+
+
+def as_rows(x_BTGX: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """Keys where they lie, as a matrix [n, X], and how many of its rows are between batches, tokens and groups.
+
+    Keys of a cache, or of a projection for several branches, are not next to each other; they are copied only if they
+    do not lie on a grid of rows.
+    """
+    X, strides = x_BTGX.shape[-1], x_BTGX.stride()
+    if x_BTGX.numel() == 0 or strides[3] != 1 or any(stride % X for stride in strides[:3]):
+        x_BTGX = x_BTGX.contiguous()
+        strides = x_BTGX.stride()
+    per_row, per_key, per_group = (stride // X for stride in strides[:3])
+    B, T, G, _ = x_BTGX.shape
+    n = 1 + (B - 1) * per_row + (T - 1) * per_key + (G - 1) * per_group
+    return x_BTGX.as_strided((n, X), (X, 1)), (per_row, per_key, per_group)
 
 
 def selected_chunks(x: BranchInputs) -> Iterator[BlockChunk]:
-    B, S, G, R, K = x.q_BSGRK.shape
-    l_sel, k_shape = x.geometry.l_sel, x.k_BTGK.shape
-    chosen = x.chosen_BSGN.shape[3] * l_sel
-    size = max(1, budget(x.q_BSGRK) // (B * G * R * chosen))
-    copied = max(1, 4 * budget(x.q_BSGRK) // (B * G * chosen * K))
+    B, S, G, R, _ = x.q_BSGRK.shape
+    l_sel, n_keys = x.geometry.l_sel, x.k_BTGK.shape[1]
+    size = max(1, budget(x.q_BSGRK) // (B * G * R * x.chosen_BSGN.shape[3] * l_sel))
     for s in range(0, S, size):
         at = slice(s, min(S, s + size))
-        if shared := _union(at, *_of_queries(x, at), k_shape, l_sel):
+        if shared := _union(at, *_of_queries(x, at), n_keys, l_sel):
             yield shared
-            continue
-        for t in range(s, at.stop, copied):
-            part = slice(t, min(at.stop, t + copied))
-            yield _copies(part, *_of_queries(x, part), k_shape, l_sel)
+        else:
+            yield from copied_chunks(x, at)
+
+
+def copied_chunks(x: BranchInputs, within: slice = slice(None)) -> Iterator[BlockChunk]:
+    """A copy of its own keys for every query."""
+    B, S, G, _, K = x.q_BSGRK.shape
+    l_sel, n_keys = x.geometry.l_sel, x.k_BTGK.shape[1]
+    size = max(1, 4 * budget(x.q_BSGRK) // (B * G * x.chosen_BSGN.shape[3] * l_sel * K))
+    first, end, _ = within.indices(S)
+    for s in range(first, end, size):
+        at = slice(s, min(end, s + size))
+        yield _copies(at, *_of_queries(x, at), n_keys, l_sel)
+
+
+def few_queries(x: BranchInputs) -> bool:
+    """Whether the keys that all queries chose are no more than there are, counted once for each query."""
+    n_chosen = x.q_BSGRK.shape[1] * x.chosen_BSGN.shape[3]
+    return n_chosen <= max(x.chosen_BSGN.shape[3], x.k_BTGK.shape[1] // x.geometry.l_sel)
 
 
 def _of_queries(x: BranchInputs, at: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,9 +103,7 @@ def _of_queries(x: BranchInputs, at: slice) -> tuple[Tensor, Tensor, Tensor]:
     return x.chosen_BSGN[:, at], x.pos_BS[:, at], x.start_BS[:, at]
 
 
-def _union(
-    at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, k_shape: torch.Size, l_sel: int
-) -> BlockChunk | None:
+def _union(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, n_keys: int, l_sel: int) -> BlockChunk | None:
     """All blocks that the chunk's queries chose, once each; None if they are too many or of several documents."""
     if bool((start_Bc != start_Bc[:, :1]).any()):
         return None
@@ -82,31 +119,19 @@ def _union(
     token_BGU = (block_BGJ[..., None] * l_sel + torch.arange(l_sel, device=block_BGJ.device)).flatten(-2)
     chose_BGcJ = chose_BcGJ.transpose(1, 2).gather(3, block_BGJ[:, :, None].expand(-1, -1, idx_BcGN.shape[1], -1))
     key_BGU = token_BGU + start_Bc[:, :1, None]
-    token_BGU = token_BGU.masked_fill(_absent(key_BGU, k_shape), torch.iinfo(token_BGU.dtype).max)  # after every query
+    token_BGU = token_BGU.masked_fill(_absent(key_BGU, n_keys), torch.iinfo(token_BGU.dtype).max)  # after every query
     hidden_BGcU = ~chose_BGcJ.repeat_interleave(l_sel, -1)
     hidden_BGcU |= token_BGU[:, :, None] > pos_Bc[:, None, :, None]
-    key_BGU = key_BGU.clamp(0, k_shape[1] - 1)
-    return BlockChunk(at, _row_index(key_BGU, k_shape, group_dim=1), hidden_BGcU[:, :, :, None], shared=True)
+    return BlockChunk(at, key_BGU.clamp(0, n_keys - 1), hidden_BGcU[:, :, :, None], shared=True)
 
 
-def _copies(
-    at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, k_shape: torch.Size, l_sel: int
-) -> BlockChunk:
+def _copies(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, n_keys: int, l_sel: int) -> BlockChunk:
     token_BcGU = (idx_BcGN.long()[..., None] * l_sel + torch.arange(l_sel, device=idx_BcGN.device)).flatten(-2)
     key_BcGU = token_BcGU + start_Bc[..., None, None]
-    hidden_BcGU = (token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None]) | _absent(key_BcGU, k_shape)
-    key_BcGU = key_BcGU.masked_fill(hidden_BcGU, 0)
-    return BlockChunk(at, _row_index(key_BcGU, k_shape, group_dim=2), hidden_BcGU[..., None, None, :], shared=False)
+    hidden_BcGU = (token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None]) | _absent(key_BcGU, n_keys)
+    return BlockChunk(at, key_BcGU.masked_fill(hidden_BcGU, 0), hidden_BcGU[..., None, None, :], shared=False)
 
 
-def _absent(key: Tensor, k_shape: torch.Size) -> Tensor:
+def _absent(key: Tensor, n_keys: int) -> Tensor:
     """Chosen keys that are not on the axis: a cache dropped them, or they are not there yet."""
-    return (key < 0) | (key >= k_shape[1])
-
-
-def _row_index(key: Tensor, k_shape: torch.Size, group_dim: int) -> Tensor:
-    """Where key t of batch b and group g lies in [B·T·G, X]; batch is dim 0 of `key`."""
-    B, T, G, _ = k_shape
-    batch = torch.arange(B, device=key.device).view(B, *[1] * (key.dim() - 1))
-    group = torch.arange(G, device=key.device).view(G, *[1] * (key.dim() - 1 - group_dim))
-    return (batch * T + key) * G + group
+    return (key < 0) | (key >= n_keys)

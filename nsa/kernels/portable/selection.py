@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.portable.chunk import group_rows, scores, softmax
+from nsa.kernels.portable.chunk import group_rows, may_read, scores, softmax
 from nsa.kernels.portable.range_attention import compressed_bounds, key_ranges, outside, per_group
 
 
@@ -18,12 +18,13 @@ def select(
     B, S, G, R, _ = q_BSGRK.shape
     l_sel = geometry.l_sel
     idx_BSGN = torch.full((B, S, G, geometry.n_sel), -1, dtype=torch.int32, device=q_BSGRK.device)
-    weight = _overlap_weights(geometry).to(q_BSGRK.device)
+    weight = _overlap_weights(geometry, q_BSGRK.device)
     n = k_BCGK.shape[1]
     lo_BS, hi_BS = compressed_bounds(pos_BS, first_BS, geometry, n)
-    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, n):
+    most_blocks = None if may_read(q_BSGRK) else _most_blocks(n, pos_BS, geometry)
+    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, n, n):
         pos, first = pos_BS[:, at], first_BS[:, at]
-        n_blocks = max(0, int(pos.max()) // l_sel + 1)
+        n_blocks = max(0, int(pos.max()) // l_sel + 1) if most_blocks is None else most_blocks
         if n_blocks <= geometry.n_sel:  # everything that is visible is chosen, whatever its score
             idx_BSGN[:, at, :, :n_blocks] = _all_blocks(pos, l_sel, n_blocks)
             continue
@@ -37,17 +38,27 @@ def select(
     return idx_BSGN
 
 
-def _overlap_weights(geometry: Geometry) -> Tensor:
+def _most_blocks(n_compressed: int, pos_BS: Tensor, geometry: Geometry) -> int:
+    """Blocks of the longest row that has so many compressed keys."""
+    longest = (n_compressed - 1) * geometry.d + geometry.l + geometry.d - 1
+    n_blocks = geometry.n_blocks(longest)
+    torch._assert_async(
+        (pos_BS < n_blocks * geometry.l_sel).all(), "a query's position is past all blocks of the compressed keys"
+    )
+    return n_blocks
+
+
+def _overlap_weights(geometry: Geometry, device: torch.device) -> Tensor:
     """Strides a block shares with the compressed blocks beginning −(l/d − 1) … l_sel/d − 1 strides after it."""
     l, d, l_sel = geometry.l, geometry.d, geometry.l_sel
-    begin = torch.arange(1 - l // d, l_sel // d) * d
+    begin = torch.arange(1 - l // d, l_sel // d, device=device) * d
     return (torch.clamp(begin + l, max=l_sel) - begin.clamp(min=0)).float() / d
 
 
 def _rebase(mass_BcGU: Tensor, first_Bc: Tensor) -> Tensor:
     """Column 0 becomes compressed block 0 of the query's own document, which lies at column `first`."""
     U = mass_BcGU.shape[-1]
-    if U == 0 or not bool(first_Bc.any()):
+    if U == 0 or (may_read(first_Bc) and not bool(first_Bc.any())):
         return mass_BcGU
     source_BcU = torch.arange(U, device=mass_BcGU.device) + first_Bc[..., None]
     inside_BcU = (source_BcU >= 0) & (source_BcU < U)

@@ -1,0 +1,143 @@
+"""Runs the portable backend on fake CUDA tensors and records every operation, inside the custom operators too.
+
+A fake tensor has no values: reading one raises, as does an operation whose result's shape depends on values.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa.core.nsa_attention import NSAAttention
+from nsa.geometry import Geometry
+from nsa.kernels import portable
+from nsa.kernels.interface import BranchInputs
+
+# Floating-point sums whose order on CUDA is that in which threads arrive (torch.use_deterministic_algorithms lists
+# them); `accumulate` of index_put and put is seen in the arguments.
+ATOMIC_ON_CUDA = (
+    "index_add", "scatter_add", "scatter_reduce", "index_reduce", "cumsum", "bincount", "histc", "put_",
+    "embedding_dense_backward", "_embedding_bag_dense_backward", "segment_reduce",
+)  # fmt: skip
+
+
+_PLAIN = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.bitwise_not}
+
+
+class IndexingWithoutDevice(TorchFunctionMode):
+    """`x[...]` and the like as the operations they consist of: in a CPU build of torch such methods ask for a CUDA
+    device even of a fake tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            return _indexed(*args)
+        if func is Tensor.__setitem__:
+            x, index, value = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(part, Tensor) for part in parts):
+                return x.index_put_(parts, value)
+            func, args = Tensor.copy_, (_indexed(x, index), value)
+        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+
+
+def _indexed(x: Tensor, index: Any) -> Tensor:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
+        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        named = sum(part is not None for part in parts) - 1
+        parts[at : at + 1] = [slice(None)] * (x.dim() - named)
+    dim, tensors = 0, []
+    for part in parts:
+        if part is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(part, int):
+            x = x.select(dim, part)
+            continue
+        elif isinstance(part, slice) and part != slice(None):
+            x = torch.ops.aten.slice(x, dim, part.start, part.stop, part.step or 1)
+        tensors.append(part if isinstance(part, Tensor) else None)
+        dim += 1
+    return torch.ops.aten.index(x, tensors) if any(part is not None for part in tensors) else x
+
+
+class RecordedOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.atomic: list[str] = []
+        self.uploads: list[str] = []
+        self.largest: dict[int, str] = {}
+        self.new_bytes = self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "nsa":
+            with torch._C._EnableTorchFunction(), IndexingWithoutDevice(), self:
+                return _inside(func, args)
+        made = func(*args, **kwargs)
+        name, inputs = func.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        self.count += 1
+        if any(x.device.type != "cpu" for x in (*inputs, *outputs)) and any(x.device.type == "cpu" for x in inputs):
+            self.uploads.append(name)
+        if _is_atomic(func, args, kwargs, outputs):
+            self.atomic.append(name)
+        if all(returned.alias_info is None for returned in func._schema.returns):
+            self.new_bytes += sum(x.nbytes for x in outputs)
+            self.largest.update({x.nbytes: f"{name} {list(x.shape)}" for x in outputs})
+        return made
+
+
+def _inside(func: Any, args: tuple[Any, ...]) -> Any:
+    """What the custom operator runs on real tensors."""
+    if func.__name__ == "attend.default":
+        q, k, v, idx, pos, start, branch, sizes, scale, _ = args
+        return portable.attend_forward(BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale))
+    if func.__name__ == "attend_backward.default":
+        dout, q, k, v, idx, pos, start, out, lse, dlse, branch, sizes, scale, _ = args
+        x = BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale)
+        return portable.attend_backward(x, out, lse, dout, dlse)
+    assert func.__name__ == "select.default", func
+    q, k, pos, first, sizes, scale, _ = args
+    return portable.select(q, k, pos, first, Geometry.from_ints(sizes), scale)
+
+
+def _is_atomic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> bool:
+    name = func.__name__.split(".")[0]
+    if name.rstrip("_") in ("index_put", "_index_put_impl"):
+        return bool(kwargs.get("accumulate", args[3] if len(args) > 3 else False))
+    return name.startswith(ATOMIC_ON_CUDA) and any(x.is_floating_point() for x in outputs)
+
+
+@contextmanager
+def recorded_on_meta() -> Iterator[RecordedOperations]:
+    """For what needs autograd, which in a CPU build of torch aborts for fake CUDA tensors: meta tensors have no values
+    either, and are not on the CPU."""
+    with RecordedOperations() as recorded:
+        yield recorded
+
+
+@contextmanager
+def fake_gpu() -> Iterator[RecordedOperations]:
+    with IndexingWithoutDevice(), FakeTensorMode(), RecordedOperations() as recorded:
+        yield recorded
+
+
+def meta_attention(**options: Any) -> NSAAttention:
+    with torch.device("meta"):
+        return NSAAttention(**options, kernels="portable")
+
+
+def fake_attention(dtype: torch.dtype = torch.float32, **options: Any) -> NSAAttention:
+    """A module with uninitialised weights on the fake device; call it inside `fake_gpu`."""
+    module = meta_attention(**options)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, device="cuda", dtype=dtype)
+            setattr(part, name, nn.Parameter(empty))
+    return module
