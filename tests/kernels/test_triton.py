@@ -102,6 +102,33 @@ def test_keys_and_values_of_two_parts_and_blocks_of_two_cuts(branch):
     assert_as_the_reference(call_of(5, (24, 40), torch.float32, SIZES[2], packed=True), branch)
 
 
+# Several tiles of keys that every query of a tile sees, cut by the window's edge, by documents and by the row's end.
+WIDE_RANGES = {
+    "one document": (Geometry(l=4, d=2, l_sel=16, n_sel=4, w=110), 212, ()),
+    "whole tiles": (Geometry(l=2, d=2, l_sel=16, n_sel=4, w=96), 192, ()),
+    "documents": (Geometry(l=4, d=2, l_sel=16, n_sel=4, w=90), 233, (0, 5, 137, 138, 233)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("branch", ATTENTION)
+@pytest.mark.parametrize("layout", WIDE_RANGES)
+def test_tiles_that_every_row_sees_are_computed_without_masks(layout, branch):
+    geometry, length, documents = WIDE_RANGES[layout]
+    sizes = KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents)
+    assert_as_the_reference(KernelCall(sizes, torch.float32), branch)
+
+
+@interpreted
+def test_log_sum_exps_of_many_keys_choose_the_references_blocks():
+    """The pass that selection makes alone, without the compressed branch's output."""
+    geometry, length, documents = WIDE_RANGES["one document"]
+    call = KernelCall(KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents), torch.float32)
+    q, k, where = call.q_BSGRK, call.compressed[0], (call.layout.pos_BS, call.layout.first_BS)
+    idx = TRITON.functions.select(q, k, *where, **call.choosing)
+    assert blocks_error(q, k, *where, idx, geometry, call.scale).max() <= 1e-4
+
+
 @interpreted
 @pytest.mark.parametrize(("heads", "widths", "dtype", "geometry", "packed"), cover(), ids=told)
 def test_outputs_and_gradients_are_the_references(heads, widths, dtype, geometry, packed):

@@ -8,16 +8,19 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.device.tile import (
+    INTERPRETED,
     LOG2E,
     VARYING,
     dot,
     dot_rows,
+    edge_tile,
     heads_with_range,
     load_both,
     load_rows,
     rounded,
     store_both,
     store_rows,
+    tiles_of_range,
     zeros_both,
 )
 
@@ -26,10 +29,15 @@ from nsa.kernels.triton.device.tile import (
 def probabilities(s, lse, visible, scale):
     """From scores and the forward's log-sum-exp; exactly 0 where hidden, also in rows that see nothing (lse −inf).
 
-    Hidden before the exponential, not after: the mask need not be kept while it is computed.
+    Hidden before the exponential, not after: the mask need not be kept while it is computed. visible None: every row
+    sees every key, so no log-sum-exp is −inf.
     """
-    level = tl.where(lse == float("-inf"), 0.0, lse)
-    return tl.exp2(tl.where(visible, s * (scale * LOG2E) - level * LOG2E, float("-inf")))
+    if visible is None:
+        p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
+    else:
+        level = tl.where(lse == float("-inf"), 0.0, lse)
+        p = tl.exp2(tl.where(visible, s * (scale * LOG2E) - level * LOG2E, float("-inf")))
+    return p
 
 
 @triton.jit
@@ -66,6 +74,25 @@ def store_gradients(dk, dv, row, ok, dk1, dk2, dv1, dv2,
         store_rows(dv, row * V, ok, dv2, V, V1, V2)
 
 
+@triton.jit
+def dq_tile(n, q1, q2, do1, do2, k, v, k_t, v_t, lo_M, hi_M, lse_M, delta_M, end, scale, dq1, dq2,
+            K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+            BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """dQ with what the keys from n on add. Not MASKED: all of them exist, and every row sees them."""
+    at = n + tl.arange(0, BLOCK_N)
+    inside = at < end if MASKED else None
+    k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
+    s, k1, k2 = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
+    visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None]) if MASKED else None
+    p = probabilities(s, lse_M[:, None], visible, scale)
+    dp, _, _ = dot_rows(do1, do2, v, v_at, inside, V, V1, V2, WIDE)
+    ds = rounded(p * (dp - delta_M[:, None]) * scale, WIDE, k.dtype.element_ty)
+    dq1 += dot(ds, k1)
+    if K2 > 0:
+        dq2 += dot(ds, k2)
+    return dq1, dq2
+
+
 @triton.jit(do_not_specialize=VARYING)
 def range_dq_kernel(
     dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, scale, S, T,
@@ -89,25 +116,79 @@ def range_dq_kernel(
     if dlse is not None:  # p times itself is added to every score's gradient
         delta_M -= tl.load(dlse + flat, mask=ok, other=0.0)
     tl.store(delta + flat, delta_M, mask=ok)
-    lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
+    lse_M = tl.load(lse + flat, mask=ok, other=0.0)
     k += b.to(tl.int64) * k_b + g * k_g
     v += b.to(tl.int64) * v_b + g * v_g
 
     dq1, dq2 = zeros_both(BLOCK_M, K1, K2)
-    begin = tl.min(lo_M) // BLOCK_N * BLOCK_N
-    for n in tl.range(begin, tl.max(hi_M), BLOCK_N):
-        at = n + tl.arange(0, BLOCK_N)
-        inside = at < T
-        k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
-        s, k1, k2 = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
-        visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
-        p = probabilities(s, lse_M[:, None], visible, scale)
-        dp, _, _ = dot_rows(do1, do2, v, v_at, inside, V, V1, V2, WIDE)
-        ds = rounded(p * (dp - delta_M[:, None]) * scale, WIDE, k.dtype.element_ty)
-        dq1 += dot(ds, k1)
-        if K2 > 0:
-            dq2 += dot(ds, k2)
+    begin, end, first, length = tiles_of_range(lo_M, hi_M, ok, BLOCK_N)
+    for n in tl.range(begin, end - length, BLOCK_N):
+        dq1, dq2 = dq_tile(
+            edge_tile(n, first, length), q1, q2, do1, do2, k, v, k_t, v_t, lo_M, hi_M, lse_M, delta_M, end, scale,
+            dq1, dq2, K, K1, K2, V, V1, V2, BLOCK_N, WIDE, True,
+        )  # fmt: skip
+    for n in tl.range(first, first + length, BLOCK_N):
+        dq1, dq2 = dq_tile(
+            n, q1, q2, do1, do2, k, v, k_t, v_t, lo_M, hi_M, lse_M, delta_M, end, scale,
+            dq1, dq2, K, K1, K2, V, V1, V2, BLOCK_N, WIDE, False,
+        )  # fmt: skip
     store_both(dq, flat * K, ok, dq1, dq2, K, K1, K2)
+
+
+@triton.jit
+def rows_that_see_all(lo, hi, begin, end, key, key_end, R: tl.constexpr, BLOCK_M: tl.constexpr, SCAN: tl.constexpr):
+    """Tiles of the rows begin ≤ m < end whose queries all see the keys key ≤ t < key_end: from `first`, `length` rows.
+
+    After the last query that does not reach the last key, before the first one whose range begins too late: right for
+    bounds in any order, and all such tiles where bounds only grow.
+    """
+    reaching, late = begin // R, tl.cdiv(end, R)
+    for n in tl.range(begin // R, tl.cdiv(end, R), SCAN, num_stages=1):
+        query = n + tl.arange(0, SCAN)
+        ok = query < tl.cdiv(end, R)
+        short = tl.load(hi + query, mask=ok, other=2147483647) < key_end
+        behind = tl.load(lo + query, mask=ok, other=0) > key
+        reaching = tl.maximum(reaching, tl.max(tl.where(short, query + 1, 0)))
+        late = tl.minimum(late, tl.min(tl.where(behind, query, 2147483647)))
+    first = begin + tl.cdiv(tl.maximum(reaching * R - begin, 0), BLOCK_M) * BLOCK_M
+    length = (tl.minimum(late * R, end) - first) // BLOCK_M * BLOCK_M
+    return first, tl.maximum(length, 0)
+
+
+@triton.jit
+def dkv_tile(m, end, at, k1, k2, v1, v2, q, dout, lo, hi, lse, delta, scale, b, g, S, T,
+             do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, dk1, dk2, dv1, dv2, G: tl.constexpr, R: tl.constexpr,
+             K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+             BLOCK_M: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """dK and dV with what the rows from m on add. Not MASKED: all of them exist, and see every key."""
+    row = m + tl.arange(0, BLOCK_M)
+    query, head = (row // R).to(tl.int64), row % R
+    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
+    do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
+    flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
+    if MASKED:
+        ok = row < end
+        lo_M = tl.load(lo + b.to(tl.int64) * S + query, mask=ok, other=T)
+        hi_M = tl.load(hi + b.to(tl.int64) * S + query, mask=ok, other=0)
+        lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
+        delta_M = tl.load(delta + flat, mask=ok, other=0.0)
+    else:
+        ok = None
+        lse_M, delta_M = tl.load(lse + flat), tl.load(delta + flat)
+    s, dp, q1, q2, do1, do2 = products(
+        k1, k2, v1, v2, q, dout, q_at, do_at, ok, K, K1, K2, V, V1, V2, WIDE
+    )  # fmt: skip
+    visible = (at[:, None] >= lo_M[None, :]) & (at[:, None] < hi_M[None, :]) if MASKED else None
+    p = probabilities(s, lse_M[None, :], visible, scale)
+    ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
+    p = rounded(p, WIDE, q.dtype.element_ty)
+    dv1 += dot(p, do1)
+    dk1 += dot(ds, q1)
+    if V2 > 0:
+        dv2 += dot(p, do2)
+    if K2 > 0:
+        dk2 += dot(ds, q2)
+    return dk1, dk2, dv1, dv2
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -134,29 +215,28 @@ def range_dkv_kernel(
     end = tl.load(seen_end + b * n_tiles + tile) * R
     length = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), n_parts), BLOCK_M) * BLOCK_M
     mine = first + part * length
-    for m in tl.range(mine, tl.minimum(mine + length, end), BLOCK_M):
-        row = m + tl.arange(0, BLOCK_M)
-        query, head, ok = (row // R).to(tl.int64), row % R, row < end
-        q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
-        do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
-        flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-        lo_M = tl.load(lo + b.to(tl.int64) * S + query, mask=ok, other=T)
-        hi_M = tl.load(hi + b.to(tl.int64) * S + query, mask=ok, other=0)
-        lse_M = tl.load(lse + flat, mask=ok, other=float("-inf"))
-        delta_M = tl.load(delta + flat, mask=ok, other=0.0)
-        s, dp, q1, q2, do1, do2 = products(
-            k1, k2, v1, v2, q, dout, q_at, do_at, ok, K, K1, K2, V, V1, V2, WIDE
+    last = tl.minimum(mine + length, end)
+    # Tiles of 32 keys, for wide rows, are bound by memory: a second loop would cost them 50 registers for nothing.
+    SPLIT: tl.constexpr = INTERPRETED or BLOCK_N >= 64
+    inner, n_inner = last, 0
+    if SPLIT:
+        seen = b.to(tl.int64) * S
+        inner, n_inner = rows_that_see_all(
+            lo + seen, hi + seen, mine, last, tile * BLOCK_N, tl.minimum(tile * BLOCK_N + BLOCK_N, T), R, BLOCK_M, 1024
         )  # fmt: skip
-        visible = (at[:, None] >= lo_M[None, :]) & (at[:, None] < hi_M[None, :])
-        p = probabilities(s, lse_M[None, :], visible, scale)
-        ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
-        p = rounded(p, WIDE, q.dtype.element_ty)
-        dv1 += dot(p, do1)
-        dk1 += dot(ds, q1)
-        if V2 > 0:
-            dv2 += dot(p, do2)
-        if K2 > 0:
-            dk2 += dot(ds, q2)
+    for m in tl.range(mine, last - n_inner, BLOCK_M):
+        dk1, dk2, dv1, dv2 = dkv_tile(
+            edge_tile(m, inner, n_inner), end, at, k1, k2, v1, v2, q, dout, lo, hi, lse, delta, scale, b, g, S, T,
+            do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, dk1, dk2, dv1, dv2,
+            G, R, K, K1, K2, V, V1, V2, BLOCK_M, WIDE, True,
+        )  # fmt: skip
+    if SPLIT:
+        for m in tl.range(inner, inner + n_inner, BLOCK_M):
+            dk1, dk2, dv1, dv2 = dkv_tile(
+                m, end, at, k1, k2, v1, v2, q, dout, lo, hi, lse, delta, scale, b, g, S, T,
+                do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, dk1, dk2, dv1, dv2,
+                G, R, K, K1, K2, V, V1, V2, BLOCK_M, WIDE, False,
+            )  # fmt: skip
 
     n_batch = tl.num_programs(1) // G
     flat_T = ((part.to(tl.int64) * n_batch + b) * T + at) * G + g

@@ -1,6 +1,7 @@
 """Sliding and compressed attention, forward: each query sees one range of keys, [lo, hi).
 
-A tile loops from the smallest lo of its rows to the largest hi: tiles of keys that no row sees are not read.
+A tile loops from the smallest lo of its rows to the largest hi: tiles of keys that no row sees are not read. Tiles that
+only some rows see, at both edges of the range, come first, with masks; then those that every row sees, without.
 """
 
 import triton
@@ -12,14 +13,34 @@ from nsa.kernels.triton.device.tile import (
     VARYING,
     divisor,
     dot_rows,
+    edge_tile,
     heads_with_range,
     load_both,
     log_sum,
     soften,
     store_both,
+    tiles_of_range,
     weigh,
     zeros_both,
 )
+
+
+@triton.jit
+def attend_tile(n, q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, acc1, acc2,
+                K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr,
+                V2: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The online softmax's step over the keys from n on. Not MASKED: all of them exist, and every row sees them."""
+    at = n + tl.arange(0, BLOCK_N)
+    inside = at < end if MASKED else None
+    k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
+    s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
+    s = s * (scale * LOG2E)
+    if MASKED:
+        visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
+        s = tl.where(visible, s, float("-inf"))
+    e, top, total, decay = soften(s, top, total)
+    acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    return top, total, acc1, acc2
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -39,15 +60,17 @@ def range_forward_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc1, acc2 = zeros_both(BLOCK_M, V1, V2)
-    begin = tl.min(lo_M) // BLOCK_N * BLOCK_N
-    for n in tl.range(begin, tl.max(hi_M), BLOCK_N):
-        at = n + tl.arange(0, BLOCK_N)
-        inside = at < T
-        k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
-        s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
-        visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
-        e, top, total, decay = soften(tl.where(visible, s * (scale * LOG2E), float("-inf")), top, total)
-        acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    begin, end, first, length = tiles_of_range(lo_M, hi_M, ok, BLOCK_N)
+    for n in tl.range(begin, end - length, BLOCK_N):
+        top, total, acc1, acc2 = attend_tile(
+            edge_tile(n, first, length), q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, acc1, acc2,
+            K, K1, K2, V, V1, V2, BLOCK_N, WIDE, True,
+        )  # fmt: skip
+    for n in tl.range(first, first + length, BLOCK_N):
+        top, total, acc1, acc2 = attend_tile(
+            n, q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, acc1, acc2,
+            K, K1, K2, V, V1, V2, BLOCK_N, WIDE, False,
+        )  # fmt: skip
 
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
     store_both(out, flat * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)

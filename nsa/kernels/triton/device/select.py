@@ -21,11 +21,13 @@ from nsa.kernels.triton.device.tile import (
     VARYING,
     dot,
     dot_rows,
+    edge_tile,
     heads_with_range,
     load_both,
     load_rows,
     log_sum,
     soften,
+    tiles_of_range,
 )
 
 
@@ -58,6 +60,20 @@ def ascending(best, wanted):
     return tl.where(block == 2147483647, -1, block)
 
 
+@triton.jit
+def lse_tile(n, q1, q2, k, k_t, lo_M, hi_M, end, scale, top, total,
+             K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+             MASKED: tl.constexpr):  # fmt: skip
+    """The step of `range_forward.attend_tile` without values."""
+    at = n + tl.arange(0, BLOCK_N)
+    s, _, _ = dot_rows(q1, q2, k, at.to(tl.int64) * k_t, at < end if MASKED else None, K, K1, K2, WIDE)
+    s = s * (scale * LOG2E)
+    if MASKED:
+        s = tl.where((at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None]), s, float("-inf"))
+    _, top, total, _ = soften(s, top, total)
+    return top, total
+
+
 @triton.jit(do_not_specialize=VARYING)
 def range_lse_kernel(
     q, k, lo, hi, lse, scale, S, T, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
@@ -70,13 +86,16 @@ def range_lse_kernel(
     k += b.to(tl.int64) * k_b + g * k_g
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for n in tl.range(tl.min(lo_M) // BLOCK_N * BLOCK_N, tl.max(hi_M), BLOCK_N):
-        at = n + tl.arange(0, BLOCK_N)
-        k_at = at.to(tl.int64) * k_t
-        s, _, _ = dot_rows(q1, q2, k, k_at, at < T, K, K1, K2, WIDE)
-        visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
-        s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
-        _, top, total, _ = soften(s, top, total)
+    begin, end, first, length = tiles_of_range(lo_M, hi_M, ok, BLOCK_N)
+    for n in tl.range(begin, end - length, BLOCK_N):
+        at = edge_tile(n, first, length)
+        top, total = lse_tile(
+            at, q1, q2, k, k_t, lo_M, hi_M, end, scale, top, total, K, K1, K2, BLOCK_N, WIDE, True
+        )  # fmt: skip
+    for n in tl.range(first, first + length, BLOCK_N):
+        top, total = lse_tile(
+            n, q1, q2, k, k_t, lo_M, hi_M, end, scale, top, total, K, K1, K2, BLOCK_N, WIDE, False
+        )  # fmt: skip
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
     tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)
 

@@ -35,22 +35,42 @@ def keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L: tl.constexpr, BLOC
 
 
 @triton.jit
-def readers_of(pairs, begins, last, m, end, window, b, S,
-               R: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+def ends_of(begin, last, window, L: tl.constexpr):
+    """The last key of the window that each row sees: of its block, of its past, and of the window itself."""
+    return tl.minimum(tl.minimum(begin + (L - 1), last), window * L + (L - 1))
+
+
+@triton.jit
+def rows_to_mask(pairs, begins, last, first, end, window, b, S, T, R: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCAN: tl.constexpr):  # fmt: skip
+    """The end of the tiles of rows that need masks: after the last entry that does not see every key of this cut.
+
+    Queries of a window are in order, so that those inside of it, which see a part of it, come first.
+    """
+    key = window * L + tl.program_id(1) * BLOCK_N
+    key_end = key + BLOCK_N
+    masked = tl.where(key_end <= T, first, end)
+    for n in tl.range(first, end, SCAN, num_stages=1):
+        entry = n + tl.arange(0, SCAN)
+        ok = entry < end
+        begin = tl.load(begins + entry, mask=ok, other=0)
+        query = (tl.load(pairs + entry, mask=ok, other=0) // N).to(tl.int64)
+        stop = ends_of(begin, tl.load(last + b * S + query, mask=ok, other=-1), window, L)
+        partly = ok & ((begin > key) | (stop < key_end - 1))
+        masked = tl.maximum(masked, tl.max(tl.where(partly, entry + 1, 0)))
+    return tl.minimum(first * R + tl.cdiv((masked - first) * R, BLOCK_M) * BLOCK_M, end * R)
+
+
+@triton.jit
+def readers_of(pairs, begins, m, end, window, R: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr):
     """Query heads of a tile of entries, from row m on: query, head, which of them exist, the slot of what each gets
-    here, the first key of its block, and the last key it may see."""
+    here, and the first key of its block."""
     row = m + tl.arange(0, BLOCK_M)
     entry, head, ok = row // R, row % R, row < end * R
     pair = tl.load(pairs + entry, mask=ok, other=0)
     begin = tl.load(begins + entry, mask=ok, other=0)
     query, here = (pair // N).to(tl.int64), pair % N * 2 + (begin < window * L).to(tl.int32)
-    return query, head, ok, here, begin, tl.load(last + b * S + query, mask=ok, other=-1)
-
-
-@triton.jit
-def ends_of(begin, last, window, L: tl.constexpr):
-    """The last key of the window that each row sees: of its block, of its past, and of the window itself."""
-    return tl.minimum(tl.minimum(begin + (L - 1), last), window * L + (L - 1))
+    return query, head, ok, here, begin
 
 
 @triton.jit

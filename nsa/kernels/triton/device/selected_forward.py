@@ -7,7 +7,7 @@ them would cost the software pipeline. Log-sum-exps of slots are in base 2.
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, slots_of
+from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, rows_to_mask, slots_of
 from nsa.kernels.triton.device.tile import (
     LN2,
     LOG2E,
@@ -23,6 +23,37 @@ from nsa.kernels.triton.device.tile import (
     store_rows,
     zeros_both,
 )
+
+
+@triton.jit
+def window_tile(m, end, window, b, cut, at, k1, k2, v1, v2, q, q_s, q_r, last, pairs, begins, slot, slot_lse, scale, S,
+                G: tl.constexpr, R: tl.constexpr,
+                K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr,
+                V2: tl.constexpr, N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The softmax of the rows from m on over this cut of the window. Not MASKED: they see all of its keys."""
+    query, head, ok, here, begin_M = readers_of(pairs, begins, m, end, window, R, N, L, BLOCK_M)
+    q_at = query * q_s + head * q_r
+    s = dot(load_rows(q, q_at, ok, K, 0, K1, WIDE), tl.trans(k1))
+    if K2 > 0:
+        s += dot(load_rows(q, q_at, ok, K, K1, K2, WIDE), tl.trans(k2))
+    s = s * (scale * LOG2E)
+    if MASKED:
+        end_M = ends_of(begin_M, tl.load(last + b * S + query, mask=ok, other=-1), window, L)
+        visible = (at[None, :] >= begin_M[:, None]) & (at[None, :] <= end_M[:, None])
+        s = tl.where(visible, s, float("-inf"))
+    top = tl.max(s, 1)
+    e = tl.exp2(s - (tl.where(top == float("-inf"), 0.0, top) if MASKED else top)[:, None])
+    total = tl.sum(e, 1)
+    if MASKED:
+        total = tl.where(total == 0, 1.0, total)
+    share = 1 / total  # of each row, once
+    p = rounded(e, WIDE, q.dtype.element_ty)
+    to = ((query * (G * 2 * N) + here) * CUTS + cut) * R + head
+    store_rows(slot, to * V, ok, dot(p, v1) * share[:, None], V, 0, V1)
+    if V2 > 0:
+        store_rows(slot, to * V, ok, dot(p, v2) * share[:, None], V, V1, V2)
+    tl.store(slot_lse + to, top + tl.log2(total), mask=ok)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -42,28 +73,21 @@ def selected_forward_kernel(
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
 
-    for m in tl.range(first * R, end * R, BLOCK_M):
-        query, head, ok, here, begin_M, last_M = readers_of(
-            pairs, begins, last, m, end, window, b, S, R, N, L, BLOCK_M
+    q += b * q_b + g * q_g
+    slots_before = (b * S * G + g) * (2 * N * CUTS * R)
+    slot += slots_before * V
+    slot_lse += slots_before
+    masked = rows_to_mask(pairs, begins, last, first, end, window, b, S, T, R, N, L, BLOCK_M, BLOCK_N, 1024)
+    for m in tl.range(first * R, masked, BLOCK_M):
+        window_tile(
+            m, end, window, b, cut, at, k1, k2, v1, v2, q, q_s, q_r, last, pairs, begins, slot, slot_lse, scale, S,
+            G, R, K, K1, K2, V, V1, V2, N, L, CUTS, BLOCK_M, WIDE, True,
         )  # fmt: skip
-        q_at = b * q_b + query * q_s + g * q_g + head * q_r
-        s = dot(load_rows(q, q_at, ok, K, 0, K1, WIDE), tl.trans(k1))
-        if K2 > 0:
-            s += dot(load_rows(q, q_at, ok, K, K1, K2, WIDE), tl.trans(k2))
-        end_M = ends_of(begin_M, last_M, window, L)
-        visible = (at[None, :] >= begin_M[:, None]) & (at[None, :] <= end_M[:, None])
-        s = tl.where(visible, s * (scale * LOG2E), float("-inf"))
-        top = tl.max(s, 1)
-        e = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[:, None])
-        total = tl.sum(e, 1)
-        total = tl.where(total == 0, 1.0, total)
-        share = 1 / total  # of each row, once
-        p = rounded(e, WIDE, v.dtype.element_ty)
-        to = ((((b * S + query) * G + g) * (2 * N) + here) * CUTS + cut) * R + head
-        store_rows(slot, to * V, ok, dot(p, v1) * share[:, None], V, 0, V1)
-        if V2 > 0:
-            store_rows(slot, to * V, ok, dot(p, v2) * share[:, None], V, V1, V2)
-        tl.store(slot_lse + to, top + tl.log2(total), mask=ok)
+    for m in tl.range(masked, end * R, BLOCK_M):
+        window_tile(
+            m, end, window, b, cut, at, k1, k2, v1, v2, q, q_s, q_r, last, pairs, begins, slot, slot_lse, scale, S,
+            G, R, K, K1, K2, V, V1, V2, N, L, CUTS, BLOCK_M, WIDE, False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)

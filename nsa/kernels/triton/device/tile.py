@@ -33,12 +33,18 @@ def operand(x, WIDE: tl.constexpr):
 
 @triton.jit
 def load_rows(base, offset, ok, N: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """[rows, WIDTH] of columns BEGIN and after; rows that are not ok, and columns past N, are zero."""
+    """[rows, WIDTH] of columns BEGIN and after; rows that are not ok, and columns past N, are zero. ok None: all rows
+    exist."""
     column = BEGIN + tl.arange(0, WIDTH)
-    mask = ok[:, None]
-    if BEGIN + WIDTH > N:
-        mask = mask & (column[None, :] < N)
-    return operand(tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0), WIDE)
+    at = base + offset[:, None] + column[None, :]
+    if ok is None:
+        x = tl.load(at, mask=column[None, :] < N, other=0.0) if BEGIN + WIDTH > N else tl.load(at)
+    else:
+        mask = ok[:, None]
+        if BEGIN + WIDTH > N:
+            mask = mask & (column[None, :] < N)
+        x = tl.load(at, mask=mask, other=0.0)
+    return operand(x, WIDE)
 
 
 @triton.jit
@@ -128,6 +134,24 @@ def heads_with_range(lo, hi, S, T, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl
     lo_M = tl.load(lo + bounds, mask=ok, other=T)
     hi_M = tl.load(hi + bounds, mask=ok, other=0)
     return b, g, query, head, ok, lo_M, hi_M
+
+
+@triton.jit
+def tiles_of_range(lo_M, hi_M, ok, BLOCK_N: tl.constexpr):
+    """Where tiles of keys begin and end, and the tiles that every row sees completely: from `first`, `length` keys.
+
+    Rows that do not exist see nothing, but need no mask; a row that exists and sees nothing leaves no tile without one.
+    """
+    begin = tl.min(lo_M) // BLOCK_N * BLOCK_N
+    first = tl.cdiv(tl.max(tl.where(ok, lo_M, 0)), BLOCK_N) * BLOCK_N
+    length = tl.min(tl.where(ok, hi_M, 2147483647)) // BLOCK_N * BLOCK_N - first
+    return begin, tl.max(hi_M), first, tl.maximum(length, 0)
+
+
+@triton.jit
+def edge_tile(n, first, length):
+    """The n-th key of a range without the `length` keys from `first`, on the key axis."""
+    return tl.where(n < first, n, n + length)
 
 
 @triton.jit
