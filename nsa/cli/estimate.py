@@ -29,7 +29,8 @@ def estimate(
     """Estimate parameters, FLOPs, memory, time and price of a run.
 
     Weights, gradients and optimizer states are exact; activations are estimated tensor by tensor, within 15 % of
-    measurements on a CPU. Time and price depend on an assumed efficiency: pass your own with `--efficiency`. If
+    measurements on a CPU. Time and price depend on the kernel backend and are modelled or assumed, which is printed
+    with them, for the backend that will run and for the others; `--efficiency` replaces them. If
     `nsa preflight --no-dry-run` refuses the run, this command prints the estimate and exits with 2.
 
     **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
@@ -87,6 +88,19 @@ def as_dict(found: "RunEstimate") -> dict[str, Any]:
         "wall_s": found.wall_s,
         "usd_per_hour": found.usd_per_hour,
         "usd": found.usd,
+        "backend": found.backend,
+        "backends": [
+            {
+                "backend": one.backend,
+                "step_s": one.step_s,
+                "tokens_per_s": found.tokens_per_step / one.step_s,
+                "wall_s": found.steps * one.step_s,
+                "usd": found.price_of(one.step_s),
+                "memory_bytes": one.memory.total,
+                "timing": one.timing,
+            }
+            for one in found.backends
+        ],
     }
 
 
@@ -95,7 +109,7 @@ def summary(found: "RunEstimate") -> Iterator[tuple[str, str]]:
     memory = found.memory
     yield "memory", f"{size(memory.total)} of {size(memory.available)} on each device"
     yield "time", f"{duration(found.wall_s)} for {found.steps:,} steps, {found.tokens_per_s:,.0f} tokens/s"
-    yield "", found.timing
+    yield "", f"with the {found.backend} backend: {found.timing}"
     yield (
         "price",
         f"{found.usd:,.2f} USD at {found.usd_per_hour:.2f} per hour for {found.target} (assumed unless given)",
@@ -157,6 +171,7 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     yield "  kept at the end", size(found.kept_checkpoints * found.checkpoint_bytes), note
     yield "cache", size(found.cache_bytes), "KV cache of one row at inference"
     yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
+    yield "kernels", found.backend, _why_this_backend(found)
     yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing
     yield (
         "time",
@@ -168,6 +183,21 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
         f"{found.usd:,.2f} USD",
         f"at {found.usd_per_hour:.2f} per hour for all devices, assumed unless given",
     )
+    others = [one for one in found.backends if one.backend != found.backend]
+    yield from [("", "", "")] * bool(others)
+    for one in others:
+        speed = f"{found.tokens_per_step / one.step_s:,.0f} tokens/s"
+        cost = f"{duration(found.steps * one.step_s)}, {found.price_of(one.step_s):,.2f} USD, {size(one.memory.total)}"
+        yield f"with {one.backend}", speed, f"{cost}; {one.timing}"
+
+
+def _why_this_backend(found: "RunEstimate") -> str:
+    """What decides that this backend runs."""
+    if found.backend == "triton":
+        return "kernels=auto takes it once it has passed its check on that GPU, which the start of a run decides"
+    if found.backend == "cpu":
+        return "compiled C++; kernels=auto takes it where it can be compiled"
+    return "requested, or the only backend that can run; the slowest of the branches"
 
 
 def _share(part: float, whole: float) -> str:

@@ -1,5 +1,6 @@
 """Generates docs/CONFIG.md and docs/ENV.md from the schema and the table of environment variables."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def _config_page() -> Iterator[str]:
         *_settings_table(key for key in settings() if "." not in key),
     )
     for name, section in sections().items():
-        yield from (f"## `{name}`", "", section.__doc__ or "", "")
+        yield from (f"## `{name}`", "", inspect.getdoc(section) or "", "")
         yield from _settings_table(key for key in settings() if key.startswith(f"{name}."))
     yield from (
         "## Retired keys",

@@ -1,21 +1,23 @@
 """Memory estimate and cost of a run from its config: parameters, FLOPs, memory, checkpoint size, time, price.
 
 Weights, gradients and optimizer states are exact. The activation memory estimate is compared with measurements in
-tests/planning/test_activations.py. Time and price depend on an assumed efficiency, which is printed with them.
+tests/planning/test_activations.py. Time and price depend on the kernel backend (`nsa.planning.step_time`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nsa.config.schema import RunConfig, TrainConfig, settings
+from nsa.config.schema import KernelsConfig, RunConfig, TrainConfig, settings
 from nsa.errors import ConfigError
+from nsa.kernels.registry import BackendChoice
 from nsa.model.build import build_model
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import NSATransformer
 from nsa.planning.activations import FP32, ActivationMemory, ForwardPass, activations
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget
+from nsa.planning.step_time import BACKENDS, StepTime, StepWork, backend_that_will_run, step_time, time_at_efficiency
 
 _ADAM_MOMENTS = 2
 _ADAM_BYTES_MOVED = 28  # per parameter and step: weight, gradient and two moments read, all but the gradient written
@@ -23,10 +25,6 @@ _CONTEXT_BYTES = {True: int(0.8 * GIB), False: int(0.4 * GIB)}  # CUDA context, 
 _FRAGMENTATION = 0.05
 _POSSIBLE_SIZE = 2**24
 _FILED_TENSOR_BYTES = 8 * 1024  # overhead per tensor in a checkpoint, rounded: headers, index, alignment
-
-GPU_EFFICIENCY, CPU_EFFICIENCY = 0.02, 0.1
-_GPU_ORIGIN = "assumed: reached by an earlier NSA trainer on an A100; not yet measured on a GPU here"
-_CPU_ORIGIN = "assumed, rounded"
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,16 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
+class BackendEstimate:
+    """A run with one kernel backend in every branch."""
+
+    backend: str
+    step_s: float
+    timing: str
+    memory: MemoryEstimate
+
+
+@dataclass(frozen=True)
 class RunEstimate:
     target: HardwareTarget
     vocab_size: int
@@ -95,11 +103,15 @@ class RunEstimate:
     steps: int
     step_s: float
     measured: bool
-    """Whether `step_s` was measured on the target; otherwise it depends on an assumed efficiency."""
+    """Whether `step_s` was measured on the target; otherwise it is modelled, calculated or assumed."""
     timing: str
     """Source of `step_s`, as text."""
     usd_per_hour: float
     """All devices together; assumed unless given."""
+    backend: str
+    """The kernel backend that will run, for which time, memory and price are; the slowest, if branches differ."""
+    backends: tuple[BackendEstimate, ...]
+    """The backends to compare, the fastest first."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,7 +123,11 @@ class RunEstimate:
 
     @property
     def usd(self) -> float:
-        return self.wall_s / 3600 * self.usd_per_hour
+        return self.price_of(self.step_s)
+
+    def price_of(self, step_s: float) -> float:
+        """Of the whole run in USD, at this time per step."""
+        return self.steps * step_s / 3600 * self.usd_per_hour
 
 
 def estimate(
@@ -122,8 +138,10 @@ def estimate(
     efficiency: float | None = None,
     price: float | None = None,
     measured_step_s: float | None = None,
+    kernels: Sequence[BackendChoice] | None = None,
 ) -> RunEstimate:
-    """`efficiency`: model FLOPs utilization (fraction of the peak); `price`: USD per device-hour."""
+    """`efficiency`: model FLOPs utilization (fraction of the peak), in place of the backend's time; `price`: USD per
+    device-hour; `kernels`: backends as decided on the target, if it is this machine."""
     train, vocab_size = config.train, config.model.vocab_size or vocab_size
     try:
         model = _one_layer(config, vocab_size)
@@ -133,33 +151,47 @@ def estimate(
     parameters = _parameters(config, model)
     flops, recomputed = _flops(config, model)
     tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
+    recomputed = recomputed if config.runtime.gradient_checkpointing else 0.0
+    work = StepWork(tokens, flops, recomputed, _ADAM_BYTES_MOVED * parameters.total / _shards(config, target))
+    backend = backend_that_will_run(config, target.device.is_gpu, kernels)
+
+    def with_backend(name: str) -> BackendEstimate:
+        found = step_time(config, target, work, name)
+        memory = _memory(_with_kernels(config, name), target, vocab_size, parameters)
+        return BackendEstimate(name, found.seconds, found.source, memory)
+
+    will_run = with_backend(backend)
+    time = StepTime(will_run.step_s, will_run.timing)
     if measured_step_s is not None:
-        step_s, timing = measured_step_s, "measured: one step of the dry run"
-    else:
-        share = efficiency if efficiency is not None else GPU_EFFICIENCY if target.device.is_gpu else CPU_EFFICIENCY
-        origin = "given" if efficiency is not None else _GPU_ORIGIN if target.device.is_gpu else _CPU_ORIGIN
-        peak = target.count * target.flops(config.runtime.precision)
-        moved = _ADAM_BYTES_MOVED * parameters.total / _shards(config, target)
-        step_s = tokens * sum(flops.values()) / (peak * share) + moved / (1e9 * target.device.bandwidth_gb_s)
-        timing = f"{share:.0%} of peak ({origin})"
+        time = StepTime(measured_step_s, "measured: one step of the dry run")
+    elif efficiency is not None:
+        time = time_at_efficiency(config, target, work, efficiency)
     return RunEstimate(
         target=target,
         vocab_size=vocab_size,
         parameters=parameters,
         flops_per_token=flops,
-        recomputed_flops_per_token=recomputed if config.runtime.gradient_checkpointing else 0.0,
-        memory=_memory(config, target, vocab_size, parameters),
+        recomputed_flops_per_token=recomputed,
+        memory=will_run.memory,
         checkpoint_bytes=_checkpoint_bytes(parameters),
         kept_checkpoints=_kept_checkpoints(config.train),
         export_bytes=2 * FP32 * parameters.total,
         cache_bytes=cache_bytes,
         tokens_per_step=tokens,
         steps=train.steps,
-        step_s=step_s,
+        step_s=time.seconds,
         measured=measured_step_s is not None,
-        timing=timing,
+        timing=time.source,
         usd_per_hour=target.count * (target.device.usd_per_hour if price is None else price),
+        backend=backend,
+        backends=tuple(with_backend(name) for name in BACKENDS[target.device.is_gpu]),
     )
+
+
+def _with_kernels(config: RunConfig, backend: str) -> RunConfig:
+    """The run with this backend in every branch."""
+    kernels = KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, backend))
+    return config.model_copy(update={"kernels": kernels})
 
 
 def _one_layer(config: RunConfig, vocab_size: int) -> NSATransformer:

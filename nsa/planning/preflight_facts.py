@@ -10,6 +10,7 @@ from typing import Any
 
 from nsa import names
 from nsa.config.schema import RunConfig, settings
+from nsa.kernels.registry import BackendChoice
 from nsa.observe.run_folder import RunFolder
 from nsa.planning.estimate import RunEstimate
 from nsa.planning.hardware import HardwareTarget
@@ -75,6 +76,10 @@ class PreflightFacts:
     resuming: bool = False
     held_out: DryRunAttempt = DryRunAttempt(not_tried="the held-out split was not read")
     """One batch of the held-out split."""
+    kernels: tuple[BackendChoice, ...] | None = None
+    """The backend of each branch; None if that is decided on another machine, or the run is short."""
+    kernels_problem: str | None = None
+    """Why a requested backend cannot run on this machine."""
 
 
 def read_folder_facts(config: RunConfig, checkpoints: Sequence[int], in_use_by: str | None = None) -> FolderFacts:

@@ -10,8 +10,11 @@ from typing import Any
 
 from nsa.config.describe import plain
 from nsa.config.schema import RunConfig
+from nsa.kernels.choice_text import REQUESTED, kernels_text
+from nsa.model.build import wanted_kernels
 from nsa.planning.hardware import GIB
 from nsa.planning.preflight_facts import DryRunAttempt, PreflightFacts
+from nsa.planning.step_time import BACKENDS
 
 LONG_RUN_STEPS = 5000
 LONG_RUN_S = 2 * 3600.0
@@ -87,6 +90,40 @@ def _precision_fp16(facts: PreflightFacts) -> RuleFinding:
     precision = facts.config.runtime.precision
     problem = why_no_fp16(precision)
     return RuleFinding(problem is None, problem or f"runtime.precision is {precision}", NOT_FP16)
+
+
+def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
+    """Judges the backends that will run: as decided on this machine, else as the settings request them."""
+    device, is_gpu = facts.target.device.name, facts.target.device.is_gpu
+    fastest = BACKENDS[is_gpu][0]
+    if facts.kernels_problem is not None:
+        return RuleFinding(False, facts.kernels_problem, "Set kernels.*=auto, and unset NSA_KERNEL.")
+    if facts.kernels is not None:
+        slow = [choice.branch for choice in facts.kernels if choice.backend != fastest]
+        what = f"kernels: {kernels_text(facts.kernels)}"
+    else:
+        requested = wanted_kernels(facts.config)._asdict()
+        slow = [branch for branch, name in requested.items() if name not in ("auto", fastest)]
+        what = ", ".join(f"kernels.{branch} is {requested[branch]}" for branch in slow)
+        what += "" if facts.config.runtime.use_flash else " (runtime.use_flash is false)"
+        if not slow:
+            return RuleFinding(None, f"decided at the start, on {device}: {fastest} if it can run there, else portable")
+    if not slow:
+        return RuleFinding(True, what)
+    fix = f"Set kernels.*=auto runtime.use_flash=true, and unset NSA_KERNEL: {fastest} is the fast backend on {device}."
+    if facts.kernels is not None and any(choice.reason != REQUESTED for choice in facts.kernels):
+        fix = "Correct what prevents it, as the message says" + ("; `nsa gpu-check` shows more." if is_gpu else ".")
+    return RuleFinding(False, f"{what}: {_slower(facts, fastest)}", fix)
+
+
+def _slower(facts: PreflightFacts, fastest: str) -> str:
+    """How much slower the run's backend is than the fastest, in tokens/s."""
+    if facts.estimate is None:
+        return f"slower than {fastest}"
+    tokens, backends = facts.estimate.tokens_per_step, {one.backend: one for one in facts.estimate.backends}
+    slow = backends.get(facts.estimate.backend, facts.estimate.backends[-1])
+    figures = [f"{tokens / one.step_s:,.0f} tokens/s with {one.backend}" for one in (slow, backends[fastest])]
+    return f"about {figures[0]}, {figures[1]} ({slow.timing.partition(':')[0]}, not measured)"
 
 
 def _save_every(facts: PreflightFacts) -> RuleFinding:
@@ -249,9 +286,7 @@ RULES: tuple[PreflightRule, ...] = (
         _switch_rule("runtime.gradient_checkpointing", True, "activation memory grows with every layer"),
         long_runs_only=True,
     ),
-    PreflightRule(
-        "flash", "on", _switch_rule("runtime.use_flash", True, "fused kernels are disabled"), long_runs_only=True
-    ),
+    PreflightRule("flash", "fast kernels", _fast_kernels, long_runs_only=True),
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(
         "recovery_points",

@@ -3,20 +3,24 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import torch
+
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.lock import holder
 from nsa.config.schema import RunConfig
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.data.shards.manifest import read_manifest
-from nsa.errors import ConfigError, DataError, DataTimeout, NSAError
+from nsa.errors import ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError
+from nsa.kernels.registry import BackendChoice, KernelShape, backend_request, plan
+from nsa.model.build import wanted_kernels
 from nsa.observe.run_folder import RunFolder, why_not_writable
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
 from nsa.planning.host_memory import host_memory
 from nsa.planning.preflight import failed, judge, require_passed
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
-from nsa.planning.preflight_rules import HALT_FILE, HELD_OUT, why_no_fp16
+from nsa.planning.preflight_rules import HALT_FILE, HELD_OUT, is_long, why_no_fp16
 from nsa.storage import StorageFolder
 from nsa.train import datasets
 from nsa.train.distributed import RankInfo, check_world_size
@@ -91,7 +95,29 @@ def gather(
         held_out = DryRunAttempt(not_tried=too_large)
     elif (try_it or look_for_held_out) and tried.data.problem is None:
         held_out = _held_out(config, vocab_size, resuming, fetch_remote=fetch_remote or look_for_held_out)
-    return PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out)
+    facts = PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out)
+    if not (target.here and is_long(facts)):
+        return facts
+    try:
+        kernels = _kernels(config, target)
+    except KernelUnavailable as error:
+        return replace(facts, kernels_problem=str(error))
+    measured = tried.step_s if try_it else None
+    estimated = estimate(
+        config, target, vocab_size, efficiency=efficiency, price=price, measured_step_s=measured, kernels=kernels
+    )
+    return replace(facts, kernels=kernels, estimate=estimated)
+
+
+def _kernels(config: RunConfig, target: HardwareTarget) -> tuple[BackendChoice, ...]:
+    """The backends that this machine will use; on a GPU this may check the Triton kernels there."""
+    model = config.model
+    shape = KernelShape(
+        model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v, config.nsa.geometry
+    )
+    device = torch.device("cuda" if target.device.is_gpu else "cpu")
+    dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
+    return plan(backend_request(wanted_kernels(config)), device, dtype, shape).choices
 
 
 def _too_large(need: int, spare: int, what: str) -> str | None:

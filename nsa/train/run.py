@@ -40,10 +40,10 @@ def train(config: RunConfig, options: StartOptions | None = None, reporter: RunR
     options = options or StartOptions()
     ranks = RankInfo.from_environment()
     check = partial(require_preflight, config, ranks, options)
+    _configure_process(config)
     if not ranks.distributed:
         check()  # before anything is written
     device = choose_device(config, ranks)
-    _configure_process(config)
     with ExitStack() as cleanup:
         folder = RunFolder(config.train.out_dir)
         folder.make()

@@ -76,7 +76,9 @@ def test_the_estimate_fits_a_terminal_and_names_its_assumptions():
         assert part in text
     assert "128,539,824" in text
     assert "without gradient checkpointing" in text
-    assert "2% of peak (assumed" in text
+    assert "modelled: attention at" in " ".join(text.split())
+    assert "with portable" in text
+    assert "calculated: attention moves" in " ".join(text.split())
 
 
 def test_the_estimates_json_is_in_bytes_and_adds_up():
@@ -89,6 +91,10 @@ def test_the_estimates_json_is_in_bytes_and_adds_up():
     assert memory["activations"] == memory["activations_recomputed"] < memory["activations_kept"]
     assert memory["weights"] == 4 * found["parameters"]["total"]
     assert found["usd"] == pytest.approx(found["wall_s"] / 3600 * 2)
+    assert [one["backend"] for one in found["backends"]] == ["triton", "portable"]
+    for one in found["backends"]:
+        assert one["usd"] == pytest.approx(found["steps"] * one["step_s"] / 3600 * 2)
+        assert one["memory_bytes"] > memory["weights"]
 
 
 def test_the_script_is_thin_and_takes_the_config_that_CONFIG_names(tmp_path):

@@ -122,7 +122,8 @@ def test_time_and_price_follow_from_what_was_stated():
 
 
 def test_an_assumption_is_called_one_and_a_measurement_one():
-    assert "assumed" in reckon(changed(), "a100-80gb").timing
+    assert "assumed" in reckon(changed()).timing
+    assert reckon(changed(), "a100-80gb").timing.startswith("modelled")
     measured = reckon(changed(), measured_step_s=2.0)
     assert (measured.step_s, measured.timing.split(":")[0]) == (2.0, "measured")
 

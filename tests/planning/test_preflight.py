@@ -6,6 +6,7 @@ import pytest
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, PreflightError
+from nsa.kernels.registry import BRANCHES, BackendChoice
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import GIB, parse_target
 from nsa.planning.preflight import RuleStatus, check_names, judge, require_passed
@@ -21,14 +22,31 @@ WENT_WELL = DryRun(*[DryRunAttempt(seen="fine")] * 4)
 FOLDER = FolderFacts("artifacts/x", disk_free=100 * GIB)
 
 
+def choices(backend: str, reason: str) -> tuple[BackendChoice, ...]:
+    return tuple(BackendChoice(branch, backend, reason) for branch in BRANCHES)
+
+
+VERIFIED = choices("triton", "verified on this GPU")
+FAILED = choices("portable", "cpu: it runs on a CPU, not on cuda; triton: its check failed, see /cache/evidence.json")
+
+
 def facts(
-    target="a100-80gb", *, folder=FOLDER, dry_run=WENT_WELL, here=True, profile=None, step_s=None, **sections
+    target="a100-80gb",
+    *,
+    folder=FOLDER,
+    dry_run=WENT_WELL,
+    here=True,
+    profile=None,
+    step_s=None,
+    kernels=VERIFIED,
+    **sections,
 ) -> PreflightFacts:
     merged = {**SOUND, **{name: SOUND.get(name, {}) | more for name, more in sections.items()}}
     config = RunConfig.model_validate({"profile": profile, **merged})
     hardware = replace(parse_target(target), here=here)
-    reckoned = estimate(config, hardware, 257, measured_step_s=step_s)
-    return PreflightFacts(config, hardware, reckoned, folder, dry_run, held_out=DryRunAttempt(seen="fine"))
+    reckoned = estimate(config, hardware, 257, measured_step_s=step_s, kernels=kernels)
+    fine = DryRunAttempt(seen="fine")
+    return PreflightFacts(config, hardware, reckoned, folder, dry_run, held_out=fine, kernels=kernels)
 
 
 def statuses(of: PreflightFacts, allowed=()) -> dict[str, RuleStatus]:
@@ -48,7 +66,7 @@ BROKEN = {
     "precision": facts(runtime=dict(precision="fp32")),
     "precision_fp16": facts(runtime=dict(precision="fp16")),
     "gradient_checkpointing": facts(runtime=dict(gradient_checkpointing=False)),
-    "flash": facts(runtime=dict(use_flash=False)),
+    "flash": facts(runtime=dict(use_flash=False), kernels=None),
     "save_every": facts(train=dict(save_every=0)),
     "recovery_points": facts(train=dict(save_every=20_000)),
     "toy_profile": facts(profile="toy"),
@@ -102,7 +120,7 @@ def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
 
 
 def test_allowing_one_rule_allows_no_other():
-    both = facts(runtime=dict(precision="fp32", use_flash=False))
+    both = facts(runtime=dict(precision="fp32", use_flash=False), kernels=None)
     assert statuses(both, ["flash"])["precision"] == RuleStatus.FAIL
 
 
@@ -112,6 +130,7 @@ def test_all_reasons_are_told_at_once():
         train=dict(save_every=0, seq_len=128),
         model=dict(dim=128, n_layers=2),
         profile="toy",
+        kernels=None,
     )
     wanted = {"precision", "gradient_checkpointing", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence"}
     assert failed(of) == wanted
@@ -119,6 +138,53 @@ def test_all_reasons_are_told_at_once():
         require_passed(judge(of))
     assert all(f"- {rule}: " in str(refusal.value) and f"--allow={rule}" in str(refusal.value) for rule in wanted)
     assert refusal.value.exit_code == 2
+
+
+def flash(of: PreflightFacts):
+    return next(verdict for verdict in judge(of) if verdict.rule == "flash")
+
+
+def test_the_backend_that_will_run_is_judged_not_a_flag():
+    assert flash(facts()).message == "kernels: triton, verified on this GPU"
+    refused = flash(facts(kernels=FAILED))
+    assert refused.status == RuleStatus.FAIL
+    assert "see /cache/evidence.json" in refused.message
+    assert "tokens/s with portable" in refused.message
+    assert "tokens/s with triton (calculated, not measured)" in refused.message
+    assert "nsa gpu-check" in refused.fix
+    by_name = flash(facts(kernels=choices("portable", "requested by name")))
+    assert (by_name.status, "kernels.*=auto" in by_name.fix) == (RuleStatus.FAIL, True)
+
+
+def test_one_slow_branch_is_enough():
+    mixed = (*VERIFIED[:2], BackendChoice("selected", "reference", "requested by name"), VERIFIED[3])
+    assert flash(facts(kernels=mixed)).status == RuleStatus.FAIL
+
+
+def test_on_another_machine_only_what_the_settings_request_is_judged():
+    auto = flash(facts(here=False, kernels=None))
+    assert (auto.status, "decided at the start" in auto.message) == (RuleStatus.NOT_CHECKED, True)
+    named = flash(_with_kernels("portable"))
+    assert named.status == RuleStatus.FAIL
+    assert "kernels.selected is portable" in named.message
+    assert flash(_with_kernels("triton")).status == RuleStatus.NOT_CHECKED
+
+
+def _with_kernels(selected: str) -> PreflightFacts:
+    of = facts(here=False, kernels=None)
+    section = of.config.kernels.model_copy(update={"selected": selected})
+    return replace(of, config=of.config.model_copy(update={"kernels": section}))
+
+
+def test_a_requested_backend_that_cannot_run_is_refused():
+    of = replace(facts(kernels=None), kernels_problem="kernels.selected='triton' cannot run here: no GPU.")
+    assert "cannot run here" in flash(of).message
+    assert flash(of).status == RuleStatus.FAIL
+
+
+def test_a_long_run_on_a_cpu_needs_the_compiled_kernels():
+    assert flash(facts("cpu", kernels=choices("cpu", "first choice"))).status == RuleStatus.PASS
+    assert flash(facts("cpu", kernels=choices("portable", "cpu: no compiler"))).status == RuleStatus.FAIL
 
 
 def test_a_short_run_is_left_alone():
@@ -132,7 +198,7 @@ def test_long_is_many_steps_anywhere_or_hours_on_a_gpu():
     assert not is_long(facts(train=short))
     assert is_long(facts(train=many))
     assert is_long(facts("cpu", train=many))
-    slow = dict(steps=4999, batch_size=64)
+    slow = dict(steps=4999, batch_size=256)
     assert is_long(facts(train=slow))
     assert not is_long(facts("cpu", train=slow))
 
@@ -193,7 +259,7 @@ def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
 
 
 def test_an_assumed_speed_refuses_no_run():
-    of = facts(train=dict(log_every=10_000))
+    of = facts(train=dict(log_every=50_000))
     assert statuses(of)["record_gap"] == RuleStatus.NOT_CHECKED
     fix = next(v.fix for v in judge(facts(step_s=40.0)) if v.rule == "record_gap")
     assert fix == "Set train.log_every=15."

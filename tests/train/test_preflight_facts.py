@@ -1,9 +1,12 @@
 """The dry run measures, finds what does not work, and leaves nothing behind; `train` keeps the same rules."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -11,14 +14,17 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 from nsa import names
 from nsa.config import load
 from nsa.errors import PreflightError
+from nsa.kernels.registry import BRANCHES, BackendChoice
 from nsa.observe.heartbeat import read_beats
 from nsa.planning.hardware import hardware_here, parse_target
 from nsa.planning.preflight import RuleStatus, judge
 from nsa.train import datasets
 from nsa.train import dry_run as module
+from nsa.train.distributed import RankInfo
 from nsa.train.dry_run import dry_run
-from nsa.train.preflight_facts import gather
+from nsa.train.preflight_facts import gather, require_preflight
 from nsa.train.run import train
+from nsa.train.start_options import StartOptions
 from tests.train.runs import Job, run_all, write_config
 
 
@@ -140,6 +146,41 @@ def test_the_measured_step_replaces_the_assumption(tmp_path, no_feeder):
     facts = gather(run_config(tmp_path), hardware_here("cpu"))
     assert facts.estimate.timing.startswith("measured")
     assert facts.estimate.step_s == facts.dry_run.step_s
+
+
+def flash(facts):
+    return next(verdict for verdict in judge(facts) if verdict.rule == "flash")
+
+
+def test_a_long_run_here_is_judged_by_the_kernels_that_will_run(tmp_path, monkeypatch):
+    config = run_config(tmp_path, "train.steps=5000")
+    facts = gather(config, hardware_here("cpu"), try_it=False)
+    assert [choice.backend for choice in facts.kernels] == ["cpu"] * 4
+    assert flash(facts).message == "kernels: cpu (C++), all branches"
+    failed = tuple(BackendChoice(branch, "portable", "triton: its check failed, see evidence") for branch in BRANCHES)
+    seen = []
+    monkeypatch.setattr(
+        "nsa.train.preflight_facts.plan",
+        lambda request, device, dtype, shape: seen.append((device.type, dtype)) or SimpleNamespace(choices=failed),
+    )
+    on_gpu = gather(config, replace(parse_target("a100-80gb"), here=True), try_it=False)
+    assert seen == [("cuda", torch.float32)]
+    assert (on_gpu.estimate.backend, flash(on_gpu).status) == ("portable", RuleStatus.FAIL)
+    assert "see evidence" in flash(on_gpu).message
+    monkeypatch.setattr("nsa.train.preflight_facts.hardware_here", lambda *_: on_gpu.target)
+    with pytest.raises(PreflightError, match="flash: kernels: portable"):
+        require_preflight(config, RankInfo(), StartOptions())
+
+
+def test_kernels_are_not_decided_for_short_runs_and_other_machines(tmp_path):
+    assert gather(run_config(tmp_path), hardware_here("cpu"), try_it=False).kernels is None
+    assert gather(run_config(tmp_path, "train.steps=5000"), parse_target("h200"), try_it=False).kernels is None
+
+
+def test_a_requested_backend_that_cannot_run_here_is_refused(tmp_path):
+    config = run_config(tmp_path, "train.steps=5000", "kernels.selected=triton")
+    facts = gather(config, hardware_here("cpu"), try_it=False)
+    assert "kernels.selected='triton' cannot run here" in flash(facts).message
 
 
 def test_ranks_that_do_not_divide_the_batch_are_told_in_the_trainers_words(tmp_path):

@@ -1,4 +1,6 @@
-"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/verify/gpu_check/predictions.json.
+"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/planning/predictions.json.
+
+`nsa estimate` reckons with them too.
 
     python -m tools.perf_model.write_predictions
 
@@ -12,8 +14,8 @@ from typing import Any
 import torch
 
 from nsa.bench.shapes import SHAPES
+from nsa.planning.step_time import PREDICTIONS
 from nsa.verify.gpu_check.sizes import on_gpu
-from nsa.verify.gpu_check.speed import PREDICTIONS
 from tools.perf_model.gpus import GPUS
 from tools.perf_model.prediction import predict
 from tools.perf_model.selection_overlap import measure_overlap

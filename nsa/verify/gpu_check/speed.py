@@ -1,11 +1,9 @@
 """Speed check: attention, decode and memory on the GPU, beside dense attention and the modelled time."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
 
 from nsa.bench import report
 from nsa.bench.case import BenchTask
@@ -15,12 +13,11 @@ from nsa.bench.measurement import BenchMeasurement, choose_implementations, meas
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks, measure_peaks
 from nsa.bench.shapes import SHAPES, spell
+from nsa.planning.step_time import predictions
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, fact
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes
 
 _MEMORY_TIMEOUT_S = 600.0
-PREDICTIONS = Path(__file__).with_name("predictions.json")
-"""Modelled times of `tools.perf_model`; rewrite with `python -m tools.perf_model.write_predictions`."""
 
 
 def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
@@ -104,21 +101,11 @@ def _memory(scope: CheckSizes, task: BenchTask) -> Iterator[CheckResult | Measur
     yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
 
 
-@cache
-def _predictions() -> dict[tuple[str, int, str, bool], dict[str, float]]:
-    return {
-        (e["gpu"], e["length"], e["dtype"], e["backward"]): dict(
-            seconds=e["seconds"], dense_seconds=e["dense_seconds"], ratio=e["dense_seconds"] / e["seconds"]
-        )
-        for e in json.loads(PREDICTIONS.read_text(encoding="utf-8"))["entries"]
-    }
-
-
 def modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
     """Modelled seconds, dense seconds and ratio from the table; None for a GPU, shape or operation not in it."""
     if task.op != "attention" or task.shape != SHAPES["base"]:
         return None
     for word in re.findall(r"[a-z0-9]+", gpu_name.lower()):
-        if found := _predictions().get((word, task.length, task.dtype, task.backward)):
+        if found := predictions().get((word, task.length, task.dtype, task.backward)):
             return found
     return None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nsa.verify.gpu_check.speed import PREDICTIONS
+from nsa.planning.step_time import PREDICTIONS
 from tools.perf_model.gpus import GPUS
 from tools.perf_model.write_predictions import SPEED, entries
 
