@@ -6,7 +6,7 @@ a short case of the same shape and dtype is checked completely, and of the long 
 computes exactly. The last rows are among them: keys that only they see get gradients from them alone, so those
 gradients are checked at full length too.
 
-B batch · S queries · C compressed blocks · J selection blocks · G kv groups · N chosen blocks
+B batch · S queries · C compressed blocks · G kv groups · N chosen blocks
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from nsa.bench.nsa_backends import compressed_by_phi
 from nsa.core.branches import BRANCH_ORDER
 from nsa.geometry import Geometry
 from nsa.kernels import reference
+from nsa.kernels.self_check.comparison import blocks_error
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 TAIL_ROWS, SCATTERED_ROWS = 24, 8
@@ -182,50 +183,3 @@ def choice_error(case: BenchCase, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor
     pos_BS = rows[None]
     g, zero_BS = case.shape.geometry, torch.zeros_like(pos_BS)
     return blocks_error(case.q_BSGRK[:, rows], k_BCGK, pos_BS, zero_BS, idx_BSGN, g, case.scale).max().item()
-
-
-def blocks_error(
-    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, idx_BSGN: Tensor, g: Geometry, scale: float
-) -> Tensor:
-    """How much worse each query's chosen blocks score than the reference's choice, relative: [B, S, G] in fp64.
-
-    Blocks that score the same but for rounding may be exchanged; nothing else may.
-    """
-    q, k, pos_BS, first_BS, idx_BSGN = (x.cpu() for x in (q_BSGRK, k_BCGK, pos_BS, first_BS, idx_BSGN))
-    q, k = q.detach().double(), k.detach().double()
-    want_BSGN = reference.select_blocks(q, k, pos_BS, first_BS, geometry=g, scale=scale)
-    got_BSGN = idx_BSGN.to(want_BSGN.dtype)
-    same_BSG = (got_BSGN == want_BSGN).all(-1)
-    if same_BSG.all():
-        return same_BSG.logical_not().double()
-    # A block twice, out of order, or in the future.
-    impossible_BSG = ((got_BSGN[..., 1:] <= got_BSGN[..., :-1]) & (got_BSGN[..., 1:] >= 0)).any(-1)
-    impossible_BSG |= (got_BSGN > pos_BS[..., None, None] // g.l_sel).any(-1)
-    # The probability of each compressed block, read off the branch's output when its values are unit vectors.
-    n = k.shape[1]
-    unit_BCGC = torch.eye(n, dtype=torch.float64)[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
-    mass_BSGC = reference.compressed_attention(q, k, unit_BCGC, pos_BS, first_BS, geometry=g, scale=scale).sum(3)  # type: ignore[union-attr]
-    mass_BSGC = _from_own_first_block(mass_BSGC, first_BS)
-    n_blocks = int(pos_BS.max()) // g.l_sel + 1
-    score_BSGJ = mass_BSGC @ reference.overlap(n, n_blocks, g).double()
-    own_BS11, j_J = (pos_BS // g.l_sel)[..., None, None], torch.arange(n_blocks)
-    forced = (j_J == 0) | (j_J == own_BS11) | (j_J == own_BS11 - 1)
-    score_BSGJ = score_BSGJ.masked_fill(forced, 1e3)
-
-    def ranked(idx_BSGN: Tensor) -> Tensor:
-        score = score_BSGJ.gather(-1, idx_BSGN.long().clamp(0, n_blocks - 1)).masked_fill(idx_BSGN < 0, -1e3)
-        return score.sort(-1).values
-
-    want, got = ranked(want_BSGN), ranked(got_BSGN)
-    error_BSG = ((got - want).abs() / want.abs().clamp(min=1e-9)).amax(-1)
-    return error_BSG.masked_fill(same_BSG, 0.0).masked_fill(impossible_BSG, torch.inf)
-
-
-def _from_own_first_block(mass_BSGC: Tensor, first_BS: Tensor) -> Tensor:
-    """Each query's row from its own document's first compressed block on."""
-    n = mass_BSGC.shape[-1]
-    if n == 0:
-        return mass_BSGC
-    source_BSC = torch.arange(n) + first_BS[..., None]
-    here_BSC = (source_BSC >= 0) & (source_BSC < n)
-    return mass_BSGC.gather(-1, source_BSC.clamp(0, n - 1)[:, :, None].expand_as(mass_BSGC)) * here_BSC[:, :, None]

@@ -24,6 +24,16 @@ def constant_when_traced(function: Function) -> Function:
     return function
 
 
+class KernelShape(NamedTuple):
+    """What a kernel is compiled for."""
+
+    n_kv_groups: int
+    heads_per_group: int
+    d_k: int
+    d_v: int
+    geometry: Geometry
+
+
 class BranchInputs(NamedTuple):
     """What one branch attends over. Positions and starts as in `nsa.kernels.reference`."""
 

@@ -13,6 +13,7 @@ from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernel_variables import requested_backends
 from nsa.kernels import cpu, ops, portable, reference, triton
+from nsa.kernels.interface import KernelShape as KernelShape
 from nsa.kernels.interface import TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
@@ -22,16 +23,6 @@ warm_up_vector_math()
 BRANCHES = KernelFunctions._fields
 
 Mixing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class KernelShape(NamedTuple):
-    """What a kernel is compiled for."""
-
-    n_kv_groups: int
-    heads_per_group: int
-    d_k: int
-    d_v: int
-    geometry: Geometry
 
 
 class BackendRequest(NamedTuple):

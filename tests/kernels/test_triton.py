@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.bench.correctness import blocks_error
 from nsa.bench.shapes import BenchShape
 from nsa.config.schema import RunConfig
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS
+from nsa.kernels.self_check.comparison import blocks_error, relative_rms
+from nsa.kernels.self_check.kernel_call import KernelCall
 from nsa.planning.activations import ForwardPass, workspace_bytes
-from nsa.verify.gpu_check.kernel_call import KernelCall
-from nsa.verify.gpu_check.parity import relative_rms
 from nsa.verify.gpu_check.sizes import KernelSizes
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
@@ -71,7 +70,7 @@ def call_of(
 ) -> KernelCall:
     groups = 2 if heads == 3 else 1
     documents = (0, 1, length // 2, length // 2, length) if packed else ()
-    return KernelCall(KernelSizes(BenchShape(heads * groups, groups, *widths, geometry), length, documents), dtype)
+    return KernelSizes(BenchShape(heads * groups, groups, *widths, geometry), length, documents).call(dtype)
 
 
 def told(value) -> str:

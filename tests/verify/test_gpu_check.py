@@ -15,14 +15,13 @@ import torch
 
 from nsa.bench import machine as devices
 from nsa.bench.case import BenchTask
-from nsa.bench.correctness import blocks_error
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
+from nsa.kernels.self_check.comparison import blocks_error
 from nsa.verify.gpu_check import report as records
 from nsa.verify.gpu_check import speed
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded
-from nsa.verify.gpu_check.kernel_call import KernelCall
 from nsa.verify.gpu_check.report import GpuCheckReport, read_result
 from nsa.verify.gpu_check.runner import SUBJECTS, GpuCheckRequest, GpuCheckRunner, select_checks
 from nsa.verify.gpu_check.sizes import on_gpu, rehearsal
@@ -284,7 +283,7 @@ def test_unknown_subjects_and_speed_without_full_are_refused():
 
 def test_exchanged_blocks_are_judged_in_packed_documents_too():
     size = next(size for size, _ in rehearsal(full=False).kernels if size.documents)
-    call = KernelCall(size, torch.float32)
+    call = size.call(torch.float32)
     args = (call.q_BSGRK, call.compressed[0], call.layout.pos_BS, call.layout.first_BS)
     right = call.idx_BSGN
     assert blocks_error(*args, right, size.shape.geometry, call.scale).max() == 0

@@ -6,20 +6,19 @@ B batch · S queries · T keys · G kv groups · R heads per group · K key dim 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.bench.correctness import blocks_error
 from nsa.bench.shapes import SHAPES, BenchShape
 from nsa.core.document_layout import packed_layout
 from nsa.kernels import reference
 from nsa.kernels.interface import CacheView
 from nsa.kernels.registry import BACKENDS
-from nsa.verify.gpu_check.parity import NAMES, SELECTION_LIMIT, relative_rms
+from nsa.kernels.self_check.comparison import SELECTION_LIMIT, CheckedFigure, blocks_error, relative_rms
+from nsa.kernels.self_check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Relative RMS error against the reference in fp64."""
@@ -34,101 +33,51 @@ SHORT = (0, 1, 20, 110)
 LATE = ()
 
 
-@dataclass(frozen=True)
-class CaseFigure:
-    name: str
-    error: float
-    limit: float
+@cache
+def _call(dtype: torch.dtype, documents: tuple[int, ...], shape: BenchShape = BASE) -> KernelCall:
+    """Packed documents; without any, a few queries at the end of a long row."""
+    g = shape.geometry
+    if documents:
+        n = documents[-1]
+        *positions, begin, _ = packed_layout(torch.tensor(documents), n, g)
+        return KernelCall(shape.kernel, QueryPositions(*positions), n, begin.shape[1], dtype)
+    pos = torch.arange(LATE_KEYS - LATE_QUERIES, LATE_KEYS)[None]
+    zero = torch.zeros_like(pos)
+    return KernelCall(shape.kernel, QueryPositions(pos, zero, zero), LATE_KEYS, g.n_compressed(LATE_KEYS), dtype)
 
-    @property
-    def right(self) -> bool:
-        return self.error <= self.limit  # not of NaN
 
-
-class CaseInputs:
-    """Tensors of one call over packed documents; without documents, of a few queries at the end of a long row."""
-
-    def __init__(self, dtype: torch.dtype, documents: tuple[int, ...], shape: BenchShape = BASE) -> None:
-        g = self.geometry = shape.geometry
-        self.dtype, self.scale = dtype, float(shape.d_k**-0.5)
-        generator = torch.Generator().manual_seed(0)
-        if not documents:
-            n = LATE_KEYS
-            self.pos = torch.arange(n - LATE_QUERIES, n)[None]
-            self.start = self.first = torch.zeros_like(self.pos)
-            n_compressed = g.n_compressed(n)
-        else:
-            n = documents[-1]
-            self.pos, self.start, self.first, begin, _ = packed_layout(torch.tensor(documents), n, g)
-            n_compressed = begin.shape[1]
-
-        def tensor(*sizes: int) -> Tensor:
-            return torch.randn(1, *sizes, generator=generator).to(dtype)
-
-        groups, heads = shape.n_kv_groups, shape.heads_per_group
-        self.q = tensor(self.pos.shape[1], groups, heads, shape.d_k)
-        self.dout = tensor(self.pos.shape[1], groups, heads, shape.d_v)
-        self.raw = tensor(n, groups, shape.d_k), tensor(n, groups, shape.d_v)
-        self.compressed = tensor(n_compressed, groups, shape.d_k), tensor(n_compressed, groups, shape.d_v)
-
-    @staticmethod
-    @cache
-    def drawn(dtype: torch.dtype, documents: tuple[int, ...], shape: BenchShape = BASE) -> "CaseInputs":
-        return CaseInputs(dtype, documents, shape)
-
-    @cache  # noqa: B019 (there are few inputs)
-    def exact(self, branch: str) -> list[Tensor]:
-        return self.attend("reference", branch, torch.float64)
-
-    def attend(self, backend: str, branch: str, dtype: torch.dtype) -> list[Tensor]:
-        """Output, dq, dk, dv."""
-        keys = self.compressed if branch == "compressed" else self.raw
-        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (self.q, *keys))
-        sizes: dict[str, Any] = dict(geometry=self.geometry, scale=self.scale)
-        functions = BACKENDS[backend].functions
-        if branch == "selected":
-            out = functions.selected(q, k, v, self.chosen(), self.pos, self.start, **sizes)
-        else:
-            start = self.first if branch == "compressed" else self.start
-            out = getattr(functions, branch)(q, k, v, self.pos, start, **sizes)
-        assert isinstance(out, Tensor)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.dout.to(dtype))]
-
-    @cache  # noqa: B019
-    def chosen(self) -> Tensor:
-        sizes: dict[str, Any] = dict(geometry=self.geometry, scale=self.scale)
-        keys = self.compressed[0].double()
-        return BACKENDS["reference"].functions.select(self.q.double(), keys, self.pos, self.first, **sizes)
+@cache
+def _exact(call: KernelCall, branch: str) -> list[Tensor]:
+    return call.truth(branch)
 
 
 def _attention(
     branch: str, documents: tuple[int, ...], dtype: torch.dtype, shape: BenchShape = BASE
-) -> list[CaseFigure]:  # fmt: skip
-    inputs = CaseInputs.drawn(dtype, documents, shape)
-    got, want = inputs.attend("triton", branch, dtype), inputs.exact(branch)
-    return [CaseFigure(name, relative_rms(x, y), LIMITS[dtype]) for name, x, y in zip(NAMES, got, want, strict=True)]
+) -> list[CheckedFigure]:  # fmt: skip
+    call = _call(dtype, documents, shape)
+    got, want = call.by_kernel("triton", branch, CPU), _exact(call, branch)
+    return [CheckedFigure(name, relative_rms(x, y), LIMITS[dtype]) for name, x, y in zip(NAMES, got, want, strict=True)]
 
 
-def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CaseFigure]:
+def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CheckedFigure]:
     """Alone, and with the compressed branch, whose log-sum-exp it then uses."""
-    inputs = CaseInputs.drawn(dtype, documents)
-    sizes: dict[str, Any] = dict(geometry=inputs.geometry, scale=inputs.scale)
-    keys, where = inputs.compressed, (inputs.pos, inputs.first)
+    call = _call(dtype, documents)
+    sizes, q, keys, where = call.choosing, call.q_BSGRK, call.compressed, (call.layout.pos_BS, call.layout.first_BS)
     together = BACKENDS["triton"].compressed_and_select
     assert together is not None
-    out, with_branch = together(inputs.q, *keys, *where, **sizes)
-    alone = BACKENDS["triton"].functions.select(inputs.q, keys[0], *where, **sizes)
+    out, with_branch = together(q, *keys, *where, **sizes)
+    alone = BACKENDS["triton"].functions.select(q, keys[0], *where, **sizes)
     exact_compressed = BACKENDS["reference"].functions.compressed
-    exact = exact_compressed(inputs.q.double(), *(x.double() for x in keys), *where, **sizes)
+    exact = exact_compressed(q.double(), *(x.double() for x in keys), *where, **sizes)
     assert isinstance(exact, Tensor)
-    figures = [CaseFigure("out", relative_rms(out, exact), LIMITS[dtype])]
+    figures = [CheckedFigure("out", relative_rms(out, exact), LIMITS[dtype])]
     for name, idx in (("with the branch", with_branch), ("alone", alone)):
-        error = blocks_error(inputs.q, keys[0], *where, idx, inputs.geometry, inputs.scale).max().item()
-        figures.append(CaseFigure(f"blocks, {name}", error, SELECTION_LIMIT))
+        error = blocks_error(q, keys[0], *where, idx, call.geometry, call.scale).max().item()
+        figures.append(CheckedFigure(f"blocks, {name}", error, SELECTION_LIMIT))
     return figures
 
 
-def _decode(dtype: torch.dtype) -> list[CaseFigure]:
+def _decode(dtype: torch.dtype) -> list[CheckedFigure]:
     """One new token for two rows of a cache, the second beyond its window."""
     lengths, g, s = torch.tensor([70, 1400]), BASE.geometry, BASE
     capacity, batch = 1408, 2
@@ -165,10 +114,13 @@ def _decode(dtype: torch.dtype) -> list[CaseFigure]:
     ]
     worst = blocks_error(q, compressed[0], pos, zero, idx, g, scale).max().item()
     want = reference.mix(gates.double(), *branches)
-    return [CaseFigure("out", relative_rms(out, want), LIMITS[dtype]), CaseFigure("blocks", worst, SELECTION_LIMIT)]
+    return [
+        CheckedFigure("out", relative_rms(out, want), LIMITS[dtype]),
+        CheckedFigure("blocks", worst, SELECTION_LIMIT),
+    ]
 
 
-def _mix(dtype: torch.dtype) -> list[CaseFigure]:
+def _mix(dtype: torch.dtype) -> list[CheckedFigure]:
     generator = torch.Generator().manual_seed(0)
     s = BASE
     gates = torch.rand(1, 37, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
@@ -184,11 +136,11 @@ def _mix(dtype: torch.dtype) -> list[CaseFigure]:
     got, want = run(BACKENDS["triton"].mix, None), run(reference.mix, torch.float64)
     names = ("out", "dgates", "dcompressed", "dselected", "dsliding")
     return [
-        CaseFigure(n, relative_rms(x, y), LIMITS[dtype]) for n, x, y in zip(names, got, want, strict=True)
+        CheckedFigure(n, relative_rms(x, y), LIMITS[dtype]) for n, x, y in zip(names, got, want, strict=True)
     ]  # fmt: skip
 
 
-CASES: dict[str, Callable[[torch.dtype], list[CaseFigure]]] = {
+CASES: dict[str, Callable[[torch.dtype], list[CheckedFigure]]] = {
     "sliding": lambda dtype: _attention("sliding", PACKED, dtype),
     "compressed": lambda dtype: _attention("compressed", PACKED, dtype),
     "selected": lambda dtype: _attention("selected", SHORT, dtype),

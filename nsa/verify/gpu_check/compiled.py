@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
+from nsa.kernels.self_check.comparison import relative_rms
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
 from nsa.verify.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, limit, same_selection
-from nsa.verify.gpu_check.parity import relative_rms
 from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.bench.correctness import LIMITS, blocks_error
+from nsa.bench.correctness import LIMITS
 from nsa.core.branches import BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe
 from nsa.geometry import Geometry
+from nsa.kernels.self_check.comparison import FP32_LIMIT, blocks_error, relative_rms
 from nsa.verify.gpu_check.check_result import CheckResult, bounded
-from nsa.verify.gpu_check.parity import FP32_LIMIT, relative_rms
 
 HALF_LIMIT = 2e-2  # relative RMS of two ways of rounding
 MOST_EXCHANGED = 0.1  # of the queries: a comparison of the others must still mean something

@@ -14,17 +14,13 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
-from nsa.bench.correctness import blocks_error
 from nsa.kernels.registry import BACKENDS, BRANCHES
+from nsa.kernels.self_check.comparison import FP32_LIMIT, HALF_LIMIT, SELECTION_LIMIT, blocks_error, relative_rms
+from nsa.kernels.self_check.kernel_call import NAMES, KernelCall
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
-from nsa.verify.gpu_check.kernel_call import KernelCall
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes, KernelSizes, attention, tokens
 from nsa.verify.prove import AUTOCAST_LIMIT, autocast_error
 
-FP32_LIMIT = 1e-5  # relative RMS
-HALF_LIMIT = 2.0  # times plain PyTorch's error
-SELECTION_LIMIT = 1e-4  # relative, of scores, which are computed in fp32 whatever the inputs' dtype
-NAMES = ("out", "dq", "dk", "dv")
 _AUTOCAST_BACKENDS = (BACKEND, "portable")
 
 
@@ -47,7 +43,7 @@ def _attention(scope: CheckSizes, branch: str, dtype: str) -> Iterator[CheckResu
     too_large = []
     for sizes in _sizes(scope, dtype):
         try:
-            figures = _figures(KernelCall(sizes, TORCH_DTYPES[dtype]), branch, scope.device)
+            figures = _figures(sizes.call(TORCH_DTYPES[dtype]), branch, scope.device)
         except OutOfResources as error:  # nothing was launched, so the other sizes can still be checked
             too_large.append(f"{sizes}: {error}")
             continue
@@ -74,7 +70,7 @@ def _figures(call: KernelCall, branch: str, device: torch.device) -> list[float]
 def _selection(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
     worst, where = 0.0, ""
     for sizes in _sizes(scope, dtype):
-        call = KernelCall(sizes, TORCH_DTYPES[dtype])
+        call = sizes.call(TORCH_DTYPES[dtype])
         q, k = (x.to(scope.device) for x in (call.q_BSGRK, call.compressed[0]))
         pos, first = (x.to(scope.device) for x in (call.layout.pos_BS, call.layout.first_BS))
         choices = {"with the compressed branch": _with_the_compressed_branch(call, q, k, pos, first)}
@@ -102,7 +98,7 @@ def autocast_checks(scope: CheckSizes) -> Iterator[GpuCheck]:
 
 def _autocast_kernels(scope: CheckSizes, backend: str) -> Iterator[CheckResult | MeasuredTable]:
     sizes = next(sizes for sizes, dtypes in scope.kernels if "fp32" in dtypes)
-    call = KernelCall(sizes, torch.float32)
+    call = sizes.call(torch.float32)
     figures: dict[str, float] = {}
     q, k = (x.to(scope.device) for x in (call.q_BSGRK, call.compressed[0]))
     pos, first = (x.to(scope.device) for x in (call.layout.pos_BS, call.layout.first_BS))
@@ -125,8 +121,3 @@ def _autocast_module(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]
         return
     module = attention(scope, torch.float32, w=scope.module.length)
     yield bounded(claim, autocast_error(module, "sliding", tokens(scope, torch.float32)), AUTOCAST_LIMIT)
-
-
-def relative_rms(got: Tensor, want: Tensor) -> float:
-    got, want = got.detach().cpu().double(), want.detach().cpu().double()
-    return float((got - want).norm() / want.norm().clamp(min=torch.finfo(torch.float64).tiny))

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from nsa.bench.shapes import SHAPES, BenchShape
+from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest
+from nsa.kernels.self_check.kernel_call import CPU, KernelCall, QueryPositions
 
 BACKEND = "triton"
 
@@ -26,6 +28,17 @@ class KernelSizes:
     length: int
     documents: tuple[int, ...] = ()
     """Cumulative lengths of packed documents; none: one document."""
+
+    def call(self, dtype: torch.dtype) -> KernelCall:
+        """Drawn inputs of these sizes."""
+        g = self.shape.geometry
+        if self.documents:
+            layout = packed_layout(torch.tensor(self.documents), self.length, g)
+        else:
+            layout = plain_layout(1, self.length, g, CPU)
+        n_compressed = layout.begin_BC.shape[1]
+        positions = QueryPositions(*layout[:3])
+        return KernelCall(self.shape.kernel, positions, self.length, n_compressed, dtype, seed=self.length)
 
     def __str__(self) -> str:
         packed = ", packed" if self.documents else ""

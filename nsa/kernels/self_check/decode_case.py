@@ -1,0 +1,161 @@
+"""Decode steps of the self-check: a cache as the model keeps it, filled token by token, every step compared.
+
+Slots that hold no token yet are NaN: whoever reads one has a NaN in the output.
+
+B batch · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa.kernels import reference
+from nsa.kernels.interface import CacheView, TokenDecoder
+from nsa.kernels.registry import BACKENDS
+from nsa.kernels.self_check.cases import DECODE_STEPS, SelfCheckSizes
+from nsa.kernels.self_check.comparison import SELECTION_LIMIT, CheckedFigure, blocks_error, limit_for, relative_rms
+from nsa.kernels.self_check.kernel_call import CPU, REFERENCE, plain_attention
+
+
+class _Stream(NamedTuple):
+    """Every token's keys and values on the CPU, [B, n, G, K or V]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class DecodeCase:
+    def __init__(self, sizes: SelfCheckSizes, dtype: torch.dtype) -> None:
+        self.shape, self.geometry, self.dtype = sizes.shape, sizes.shape.geometry, dtype
+        self.lengths, self.capacity, self.batch = sizes.decode_lengths, sizes.length, len(sizes.decode_lengths)
+        self.scale = float(self.shape.d_k**-0.5)
+        generator = torch.Generator().manual_seed(1)
+        s, n_compressed = self.shape, self.geometry.n_compressed(self.capacity)
+
+        def tensor(*shape: int) -> Tensor:
+            return torch.randn(self.batch, *shape, generator=generator).to(dtype)
+
+        def stream(n: int) -> _Stream:
+            return _Stream(tensor(n, s.n_kv_groups, s.d_k), tensor(n, s.n_kv_groups, s.d_v))
+
+        self.tail, self.selected, self.window = (stream(self.capacity) for _ in range(3))
+        self.compressed = stream(n_compressed)
+        self.q_steps = [tensor(1, s.n_kv_groups, s.heads_per_group, s.d_k) for _ in range(DECODE_STEPS)]
+        self.gates = torch.rand(self.batch, 1, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
+
+    def run(self, backend: str, device: torch.device) -> dict[str, Tensor]:
+        """The output and the chosen blocks of every step."""
+        view = self._cache(device)
+        build = BACKENDS[backend].decoder
+        assert build is not None
+        decoder: TokenDecoder = build(
+            view, heads_per_group=self.shape.heads_per_group, means=False, geometry=self.geometry, scale=self.scale
+        )
+        results: dict[str, Tensor] = {}
+        for step, q in enumerate(self.q_steps, start=1):
+            self._append(view, decoder, step)
+            out, idx = decoder.attend(q.to(device), self.gates.to(device))
+            results |= {f"out, step {step}": out.clone(), f"blocks, step {step}": idx.clone()}
+        return results
+
+    def figures(self, got: dict[str, Tensor], device: torch.device) -> list[CheckedFigure]:
+        found = []
+        for step, q in enumerate(self.q_steps, start=1):
+            idx = got[f"blocks, step {step}"].cpu()
+            want = self._mixed(step, idx, torch.float32, CPU)
+            plain = relative_rms(self._mixed(step, idx, self.dtype, device), want)
+            error = relative_rms(got[f"out, step {step}"], want)
+            found.append(CheckedFigure(f"decode out, step {step}", error, limit_for(self.dtype, plain)))
+            pos = self._position(step)
+            worst = blocks_error(q, self.compressed.k, pos, torch.zeros_like(pos), idx, self.geometry, self.scale)
+            found.append(CheckedFigure(f"decode blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
+        return found
+
+    def _position(self, step: int) -> Tensor:
+        return torch.tensor(self.lengths)[:, None] + step - 1
+
+    def _mixed(self, step: int, idx: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """By the reference in fp32, or in another dtype by PyTorch's operators over the keys that it sees."""
+        pos, sizes = self._position(step), dict[str, Any](geometry=self.geometry, scale=self.scale)
+        zero, q = torch.zeros_like(pos), self.q_steps[step - 1]
+        outs = []
+        for name in ("compressed", "selected", "sliding"):
+            k, v = {"compressed": self.compressed, "selected": self.selected, "sliding": self.window}[name]
+            chosen = (idx,) if name == "selected" else ()
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, name: str = name, chosen: tuple[Tensor, ...] = chosen) -> Any:
+                return getattr(REFERENCE, name)(q, k, v, *chosen, pos, zero, **sizes)
+
+            if dtype == torch.float32:
+                outs.append(attend(q.float(), k.float(), v.float()))
+                continue
+            unit = torch.eye(k.shape[1])[None, :, None].expand(self.batch, -1, k.shape[2], -1)
+            visible = attend(torch.zeros_like(q[:, :, :, :1]).float(), k.float(), unit)[:, :, :, 0] > 0
+            out, _ = plain_attention(q.to(device), k.to(device), v.to(device), visible.to(device), scale=self.scale)
+            outs.append(out)
+        return reference.mix(self.gates.to(device), *outs)
+
+    def _cache(self, device: torch.device) -> CacheView:
+        """Filled up to `lengths`."""
+        g, s = self.geometry, self.shape
+
+        def slots(n: int) -> tuple[Tensor, Tensor]:
+            """As a model's cache has them: by group, one more than is used."""
+            made = (
+                torch.full((self.batch, s.n_kv_groups, n + 1, width), torch.nan, dtype=self.dtype, device=device)
+                for width in (s.d_k, s.d_v)
+            )
+            k, v = (x[:, :, :n].transpose(1, 2) for x in made)
+            return k, v
+
+        pos, window_pos, zero = (torch.zeros(self.batch, 1, dtype=torch.int64, device=device) for _ in range(3))
+        length, n_compressed = (torch.zeros(self.batch, dtype=torch.int64, device=device) for _ in range(2))
+        n_raw = g.n_blocks(self.capacity) * g.l_sel
+        view = CacheView(
+            slots(g.l),
+            (*slots(g.n_compressed(self.capacity)), pos, zero),
+            (*slots(n_raw), pos, zero),
+            (*slots(g.w), window_pos, zero),
+            length,
+            n_compressed,
+        )
+        for row, n in enumerate(self.lengths):
+            length[row] = n
+            n_compressed[row] = g.n_compressed(n)
+            self._write(view, row, 0, n)
+            for block in range(g.n_compressed(n)):
+                self._emit(view, row, block)
+        return view
+
+    def _append(self, view: CacheView, decoder: TokenDecoder, step: int) -> None:
+        """One token per row, by the decoder if it can, else as the cache does it."""
+        g = self.geometry
+        new = [length + step - 1 for length in self.lengths]
+        if decoder.append is not None:
+            at = torch.arange(self.batch), torch.tensor(new)
+            streams = (self.tail, self.selected, self.window)
+            tokens = tuple(x[at][:, None].to(view.length_B.device) for stream in streams for x in stream)
+            decoder.append(tokens)
+        for row, token in enumerate(new):
+            if decoder.append is None:
+                self._write(view, row, token, token + 1)
+                view.length_B[row] = token + 1
+                view.selected[2][row] = token  # the compressed branch's is the same tensor
+                view.window[2][row] = min(token, g.w - 1)
+            if g.n_compressed(token + 1) > g.n_compressed(token):
+                self._emit(view, row, g.n_compressed(token))
+                view.n_compressed_B[row] = g.n_compressed(token + 1)
+
+    def _write(self, view: CacheView, row: int, begin: int, end: int) -> None:
+        """Tokens from `begin` to `end`; a ring keeps the last ones."""
+        pairs = ((view.tail, self.tail), (view.selected, self.selected), (view.window, self.window))
+        for slots, stream in pairs:
+            n = slots[0].shape[1]
+            tokens = torch.arange(max(begin, end - n), end)
+            for slot, x in zip(slots[:2], stream, strict=True):
+                slot[row, (tokens % n).to(slot.device)] = x[row, tokens].to(slot.device)
+
+    def _emit(self, view: CacheView, row: int, block: int) -> None:
+        for slot, x in zip(view.compressed[:2], self.compressed, strict=True):
+            slot[row, block] = x[row, block].to(slot.device)
