@@ -21,19 +21,23 @@ def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
     return *compressed_bounds(pos_BS, zero_BS, g, sizes.n_compressed), sizes.n_compressed
 
 
-def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> int:
-    """Of one group: a tile of m rows loops from its smallest first key, rounded down to n, to its largest end."""
+def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int]:
+    """Of one group: a tile of m rows loops from its smallest first key, rounded down to n, to its largest end; and how
+    many of those tiles of keys all its rows see."""
     lo_BS, hi_BS, _ = bounds(sizes, branch)
     heads, last = sizes.shape.heads_per_group, sizes.length - 1
     first_row = torch.arange(0, sizes.rows, tiles.m)
     first, end = first_row // heads, ((first_row + tiles.m - 1) // heads).clamp(max=last)
     # Both bounds are monotonic along an unpacked row: a tile's extremes are its ends.
-    begin = lo_BS[0, first] // tiles.n * tiles.n
-    return int(((hi_BS[0, end] - begin + tiles.n - 1) // tiles.n).clamp(min=0).sum())
+    begin = lo_BS[0, first] // tiles.n
+    trips = (_up(hi_BS[0, end], tiles.n) - begin).clamp(min=0)
+    inner = (hi_BS[0, first] // tiles.n - _up(lo_BS[0, end], tiles.n)).clamp(min=0)
+    return int(trips.sum()), int(inner.sum())
 
 
-def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int]:
-    """Of one group: rows in steps of m for every tile of n keys, cut into parts; and how many parts there are."""
+def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int, int]:
+    """Of one group: rows in steps of m for every tile of n keys, cut into parts; how many of those steps' rows all see
+    every key; and how many parts there are."""
     lo_BS, hi_BS, n_keys = bounds(sizes, branch)
     s, heads = sizes.shape, sizes.shape.heads_per_group
     q = torch.empty((1, sizes.length, s.n_kv_groups, heads, s.d_k), device="meta")
@@ -41,8 +45,16 @@ def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[i
     begin = torch.arange(0, n_keys, tiles.n)
     first, end = torch.searchsorted(hi_BS[0], begin, right=True), torch.searchsorted(lo_BS[0], begin + tiles.n)
     rows = ((end - first).clamp(min=0) * heads).long()
-    per_part = (rows + parts - 1) // parts
-    length = (per_part + tiles.m - 1) // tiles.m * tiles.m
-    part = torch.arange(parts)[:, None]
-    mine = (rows - part * length).clamp(min=0).minimum(length)
-    return int(((mine + tiles.m - 1) // tiles.m).sum()), parts
+    length = _up(_up(rows, parts), tiles.m) * tiles.m
+    mine = torch.arange(parts)[:, None] * length
+    last = rows.minimum(mine + length).maximum(mine)
+    reaching = torch.searchsorted(hi_BS[0], (begin + tiles.n).clamp(max=n_keys))  # rows from there on see the last key
+    late = torch.searchsorted(lo_BS[0], begin, right=True)  # and before that the first
+    inner_first = mine + _up(((reaching - first) * heads - mine).clamp(min=0), tiles.m) * tiles.m
+    inner = (((late - first) * heads).minimum(last) - inner_first).clamp(min=0) // tiles.m
+    return int(_up(last - mine, tiles.m).sum()), int(inner.sum()), parts
+
+
+def _up(x: Tensor, n: int) -> Tensor:
+    """Divided, rounded up."""
+    return (x + n - 1) // n

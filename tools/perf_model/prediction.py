@@ -144,7 +144,7 @@ def time_of(
     )
     bounds = {
         "tensor cores" if products_lead else "exponentials": arithmetic,
-        "instructions": counted.instructions * work.trips / (SCHEDULERS * gpu.unit_clocks_per_s) if counted else 0.0,
+        "instructions": counted.of(work) / (SCHEDULERS * gpu.unit_clocks_per_s) if counted else 0.0,
         "memory": hbm_bytes / gpu.memory_bytes_per_s,
         "L2": work.l2_bytes / gpu.cache_bytes_per_s,
         "launch": work.launches * launch_s,

@@ -55,11 +55,11 @@ def _query_tiles(
     `columns`: of the products of one score; `own_bytes`: tensors that each program reads or writes once.
     """
     tiles, groups, n_keys = tiles_of(kernel, sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
-    trips = query_tile_trips(sizes, branch, tiles) * groups
+    trips, inner = (n * groups for n in query_tile_trips(sizes, branch, tiles))
     own = own_bytes + sizes.length * groups * 2 * INDEX
     axis = n_keys * sizes.key_bytes()
     return KernelWork(
-        f"{kernel} {branch}", backward, trips,
+        f"{kernel} {branch}", backward, trips, inner,
         flops=trips * 2.0 * tiles.m * tiles.n * columns,
         exponentials=trips * float(tiles.m * tiles.n + exponentials_per_row * tiles.m),
         l2_bytes=trips * tiles.n * sizes.key_bytes() + own,
@@ -74,9 +74,10 @@ def _axis(sizes: LaunchSizes, branch: str) -> int:
 
 def range_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
     tiles, groups, n_keys = tiles_of("range_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
-    trips, parts = key_tile_trips(sizes, branch, tiles)
+    trips, inner, parts = key_tile_trips(sizes, branch, tiles)
     sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
     work = _dkv(f"range_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
+    work = replace(work, inner_trips=inner * groups)
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
 
 

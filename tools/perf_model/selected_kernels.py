@@ -29,6 +29,8 @@ class BlockReaders:
     """Queries that selected each key block, as a kernel's tiles process them: all windows and groups."""
 
     trips: int
+    inner: int
+    """Trips without masks."""
     pieces: int
     """Pieces with at least one query, in all spans."""
     rows: int
@@ -53,7 +55,9 @@ def readers(sizes: LaunchSizes, overlap: SelectionOverlap, backward: bool) -> Bl
     keys, cuts = keys_of(tiles, s.geometry.l_sel)
     trips, pieces = overlap.trips(PIECE, tiles.m, spans)
     rows = overlap.entries() * s.n_heads
-    return BlockReaders(trips * cuts * s.n_kv_groups, pieces * s.n_kv_groups, rows, tiles.m, keys, cuts, spans)
+    inner = trips * cuts - overlap.masked_trips(PIECE, tiles.m, keys, spans)
+    groups = s.n_kv_groups
+    return BlockReaders(trips * cuts * groups, inner * groups, pieces * groups, rows, tiles.m, keys, cuts, spans)
 
 
 def _kernel(backward: bool) -> str:
@@ -65,7 +69,7 @@ def selected_forward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWor
     slots = r.rows * r.cuts * (s.d_v * sizes.element + 4)
     keys = r.pieces * s.geometry.l_sel * sizes.key_bytes()
     return KernelWork(
-        "selected_forward", False, r.trips,
+        "selected_forward", False, r.trips, r.inner,
         flops=r.trips * 2.0 * r.m * r.keys * (k + v),
         exponentials=r.trips * float(r.m * r.keys),
         l2_bytes=r.rows * r.cuts * (s.d_k * sizes.element + 3 * INDEX) + keys + slots,
@@ -96,7 +100,7 @@ def selected_backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWo
     sums = r.pieces * s.geometry.l_sel * (s.d_k + s.d_v) * 4.0
     rows = sizes.queries_bytes() + sizes.outputs_bytes() + 2 * sizes.level_bytes()
     return KernelWork(
-        "selected_backward", True, r.trips,
+        "selected_backward", True, r.trips, r.inner,
         flops=r.trips * 2.0 * r.m * r.keys * (3 * k + 2 * v),
         exponentials=r.trips * float(r.m * r.keys),
         l2_bytes=r.rows * r.cuts * (sizes.key_bytes() + 2 * 4 + 3 * INDEX) + keys + sums + slots,

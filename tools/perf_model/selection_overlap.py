@@ -80,6 +80,22 @@ class SelectionOverlap:
         steps = whole * -(-piece * heads // m) + -(-rest * heads // m)
         return n_spans * int(steps.sum()), n_spans * int((whole + (rest > 0)).sum())
 
+    def masked_trips(self, piece: int, m: int, keys: int, n_spans: int = 1) -> int:
+        """Those of `trips` over all cuts of `keys` keys in which a query may not see every key of the cut.
+
+        The queries inside of a window are the first of its readers; all need masks where a cut has keys past the
+        window or the row. A window's own queries are in one span.
+        """
+        heads, l_sel = self.shape.heads_per_group, self.shape.geometry.l_sel
+        window, total = torch.arange(len(self.readers)), 0
+        shares = -(-self.readers // n_spans)
+        for end in range(keys, l_sel + keys, keys):
+            partial = (window * l_sel + end > self.length) | (end > l_sel)
+            count = torch.where(partial, shares, shares.clamp(max=end - 1))
+            steps = count // piece * -(-piece * heads // m) + -(-(count % piece) * heads // m)
+            total += int((steps * torch.where(partial, n_spans, 1)).sum())
+        return total
+
 
 def measure_overlap(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> SelectionOverlap:
     """Select blocks as the module does, on the data of `nsa bench attention`."""

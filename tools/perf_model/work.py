@@ -15,7 +15,9 @@ class KernelWork:
     name: str
     backward: bool
     trips: int = 0
-    """Iterations of the kernel's loop, over all programs."""
+    """Iterations of the kernel's loops over tiles, over all programs."""
+    inner_trips: int = 0
+    """Those of them that run without masks, in a loop of their own."""
     flops: float = 0.0
     """Of the matrix instructions as issued: padding rows and masked keys count, a multiply-add as two."""
     exponentials: float = 0.0

@@ -1,7 +1,7 @@
 """Run under TRITON_INTERPRET=1: the real kernels are executed, what their loops do is counted.
 
-One JSON line: for the model as it is, and with each planted mistake, kernel → counted and modelled FLOPs, exponentials
-and bytes.
+One JSON line: for the model as it is, and with each planted mistake, kernel → counted and modelled FLOPs, exponentials,
+bytes, and tiles without masks.
 """
 
 import json
@@ -16,6 +16,7 @@ from nsa.bench.shapes import BenchShape
 from nsa.geometry import Geometry
 from nsa.kernels import triton
 from nsa.kernels.interface import BranchInputs
+from nsa.kernels.triton.device import range_backward, range_forward, selected_backward, selected_forward
 from tools.perf_model import index_kernels, range_kernels, selected_kernels
 from tools.perf_model.selection_overlap import SelectionOverlap
 from tools.perf_model.work import LaunchSizes
@@ -59,9 +60,33 @@ wrap(
 )  # fmt: skip
 
 
+TILE_STEPS = (
+    (range_forward, "attend_tile"),
+    (range_backward, "dq_tile"),
+    (range_backward, "dkv_tile"),
+    (selected_forward, "window_tile"),
+    (selected_backward, "window_gradients"),
+)
+"""One call per iteration of a loop over tiles; the last argument says if it has masks."""
+
+
+def count_tiles(module, name: str) -> None:
+    step = getattr(module, name)
+
+    def counting(*args):
+        add("inner_trips", not args[-1])
+        return step(*args)
+
+    setattr(module, name, counting)
+
+
+for about in TILE_STEPS:
+    count_tiles(*about)
+
+
 def main() -> None:
     global branch
-    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=24)), 100
+    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=16, n_sel=4, w=90)), 250
     g, case = shape.geometry, BenchCase(shape, length, torch.float32)
     pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
     q, scale, dout = case.q_BSGRK, case.scale, case.dout_BSGRV
@@ -100,14 +125,17 @@ def compared(sizes: LaunchSizes, overlap: SelectionOverlap) -> dict[str, dict[st
         (index_kernels, (sizes, overlap)),
     ):
         for work in (*module.forward(*about), *module.backward(*about)):
-            modelled[work.name].update(flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes)
+            modelled[work.name].update(
+                flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes, inner_trips=work.inner_trips
+            )
     assert counted.keys() == modelled.keys(), (sorted(counted), sorted(modelled))
     return {name: {what: [counted[name][what], n] for what, n in found.items()} for name, found in modelled.items()}
 
 
-entries, trips, key_trips, select_tile = (
+entries, trips, query_trips, key_trips, select_tile = (
     SelectionOverlap.entries,
     SelectionOverlap.trips,
+    range_kernels.query_tile_trips,
     range_kernels.key_tile_trips,
     range_kernels.select_tile,
 )
@@ -117,9 +145,24 @@ PLANTED = {
     "tiles of keys are cut off": (
         range_kernels,
         "query_tile_trips",
-        lambda sizes, branch, tiles: sizes.rows // tiles.m,
+        lambda sizes, branch, tiles: (sizes.rows // tiles.m, 0),
     ),
-    "queries that see a tile are forgotten": (range_kernels, "key_tile_trips", lambda *a: (key_trips(*a)[0] - 1, 1)),
+    "queries that see a tile are forgotten": (
+        range_kernels,
+        "key_tile_trips",
+        lambda *a: (key_trips(*a)[0] - 1, *key_trips(*a)[1:]),
+    ),
+    "every tile of keys has masks": (range_kernels, "query_tile_trips", lambda *a: (query_trips(*a)[0], 0)),
+    "every tile of queries has masks": (
+        range_kernels,
+        "key_tile_trips",
+        lambda *a: (key_trips(*a)[0], 0, key_trips(*a)[2]),
+    ),
+    "every tile of readers has masks": (
+        SelectionOverlap,
+        "masked_trips",
+        lambda self, piece, m, *_: trips(self, piece, m)[0],
+    ),
     "no step for what earlier blocks give": (range_kernels, "select_tile", lambda sizes: (select_tile(sizes)[0], 0)),
     "readers of a block are rows already": (
         SelectionOverlap,

@@ -170,10 +170,18 @@ def test_machine_code_says_what_a_turn_issues():
          "        /*0050*/   IADD3 R1 ;", "        /*0060*/   BRA `(.L_x_1) ;"]
     )  # fmt: skip
     assert parse(text)[1] == [(5, 11), (0, 13)]
-    assert count(text) == (7, 3)
-    assert count(text, heads=6) == (14 + 5 * 7, 3 + 5 * 3)
+    assert count(text) == (7, 7, 3)
+    assert count(text, heads=6) == (14 + 5 * 7, 14 + 5 * 7, 3 + 5 * 3)
+    without_masks = [".L_x_3:", *["        /*0070*/   MUFU.EX2 R1 ;"] * 4, "        /*0080*/   @P1 BRA `(.L_x_3) ;"]
+    waiting = [
+        "        /*0090*/   EXIT ;",
+        ".L_x_4:",
+        "        /*00a0*/   SYNCS R1 ;",
+        "        /*00b0*/   BRA `(.L_x_3) ;",
+    ]
+    assert count("\n".join([text, *without_masks, *waiting])) == (7, 5, 3)
     straight = "\n".join(f"        /*00{i}0*/  {name} ;" for i, name in enumerate(("IADD3 R1", "NOP", "EXIT")))
-    assert count(straight) == (2, 0)
+    assert count(straight) == (2, 2, 0)
 
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
@@ -185,8 +193,11 @@ def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
     assert found.instructions > found.hmma_flops // HMMA_FLOPS
     timed = time_of(A100, "bf16", work, found)
     assert timed.bounds_s["instructions"] == pytest.approx(
-        found.instructions * work.trips / (SCHEDULERS * 108 * 1.41e9)
+        (found.instructions * (work.trips - work.inner_trips) + found.inner_instructions * work.inner_trips)
+        / (SCHEDULERS * 108 * 1.41e9)
     )
+    assert 0 < work.inner_trips < work.trips
+    assert found.inner_instructions < 0.9 * found.instructions
     assert count_instructions("selected_forward", BASE, "gfx942") is None
 
 
