@@ -4,13 +4,15 @@ B batch · S queries · T keys · n slots · G kv groups · R heads per group ·
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
 
 Function = TypeVar("Function", bound=Callable[..., object])
+Result = TypeVar("Result")
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values."""
 
@@ -32,6 +34,14 @@ class KernelShape(NamedTuple):
     d_k: int
     d_v: int
     geometry: Geometry
+
+
+def on_device_of(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
+    """`run(*args)` with x's GPU as the current one: Triton launches kernels there, wherever their tensors are."""
+    if x.device.type != "cuda":
+        return run(*args)
+    with torch.cuda.device(x.device):
+        return run(*args)
 
 
 class BranchInputs(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.interface import BackendKernels, BranchInputs, Gradients
+from nsa.kernels.interface import BackendKernels, BranchInputs, Gradients, on_device_of
 from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
 
@@ -85,8 +85,8 @@ def bind_mix(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
 
 
 def _run(backend: str, function: str, on: Tensor, *args: Any) -> Any:
-    """Call a backend's function, outside autocast; `on` is on the device it runs on."""
-    return without_autocast(on, getattr(_KERNELS[backend], function), *args)
+    """Call a backend's function, outside autocast; `on` is on the device it runs on, which is made the current one."""
+    return on_device_of(on, without_autocast, on, getattr(_KERNELS[backend], function), *args)
 
 
 @torch.library.custom_op("nsa::attend", mutates_args=())

@@ -5,7 +5,7 @@ Results of recorded kernels are whatever memory held.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +43,13 @@ class RecordedLaunch:
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[RecordedLaunch]]:
+def recorded_launches(on_launch: Callable[[], None] = lambda: None) -> Iterator[list[RecordedLaunch]]:
+    """`on_launch` is called at every launch."""
     assert not triton.knobs.runtime.interpret, "kernels are interpreted: there is nothing to compile"
     launches: list[RecordedLaunch] = []
 
     def run(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        on_launch()
         name = kernel.fn.__name__
         if name not in _binders:
             _binders[name] = create_function_from_signature(kernel.signature, kernel.params, _TARGET)
@@ -76,7 +78,7 @@ def keys_by_kernel(launches: Sequence[RecordedLaunch]) -> dict[str, set[str]]:
 
 
 def launch_counts(launches: Sequence[RecordedLaunch]) -> Counter[str]:
-    return Counter(launch.kernel for launch in launches)
+    return Counter(launch.kernel.removesuffix("_kernel") for launch in launches)
 
 
 def tensors_of(launch: RecordedLaunch) -> list[torch.Tensor]:

@@ -53,13 +53,22 @@ def readers(idx: torch.Tensor, pos: torch.Tensor, start: torch.Tensor, n_keys: i
     return [[(pair, begin) for _, pair, begin in sorted(entries)] for entries in found]
 
 
+def chunks_of_8(n_sel: int, l_sel: int) -> dict[str, int]:
+    """Short ones, of which a run has several; four runs per program, as interpreted."""
+    return dict(N=n_sel, L=l_sel, CHUNK=8, SHIFT=5, BITS=2, LOG=5, ROWS=4)
+
+
+@pytest.mark.parametrize("windows_per_chunk", [2048, 5, 2])  # runs of 1 chunk, of 2 to 3, of 5 to 7
 @pytest.mark.parametrize(("name", "n_sel"), [("plain", 4), ("packed", 3), ("packed", 4), ("dropped", 4)])
-def test_every_window_has_its_readers_in_order(name, n_sel, monkeypatch):
+def test_every_window_has_its_readers_in_order(name, n_sel, windows_per_chunk, monkeypatch):
     from nsa.kernels.triton import block_index
 
     monkeypatch.setattr(block_index, "PIECE", 16)
-    monkeypatch.setattr(block_index, "CHUNKS", 2)
+    monkeypatch.setattr(block_index, "RUNS", 2)
     monkeypatch.setattr(block_index, "PLACES", 8)
+    monkeypatch.setattr(block_index, "WINDOWS_PER_CHUNK", windows_per_chunk)
+    if windows_per_chunk < 2048:
+        monkeypatch.setattr(block_index, "chunk_sizes", chunks_of_8)
     pos, start, n_keys = layout(name)
     idx = choices(pos, n_sel)
     got = block_index.build_block_index(idx, pos, start, L, n_keys)

@@ -16,6 +16,7 @@ from nsa.kernels.triton.device import decode, range_backward, range_forward, sel
 from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.device.tile import VARYING
 from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
+from nsa.kernels.triton.range_attention import ROWS_ADDED
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import TileSizes, choose, split_width, widths
@@ -107,8 +108,9 @@ def jobs(
     of_k, of_v = (dict(G=s.n_kv_groups, R=s.heads_per_group, BLOCK_M=rows_of(width)) for width in (s.d_k, s.d_v))
     for kernel, function, constants in (
         ("merge_slots", selected_forward.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
-        ("delta", selected_backward.delta_kernel, dict(**of_v, **v)),
+        ("delta", selected_backward.delta_kernel, dict(**of_v, **v, dlse=None)),
         ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
+        ("add_parts", range_backward.add_parts_kernel, dict(**broad, BLOCK_M=ROWS_ADDED)),
         ("add_pieces", selected_backward.add_pieces_kernel,
          dict(G=s.n_kv_groups, **broad, L=g.l_sel, BLOCK_N=block_of(g.l_sel))),
     ):  # fmt: skip
@@ -142,10 +144,10 @@ def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
     sizes = block_index.chunk_sizes(g.n_sel, g.l_sel)
     warps = block_index.sorting_warps(sizes)
     yield job(block_index.sort_chunks_kernel, warps, G=s.n_kv_groups, **sizes)
-    yield job(block_index.place_chunks_kernel, CHUNKS=block_index.CHUNKS, BINS=block_index.BINS)
+    yield job(block_index.rank_chunks_kernel, warps, **block_index.rank_sizes(sizes))
+    yield job(block_index.place_chunks_kernel, RUNS=block_index.RUNS, BINS=block_index.BINS)
     yield job(block_index.place_windows_kernel, PIECE=PIECE, BLOCK=block_index.PLACES)
-    yield job(block_index.fill_kernel, warps, G=s.n_kv_groups, **sizes)
-    yield job(block_index.find_pieces_kernel, BLOCK=block_index.PLACES)
+    yield job(block_index.fill_kernel, warps, G=s.n_kv_groups, **sizes, BLOCK=block_index.PLACES)
     v = split_width(s.d_v)
     for function in (mix.mix_forward_kernel, mix.mix_backward_kernel):
         yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
@@ -159,8 +161,8 @@ _POINTERS = {
     ),
     **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
-        ("lo", "hi", "pos", "first", "last", "begins", "idx", "seen_first", "seen_end", "pairs",
-         "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "run_begins", "run_ends", "before",
+        ("lo", "hi", "last", "begins", "idx", "seen_first", "seen_end", "pairs",
+         "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "ranks", "counts", "before",
          "totals"), "*i32",
     ),
     "scale": "fp32",

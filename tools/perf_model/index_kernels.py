@@ -6,7 +6,7 @@ Entries per window come from the measured selection (`SelectionOverlap`).
 from collections.abc import Iterator
 
 from nsa.kernels.triton import PIECE
-from nsa.kernels.triton.block_index import chunk_sizes
+from nsa.kernels.triton.block_index import WINDOWS_PER_CHUNK, chunk_sizes
 from nsa.kernels.triton.bounds import CHUNK
 from tools.perf_model.range_kernels import INDEX, tiles_of
 from tools.perf_model.selected_kernels import POSITION, n_spans
@@ -15,8 +15,7 @@ from tools.perf_model.work import KernelWork, LaunchSizes
 
 
 def forward(sizes: LaunchSizes, overlap: SelectionOverlap) -> Iterator[KernelWork]:
-    """The compressed branch's bounds are computed twice: for its output and for the selection."""
-    for branch in ("compressed", "compressed", "sliding"):
+    for branch in ("compressed", "sliding"):
         yield bounds(sizes, branch, False)
     yield from chosen(sizes, overlap, False)
     yield mix(sizes, False)
@@ -58,27 +57,23 @@ def chosen(sizes: LaunchSizes, overlap: SelectionOverlap, backward: bool) -> Ite
     slots, entries = n_chunks * 2 ** at["LOG"], sizes.length * s.n_kv_groups * s.geometry.n_sel
     real = overlap.entries() * s.n_kv_groups
     runs = overlap.blocks(at["CHUNK"]) * s.n_kv_groups
-    counted, places = n_chunks * (n_windows + 1), s.n_kv_groups * n_windows * spans
+    run_length = -(-(n_windows + 1) // WINDOWS_PER_CHUNK)
+    counted, places = -(-n_chunks // run_length) * (n_windows + 1), s.n_kv_groups * n_windows * spans
     where = real * 2 * POSITION
 
     def work(name: str, moved: float, programs: int = 0, again: float = 0.0) -> KernelWork:
         return moves(name, backward, moved, programs, again, launches=spans)
 
-    sorts = entries * INDEX + slots * INDEX + 2 * runs * INDEX + sizes.length * (INDEX + POSITION)
+    sorts = entries * INDEX + 2 * slots * INDEX + sizes.length * (INDEX + POSITION)
     yield work("sort_chunks", sorts, n_chunks, again=entries * POSITION + where)
-    yield work("place_chunks", counted * 3 * INDEX + runs * INDEX + (places + spans * s.n_kv_groups) * 2 * INDEX)
+    # Neighbours of each entry and its count come from the cache, as do the counts of windows after they are cleared.
+    yield work("rank_chunks", (3 * slots + counted) * INDEX, again=(3 * slots + real + 3 * runs) * INDEX)
+    yield work("place_chunks", counted * 3 * INDEX + (places + spans * s.n_kv_groups) * 2 * INDEX)
     yield work("place_windows", places * 4 * INDEX + spans * 2 * INDEX)
-    yield work("fill", slots * INDEX + real * 2 * INDEX, n_chunks, again=where + real * 4 * INDEX)
     n_pieces = 2 * entries // PIECE + places
     steps = (places // spans + 1).bit_length()
-    yield work("find_pieces", n_pieces * INDEX, again=n_pieces * steps * INDEX)
-
-
-def count_shape(sizes: LaunchSizes) -> tuple[int, int, int]:
-    """Shape of the counters of chunks and windows that are cleared before sorting."""
-    g = sizes.shape.geometry
-    n_chunks = -(-sizes.length // chunk_sizes(g.n_sel, g.l_sel)["CHUNK"])
-    return sizes.shape.n_kv_groups, n_chunks, g.n_blocks(sizes.length) + 1
+    again = where + real * 3 * INDEX + n_pieces * steps * INDEX
+    yield work("fill", 2 * slots * INDEX + real * 2 * INDEX + n_pieces * INDEX, n_chunks, again=again)
 
 
 def mix(sizes: LaunchSizes, backward: bool) -> KernelWork:

@@ -14,7 +14,7 @@ from tools.perf_model.instruction_counts import InstructionCounts, count_instruc
 from tools.perf_model.selection_overlap import SelectionOverlap, measure_overlap
 from tools.perf_model.work import KernelWork, LaunchSizes
 
-SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "place_chunks", "place_windows", "fill", "find_pieces")
+SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "rank_chunks", "place_chunks", "place_windows", "fill")
 MODELLED = "modelled"
 """Label of every output: nothing was run on a GPU."""
 
@@ -64,8 +64,7 @@ class LayerPrediction:
     @property
     def selected_seconds(self) -> float:
         """Our selected forward with the index it needs."""
-        ours = (*SELECTED, "counts, torch")
-        return sum(kernel.seconds for kernel in self.kernels if kernel.name in ours and not kernel.backward)
+        return sum(kernel.seconds for kernel in self.kernels if kernel.name in SELECTED and not kernel.backward)
 
     @property
     def selected_ratio(self) -> float:
@@ -114,7 +113,7 @@ def predict(
         return time_of(machine, dtype, work, counted, slowdown, launch_s)
 
     work = [*range_kernels.forward(sizes), *selected_kernels.forward(sizes, overlap),
-            *index_kernels.forward(sizes, overlap), *torch_ops.forward(sizes)]  # fmt: skip
+            *index_kernels.forward(sizes, overlap)]  # fmt: skip
     dense = dense_s(machine, sizes, False)
     if backward:
         work += [*range_kernels.backward(sizes), *selected_kernels.backward(sizes, overlap),

@@ -26,6 +26,7 @@ def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
     for branch in ("compressed", "sliding"):
         yield range_dq(sizes, branch)
         yield range_dkv(sizes, branch)
+        yield from add_parts(sizes, branch)
 
 
 def range_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
@@ -79,6 +80,15 @@ def range_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
     work = _dkv(f"range_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
     work = replace(work, inner_trips=inner * groups)
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
+
+
+def add_parts(sizes: LaunchSizes, branch: str) -> Iterator[KernelWork]:
+    """Sums of the parts of dK and dV, where there are several."""
+    _, parts = key_tile_trips(sizes, branch, tiles_of("range_dkv", sizes))
+    if parts > 1:
+        keys = _axis(sizes, branch) * sizes.shape.n_kv_groups * sizes.key_bytes()
+        moved = keys * (parts * 4 / sizes.element + 1)
+        yield KernelWork(f"add_parts {branch}", True, l2_bytes=moved, hbm_bytes=moved)
 
 
 def _dkv(

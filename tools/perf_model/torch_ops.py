@@ -1,13 +1,12 @@
 """Work of torch operations around the kernels: the launchers' functions run on meta tensors and counted.
 
-Sums of parts, a cleared buffer and casts are torch operations. Each is a launch that reads its inputs and writes its
-outputs once, except where CUDA is known to do more.
+The sum of the branches' dq is one, and so are casts of sums over spans. Each is a launch that reads its inputs and
+writes its outputs once, except where CUDA is known to do more.
 
 B batch · S tokens · G kv groups · R heads per group · K key dim
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa.bench.case import TORCH_DTYPES
-from nsa.core.document_layout import plain_layout
-from nsa.kernels.triton.range_attention import _parts
-from tools.perf_model.index_kernels import count_shape
-from tools.perf_model.range_kernels import tiles_of
 from tools.perf_model.selected_kernels import n_spans
 from tools.perf_model.work import KernelWork, LaunchSizes
 
@@ -45,7 +40,7 @@ class OperationTally(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if is_view or name in _NOTHING:
+        if is_view or name in _NOTHING or func.namespace == "prim":  # prim::device and the like ask, and launch nothing
             return out
         self.launches += _MORE_LAUNCHES.get(name, 1)
         written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
@@ -85,19 +80,9 @@ def traced(name: str, backward: bool, run: Callable[[], object]) -> KernelWork:
     )  # fmt: skip
 
 
-def forward(sizes: LaunchSizes) -> Iterator[KernelWork]:
-    row = _PlainRow(sizes)
-    yield traced("positions, torch", False, row.positions)
-    yield traced("counts, torch", False, partial(row.counts, n_spans(sizes, False)))
-
-
 def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
     row = _PlainRow(sizes)
-    for branch in ("compressed", "sliding"):
-        yield traced(f"parts {branch}, torch", True, partial(row.sum_parts, branch))
-    spans = n_spans(sizes, True)
-    yield traced("counts, torch", True, partial(row.counts, spans))
-    if spans > 1:
+    if n_spans(sizes, True) > 1:
         yield traced("sums of spans, torch", True, row.narrow_sums)
     yield traced("sum of dq, torch", True, row.sum_dq)
 
@@ -108,34 +93,14 @@ class _PlainRow:
     def __init__(self, sizes: LaunchSizes) -> None:
         s, meta = sizes.shape, torch.device("meta")
         self.sizes, self.shape = sizes, s
-        self.pos_BS, self.start_BS, *_ = plain_layout(1, sizes.length, s.geometry, meta)
         shape = (1, sizes.length, s.n_kv_groups, s.heads_per_group, s.d_k)
         self.q_BSGRK = torch.empty(shape, dtype=TORCH_DTYPES[sizes.dtype], device=meta)
-
-    def positions(self) -> None:
-        """Positions as int32, for the selection."""
-        for x in (self.pos_BS, self.start_BS):
-            x.to(torch.int32).contiguous()
-
-    def counts(self, n_spans: int) -> None:
-        """Of chunks and bins, before the readers of windows are counted."""
-        groups, n_chunks, n_bins = count_shape(self.sizes)
-        for _ in range(n_spans):
-            torch.zeros((groups, -(-n_chunks // n_spans), n_bins), dtype=torch.int32, device="meta")
 
     def narrow_sums(self) -> None:
         """dk and dv of selected keys, after the last span."""
         for width in (self.shape.d_k, self.shape.d_v):
             shape = (1, self.sizes.length, self.shape.n_kv_groups, width)
             torch.empty(shape, dtype=torch.float32, device="meta").to(self.q_BSGRK.dtype)
-
-    def sum_parts(self, branch: str) -> None:
-        s, n_keys = self.shape, self.sizes.length if branch == "sliding" else self.sizes.n_compressed
-        parts = _parts(self.q_BSGRK, n_keys, tiles_of("range_dkv", self.sizes))
-        wide = torch.float32 if parts > 1 else self.q_BSGRK.dtype
-        for width in (s.d_k, s.d_v):
-            part = torch.empty((parts, 1, n_keys, s.n_kv_groups, width), dtype=wide, device="meta")
-            part.sum(0, dtype=wide).to(self.q_BSGRK.dtype)
 
     def sum_dq(self) -> Tensor:
         """The queries' gradients of three branches."""

@@ -16,14 +16,17 @@ from torch import Tensor
 from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.device.block_index import (
     fill_kernel,
-    find_pieces_kernel,
     place_chunks_kernel,
     place_windows_kernel,
+    rank_chunks_kernel,
     sort_chunks_kernel,
 )
 
 MOST_SORTED = 1024
 """Entries that a chunk of queries sorts in registers."""
+WINDOWS_PER_CHUNK = 2048
+"""Windows counted for each chunk of a run: three integers each, so that counts take memory in proportion to the chosen
+blocks (six integers for each of them), not to queries × windows."""
 
 
 class BlockIndex(NamedTuple):
@@ -69,34 +72,38 @@ def build_block_index(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel:
     warps, n_chunks, n_places = sorting_warps(sizes), triton.cdiv(S, sizes["CHUNK"]), B * G * n_windows
     n_entries = 2 * idx.numel()
     n_pieces = n_entries // PIECE + n_places
-    entries = new_index(idx, B * G, n_chunks, 2 ** sizes["LOG"])
-    counted = (B * G, n_chunks, n_windows + 1)
-    begins, ends = new_index(idx, *counted), torch.zeros(counted, dtype=torch.int32, device=idx.device)
-    before, totals = new_index(idx, *counted, 2), new_index(idx, B * G, n_windows + 1, 2)
+    run_length = triton.cdiv(n_windows + 1, WINDOWS_PER_CHUNK)
+    assert run_length * sizes["CHUNK"] < 2**15, "too many queries in a run for counts of 15 bits"
+    n_runs = triton.cdiv(n_chunks, run_length)
+    entries, ranks = (new_index(idx, B * G, n_chunks, 2 ** sizes["LOG"]) for _ in range(2))
+    counts, before = (new_index(idx, B * G, n_runs, n_windows + 1, n) for n in (1, 2))
+    totals = new_index(idx, B * G, n_windows + 1, 2)
     shapes = ((n_entries,), (n_entries,), (n_places + 1,), (n_places + 1,), (n_pieces,), (B, S))
     found = BlockIndex(*(new_index(idx, *shape) for shape in shapes))
-    where, grid = (*pos_BS.stride(), *start_BS.stride()), (triton.cdiv(n_chunks, sizes["ROWS"]), B * G)
-    sort_chunks_kernel[grid](
-        idx, pos_BS, start_BS, found.last_BS, entries, begins, ends, S, n_chunks, n_windows, *where, G=G, **sizes,
-        num_warps=warps,
-    )  # fmt: skip
+    where = (*pos_BS.stride(), *start_BS.stride())
+    of_chunks = dict(G=G, **sizes, num_warps=warps)
+    blocks, steps = triton.cdiv(n_chunks, sizes["ROWS"]), (n_places + 1).bit_length()
+    sort_chunks_kernel[(blocks, B * G)](
+        idx, pos_BS, start_BS, found.last_BS, entries, ranks, S, n_chunks, n_windows, *where, **of_chunks
+    )
+    rank_chunks_kernel[(triton.cdiv(n_runs, sizes["ROWS"]), B * G)](
+        entries, ranks, counts, n_chunks, run_length, n_windows, **rank_sizes(sizes), num_warps=warps
+    )
     place_chunks_kernel[(triton.cdiv(n_windows + 1, BINS), B * G)](
-        begins, ends, before, totals, n_chunks, n_windows + 1, CHUNKS=CHUNKS, BINS=BINS
+        counts, before, totals, n_runs, n_windows + 1, RUNS=RUNS, BINS=BINS
     )
     place_windows_kernel[(1,)](
         totals, found.offset, found.piece_first, n_places, n_windows, PIECE=PIECE, BLOCK=PLACES
     )  # fmt: skip
-    fill_kernel[grid](
-        entries, begins, before, totals, found.offset, pos_BS, start_BS, found.pair, found.begin, n_chunks, n_windows,
-        *where, G=G, **sizes, num_warps=warps,
+    fill_kernel[(blocks + triton.cdiv(triton.cdiv(n_pieces, PLACES), B * G), B * G)](
+        entries, ranks, before, totals, found.offset, found.piece_first, pos_BS, start_BS,
+        found.pair, found.begin, found.piece_window,
+        n_chunks, run_length, n_windows, n_places, n_pieces, steps, *where, **of_chunks, BLOCK=PLACES,
     )  # fmt: skip
-    find_pieces_kernel[(triton.cdiv(n_pieces, PLACES),)](
-        found.piece_first, found.piece_window, n_places, n_pieces, (n_places + 1).bit_length(), BLOCK=PLACES
-    )
     return found
 
 
-CHUNKS, BINS, PLACES = 64, 32, 1024
+RUNS, BINS, PLACES = 64, 32, 1024
 
 
 def chunk_sizes(n_sel: int, l_sel: int) -> dict[str, int]:
@@ -106,6 +113,10 @@ def chunk_sizes(n_sel: int, l_sel: int) -> dict[str, int]:
     bits = (n_sel - 1).bit_length()
     shift = bits + (chunk - 1).bit_length()
     return dict(N=n_sel, L=l_sel, CHUNK=chunk, SHIFT=shift, BITS=bits, **sorted_sizes(chunk * n_sel))
+
+
+def rank_sizes(sizes: dict[str, int]) -> dict[str, int]:
+    return {name: sizes[name] for name in ("SHIFT", "LOG", "ROWS")}
 
 
 def new_index(like: Tensor, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CacheView, Keys
+from nsa.kernels.interface import CacheView, Keys, on_device_of
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
     decode_merge_kernel,
@@ -52,6 +52,9 @@ class TritonDecoder:
         self._geometry, self._scale = geometry, scale
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+        return on_device_of(q_B1GRK, self._attend, q_B1GRK, gates_B1GR3)
+
+    def _attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
         branches, idx_B1GN = decode(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
         return mix_forward(gates_B1GR3, *branches), idx_B1GN
 

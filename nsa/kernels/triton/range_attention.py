@@ -9,19 +9,20 @@ from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.triton.autotune import Launch, tuned
-from nsa.kernels.triton.bounds import key_bounds, seen_by
-from nsa.kernels.triton.device.range_backward import range_dkv_kernel, range_dq_kernel
+from nsa.kernels.triton.bounds import KeyBounds, key_bounds, seen_by
+from nsa.kernels.triton.device.range_backward import add_parts_kernel, range_dkv_kernel, range_dq_kernel
 from nsa.kernels.triton.device.range_forward import range_forward_kernel
 from nsa.kernels.triton.tuning import TileSizes, is_wide, widths
 
 
-def range_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
+def range_forward(x: BranchInputs, bounds: KeyBounds | None = None) -> tuple[Tensor, Tensor]:
+    """`bounds`: the branch's, if the caller has them."""
     B, S, G, R, K = x.q_BSGRK.shape
     V = x.v_BTGV.shape[-1]
     q, k, v = rows_contiguous(x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out = q.new_empty((B, S, G, R, V))
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi, *_ = key_bounds(x)
+    lo, hi, *_ = bounds or key_bounds(x)
 
     def start(tiles: TileSizes, launch: Launch) -> None:
         launch(
@@ -59,15 +60,18 @@ def range_backward(
     def start_dkv(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor]:
         n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
         seen = seen_by(bounds, n_tiles, tiles.n)
-        wide = torch.float32 if parts > 1 else k.dtype
-        dk = torch.empty((parts, B, T, G, K), dtype=wide, device=k.device)
-        dv = torch.empty((parts, B, T, G, V), dtype=wide, device=v.device)
+        dk, dv = (x.new_empty(x.shape) for x in (k, v))
+        sums = (dk, dv) if parts == 1 else [x.new_empty((parts, *x.shape), dtype=torch.float32) for x in (k, v)]
         launch(
             range_dkv_kernel, (n_tiles, B * G, parts),
-            dout, q, k, v, lo, hi, lse, delta, dk, dv, *seen, x.scale, S, T, n_tiles, parts, *strides,
+            dout, q, k, v, lo, hi, lse, delta, *sums, *seen, x.scale, S, T, n_tiles, parts, *strides,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
         )  # fmt: skip
-        return dk.sum(0, dtype=wide).to(k.dtype), dv.sum(0, dtype=wide).to(v.dtype)
+        if parts > 1:
+            add_parts_kernel[(triton.cdiv(B * T * G, ROWS_ADDED), 2)](
+                *sums, dk, dv, B * T * G, parts, **widths(K, V), BLOCK_M=ROWS_ADDED
+            )
+        return dk, dv
 
     tuned("range_dq", q, V, start_dq)
     dk, dv = tuned("range_dkv", q, V, start_dkv)
@@ -82,6 +86,8 @@ def _parts(q_BSGRK: Tensor, n_keys: int, tiles: TileSizes) -> int:
 
 
 _PROGRAMS_WANTED = 1024
+ROWS_ADDED = 32
+"""Keys whose partial gradients one program adds."""
 
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -75,12 +75,11 @@ def selected_backward(
     n_windows = triton.cdiv(T, l_sel)
     dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
+    dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
-        dout, out, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
+        dout, out, dlse, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
     )
-    if dlse_BSGR is not None:
-        delta -= dlse_BSGR
     all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
     wide = torch.float32 if len(all_spans) > 1 else k.dtype
     new = torch.empty if all_spans else torch.zeros

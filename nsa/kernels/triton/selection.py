@@ -36,24 +36,24 @@ def select_blocks(
 
 
 def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = range_forward(x)
+    bounds = key_bounds(x)
+    out, lse = range_forward(x, bounds)
     q, k = rows_contiguous(x.q_BSGRK, x.k_BTGK)
-    return out, lse, _choose(q, k, x.pos_BS, x.start_BS, key_bounds(x).hi_BS, lse, x.geometry, x.scale)
+    return out, lse, _choose(q, k, x.pos_BS, x.start_BS, bounds.hi_BS, lse, x.geometry, x.scale)
 
 
 def _choose(
     q: Tensor, k: Tensor, pos_BS: Tensor, first_BS: Tensor, hi: Tensor, lse: Tensor, geometry: Geometry, scale: float
 ) -> Tensor:
     B, S, G, R, K = q.shape
-    pos, first = (x.to(torch.int32).contiguous() for x in (pos_BS, first_BS))
     idx = torch.empty((B, S, G, geometry.n_sel), dtype=torch.int32, device=q.device)
 
     def start(tiles: TileSizes, launch: Launch) -> None:
         sizes = select_sizes(geometry, tiles)
         launch(
             select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G),
-            q, k, pos, first, hi, lse, idx, scale, S, k.shape[1], R, *row_strides(q, k), G=G, **_keys(K),
-            **sizes, WIDE=is_wide(q.dtype), **tiles.options,
+            q, k, pos_BS, first_BS, hi, lse, idx, scale, S, k.shape[1], R, *pos_BS.stride(), *first_BS.stride(),
+            *row_strides(q, k), G=G, **_keys(K), **sizes, WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
 
     g = geometry

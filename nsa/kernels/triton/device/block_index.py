@@ -2,10 +2,11 @@
 
 What is sorted are pairs: a query, and which of its N chosen blocks, as query · N + n.
 
-The queries of a group are cut into chunks. A chunk sorts its selected blocks in registers and records where each window
-begins and ends (`sort_chunks`); the counts become places (`place_chunks`, `place_windows`), and every chunk writes its
-own (`fill`). A window has those whose block begins in the window before and lies across, then those whose block begins
-in it, each by query.
+The queries of a group are cut into chunks, and a few chunks make a run, which one program takes in turn. A chunk sorts
+its selected blocks in registers (`sort_chunks`); each gets its rank among those of the same window in its run
+(`rank_chunks`). The runs' counts of each window become places (`place_chunks`, `place_windows`), and every chunk writes
+its own (`fill`). A window has those whose block begins in the window before and lies across, then those whose block
+begins in it, each by query. Counts take memory for runs × windows: the longer the row, the more chunks make a run.
 
 Windows are counted by where blocks begin, from 1: 0 is for blocks that begin before the first key, in caches that
 dropped old ones. Two counts come in one integer: of blocks in the lower half, of those that lie across in the upper.
@@ -41,13 +42,6 @@ def sort_rows(x, LOG: tl.constexpr):
 
 
 @triton.jit
-def following(x, LOG: tl.constexpr):
-    """Each element's next one in its row; the last one's is itself."""
-    at = tl.arange(0, 2**LOG)[None, :] + tl.zeros_like(x)
-    return tl.gather(x, tl.minimum(at + 1, 2**LOG - 1), 1)
-
-
-@triton.jit
 def reached(block, start, last, n_windows, L: tl.constexpr):
     """The counted window in which a chosen block begins (0: before the first key), if any window has it, and if it lies
     across the next one, which `last`, the last key its query may see, has to reach."""
@@ -76,14 +70,13 @@ def unpack(key, chunk, position, origin, b, n_windows, position_b, position_s, o
 
 @triton.jit(do_not_specialize=VARYING)
 def sort_chunks_kernel(
-    idx, position, origin, last, entries, run_begins, run_ends, S, n_chunks, n_windows,
-    position_b, position_s, origin_b, origin_s,
+    idx, position, origin, last, entries, ranks, S, n_chunks, n_windows, position_b, position_s, origin_b, origin_s,
     G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """2^LOG ≥ CHUNK·N, 2^BITS ≥ N, 2^(SHIFT − BITS) ≥ CHUNK; ROWS chunks. `last`: the last key each query may see.
 
-    `run_ends` is 0 for windows that the chunk did not choose.
+    `ranks` gets how many entries, and how many that lie across, there are in the chunk up to each one.
     """
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
@@ -99,34 +92,61 @@ def sort_chunks_kernel(
     tl.store(last + b * S + query, start + pos, mask=once)
     window, real, _ = reached(block, start, 0, n_windows, L)
     key = sort_rows(tl.where(real, (window << SHIFT) | (turn << BITS) | which, NONE), LOG)
-    here, exists = bg * n_chunks + chunk, chunk < n_chunks
-    tl.store(entries + here * 2**LOG + entry, key, mask=exists)
-    window, _, _, _, count = unpack(
+    _, _, _, _, count = unpack(
         key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s, N, L, CHUNK, SHIFT, BITS
     )
-    run_begins += here * (n_windows + 1)
-    run_ends += here * (n_windows + 1)
-    after_key = following(key, LOG)
-    ends = (key != NONE) & ((window != after_key >> SHIFT) | (entry == 2**LOG - 1))
-    tl.store(run_begins + window, tl.zeros_like(key), mask=(key != NONE) & (entry == 0))
-    tl.store(run_ends + window, count, mask=ends)
-    tl.store(run_begins + (after_key >> SHIFT), count, mask=ends & (after_key != NONE) & (entry < 2**LOG - 1))
+    at = (bg * n_chunks + chunk) * 2**LOG + entry
+    tl.store(entries + at, key, mask=chunk < n_chunks)
+    tl.store(ranks + at, count, mask=chunk < n_chunks)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def place_chunks_kernel(
-    run_begins, run_ends, before, totals, n_chunks, n_counted, CHUNKS: tl.constexpr, BINS: tl.constexpr
+def rank_chunks_kernel(
+    entries, ranks, counts, n_chunks, run_length, n_windows, SHIFT: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """How many there are in earlier chunks, and in all: pairs (blocks, those that lie across)."""
+    """ROWS runs of `run_length` chunks: the rank of each entry among those of its window in the run, from 1, and how
+    many each window has. Chunks hand the counts on through memory that only this program uses: barriers separate
+    its reads and writes."""
+    bg = tl.program_id(1).to(tl.int64)
+    run = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    n_runs = tl.cdiv(n_chunks, run_length)
+    entry = tl.arange(0, 2**LOG)[None, :]
+    counts += (bg * n_runs + run) * (n_windows + 1)
+    for w in tl.range(0, n_windows + 1, 2**LOG):
+        none = tl.zeros([ROWS, 2**LOG], tl.int32)
+        tl.store(counts + (w + entry), none, mask=(run < n_runs) & (w + entry <= n_windows))
+    for i in tl.range(0, run_length):
+        chunk = run * run_length + i
+        at, exists = (bg * n_chunks + chunk) * 2**LOG + entry, chunk < n_chunks
+        key = tl.load(entries + at, mask=exists, other=NONE)
+        before = tl.load(entries + at - 1, mask=exists & (entry > 0), other=-1)
+        after = tl.load(entries + at + 1, mask=exists & (entry < 2**LOG - 1), other=-1)
+        count = tl.load(ranks + at, mask=exists, other=0)
+        count_before = tl.load(ranks + at - 1, mask=exists & (entry > 0), other=0)
+        window, real = key >> SHIFT, key != NONE
+        begins, ends = real & (before >> SHIFT != window), real & (after >> SHIFT != window)
+        tl.debug_barrier()
+        # The window's earlier entries are added to the count, those of other windows in the chunk are taken away.
+        base = tl.load(counts + window, mask=begins, other=0) - count_before
+        tl.store(counts + window, base, mask=begins)
+        tl.debug_barrier()
+        rank = tl.load(counts + window, mask=real, other=0) + count
+        tl.debug_barrier()
+        tl.store(counts + window, rank, mask=ends)
+        tl.store(ranks + at, rank, mask=exists)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def place_chunks_kernel(counts, before, totals, n_runs, n_counted, RUNS: tl.constexpr, BINS: tl.constexpr):
+    """How many there are in earlier runs, and in all: pairs (blocks, those that lie across)."""
     bg = tl.program_id(1).to(tl.int64)
     window = (tl.program_id(0) * BINS + tl.arange(0, BINS))[None, :]
     total, total_across = tl.zeros([1, BINS], tl.int32), tl.zeros([1, BINS], tl.int32)
-    for first in tl.range(0, n_chunks, CHUNKS):
-        chunk = (first + tl.arange(0, CHUNKS))[:, None]
-        at = (bg * n_chunks + chunk) * n_counted + window
-        ok = (chunk < n_chunks) & (window < n_counted)
-        end = tl.load(run_ends + at, mask=ok, other=0)
-        count = end - tl.load(run_begins + at, mask=end > 0, other=0)
+    for first in tl.range(0, n_runs, RUNS):
+        run = (first + tl.arange(0, RUNS))[:, None]
+        at = (bg * n_runs + run) * n_counted + window
+        ok = (run < n_runs) & (window < n_counted)
+        count = tl.load(counts + at, mask=ok, other=0)
         across = count >> 16
         count = count & 0xFFFF
         tl.store(before + at * 2, total + tl.cumsum(count, 0) - count, mask=ok)
@@ -158,24 +178,25 @@ def place_windows_kernel(
     tl.store(piece_first + n_places, n_pieces)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def fill_kernel(
-    entries, run_begins, before, totals, offsets, position, origin, pairs, begins, n_chunks, n_windows,
+@triton.jit
+def fill(
+    entries, ranks, before, totals, offsets, position, origin, pairs, begins, n_chunks, run_length, n_windows,
     position_b, position_s, origin_b, origin_s,
     G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """The entries of ROWS chunks, each to its place among all."""
     bg = tl.program_id(1).to(tl.int64)
     chunk = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    here = bg * n_chunks + chunk
-    key = tl.load(entries + here * 2**LOG + tl.arange(0, 2**LOG)[None, :], mask=chunk < n_chunks, other=NONE)
-    window, pair, begin, across, count = unpack(
+    at = (bg * n_chunks + chunk) * 2**LOG + tl.arange(0, 2**LOG)[None, :]
+    key = tl.load(entries + at, mask=chunk < n_chunks, other=NONE)
+    rank = tl.load(ranks + at, mask=chunk < n_chunks, other=0)
+    window, pair, begin, across, _ = unpack(
         key, chunk, position, origin, bg // G, n_windows, position_b, position_s, origin_b, origin_s,
         N, L, CHUNK, SHIFT, BITS,
     )  # fmt: skip
     mine = (key != NONE) & (window > 0)
-    at = here * (n_windows + 1) + window
-    rank = count - tl.load(run_begins + at, mask=key != NONE, other=0)
+    at = (bg * tl.cdiv(n_chunks, run_length) + chunk // run_length) * (n_windows + 1) + window
     place = bg * n_windows + window
     before_it = tl.load(totals + (bg * (n_windows + 1) + window - 1) * 2 + 1, mask=mine, other=0)
     to = tl.load(offsets + place - 1, mask=mine, other=0) + before_it + (rank & 0xFFFF) - 1
@@ -188,10 +209,10 @@ def fill_kernel(
     tl.store(begins + to, begin, mask=across)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def find_pieces_kernel(piece_first, piece_window, n_places, n_pieces, steps, BLOCK: tl.constexpr):
-    """The window of each piece, by bisection; n_places for pieces that are not needed."""
-    piece = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK: tl.constexpr):
+    """The window of each of BLOCK pieces, by bisection; n_places for pieces that are not needed."""
+    piece = block * BLOCK + tl.arange(0, BLOCK)
     low, high = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], 0, tl.int32) + n_places
     for _ in tl.range(0, steps):  # the first window whose successor begins after the piece
         middle = (low + high) // 2
@@ -199,3 +220,23 @@ def find_pieces_kernel(piece_first, piece_window, n_places, n_pieces, steps, BLO
         after = tl.load(piece_first + middle + 1, mask=inside, other=2147483647) > piece
         low, high = tl.where(after, low, middle + 1), tl.where(after, middle, high)
     tl.store(piece_window + piece, tl.minimum(low, n_places), mask=piece < n_pieces)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def fill_kernel(
+    entries, ranks, before, totals, offsets, piece_first, position, origin, pairs, begins, piece_window,
+    n_chunks, run_length, n_windows, n_places, n_pieces, steps, position_b, position_s, origin_b, origin_s,
+    G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs past the chunks find the windows of pieces: nothing that follows needs the one without the other."""
+    later = tl.program_id(0) - tl.cdiv(n_chunks, ROWS)
+    if later < 0:
+        fill(
+            entries, ranks, before, totals, offsets, position, origin, pairs, begins, n_chunks, run_length, n_windows,
+            position_b, position_s, origin_b, origin_s, G, N, L, CHUNK, SHIFT, BITS, LOG, ROWS,
+        )  # fmt: skip
+    else:
+        block = later * tl.num_programs(1) + tl.program_id(1)
+        find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK)

@@ -11,6 +11,7 @@ from nsa.kernels.triton.device.tile import (
     INTERPRETED,
     LOG2E,
     VARYING,
+    add_partial_rows,
     dot,
     dot_rows,
     edge_tile,
@@ -241,3 +242,18 @@ def range_dkv_kernel(
     n_batch = tl.num_programs(1) // G
     flat_T = ((part.to(tl.int64) * n_batch + b) * T + at) * G + g
     store_gradients(dk, dv, flat_T, inside, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def add_parts_kernel(
+    dk_part, dv_part, dk, dv, n_rows, n_parts,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Programs of the last axis: keys, values."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ok = row < n_rows
+    if tl.program_id(1) == 0:
+        add_partial_rows(dk_part, dk, row, row, n_rows, ok, row < 0, 0, n_parts, K, K1, K2, BLOCK_M)
+    else:
+        add_partial_rows(dv_part, dv, row, row, n_rows, ok, row < 0, 0, n_parts, V, V1, V2, BLOCK_M)

@@ -108,7 +108,8 @@ def overlap(m, PER_L: tl.constexpr, PER_SEL: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def select_kernel(
-    q, k, pos, first, hi, lse, idx, scale, S, T, R, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
+    q, k, position, origin, hi, lse, idx, scale, S, T, R, position_b, position_s, origin_b, origin_s,
+    q_b, q_s, q_g, q_r, k_b, k_t, k_g,
     G: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     PER_L: tl.constexpr, PER_SEL: tl.constexpr, L_SEL: tl.constexpr, N_SEL: tl.constexpr, KEEP: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_Q: tl.constexpr, WIDE: tl.constexpr,
@@ -121,8 +122,9 @@ def select_kernel(
     query = (tile * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)
     ok = query < S
     bounds = b.to(tl.int64) * S + query
-    first_Q = tl.load(first + bounds, mask=ok, other=0)
-    own_Q = own_block(tl.load(pos + bounds, mask=ok, other=-1), L_SEL)
+    first_Q = tl.load(origin + b.to(tl.int64) * origin_b + query * origin_s, mask=ok, other=0).to(tl.int32)
+    pos_Q = tl.load(position + b.to(tl.int64) * position_b + query * position_s, mask=ok, other=-1).to(tl.int32)
+    own_Q = own_block(pos_Q, L_SEL)
     hi_Q = tl.load(hi + bounds, mask=ok, other=0)
     q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g
     flat = ((b.to(tl.int64) * S + query) * G + g) * R

@@ -12,6 +12,7 @@ from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of
 from nsa.kernels.triton.device.tile import (
     INTERPRETED,
     VARYING,
+    add_partial_rows,
     dot,
     heads_of,
     load_both,
@@ -25,10 +26,10 @@ from nsa.kernels.triton.device.tile import (
 
 @triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
-    dout, out, delta, S, do_b, do_s, do_g, do_r,
+    dout, out, dlse, delta, S, do_b, do_s, do_g, do_r,
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of each query head, dout · out: what the softmax takes from every score's gradient."""
+    """Of each query head, dout · out − dlse: what is taken from every score's gradient."""
     b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
     do_at = b * do_b + query * do_s + g * do_g + head * do_r
     flat = ((b * S + query) * G + g) * R + head
@@ -37,6 +38,8 @@ def delta_kernel(
     if V2 > 0:
         x = load_rows(dout, do_at, ok, V, V1, V2, False).to(tl.float32)
         delta_M += tl.sum(x * load_rows(out, flat * V, ok, V, V1, V2, False).to(tl.float32), 1)
+    if dlse is not None:
+        delta_M -= tl.load(dlse + flat, mask=ok, other=0.0)
     tl.store(delta + flat, delta_M, mask=ok)
 
 
@@ -145,23 +148,6 @@ def add_slots_kernel(
     store_both(dq, flat * K, ok, sum1, sum2, K, K1, K2)
 
 
-@triton.jit
-def add_pieces(part, total, flat, ok, before, step, first, end,
-               X: tl.constexpr, X1: tl.constexpr, X2: tl.constexpr, L: tl.constexpr,
-               BLOCK_N: tl.constexpr):  # fmt: skip
-    """The sum over a window's pieces, stored to rows `flat` of `total`; `before`: rows that hold a sum to add to."""
-    sum1, sum2 = zeros_both(BLOCK_N, X1, X2)
-    sum1 += load_rows(total, flat * X, before, X, 0, X1, False)
-    if X2 > 0:
-        sum2 += load_rows(total, flat * X, before, X, X1, X2, False)
-    for piece in tl.range(first, end):
-        part_at = (tl.cast(piece, tl.int64) * L + step) * X
-        sum1 += load_rows(part, part_at, ok, X, 0, X1, False)
-        if X2 > 0:
-            sum2 += load_rows(part, part_at, ok, X, X1, X2, False)
-    store_both(total, flat * X, ok, sum1, sum2, X, X1, X2)
-
-
 @triton.jit(do_not_specialize=VARYING)
 def add_pieces_kernel(
     dk_part, dv_part, piece_first, dk, dv, T, n_windows, more,
@@ -178,6 +164,6 @@ def add_pieces_kernel(
     flat = ((bg // G).to(tl.int64) * T + at) * G + bg % G
     before = ok & (more > 0)
     if tl.program_id(2) == 0:
-        add_pieces(dk_part, dk, flat, ok, before, step, first, end, K, K1, K2, L, BLOCK_N)
+        add_partial_rows(dk_part, dk, flat, step, L, ok, before, first, end, K, K1, K2, BLOCK_N)
     else:
-        add_pieces(dv_part, dv, flat, ok, before, step, first, end, V, V1, V2, L, BLOCK_N)
+        add_partial_rows(dv_part, dv, flat, step, L, ok, before, first, end, V, V1, V2, BLOCK_N)

@@ -15,9 +15,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # fixed on import, like the kernels
 VARYING = (
-    "S", "T", "n_keys", "n_window_keys", "n_queries", "n_rows", "n_gates", "n_tiles", "n_chunks", "n_windows",
-    "n_counted", "n_places", "n_pieces", "n_groups_all", "n_parts", "n_compressed", "steps", "more",
-    "position", "origin", "window_position", "window_origin", "position_b", "position_s", "origin_b", "origin_s",
+    "S", "T", "n_keys", "n_window_keys", "n_queries", "n_rows", "n_gates", "n_groups_all", "n_tiles", "n_chunks",
+    "n_runs", "run_length", "n_windows", "n_counted", "n_places", "n_pieces", "n_parts", "n_compressed", "steps",
+    "more", "position", "origin", "window_position", "window_origin", "position_b", "position_s", "origin_b",
+    "origin_s",
 )  # fmt: skip
 """Arguments of kernels that vary from batch to batch. The compiler assumes nothing of them (neither 1 nor a multiple of
 16), or each new length would be compiled again. Addresses and strides of rows are not among them: loads are vectorized
@@ -91,6 +92,25 @@ def zeros_both(ROWS: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
     if N2 > 0:
         second = tl.zeros([ROWS, N2], tl.float32)
     return first, second
+
+
+@triton.jit
+def add_partial_rows(
+    part, total, to, row, n_rows, ok, before, first, end,
+    X: tl.constexpr, X1: tl.constexpr, X2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows `to` of `total` get the sum of rows i · n_rows + row of `part`, first ≤ i < end, in order, after what those
+    `before` already hold."""
+    sum1, sum2 = zeros_both(ROWS, X1, X2)
+    sum1 += load_rows(total, to * X, before, X, 0, X1, False)
+    if X2 > 0:
+        sum2 += load_rows(total, to * X, before, X, X1, X2, False)
+    for i in tl.range(first, end):
+        at = (tl.cast(i, tl.int64) * n_rows + row) * X
+        sum1 += load_rows(part, at, ok, X, 0, X1, False)
+        if X2 > 0:
+            sum2 += load_rows(part, at, ok, X, X1, X2, False)
+    store_both(total, to * X, ok, sum1, sum2, X, X1, X2)
 
 
 @triton.jit
