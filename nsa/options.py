@@ -12,6 +12,8 @@ RopeCompressed = Literal["auto", "before", "after"]
 KVProjections = Literal["per_branch", "shared"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 Precision = Literal["bf16", "fp16", "fp32"]
+Checkpointing = Literal["off", "selective", "full"]
+Compilation = Literal["auto", "on", "off"]
 LearningRateSchedule = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "fsdp", "hsdp"]
 DatasetKind = Literal["fineweb_edu", "local", "prepared", "synthetic"]
@@ -19,6 +21,7 @@ RowPacking = Literal["stream", "best_fit"]
 OnDataEnd = Literal["epoch", "error"]
 SyntheticTask = Literal["uniform", "copy", "needle"]
 
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 PHIS: tuple[Phi, ...] = get_args(Phi)
 GATES: tuple[Gate, ...] = get_args(Gate)
 GATES_PER: tuple[GatePer, ...] = get_args(GatePer)

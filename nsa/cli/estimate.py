@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa.cli.config import resolve
+from nsa.options import CHECKPOINTING
 
 if TYPE_CHECKING:
     from nsa.planning.estimate import RunEstimate
@@ -67,6 +68,7 @@ def as_dict(found: "RunEstimate") -> dict[str, Any]:
             "gradients": memory.gradients,
             "optimizer": memory.optimizer,
             "activations_kept": memory.activations.kept,
+            "activations_selective": memory.activations.selective,
             "activations_recomputed": memory.activations.recomputed,
             "activations": memory.activations.peak(memory.gradient_checkpointing),
             "kernel_workspace": memory.activations.workspace,
@@ -153,15 +155,16 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     for part, count in flops.items():
         yield f"  {part}", f"{count / 1e6:,.1f}", _share(count, total)
     if found.recomputed_flops_per_token:
-        note = "in addition: gradient checkpointing runs the forward pass of the blocks twice"
+        part = " but the attention kernels" if memory.gradient_checkpointing == "selective" else ""
+        note = f"in addition: gradient checkpointing runs the forward pass of the blocks{part} twice"
         yield "  recomputed", f"{found.recomputed_flops_per_token / 1e6:,.1f}", note
     yield from (("", "", ""), ("memory per device", size(memory.total), "peak of a step"))
     yield "  weights", size(memory.weights), "exact; fp32"
     yield "  gradients", size(memory.gradients), "exact; fp32"
     yield "  optimizer", size(memory.optimizer), "exact; AdamW's two moments"
-    on = memory.gradient_checkpointing
-    other = f"{size(memory.activations.peak(not on))} {'without' if on else 'with'} gradient checkpointing"
-    yield "  activations", size(memory.activations.peak(on)), other
+    chosen, kept = memory.gradient_checkpointing, memory.activations
+    others = (f"{size(kept.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
+    yield "  activations", size(kept.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(others)}"
     yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
     if memory.communication:
         yield "  communication", size(memory.communication), "between ranks; estimated, not measured"

@@ -7,6 +7,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from nsa.attention_rules import resolve_rope_compressed
 from nsa.config import rules
 from nsa.config.setting_types import (
+    OFF_OR_FULL,
+    OFF_OR_ON,
     Changeable,
     ConfigSection,
     Count,
@@ -17,7 +19,17 @@ from nsa.config.setting_types import (
     ValueDescription,
 )
 from nsa.geometry import Geometry
-from nsa.options import Gate, GatePer, KVProjections, Phi, Precision, RopeCompressed, RopeType
+from nsa.options import (
+    Checkpointing,
+    Compilation,
+    Gate,
+    GatePer,
+    KVProjections,
+    Phi,
+    Precision,
+    RopeCompressed,
+    RopeType,
+)
 
 FFN_MULTIPLE = 64
 
@@ -169,9 +181,15 @@ class RuntimeConfig(ConfigSection):
         default="bf16",
         description="Compute precision; the loss is always fp32. Long runs need bf16; fp16 cannot train.",
     )
-    gradient_checkpointing: Changeable[bool] = Field(
-        default=False,
-        description="Recompute activations in the backward pass: less memory, more time.",
+    gradient_checkpointing: Changeable[Annotated[Checkpointing, OFF_OR_FULL]] = Field(
+        default="off",
+        description="Recompute activations in the backward pass: less memory, more time. selective keeps the results "
+        "of the attention kernels and recomputes the rest; true means full, false means off.",
+    )
+    compile: Changeable[Annotated[Compilation, OFF_OR_ON]] = Field(
+        default="auto",
+        description="Compile each block with torch.compile; auto: on a GPU. Compiled and uncompiled losses differ by "
+        "rounding.",
     )
     use_flash: Changeable[bool] = Field(
         default=True, description="Let kernels=auto select fused kernels; false restricts it to the portable backend."

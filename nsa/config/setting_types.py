@@ -1,9 +1,9 @@
 """Value types of settings (counts, tokens, steps, seconds), their annotations, and the base class of sections."""
 
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,23 @@ StepsOrNever = Annotated[int, Field(ge=0), SettingUnit("steps, 0 = never")]
 Seconds = Annotated[float, Field(gt=0), SettingUnit("seconds")]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def _read_bool(off: str, on: str) -> BeforeValidator:
+    """Accept what a boolean setting accepts, for two of the options: older configs are written so."""
+
+    def read(value: Any) -> Any:
+        text = str(value).lower() if isinstance(value, str | bool | int) else value
+        return on if text in _TRUE else off if text in _FALSE else value
+
+    return BeforeValidator(read)
+
+
+OFF_OR_FULL = _read_bool("off", "full")
+OFF_OR_ON = _read_bool("off", "on")
 
 T = TypeVar("T")
 Changeable = Annotated[T, MayChangeOnResume()]

@@ -281,7 +281,8 @@ class NSAAttention(nn.Module):
         k_BCGK, v_BCGV = self.phi_k(k, begin_BC), self.phi_v(v, begin_BC)
         if self.rope_compressed == "after":
             if tables is None:
-                tables = self.rotary.tables(block_pos_BC + self.geometry.l - 1)
+                last_BC, wide = block_pos_BC + self.geometry.l - 1, torch.promote_types(k.dtype, torch.float32)
+                tables = self.rotary.tables(last_BC, wide)
             else:
                 last_token_BC1 = (begin_BC + self.geometry.l - 1)[..., None]
                 cos, sin = (x.gather(1, last_token_BC1.expand(-1, -1, x.shape[-1])) for x in tables)

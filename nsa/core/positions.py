@@ -116,9 +116,10 @@ def locate(
         raise ConfigError(f"the input has shape {list(x_BSD.shape)}: it must be [batch, tokens, dim].")
     batch, length = x_BSD.shape[:2]
     padding = padding_of(attention_mask, batch, length, cache is not None, cu_doc_lens is not None)
-    layout = None
+    layout, limit = None, batch * length
+    dtype = torch.promote_types(x_BSD.dtype, torch.float32)  # in which keys and queries are rotated
     if cache is not None:
-        pos_BS = cache.positions(length)
+        pos_BS, limit = cache.positions(length), cache.max_len + length  # padding may stand past the end
     elif cu_doc_lens is not None:
         layout = packed_layout(torch.as_tensor(cu_doc_lens, device=x_BSD.device), batch * length, geometry)
         pos_BS = layout.pos_BS
@@ -126,7 +127,7 @@ def locate(
         layout = plain_layout(batch, length, geometry, x_BSD.device)
         pos_BS = layout.pos_BS
     if position_ids is None and position_embeddings is None:
-        return Positions(layout, rotary.tables(pos_BS), padding)
+        return Positions(layout, rotary.tables(pos_BS, dtype, limit), padding)
 
     def as_rows(x: Tensor) -> Tensor:
         x = x if padding is None else padding.to_front(x)
@@ -149,7 +150,7 @@ def locate(
             raise refusal
         if not differs_BS.is_cpu:  # reading the answer would stall an accelerator at every step
             torch._assert_async(~differs_BS.any(), str(refusal))
-    return Positions(layout, rotary.tables(given_BS), padding)
+    return Positions(layout, rotary.tables(given_BS, dtype), padding)
 
 
 def _foreign_positions(name: str) -> ConfigError:

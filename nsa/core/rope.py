@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.attention_rules import broken_rope_scaling_rules, yarn_betas
@@ -20,21 +21,51 @@ Tables = tuple[Tensor, Tensor]
 class RotaryEmbedding:
     """Angles pos / scale · frequency, where frequency i is base^(−2i/K), changed by `scaling`.
 
-    `scaling` is a mapping as in a Hugging Face config (`rope_scaling` or `rope_parameters`). No state on a device:
-    tables are made from the positions of each call.
+    `scaling` is a mapping as in a Hugging Face config (`rope_scaling` or `rope_parameters`).
     """
 
     def __init__(self, d_k: int, base: float, scale: float, scaling: Mapping[str, Any] | None = None) -> None:
         self.d_k, self.base, self.scale = d_k, base, scale
         self.scaling = _checked_scaling(scaling, base, scale)
         self.attention_factor = _yarn_attention_factor(self.scaling) if self.scaling["rope_type"] == "yarn" else 1.0
+        self._device_tables: dict[torch.device, Tables] = {}
 
-    def tables(self, pos_BS: Tensor) -> Tables:
+    def tables(self, pos_BS: Tensor, dtype: torch.dtype = torch.float64, limit: int | None = None) -> Tables:
+        """Cosines and sines in `dtype`, rounded once from fp64. `limit`: if known, what every position is below.
+
+        On an accelerator they are looked up in a table made on the CPU, because fp64 is slow or missing there. Without
+        a limit, or while torch.compile traces, they are computed from the positions.
+        """
+        device = pos_BS.device
+        if device.type == "cpu" or dtype == torch.float64 or torch.compiler.is_compiling():
+            return self._computed(pos_BS, dtype)
+        if limit is not None:
+            cos, sin = (F.embedding(pos_BS, table).to(dtype) for table in self._device_table(limit, device))
+            return cos, sin
+        if device.type == "mps":
+            cos, sin = self._computed(pos_BS.cpu(), dtype)
+            return cos.to(device), sin.to(device)
+        return self._computed(pos_BS, dtype)
+
+    def _computed(self, pos_BS: Tensor, dtype: torch.dtype) -> Tables:
         # fp64 angles: at position 1,000,000 an fp32 angle is off by up to 0.06 rad in the fastest pair.
         angle_BSF = (pos_BS.double() / self.scale)[..., None] * self.frequencies(pos_BS.device)
-        if self.attention_factor == 1:
-            return angle_BSF.cos(), angle_BSF.sin()
-        return angle_BSF.cos() * self.attention_factor, angle_BSF.sin() * self.attention_factor
+        cos, sin = angle_BSF.cos(), angle_BSF.sin()
+        if self.attention_factor != 1:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return cos.to(dtype), sin.to(dtype)
+
+    def _device_table(self, limit: int, device: torch.device) -> Tables:
+        """[positions, F] in fp32 for at least `limit` positions."""
+        made = self._device_tables.get(device)
+        if made is None or made[0].shape[0] < limit:
+            with torch.inference_mode(False):  # what is kept must serve training too
+                pos_S = torch.arange(1 << (limit - 1).bit_length(), device="cpu")
+                cos, sin = self._computed(pos_S, torch.float32)
+                made = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
+            if type(made[0]) is Tensor:  # not the stand-ins of a tracer
+                self._device_tables[device] = made
+        return made
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per position of each pair: [F], fp64."""

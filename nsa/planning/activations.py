@@ -14,6 +14,7 @@ from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.build import wanted_kernels
+from nsa.options import Checkpointing
 
 FP32 = 4
 INT32, INT64 = 4, 8
@@ -49,13 +50,15 @@ class ActivationMemory:
 
     kept: int
     """Without gradient checkpointing: the saved tensors of every block."""
+    selective: int
+    """As `recomputed`, and the results of the attention operators of all blocks."""
     recomputed: int
-    """With gradient checkpointing: the inputs of all blocks, and the tensors of one recomputed block."""
+    """With full gradient checkpointing: the inputs of all blocks, and the tensors of one recomputed block."""
     workspace: int
-    """Part of both: temporary memory of the attention kernels."""
+    """Part of all three: temporary memory of the attention kernels."""
 
-    def peak(self, gradient_checkpointing: bool) -> int:
-        return self.recomputed if gradient_checkpointing else self.kept
+    def peak(self, gradient_checkpointing: Checkpointing) -> int:
+        return {"off": self.kept, "selective": self.selective, "full": self.recomputed}[gradient_checkpointing]
 
 
 def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_weights: int) -> ActivationMemory:
@@ -74,12 +77,15 @@ def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_w
     loss_forward, loss_backward = logits * (one.width + 2 * FP32), logits * 3 * FP32
     during_block = max(block.feed_forward_backward(), block.attention_backward(workspace))
 
-    kept = layers * saved
-    inputs = layers * one.tokens * config.model.dim * one.stream_width
+    shared = one.tokens * (FP32 * config.model.d_k + 2 * INT64)  # of all blocks: RoPE tables, positions and starts
+    inputs = shared + layers * one.tokens * config.model.dim * one.stream_width
     all_casts = layers * casts  # autocast keeps them until it ends, after the loss and before the backward pass
+    loss = max(all_casts + head + loss_forward, head + loss_backward)
+    results = block.operator_results()
     return ActivationMemory(
-        kept=kept + max(head + loss_forward, head + loss_backward, during_block),
-        recomputed=inputs + max(all_casts + head + loss_forward, head + loss_backward, saved + during_block),
+        kept=shared + layers * saved + max(head + loss_forward, head + loss_backward, during_block),
+        selective=inputs + layers * results + max(loss, saved - results + during_block),
+        recomputed=inputs + max(loss, saved + during_block),
         workspace=workspace,
     )
 
@@ -101,7 +107,14 @@ class _BlockTensors:
     def saved(self) -> int:
         """Saved by the forward pass for the backward pass."""
         per_token = self._norm(readers=4) + self._attention() + self._norm(readers=2) + self._feed_forward()
-        return self.one.tokens * per_token + self.one.rows * self._compressed()
+        return self.one.tokens * per_token + self.one.rows * self._compressed() + self.operator_results()
+
+    def operator_results(self) -> int:
+        """What the attention operators return: part of `saved`."""
+        width = self.one.width
+        per_branch = width * self.values + FP32 * self.heads  # output and log-sum-exp
+        per_token = _BRANCHES * per_branch + INT32 * self.groups * self.n_sel + width * self.values  # the mixed output
+        return self.one.tokens * per_token
 
     def feed_forward_backward(self) -> int:
         """In addition to `saved` during the backward pass of the feed-forward, after its last product is freed."""
@@ -131,18 +144,12 @@ class _BlockTensors:
 
     def _attention(self) -> int:
         width = self.one.width
-        rotated_keys = 1 if self.shared else 2 if self.after else 3
         return (
             width * self.keys  # q
             + (1 if self.shared else 2) * width * self.groups * self.d_k  # k of the selected and the sliding branch
             + width * self.kv_heads * self.d_v  # v of all branches is one tensor
-            + (1 + rotated_keys) * FP32 * self.d_k  # a cosine and a sine per pair and rotation
             + (self._qk_norm() if self.qk_norm else 0)
-            + INT32 * self.groups * self.n_sel  # the selected blocks
-            + 2 * INT64  # positions and starts
-            + _BRANCHES * (width * self.values + FP32 * self.heads)  # each branch's output and log-sum-exp
             + _BRANCHES * FP32 * self.gates
-            + width * self.values  # the mixed output
         )
 
     def _qk_norm(self) -> int:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from nsa.config.schema import KernelsConfig, RunConfig, TrainConfig, settings
+from nsa.core.branches import BRANCH_ORDER
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BackendChoice
 from nsa.model.build import build_model
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import NSATransformer
+from nsa.options import Checkpointing
 from nsa.planning.activations import FP32, ActivationMemory, ForwardPass, activations
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget
 from nsa.planning.step_time import BACKENDS, StepTime, StepWork, backend_that_will_run, step_time, time_at_efficiency
@@ -54,7 +56,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: ActivationMemory
-    gradient_checkpointing: bool
+    gradient_checkpointing: Checkpointing
     optimizer_step: int
     """Temporary memory of the optimizer step, when activations are already freed."""
     communication: int
@@ -90,7 +92,8 @@ class RunEstimate:
     flops_per_token: Mapping[str, float]
     """Forward and backward for one token, by part, summed over layers."""
     recomputed_flops_per_token: float
-    """In addition, with gradient checkpointing: the second forward pass of the blocks."""
+    """In addition, with gradient checkpointing: the second forward pass of the blocks, or of all but the attention
+    operators."""
     memory: MemoryEstimate
     checkpoint_bytes: int
     kept_checkpoints: int
@@ -149,9 +152,9 @@ def estimate(
     except (RuntimeError, OverflowError, TypeError) as error:  # raised by torch for a size that does not fit in 64 bits
         raise _explain_impossible_size(config, error) from error
     parameters = _parameters(config, model)
-    flops, recomputed = _flops(config, model)
+    flops, recomputed_by_mode = _flops(config, model)
     tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
-    recomputed = recomputed if config.runtime.gradient_checkpointing else 0.0
+    recomputed = recomputed_by_mode[config.runtime.gradient_checkpointing]
     work = StepWork(tokens, flops, recomputed, _ADAM_BYTES_MOVED * parameters.total / _shards(config, target))
     backend = backend_that_will_run(config, target.device.is_gpu, kernels)
 
@@ -171,7 +174,7 @@ def estimate(
         vocab_size=vocab_size,
         parameters=parameters,
         flops_per_token=flops,
-        recomputed_flops_per_token=recomputed,
+        recomputed_flops_per_token=work.recomputed_flops_per_token,
         memory=will_run.memory,
         checkpoint_bytes=_checkpoint_bytes(parameters),
         kept_checkpoints=_kept_checkpoints(config.train),
@@ -229,8 +232,8 @@ def _parameters(config: RunConfig, model: NSATransformer) -> ParameterCounts:
     )
 
 
-def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], float]:
-    """FLOPs per token by part, forward and backward, over all layers; and of the blocks' forward pass alone."""
+def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], dict[Checkpointing, float]]:
+    """FLOPs per token by part, forward and backward, over all layers; and those repeated by gradient checkpointing."""
     layers, block = config.model.n_layers, model.blocks[0]
     assert isinstance(block, LlamaBlockNSA)
     attention = block.attention.flops(config.train.seq_len)
@@ -238,7 +241,10 @@ def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], 
     forward = {"feed_forward": feed_forward, **attention}
     # Backward costs twice the forward pass; block selection has no backward.
     flops = {part: layers * count * (1 if part == "select" else 3) for part, count in forward.items()}
-    return {**flops, "head": 6.0 * model.lm_head.w_out.weight.numel()}, layers * sum(forward.values())
+    full = layers * sum(forward.values())
+    operators = layers * sum(forward[part] for part in ("select", *BRANCH_ORDER))
+    repeated: dict[Checkpointing, float] = {"off": 0.0, "selective": full - operators, "full": full}
+    return {**flops, "head": 6.0 * model.lm_head.w_out.weight.numel()}, repeated
 
 
 def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, parameters: ParameterCounts) -> MemoryEstimate:

@@ -5,13 +5,14 @@ with checkpoints disabled. To add a rule, add it to RULES here and a case to tes
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nsa.config.describe import plain
 from nsa.config.schema import RunConfig
 from nsa.kernels.choice_text import REQUESTED, kernels_text
 from nsa.model.build import wanted_kernels
+from nsa.planning.estimate import MemoryEstimate
 from nsa.planning.hardware import GIB
 from nsa.planning.preflight_facts import DryRunAttempt, PreflightFacts
 from nsa.planning.step_time import BACKENDS
@@ -21,6 +22,7 @@ LONG_RUN_S = 2 * 3600.0
 TOY_PARAMETERS = 10_000_000  # in the blocks
 TOY_SEQ_LEN = 512
 FEWEST_CHECKPOINTS = 5
+SAFE_MEMORY = 0.9  # share of the memory that an estimate may fill
 HALT_FILE, HELD_OUT = "halt_file", "held_out"
 RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
 
@@ -220,6 +222,31 @@ def _ranks(facts: PreflightFacts) -> RuleFinding:
     return RuleFinding(False, facts.ranks_problem)
 
 
+def _gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
+    """Without checkpointing a long run needs room for what the estimate may be off by."""
+    mode = facts.config.runtime.gradient_checkpointing
+    setting = f"runtime.gradient_checkpointing is {mode}"
+    if mode == "full":
+        return RuleFinding(True, setting)
+    if facts.estimate is None:
+        return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
+    memory = facts.estimate.memory
+    room = int(SAFE_MEMORY * memory.available)
+    return _finding(
+        memory.total <= room,
+        f"{setting}, about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB",
+        f"a long run needs {1 - SAFE_MEMORY:.0%} of the memory free, because the estimate is not exact",
+        _more_checkpointing(memory, room),
+    )
+
+
+def _more_checkpointing(memory: MemoryEstimate, room: int) -> str:
+    """The least checkpointing that fits."""
+    fits = replace(memory, gradient_checkpointing="selective").total <= room
+    mode = "selective" if fits and memory.gradient_checkpointing == "off" else "full"
+    return f"Set runtime.gradient_checkpointing={mode}."
+
+
 def _memory(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
         return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
@@ -229,8 +256,8 @@ def _memory(facts: PreflightFacts) -> RuleFinding:
         return RuleFinding(True, what)
     if memory.weights + memory.gradients + memory.optimizer > memory.available:
         fix = "Shard with parallel.data=fsdp over more GPUs, or make the model smaller: model.dim, model.n_layers."
-    elif not config.runtime.gradient_checkpointing:
-        fix = "Set runtime.gradient_checkpointing=true."
+    elif config.runtime.gradient_checkpointing != "full":
+        fix = _more_checkpointing(memory, memory.available)
     elif config.train.batch_size > facts.target.count:
         half = max(facts.target.count, config.train.batch_size // 2)
         more = config.train.accumulate_grad_batches * config.train.batch_size // half
@@ -280,12 +307,7 @@ RULES: tuple[PreflightRule, ...] = (
         applies=lambda facts: facts.config.runtime.precision != "fp16",
     ),
     PreflightRule("precision_fp16", "not fp16", _precision_fp16, can_be_allowed=False),
-    PreflightRule(
-        "gradient_checkpointing",
-        "on",
-        _switch_rule("runtime.gradient_checkpointing", True, "activation memory grows with every layer"),
-        long_runs_only=True,
-    ),
+    PreflightRule("gradient_checkpointing", "on where memory is short", _gradient_checkpointing, long_runs_only=True),
     PreflightRule("flash", "fast kernels", _fast_kernels, long_runs_only=True),
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(

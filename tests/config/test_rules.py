@@ -215,3 +215,25 @@ def test_learned_compression_of_rotated_keys_is_refused(resolve, phi):
 def test_huge_sizes_are_refused_at_once(resolve, groups, heads):
     with pytest.raises(ConfigError, match="n_kv_groups"):
         resolve(f"model.n_kv_groups={groups}", f"model.n_heads={heads}")
+
+
+@pytest.mark.parametrize("value", [True, "true", "yes", "on", "full"])
+def test_checkpointing_that_was_true_is_full(value):
+    assert (
+        RunConfig.model_validate({"runtime": {"gradient_checkpointing": value}}).runtime.gradient_checkpointing
+        == "full"
+    )
+
+
+@pytest.mark.parametrize("value", [False, "false", "no", "off"])
+def test_checkpointing_that_was_false_is_off(value):
+    assert (
+        RunConfig.model_validate({"runtime": {"gradient_checkpointing": value}}).runtime.gradient_checkpointing == "off"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [(True, "on"), ("true", "on"), ("on", "on"), ("off", "off"), ("auto", "auto")]
+)
+def test_compile_is_on_off_or_auto(value, read):
+    assert RunConfig.model_validate({"runtime": {"compile": value}}).runtime.compile == read

@@ -62,10 +62,14 @@ def test_a_sound_long_run_passes_every_rule():
     assert statuses(facts()).keys() == set(NAMES)
 
 
+TIGHT = 40  # rows that fill more than 90 % of an RTX 3090 without checkpointing, and no more than all of it
+
 BROKEN = {
     "precision": facts(runtime=dict(precision="fp32")),
     "precision_fp16": facts(runtime=dict(precision="fp16")),
-    "gradient_checkpointing": facts(runtime=dict(gradient_checkpointing=False)),
+    "gradient_checkpointing": facts(
+        "rtx3090", train=dict(batch_size=TIGHT), runtime=dict(gradient_checkpointing="off")
+    ),
     "flash": facts(runtime=dict(use_flash=False), kernels=None),
     "save_every": facts(train=dict(save_every=0)),
     "recovery_points": facts(train=dict(save_every=20_000)),
@@ -132,7 +136,7 @@ def test_all_reasons_are_told_at_once():
         profile="toy",
         kernels=None,
     )
-    wanted = {"precision", "gradient_checkpointing", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence"}
+    wanted = {"precision", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence"}
     assert failed(of) == wanted
     with pytest.raises(PreflightError) as refusal:
         require_passed(judge(of))
@@ -241,9 +245,24 @@ def test_a_fix_for_memory_is_one_that_helps():
     def fix(**sections) -> str:
         return next(v.fix for v in judge(facts("rtx3090", **sections)) if v.rule == "memory")
 
-    assert "gradient_checkpointing=true" in fix(train=dict(batch_size=1024), runtime=dict(gradient_checkpointing=False))
+    off = dict(gradient_checkpointing="off")
+    assert "gradient_checkpointing=selective" in fix(train=dict(batch_size=64), runtime=off)
+    assert "gradient_checkpointing=full" in fix(train=dict(batch_size=1024), runtime=off)
     assert fix(train=dict(batch_size=1024)) == "Set train.batch_size=512 train.accumulate_grad_batches=2."
     assert "fsdp" in fix(train=dict(batch_size=1, seq_len=2**21))
+
+
+def test_checkpointing_is_demanded_only_where_memory_is_short():
+    """The same run without checkpointing passes on a GPU where it fills a small part of the memory."""
+
+    def found(target: str, mode: str):
+        of = facts(target, train=dict(batch_size=TIGHT), runtime=dict(gradient_checkpointing=mode))
+        return next(v for v in judge(of) if v.rule == "gradient_checkpointing")
+
+    assert found("a100-80gb", "off").status == RuleStatus.PASS
+    tight = found("rtx3090", "off")
+    assert (tight.status, tight.fix) == (RuleStatus.FAIL, "Set runtime.gradient_checkpointing=selective.")
+    assert found("rtx3090", "selective").status == found("rtx3090", "full").status == RuleStatus.PASS
 
 
 def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():

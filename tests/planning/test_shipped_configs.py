@@ -71,7 +71,7 @@ def test_the_24_gb_config_fits_every_gpu_its_header_names(target):
 def test_the_post_mortems_run_is_refused_with_every_reason_at_once():
     found, _ = verdicts("train_showcase", "a100-80gb:2", "train.steps=50000", "train.save_every=0")
     assert broken(found) == {
-        "precision", "gradient_checkpointing", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence",
+        "precision", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence",
     }  # fmt: skip
     header = (CONFIGS / "train_showcase.yaml").read_text().partition("profile:")[0]
     assert "Not for long runs: preflight refuses" in header
@@ -122,7 +122,7 @@ def test_the_7b_config_has_the_papers_attention_and_needs_more_than_80_gb():
     assert (nsa.phi, nsa.phi_pos_emb, nsa.gate, nsa.rope_compressed) == ("mlp", True, "sigmoid", "after")
     found, facts = verdicts("base_7b_128k", "h100-80gb:512", "train.batch_size=512")
     assert broken(found) == {"memory"}
-    kept = round(facts.estimate.memory.activations.peak(gradient_checkpointing=True) / 2**30)
+    kept = round(facts.estimate.memory.activations.peak("full") / 2**30)
     assert f"{kept} GiB of activations: no number of 80 GB GPUs is enough" in header("base_7b_128k")
     assert f"a checkpoint takes {round(facts.estimate.checkpoint_bytes / 2**30)} GiB" in header("base_7b_128k")
 

@@ -31,6 +31,7 @@ WAYS = {
     "fsdp": Job("", 2, ["parallel.data=fsdp"]),
     "fsdp_accumulation": Job("", 2, ["parallel.data=fsdp", "train.batch_size=2", "train.accumulate_grad_batches=2"]),
     "fsdp_checkpointed": Job("", 2, ["parallel.data=fsdp", "runtime.gradient_checkpointing=true"]),
+    "fsdp_selective": Job("", 2, ["parallel.data=fsdp", "runtime.gradient_checkpointing=selective"]),
     "hsdp": Job("", 4, ["parallel.data=hsdp", "parallel.shard_ranks=2"]),
     "linear": Job("", 1, ["nsa.phi=linear"]),
     "linear_fsdp": Job("", 2, ["nsa.phi=linear", "parallel.data=fsdp"]),

@@ -24,7 +24,7 @@ from nsa.train.engine import Callback
 from nsa.train.engine.bad_step_hook import RollbackTrainer, StepSkippingTrainModule
 from nsa.train.engine.checkpointer import VerifiedCheckpointer
 from nsa.train.engine.data_loader import RowLoader
-from nsa.train.engine.mixer import transformer_config
+from nsa.train.engine.transformer import build_transformer
 
 BETAS = (0.9, 0.95)
 _NEVER = 2**62
@@ -46,6 +46,12 @@ def choose_device(config: RunConfig, ranks: RankInfo) -> torch.device:
     return torch.device("cuda" if wanted == "auto" else wanted)
 
 
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether the blocks are compiled: `auto` is on for a GPU."""
+    wanted = config.runtime.compile
+    return wanted == "on" or (wanted == "auto" and device.type == "cuda")
+
+
 def build_train_module(
     config: RunConfig, vocab_size: int, ranks: RankInfo, device: torch.device
 ) -> StepSkippingTrainModule:
@@ -53,8 +59,12 @@ def build_train_module(
     check_world_size(config, ranks)
     check_precision(config)
     train, bf16 = config.train, config.runtime.precision == "bf16"
+    checkpointing = config.runtime.gradient_checkpointing
     sharded = ranks.distributed and config.parallel.data != "ddp"
-    model = transformer_config(config, vocab_size).build(init_device="meta")
+    model = build_transformer(config, vocab_size)
+    compiled = compiles(config, device)
+    if compiled:
+        model.apply_compile()
     module = StepSkippingTrainModule(
         model=model,
         optim=AdamWConfig(
@@ -67,7 +77,7 @@ def build_train_module(
         rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,
         max_sequence_length=train.seq_len,
         dp_config=_data_parallel(config, bf16) if ranks.distributed else None,
-        ac_config=TransformerActivationCheckpointingConfig() if config.runtime.gradient_checkpointing else None,
+        ac_config=TransformerActivationCheckpointingConfig() if checkpointing == "full" else None,
         # Sharded weights are cast as they are gathered; whole ones, kept in fp32, at each use.
         autocast_precision=torch.bfloat16 if bf16 and not sharded else None,
         max_grad_norm=train.grad_clip or float("inf"),  # the norm is logged even if nothing is clipped

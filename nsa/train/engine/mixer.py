@@ -16,12 +16,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nsa.config.schema import RunConfig
 from nsa.core.init import init_weights
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import Positions
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest
 from nsa.model.build import attention_arguments, wanted_kernels
 
 _SEEDS = 2**62
+
+
+@dataclass(frozen=True)
+class SharedPositions:
+    """Positions on their way to every block, in a class that FSDP does not look into: it casts the floating-point
+    tensors among a block's arguments to bf16, and RoPE tables must stay in fp32."""
+
+    where: Positions
 
 
 @SequenceMixerConfig.register("nsa")
@@ -94,15 +103,23 @@ class NSAMixer(NSAAttention, SequenceMixer):
         *,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
         max_doc_len: int | None = None,
+        positions: SharedPositions | None = None,
         **unknown: Any,
     ) -> Tensor:
-        """`cu_doc_lens`: where documents packed into the batch begin, rows end to end; they do not see each other."""
+        """`cu_doc_lens`: where documents packed into the batch begin, rows end to end; they do not see each other.
+
+        `positions`: those of this batch, if the model has made them for all its layers.
+        """
         if unknown:
             raise ConfigError(
                 f"the nsa mixer was given {', '.join(sorted(unknown))}: it trains on whole rows, plain or packed. "
                 f"Decode with nsa.model instead."
             )
-        return super().forward(x_BSD, cu_doc_lens=cu_doc_lens)
+        if positions is None:
+            return super().forward(x_BSD, cu_doc_lens=cu_doc_lens)
+        where = positions.where
+        rows = x_BSD if where.tables[0].shape[:2] == x_BSD.shape[:2] else x_BSD.flatten(0, 1)[None]  # packed: one row
+        return super().forward(rows, where=where).view(x_BSD.shape)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward; choosing blocks has no backward."""

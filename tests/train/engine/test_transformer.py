@@ -1,0 +1,166 @@
+"""The engine's transformer: positions made once, activation checkpointing modes, compiled blocks."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from nsa.config.schema import RunConfig
+from nsa.core.probe import probing
+from nsa.core.rope import RotaryEmbedding
+from nsa.options import CHECKPOINTING
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.build import build_train_module, compiles
+from nsa.train.engine.mixer import SharedPositions, transformer_config
+
+CPU = torch.device("cpu")
+LAYERS, ROWS, SEQ_LEN, VOCAB = 3, 2, 64, 97
+
+
+def config_of(checkpointing="off", compile="off", **nsa) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": dict(dim=32, n_layers=LAYERS, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, vocab_size=VOCAB),
+            "nsa": {**dict(l=8, d=4, l_sel=8, n_sel=4, w=16), **nsa},
+            "runtime": dict(device="cpu", precision="fp32", gradient_checkpointing=checkpointing, compile=compile),
+            "kernels": dict.fromkeys(("compressed", "select", "selected", "sliding"), "portable"),
+            "train": dict(seq_len=SEQ_LEN, batch_size=ROWS, steps=1),
+        }
+    )
+
+
+def module_of(config: RunConfig):
+    return build_train_module(config, VOCAB, RankInfo(), CPU)
+
+
+def packed_batch(seed: int) -> dict:
+    """Rows of 1 to 6 documents of random lengths."""
+    dice = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (ROWS, SEQ_LEN), generator=dice)
+    lengths = []
+    for _ in range(ROWS):
+        cuts = torch.randperm(SEQ_LEN - 1, generator=dice)[: int(torch.randint(1, 6, (), generator=dice))] + 1
+        lengths.append(torch.tensor([0, *sorted(cuts.tolist()), SEQ_LEN], dtype=torch.int32).diff())
+    doc_lens = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
+    most = [int(row.max()) for row in lengths]
+    return {"input_ids": tokens, "labels": tokens.roll(-1, 1), "doc_lens": doc_lens, "max_doc_lens": most}
+
+
+def plain_batch(seed: int) -> dict:
+    batch = packed_batch(seed)
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
+def loss_of(module, batch: dict) -> torch.Tensor:
+    ids, labels, more = module._prepare_batch(dict(batch))
+    return module.model_forward(ids, labels=labels, loss_reduction="mean", return_logits=False, **more).loss
+
+
+def gradients(module, batch: dict) -> dict[str, torch.Tensor]:
+    loss_of(module, batch).backward()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in module.model.named_parameters()}
+
+
+class OperatorCounts(TorchDispatchMode):
+    """How often each of our operators is executed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "nsa":
+            self.seen[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [plain_batch(0), packed_batch(0)], ids=["plain", "packed"])
+@pytest.mark.parametrize("nsa", [{}, dict(phi="mlp", rope_compressed="after"), dict(kv="shared")], ids=str)
+def test_shared_positions_change_nothing(batch, nsa):
+    """The same weights in the engine's own class, where every layer makes its positions."""
+    module = module_of(config_of(**nsa))
+    engines = transformer_config(config_of(**nsa), VOCAB).build(init_device="cpu")
+    engines.load_state_dict(module.model.state_dict())
+    more = {name: batch[name] for name in ("doc_lens", "max_doc_lens") if name in batch}
+    assert torch.equal(module.model(batch["input_ids"], **more), engines(batch["input_ids"], **more))
+
+
+@pytest.mark.parametrize("batch", [plain_batch(0), packed_batch(0)], ids=["plain", "packed"])
+def test_rope_tables_are_made_once_per_forward_pass(batch, monkeypatch):
+    made, module = [], module_of(config_of())
+    compute = RotaryEmbedding._computed
+    monkeypatch.setattr(RotaryEmbedding, "_computed", lambda self, *a: made.append(a) or compute(self, *a))
+    loss_of(module, batch)
+    assert len(made) == 1
+
+
+def test_fsdp_does_not_cast_shared_tables():
+    """It casts the floating-point leaves of a block's arguments; shared positions are one leaf that is no tensor."""
+    leaves, _ = tree_flatten({"positions": SharedPositions((torch.zeros(2), torch.zeros(3)))})
+    assert [type(leaf) for leaf in leaves] == [SharedPositions]
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("off", 1), ("selective", 1), ("full", 2)])
+def test_how_often_operators_run(checkpointing, times):
+    module = module_of(config_of(checkpointing))
+    with OperatorCounts() as counts:
+        loss_of(module, packed_batch(1)).backward()
+    forward = {name: n for name, n in counts.seen.items() if "backward" not in name}
+    assert forward == {"nsa::attend": 3 * LAYERS * times, "nsa::select": LAYERS * times}
+    assert counts.seen["nsa::attend_backward"] == 3 * LAYERS
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])
+def test_checkpointing_leaves_gradients_and_names_as_they_are(checkpointing):
+    wanted = gradients(module_of(config_of()), packed_batch(2))
+    module = module_of(config_of(checkpointing))
+    found = gradients(module, packed_batch(2))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
+    saved = module.state_dict()["model"]
+    assert saved.keys() == module_of(config_of()).state_dict()["model"].keys()
+
+
+def test_auto_compiles_on_a_gpu_only():
+    def on(name: str) -> list[bool]:
+        return [compiles(config_of(compile=name), torch.device(device)) for device in ("cpu", "cuda")]
+
+    assert (on("auto"), on("on"), on("off")) == ([False, True], [True, True], [False, False])
+
+
+def graphs() -> int:
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def step(module, batch: dict, probed: bool = False) -> float:
+    with probing(module.model) if probed else nullcontext({}) as probes:
+        loss = loss_of(module, batch)
+    loss.backward()
+    module.optim.step()
+    module.zero_grads()
+    assert all(probe.figures["gate_entropy_mean"] > 0 for probe in probes.values())
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    "checkpointing", ["off", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("selective", "full"))]
+)
+def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing):
+    """With Inductor: no break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
+    torch._dynamo.reset()
+    counters.clear()
+    module, eager = module_of(config_of(checkpointing, "on")), module_of(config_of(checkpointing))
+    found = [step(module, packed_batch(0), probed=True)]
+    assert graphs() == 2  # the block, for all layers; and the head
+    found.append(step(module, packed_batch(1)))
+    assert graphs() == 3
+    found += [step(module, packed_batch(n), probed=n % 10 == 0) for n in range(2, 50)]
+    assert graphs() == 3
+    expected = [step(eager, packed_batch(n), probed=n % 10 == 0) for n in range(50)]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert not [name for name in module.state_dict()["model"] if "_orig_mod" in name or "_checkpoint" in name]

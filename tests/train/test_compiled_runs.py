@@ -1,0 +1,62 @@
+"""Runs with compiled blocks: the losses of uncompiled ones, exact resume, sharded and checkpointed too."""
+
+import json
+
+import pytest
+
+from nsa import names
+from tests.train.runs import Job, run_all
+from tests.train.test_resume import corpus, story  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+SELECTIVE = "runtime.gradient_checkpointing=selective"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, corpus):  # noqa: F811
+    """Real documents in packed rows."""
+    folder = tmp_path_factory.mktemp("compiled")
+    base = ["train.steps=8", "train.save_every=4", "train.lr_schedule=constant"]
+    data = ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.1", "train.log_every=1"]
+
+    def job(name, world=1, *changes, **more):
+        return Job(str(folder / name), world, [*base, *data, *changes], **more)
+
+    on, fsdp = "runtime.compile=on", "parallel.data=fsdp"
+    codes = run_all(
+        job("eager"),
+        job("compiled", 1, on),
+        job("stopped", 1, on, "train.steps=4"),
+        job("stopped", 1, on, resume=True),
+        job("into_eager", 1, on, "train.steps=4"),
+        job("into_eager", resume=True),
+        job("ddp", 2, on),
+        job("fsdp", 2, on, fsdp),
+        job("fsdp_selective", 2, on, fsdp, SELECTIVE),
+        timeout_s=1500,
+    )
+    assert {code for ranks in codes for code in ranks} == {0}
+    return folder
+
+
+@pytest.mark.parametrize("name", ["compiled", "into_eager", "ddp", "fsdp", "fsdp_selective"])
+def test_losses_are_those_of_the_uncompiled_run(runs, name):
+    expected, found = story(runs / "eager"), story(runs / name)
+    assert len(found) == 8
+    for (step, loss, norm), (its_step, its_loss, its_norm) in zip(expected, found, strict=True):
+        assert its_step == step
+        assert its_loss == pytest.approx(loss, rel=1e-5)
+        assert its_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_resuming_is_exact(runs):
+    assert story(runs / "stopped") == story(runs / "compiled")
+
+
+def test_checkpoints_have_the_names_of_the_uncompiled_model(runs):
+    def keys(name):
+        metadata = next((runs / name / names.CHECKPOINTS / "step8").rglob("state.json"))
+        return json.loads(metadata.read_text())["config"]["model"]
+
+    assert keys("compiled") == keys("eager")
