@@ -30,11 +30,12 @@ def gpu_check(
     only: list[str] = typer.Option(None, "--only", metavar="SUBJECT", help="Only this subject (may be repeated)."),
     out: Path = typer.Option(None, "--out", metavar="DIR", help="Folder for the files (default: bench/results)."),
 ) -> None:
-    """Check the kernels on this GPU: parity, autocast, causality, determinism, compile, decode; `--full` adds speed.
+    """Check the kernels on this GPU: parity, autocast, determinism, compile, decode, training; `--full` adds speed.
 
     Each row shows the measured value and its limit. A check that fails, crashes or hangs does not stop the others.
     Exit code 0 only if all hold, else 1. Writes `gpu_NAME.json` and `gpu_NAME.md`, ready to commit; Ctrl-C keeps what
-    is finished. Subjects: environment, parity, autocast, causality, determinism, compile, decode, speed.
+    is finished. Subjects: environment, parity, autocast, causality, determinism, compile, decode, long (8k tokens),
+    devices (a second GPU), training (a few steps of configs/train_50k.yaml), speed.
 
     `--rehearse` runs the same code on a CPU under Triton's interpreter: rows that need a GPU are marked, and its files
     do not count as a result.

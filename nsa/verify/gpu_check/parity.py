@@ -4,7 +4,7 @@ In fp32 the error itself is bounded. In half precision it may be twice the error
 same formula on the same device, every intermediate rounded to that dtype.
 
 Under autocast kernels compute in their inputs' dtype, and a module is as accurate as PyTorch's. The portable backend is
-checked there too: it is the default on a GPU, and autocast would change its matrix products.
+checked there too: it runs where Triton does not, and autocast would change its matrix products.
 """
 
 from collections.abc import Iterator

@@ -20,14 +20,25 @@ from typing import IO, Any
 import torch
 
 from nsa.errors import ConfigError
-from nsa.verify.gpu_check import compiled, decode, determinism, environment, parity, speed
+from nsa.verify.gpu_check import (
+    compiled,
+    decode,
+    determinism,
+    devices,
+    environment,
+    long_rows,
+    parity,
+    speed,
+    training,
+)
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable
 from nsa.verify.gpu_check.sizes import CheckSizes, on_gpu, rehearsal
 
 SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "environment": environment.checks, "parity": parity.parity_checks, "autocast": parity.autocast_checks,
     "causality": determinism.causality_checks, "determinism": determinism.determinism_checks,
-    "compile": compiled.checks, "decode": decode.checks, "speed": speed.checks,
+    "compile": compiled.checks, "decode": decode.checks, "long": long_rows.checks, "devices": devices.checks,
+    "training": training.checks, "speed": speed.checks,
 }  # fmt: skip
 
 SILENCE_TIMEOUT_S = 1800.0  # a child without a message for this long hangs

@@ -91,6 +91,10 @@ class CheckSizes:
     module_dtypes: tuple[str, ...]
     compiler: str
     speed: SpeedSizes
+    long: ModuleSizes
+    """A long row, compared with the portable backend."""
+    training: tuple[str, ...]
+    """Changes to configs/train_50k.yaml for a few steps of the trainer."""
 
     @property
     def is_gpu(self) -> bool:
@@ -118,6 +122,8 @@ def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
         every,
         "inductor",
         SpeedSizes("base", SHAPES["base"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
+        ModuleSizes(SHAPES["base"], 8192, (), prompt=0, ragged=()),
+        ("train.steps=40", "train.warmup_steps=10", "train.log_every=10", "train.eval_every=0", "train.save_every=0"),
     )
 
 
@@ -137,6 +143,15 @@ def rehearsal(*, full: bool) -> CheckSizes:
         ("fp32",),
         "aot_eager",
         SpeedSizes("rehearsal", shape, (27,), (), (), ("fp32",), (True,), 0.0),
+        ModuleSizes(shape, 50, (), prompt=0, ragged=()),
+        (
+            *(f"kernels.{branch}={BACKEND}" for branch in BackendRequest._fields),
+            *("runtime.device=cpu", "runtime.precision=fp32", "model.dim=16", "model.n_layers=1", "model.n_heads=2"),
+            *("model.n_kv_groups=1", "model.d_k=16", "model.d_v=16", "model.vocab_size=300"),
+            *(f"nsa.{name}={size}" for name, size in vars(_MINI).items()),
+            *("train.steps=1", "train.warmup_steps=0", "train.seq_len=24", "train.batch_size=1"),
+            *("train.eval_every=0", "train.save_every=0"),
+        ),
     )
 
 

@@ -1,0 +1,116 @@
+"""Rows of the GPU check on training, long rows and a second device: each fails for the fault it is there for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from nsa.kernels.registry import BackendRequest
+from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.verify.gpu_check import devices, long_rows, training
+from nsa.verify.gpu_check.check_result import CheckStatus
+from nsa.verify.gpu_check.sizes import attention, on_gpu, rehearsal
+
+CPU = torch.device("cpu")
+BY_PORTABLE = BackendRequest(*["portable"] * 4)
+
+
+@pytest.fixture
+def scope(monkeypatch):
+    """The rehearsal's sizes, with the portable backend in place of interpreted Triton."""
+
+    def portable(*args, **settings):
+        module = attention_of_triton(*args, **settings)
+        module.kernels = BY_PORTABLE
+        return module
+
+    attention_of_triton = attention
+    for module in (devices, long_rows, training):
+        monkeypatch.setattr(module, "attention", portable)
+    return rehearsal(full=False)
+
+
+def test_a_second_device_is_compared_bit_by_bit(scope, monkeypatch):
+    assert devices.differing_bits(scope, "fp32", CPU, CPU) == 0
+    drawn = iter((1, 2))
+    monkeypatch.setattr(devices, "tokens", lambda scope, dtype: torch.full((1, 31, 48), next(drawn), dtype=dtype))
+    assert devices.differing_bits(scope, "fp32", CPU, CPU) > 0
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(["A100"], "needs two GPUs"), (["A100", "L4"], "A100 and L4 differ")])
+def test_without_two_equal_gpus_the_row_says_so(monkeypatch, gpus, said):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda n: gpus[n])
+    (row,) = devices._second_device(on_gpu(torch.device("cuda"), full=False), "fp32")
+    assert (row.verdict, said in row.measured) == (CheckStatus.FACT, True)
+
+
+def test_the_long_row_is_8k_on_a_gpu_and_finds_a_difference(scope, monkeypatch):
+    assert on_gpu(torch.device("cuda"), full=False).long.length == 8192
+    assert {row.verdict for row in long_rows._against_portable(scope, "fp32")} == {CheckStatus.HOLDS}
+
+    def other(*args, **settings):
+        module = honest(*args, **settings)
+        forward = type(module).forward
+
+        def changed(self, x):
+            out = forward(self, x)
+            return out if self.kernels == BY_PORTABLE else out * 1.001
+
+        monkeypatch.setattr(type(module), "forward", changed)
+        module.kernels = BackendRequest(*["reference"] * 4)
+        return module
+
+    honest = long_rows.attention
+    monkeypatch.setattr(long_rows, "attention", other)
+    rows = list(long_rows._against_portable(scope, "fp32"))
+    assert [row.verdict for row in rows] == [CheckStatus.FAILS, CheckStatus.HOLDS, CheckStatus.FAILS]
+
+
+def test_kernels_that_checkpointing_computes_twice_are_found(scope, monkeypatch):
+    assert {row.verdict for row in training._selective(scope, "fp32")} == {CheckStatus.HOLDS}
+    monkeypatch.setattr(training, "_keep_our_outputs", lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    same, twice = training._selective(scope, "fp32")
+    assert (same.verdict, twice.verdict) == (CheckStatus.HOLDS, CheckStatus.FAILS)
+    assert "nsa::" in twice.note
+
+
+def beat(loss):
+    return HeartbeatRecord.now(ts=0.0, rank=0, step=1, msg="progress", loss=loss, toks_per_s=1.0)
+
+
+def test_a_run_that_fails_or_takes_other_kernels_is_found(monkeypatch):
+    scope = rehearsal(full=False)
+    kernels = {branch: {"backend": "triton", "reason": "verified on this GPU"} for branch in BackendRequest._fields}
+    rows = list(training._trained(scope, "steps", [], [beat(2.0)], {"kernels": kernels}))
+    assert [row.verdict for row in rows] == [CheckStatus.HOLDS, CheckStatus.HOLDS, CheckStatus.FACT]
+    kernels["select"] = {"backend": "portable", "reason": "triton: its check failed"}
+    finite, other, _ = training._trained(scope, "steps", [], [beat(float("nan"))], {"kernels": kernels})
+    assert (finite.verdict, other.verdict) == (CheckStatus.FAILS, CheckStatus.FAILS)
+    assert "its check failed" in other.note
+    monkeypatch.setattr(
+        training.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=20, stdout="ConfigError: no GPU\n")
+    )
+    (row,) = training._train_50k(scope)
+    assert (row.verdict, row.measured, row.note) == (CheckStatus.FAILS, 20, "ConfigError: no GPU")
+
+
+def test_outside_a_checkout_the_row_says_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "CONFIG", tmp_path / "train_50k.yaml")
+    (row,) = training._train_50k(rehearsal(full=False))
+    assert "run in a checkout" in row.note
+
+
+def test_the_steps_on_a_gpu_change_nothing_of_the_model():
+    from nsa.config import load
+
+    changes = on_gpu(torch.device("cuda"), full=False).training
+    short, whole = load(training.CONFIG, overrides=changes), load(training.CONFIG)
+    assert (short.model, short.nsa, short.runtime, short.kernels) == (
+        whole.model,
+        whole.nsa,
+        whole.runtime,
+        whole.kernels,
+    )
+    assert (short.train.batch_size, short.train.seq_len) == (whole.train.batch_size, whole.train.seq_len)
