@@ -1,8 +1,8 @@
 """Step time of a run by kernel backend: modelled for Triton, calculated for the portable backend, assumed for the rest.
 
 None of it was measured on a GPU. Attention in Triton runs at the share of the GPU's peak that the performance model
-gives for the base shape (predictions.json). Attention in the portable backend waits for memory: it copies the selected
-keys and values of every query and stores its scores. The rest of a step runs at an assumed share of the peak.
+gives for the base shape (predictions.json). Attention in the portable backend waits for memory: it copies queries and
+results for every selected block and stores scores. The rest of a step runs at an assumed share of the peak.
 """
 
 import json
@@ -32,8 +32,8 @@ CPU_EFFICIENCY = 0.1
 _CPU_PORTABLE_SLOWDOWN = 4.0  # measured on two cores: 3 to 5
 _REST_EFFICIENCY = 0.25  # matrix products of a 125M model on an A100
 _BANDWIDTH_SHARE = 0.85
-# Times that the portable backend moves a byte of copied keys and values, and of scores, through memory.
-_COPY_PASSES, _COPY_PASSES_FORWARD = 10, 3
+# Times that the portable backend moves a byte of copied rows, and of scores, through memory; counted in its code.
+_ROW_PASSES, _ROW_PASSES_FORWARD = 16, 7
 _SCORE_PASSES, _SCORE_PASSES_FORWARD = 18, 6
 _FP32 = 4
 _ATTENTION = ("select", "compressed", "selected", "sliding")
@@ -116,14 +116,18 @@ def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend
 
 
 def portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
-    """Through memory, all layers, by the portable backend: (copies × passes + scores × passes) in fp32."""
+    """Through memory, all layers, by the portable backend, in fp32: passes × copied rows + passes × scores.
+
+    In packed rows a selected block lies across two windows of keys, each with a copy of the query and its result. A
+    query scores all compressed keys, and up to two windows of the sliding branch.
+    """
     model, geometry, length = config.model, config.nsa.geometry, config.train.seq_len
-    chosen = min(geometry.n_sel * geometry.l_sel, length)
-    copies = model.n_kv_groups * chosen * (model.d_k + model.d_v) * _FP32
-    scores = model.n_heads * sum(geometry.total_reads(length).values()) / length * _FP32
-    copied = _COPY_PASSES + (_COPY_PASSES_FORWARD if recomputed else 0)
-    scored = _SCORE_PASSES + (_SCORE_PASSES_FORWARD if recomputed else 0)
-    return model.n_layers * (copies * copied + scores * scored)
+    windows = 2 * geometry.n_sel
+    rows = windows * (model.d_k + model.d_v)
+    scores = windows * geometry.l_sel + geometry.n_compressed(length) + 2 * min(geometry.w, length)
+    row_passes = _ROW_PASSES + (_ROW_PASSES_FORWARD if recomputed else 0)
+    score_passes = _SCORE_PASSES + (_SCORE_PASSES_FORWARD if recomputed else 0)
+    return model.n_layers * model.n_heads * _FP32 * (rows * row_passes + scores * score_passes)
 
 
 def _triton_share(device_name: str, length: int) -> tuple[float, str]:
