@@ -163,8 +163,8 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     yield "  gradients", size(memory.gradients), "exact; fp32"
     yield "  optimizer", size(memory.optimizer), "exact; AdamW's two moments"
     chosen, kept = memory.gradient_checkpointing, memory.activations
-    others = (f"{size(kept.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
-    yield "  activations", size(kept.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(others)}"
+    modes = (f"{size(kept.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
+    yield "  activations", size(kept.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(modes)}"
     yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
     if memory.communication:
         yield "  communication", size(memory.communication), "between ranks; estimated, not measured"

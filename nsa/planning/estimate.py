@@ -154,8 +154,9 @@ def estimate(
     parameters = _parameters(config, model)
     flops, recomputed_by_mode = _flops(config, model)
     tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
-    recomputed = recomputed_by_mode[config.runtime.gradient_checkpointing]
-    work = StepWork(tokens, flops, recomputed, _ADAM_BYTES_MOVED * parameters.total / _shards(config, target))
+    mode = config.runtime.gradient_checkpointing
+    moved = _ADAM_BYTES_MOVED * parameters.total / _shards(config, target)
+    work = StepWork(tokens, flops, recomputed_by_mode[mode], recomputes_attention=mode == "full", optimizer_bytes=moved)
     backend = backend_that_will_run(config, target.device.is_gpu, kernels)
 
     def with_backend(name: str) -> BackendEstimate:

@@ -47,7 +47,9 @@ class StepWork:
     flops_per_token: Mapping[str, float]
     """Forward and backward, by part."""
     recomputed_flops_per_token: float
-    """By activation checkpointing; 0 without it."""
+    """By gradient checkpointing; 0 without it."""
+    recomputes_attention: bool
+    """Whether the attention operators are among that."""
     optimizer_bytes: float
     """Moved by the optimizer step of one device."""
 
@@ -56,7 +58,7 @@ class StepWork:
         """Of the three branches and the selection, recomputation included."""
         parts = {part: self.flops_per_token[part] for part in _ATTENTION}
         again = sum(count if part == "select" else count / 3 for part, count in parts.items())
-        return sum(parts.values()) + (again if self.recomputed_flops_per_token else 0.0)
+        return sum(parts.values()) + (again if self.recomputes_attention else 0.0)
 
     @property
     def other_flops(self) -> float:
@@ -108,7 +110,7 @@ def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend
         seconds = work.tokens * work.attention_flops / (peak * share)
         as_on = f" as on {like}" if like not in target.device.name else ""
         return StepTime(seconds + rest_s, f"modelled: attention at {share:.0%} of peak{as_on}, {rest}")
-    moved = portable_bytes_per_token(config, recomputed=bool(work.recomputed_flops_per_token))
+    moved = portable_bytes_per_token(config, recomputed=work.recomputes_attention)
     seconds = work.tokens * moved / (target.count * _BANDWIDTH_SHARE * bandwidth)
     least = "at least; " if backend == "reference" else ""
     source = f"{least}calculated: attention moves {moved / 1e6:.0f} MB per token through memory, {rest}"

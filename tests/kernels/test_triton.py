@@ -115,14 +115,14 @@ WIDE_RANGES = {
 def test_tiles_that_every_row_sees_are_computed_without_masks(layout, branch):
     geometry, length, documents = WIDE_RANGES[layout]
     sizes = KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents)
-    assert_as_the_reference(KernelCall(sizes, torch.float32), branch)
+    assert_as_the_reference(sizes.call(torch.float32), branch)
 
 
 @interpreted
 def test_log_sum_exps_of_many_keys_choose_the_references_blocks():
     """The pass that selection makes alone, without the compressed branch's output."""
     geometry, length, documents = WIDE_RANGES["one document"]
-    call = KernelCall(KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents), torch.float32)
+    call = KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents).call(torch.float32)
     q, k, where = call.q_BSGRK, call.compressed[0], (call.layout.pos_BS, call.layout.first_BS)
     idx = TRITON.functions.select(q, k, *where, **call.choosing)
     assert blocks_error(q, k, *where, idx, geometry, call.scale).max() <= 1e-4

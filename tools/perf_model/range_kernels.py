@@ -84,7 +84,7 @@ def range_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
 
 def add_parts(sizes: LaunchSizes, branch: str) -> Iterator[KernelWork]:
     """Sums of the parts of dK and dV, where there are several."""
-    _, parts = key_tile_trips(sizes, branch, tiles_of("range_dkv", sizes))
+    _, _, parts = key_tile_trips(sizes, branch, tiles_of("range_dkv", sizes))
     if parts > 1:
         keys = _axis(sizes, branch) * sizes.shape.n_kv_groups * sizes.key_bytes()
         moved = keys * (parts * 4 / sizes.element + 1)

@@ -9,7 +9,6 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
 from nsa.bench.shapes import SHAPES
-from nsa.verify.gpu_check.kernel_call import KernelCall
 from nsa.verify.gpu_check.sizes import KernelSizes
 from tools.perf_model import range_kernels, selected_kernels
 from tools.perf_model.selection_overlap import SelectionOverlap
@@ -45,14 +44,14 @@ def check(driver: EmulatorDriver, *modelled: KernelWork) -> None:
 
 
 def test_range_kernels():
-    call = KernelCall(KernelSizes(SHAPE, SIZES.length), torch.bfloat16)
+    call = KernelSizes(SHAPE, SIZES.length).call(torch.bfloat16)
     with emulated("sm_80") as driver:
         call.by_kernel("triton", "sliding", CPU)
         check(driver, range_kernels.range_forward(SIZES, "sliding"), *list(range_kernels.backward(SIZES))[2:])
 
 
 def test_selected_kernels():
-    call = KernelCall(KernelSizes(SHAPE, SIZES.length), torch.bfloat16)
+    call = KernelSizes(SHAPE, SIZES.length).call(torch.bfloat16)
     overlap = SelectionOverlap(SHAPE, SIZES.length, "random", call.idx_BSGN[:, :, 0])
     with emulated("sm_80") as driver:
         call.by_kernel("triton", "selected", CPU)
