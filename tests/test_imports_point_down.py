@@ -40,9 +40,10 @@ READS_ENVIRONMENT = (
     "nsa.config.env",
     "nsa.kernel_variables",
     "nsa.train",
-    "nsa.storage",
-    "nsa.data.tokenizer",
-)  # the last two only set
+    "nsa.storage",  # only sets
+    "nsa.data.tokenizer",  # only sets
+    "nsa.kernels.self_check.child",  # only passes it on, to a child process
+)
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

@@ -15,6 +15,7 @@ import torch
 from nsa import __version__
 from nsa.bench.timing import Now
 from nsa.errors import ConfigError
+from nsa.kernels.self_check.record import architecture_of, driver_version, runtime_version
 
 # The instruction sets that decide how fast attention can be.
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
@@ -151,11 +152,11 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
-        "capability": properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}",
+        "capability": architecture_of(device),
         "units": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": _driver(),
-        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+        "driver": driver_version(),
+        "runtime": runtime_version(),
         "triton": triton_version(),
     }
 
@@ -166,19 +167,3 @@ def triton_version() -> str | None:
     except ModuleNotFoundError:
         return None
     return str(triton.__version__)
-
-
-def _driver() -> str:
-    """Driver version from the vendor's tool; PyTorch does not have it."""
-    commands = (
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        ["rocm-smi", "--showdriverversion", "--csv"],
-    )
-    for words in commands[1:] if torch.version.hip else commands[:1]:
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip().splitlines()[-1].rpartition(",")[2].strip()
-    return "unknown"

@@ -34,8 +34,8 @@ def gpu_check(
 
     Each row shows the measured value and its limit. A check that fails, crashes or hangs does not stop the others.
     Exit code 0 only if all hold, else 1. Writes `gpu_NAME.json` and `gpu_NAME.md`, ready to commit; Ctrl-C keeps what
-    is finished. Subjects: environment, parity, autocast, causality, determinism, compile, decode, long (8k tokens),
-    devices (a second GPU), training (a few steps of configs/train_50k.yaml), speed.
+    is finished. Subjects: environment, self-check, parity, autocast, causality, determinism, compile, decode, long
+    (8k tokens), devices (a second GPU), training (a few steps of configs/train_50k.yaml), speed.
 
     `--rehearse` runs the same code on a CPU under Triton's interpreter: rows that need a GPU are marked, and its files
     do not count as a result.

@@ -6,20 +6,17 @@ program (`python -m nsa.verify.gpu_check.runner ARGUMENTS`).
 
 import json
 import os
-import select
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 import torch
 
 from nsa.errors import ConfigError
+from nsa.kernels.self_check.child import child_messages, exception_line, output_lines
 from nsa.verify.gpu_check import (
     compiled,
     decode,
@@ -28,6 +25,7 @@ from nsa.verify.gpu_check import (
     environment,
     long_rows,
     parity,
+    self_check,
     speed,
     training,
 )
@@ -35,15 +33,14 @@ from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck
 from nsa.verify.gpu_check.sizes import CheckSizes, on_gpu, rehearsal
 
 SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
-    "environment": environment.checks, "parity": parity.parity_checks, "autocast": parity.autocast_checks,
+    "environment": environment.checks, "self-check": self_check.checks, "parity": parity.parity_checks,
+    "autocast": parity.autocast_checks,
     "causality": determinism.causality_checks, "determinism": determinism.determinism_checks,
     "compile": compiled.checks, "decode": decode.checks, "long": long_rows.checks, "devices": devices.checks,
     "training": training.checks, "speed": speed.checks,
 }  # fmt: skip
 
 SILENCE_TIMEOUT_S = 1800.0  # a child without a message for this long hangs
-_EXIT_GRACE_S = 20.0
-_MOST_CHARACTERS = 300
 _MOST_LINES = 40
 
 
@@ -97,8 +94,8 @@ class GpuCheckRunner:
                         yield MeasuredTable(**message["measured"])
                     elif message["kind"] == "exited":
                         check = self.checks[max(reached, first)]
-                        why = message["why"] or _exception_line(output)
-                        self.traces[f"{check.subject}: {check.name}"] = "\n".join(_lines(output)[-_MOST_LINES:])
+                        why = message["why"] or exception_line(output)
+                        self.traces[f"{check.subject}: {check.name}"] = "\n".join(output_lines(output)[-_MOST_LINES:])
                         yield CheckResult(check.name, CheckStatus.FAILS, note=why, subject=check.subject,
                                   seconds=time.monotonic() - began)  # fmt: skip
                     else:
@@ -108,54 +105,8 @@ class GpuCheckRunner:
             first = reached + 1
 
     def _messages(self, first: int, output: IO[bytes]) -> Iterator[dict[str, Any]]:
-        reading, writing = os.pipe()
-        arguments = vars(self.request) | {"to": writing, "first": first}
-        child = subprocess.Popen(
-            [sys.executable, "-m", "nsa.verify.gpu_check.runner", json.dumps(arguments)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(writing,), env=dict(self.environ),
-            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
-        )  # fmt: skip
-        os.close(writing)
-        why, left = "", False
-        try:
-            with os.fdopen(reading, "rb", buffering=0) as pipe:
-                waiting = b""
-                while not left:
-                    if not select.select([pipe], [], [], self.silence_s)[0]:
-                        why = f"no message for {self.silence_s:.0f} s: killed"
-                        break
-                    read = pipe.read(1 << 16)
-                    left = not read
-                    *lines, waiting = (waiting + read).split(b"\n")
-                    yield from map(json.loads, lines)
-        finally:
-            _end(child, grace_s=_EXIT_GRACE_S if left else 0.0)
-        if child.returncode:
-            if not why and child.returncode < 0:
-                why = f"the process died of {signal.Signals(-child.returncode).name}"
-            yield {"kind": "exited", "why": why}
-
-
-def _end(child: "subprocess.Popen[bytes]", grace_s: float) -> None:
-    """Kill the child and its process group after a grace period."""
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=grace_s)
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _lines(output: IO[bytes]) -> list[str]:
-    output.seek(0)
-    return [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-
-
-def _exception_line(output: IO[bytes]) -> str:
-    """The exception of the last traceback: its first line that is not indented."""
-    lines = _lines(output)
-    begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback")), default=-1)
-    found = next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "it exited without output")
-    return found[:_MOST_CHARACTERS]
+        command = [sys.executable, "-m", "nsa.verify.gpu_check.runner"]
+        return child_messages(command, vars(self.request) | {"first": first}, self.environ, output, self.silence_s)
 
 
 def main(arguments: str) -> None:
