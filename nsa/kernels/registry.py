@@ -17,10 +17,16 @@ from nsa.kernels.interface import KernelShape as KernelShape
 from nsa.kernels.interface import TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
+from nsa.kernels.self_check.verification import Verification, verification
 
 warm_up_vector_math()
 
 BRANCHES = KernelFunctions._fields
+
+VERIFIED_ON = ("cuda",)
+"""Kinds of device on which 'auto' takes a backend that passes its check."""
+VERIFIED = "verified on this GPU"
+"""The reason of a choice that a check allowed."""
 
 Mixing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -41,6 +47,9 @@ class KernelBackend:
     why_not: Callable[[str, torch.device, torch.dtype, KernelShape], str | None]
     """The reason it cannot compute this branch for this device, dtype and shape; None if it can."""
     by_default: bool = True
+    """Whether 'auto' takes it without a check."""
+    verify: Callable[[torch.device, torch.dtype, KernelShape], Verification] | None = None
+    """Checks it on the device at hand: on a GPU, 'auto' also takes a backend that passes."""
     compressed_and_select: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Both in one pass: they need the same probabilities."""
     decoder: Callable[..., TokenDecoder] | None = None
@@ -53,6 +62,8 @@ class BackendChoice:
     branch: str
     backend: str
     reason: str
+    verified: bool = False
+    """Whether the backend passed its check on this GPU, with this dtype and shape."""
 
 
 class KernelPlan(NamedTuple):
@@ -86,7 +97,8 @@ BACKENDS: dict[str, KernelBackend] = {
             "triton",
             ops.bind("triton", triton),
             triton.why_not,
-            by_default=False,  # not yet run on a GPU
+            by_default=False,
+            verify=verification,
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),
@@ -114,9 +126,12 @@ def plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, shap
 
 
 def _plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelPlan:
-    choices = tuple(_choose(branch, name, device, dtype, shape) for branch, name in request._asdict().items())
-    functions = KernelFunctions(*(getattr(BACKENDS[choice.backend].functions, choice.branch) for choice in choices))
-    compressed, select, selected, sliding = (BACKENDS[choice.backend] for choice in choices)
+    g = shape.geometry
+    choices = _choose_all(device, dtype, *request, *shape[:4], g.l, g.d, g.l_sel, g.n_sel, g.w)
+    compressed, select, selected, sliding = [BACKENDS[choice.backend] for choice in choices]
+    functions = KernelFunctions(
+        compressed.functions.compressed, select.functions.select, selected.functions.selected, sliding.functions.sliding
+    )
     both = (compressed.compressed_and_select if compressed is select else None) or partial(
         _compressed_then_select, functions
     )
@@ -181,6 +196,17 @@ def check_names(request: BackendRequest) -> None:
             raise KernelUnavailable(f"kernels.{branch} is {name!r}, which is not a backend. Use one of: {known}.")
 
 
+@constant_when_traced  # a check starts a process, and a graph has no place for the text of reasons
+def _choose_all(
+    device: torch.device, dtype: torch.dtype, compressed: str, select: str, selected: str, sliding: str,
+    n_kv_groups: int, heads_per_group: int, d_k: int, d_v: int, *block_sizes: int,
+) -> tuple[BackendChoice, ...]:  # fmt: skip
+    """Takes plain values: named tuples that are made while tracing arrive empty."""
+    shape = KernelShape(n_kv_groups, heads_per_group, d_k, d_v, Geometry(*block_sizes))
+    request = BackendRequest(compressed, select, selected, sliding)
+    return tuple(_choose(branch, name, device, dtype, shape) for branch, name in request._asdict().items())
+
+
 def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> BackendChoice:
     if name != "auto":
         if reason := BACKENDS[name].why_not(branch, device, dtype, shape):
@@ -190,12 +216,17 @@ def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, sh
         return BackendChoice(branch, name, "requested by name")
     refused = []
     for backend in BACKENDS.values():
-        if not backend.by_default:
+        verify = backend.verify if device.type in VERIFIED_ON else None
+        if not backend.by_default and verify is None:
             continue
         if reason := backend.why_not(branch, device, dtype, shape):
             refused.append(f"{backend.name}: {reason}")
-        else:
+        elif verify is None:
             return BackendChoice(branch, backend.name, "; ".join(refused) or "first choice")
+        elif (verdict := verify(device, dtype, shape)).passed:
+            return BackendChoice(branch, backend.name, VERIFIED, verified=True)
+        else:
+            refused.append(f"{backend.name}: {verdict.summary}")
     raise KernelUnavailable(
         f"kernels.{branch}='auto' finds no backend for {dtype} on {device} ({'; '.join(refused)}). "
         f"Use a floating-point dtype."
