@@ -1,8 +1,17 @@
 """Fenced shell blocks of a Markdown file, with the word that says what they need."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import typer
+
+from nsa.cli.main import app
+
+ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^```bash ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -18,6 +27,43 @@ class Block:
 def blocks(path: Path) -> list[Block]:
     text = path.read_text(encoding="utf-8")
     return [Block(text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in _FENCE.finditer(text)]
+
+
+def run_blocks(page: Path, folder: Path, timeout_s: float) -> None:
+    """Run every block that needs nothing, in order, in one shell, in a folder that looks like a checkout."""
+    for name in ("configs", "scripts", "tests", "ops"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "bin").mkdir()
+    for name, words in (("nsa", "-m nsa.cli"), ("python", "")):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        command.chmod(0o755)
+    script = "set -euo pipefail\n"
+    for block in blocks(page):
+        if not block.needs:
+            script += f"echo '== {page.name} line {block.line}' >&2\n{block.code}\n"
+    (folder / "page.sh").write_text(script)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
+    environ = {**kept, "PATH": f"{folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "page.sh"], cwd=folder, env=environ, text=True, capture_output=True, timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n--- stderr\n{done.stderr[-3000:]}"
+
+
+def unknown_words(words: list[str]) -> str | None:
+    """What of a command, given by the words after `nsa`, does not exist; None if all of it does."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        if not words:
+            return "a command is missing"
+        if words[0] not in command.commands:
+            return f"nsa has no {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    return f"no such option: {used - known}" if used - known else None
 
 
 def nsa_commands(code: str) -> list[list[str]]:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
-from nsa.kernels.self_check.comparison import relative_rms
 from nsa.verify.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
-from nsa.verify.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, limit, same_selection
+from nsa.verify.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, compared_gradients, limit
 from nsa.verify.gpu_check.sizes import CheckSizes, attention, tokens
 
 
@@ -26,23 +25,11 @@ def _compiled(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredT
     module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
     x = tokens(scope, TORCH_DTYPES[dtype]).requires_grad_()
     compiled: Callable[[Tensor], Tensor] = torch.compile(module, fullgraph=True, backend=scope.compiler)
-    got_out = compiled(x)
-    got = RecordedForward(got_out, module.idx_BSGN)
-    want_out = module(x)
-    want = RecordedForward(want_out, module.idx_BSGN)
+    got = RecordedForward(compiled(x), module.idx_BSGN)
+    want = RecordedForward(module(x), module.idx_BSGN)
     claim = f"compiled ({scope.compiler}) = eager, {dtype}"
     yield from compared(claim, module, got, want)
-    # Queries whose selection differs are left out of the loss, and so out of every gradient.
-    dout = torch.ones_like(want_out) * same_selection(got, want)[..., None]
-    leaves = (x, *module.parameters())
-    mine, its = (torch.autograd.grad(out, leaves, dout) for out in (got_out, want_out))
-    figures = {name: relative_rms(a, b) for name, a, b in zip(_names(module), mine, its, strict=True)}
-    worst = max(figures, key=lambda name: figures[name])
-    yield bounded(f"{claim}, gradients, relative RMS", figures[worst], limit(TORCH_DTYPES[dtype]), worst)
-
-
-def _names(module: torch.nn.Module) -> list[str]:
-    return ["x", *(name for name, _ in module.named_parameters())]
+    yield compared_gradients(claim, module, x, got, want, limit(TORCH_DTYPES[dtype]))
 
 
 def _host_waits(scope: CheckSizes, dtype: str, packed: bool) -> Iterator[CheckResult | MeasuredTable]:

@@ -84,5 +84,18 @@ def compared(
                   LIMITS[dtype], note)  # fmt: skip
 
 
+def compared_gradients(
+    claim: str, module: NSAAttention, x: Tensor, got: RecordedForward, want: RecordedForward, most: float
+) -> CheckResult:
+    """Gradients of the input and all weights. Queries whose selection differs are left out of the loss, and so out of
+    every gradient."""
+    dout = torch.ones_like(want.out_BSD) * same_selection(got, want)[..., None]
+    leaves = {"x": x, **dict(module.named_parameters())}
+    mine, its = (torch.autograd.grad(one.out_BSD, list(leaves.values()), dout) for one in (got, want))
+    figures = {name: relative_rms(a, b) for name, a, b in zip(leaves, mine, its, strict=True)}
+    worst = max(figures, key=lambda name: figures[name])
+    return bounded(f"{claim}, gradients, relative RMS", figures[worst], most, worst)
+
+
 def limit(dtype: torch.dtype) -> float:
     return FP32_LIMIT if dtype == torch.float32 else HALF_LIMIT
