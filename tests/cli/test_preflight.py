@@ -75,7 +75,7 @@ def test_the_estimate_fits_a_terminal_and_names_its_assumptions():
     for part in ("parameters", "selected", "gradients", "optimizer", "activations", "checkpoint", "cache", "price"):
         assert part in text
     assert "128,539,824" in text
-    assert "without gradient checkpointing" in text
+    assert "gradient checkpointing full" in text
     assert "modelled: attention at" in " ".join(text.split())
     assert "with portable" in text
     assert "calculated: attention moves" in " ".join(text.split())

@@ -84,8 +84,13 @@ def test_a_gpu_that_is_not_modelled_is_judged_like_one_that_is_and_says_so():
     assert "as on" not in reckon("h100-80gb").timing
 
 
-def test_recomputing_takes_time():
-    assert reckon().step_s > reckon("a100-80gb", "runtime.gradient_checkpointing=false").step_s
+def test_recomputing_takes_time_and_selective_checkpointing_spares_the_kernels():
+    modes = [reckon("a100-80gb", f"runtime.gradient_checkpointing={mode}") for mode in ("off", "selective", "full")]
+    off, selective, full = (found.step_s for found in modes)
+    assert off < selective < full
+    rest = modes[1].recomputed_flops_per_token * modes[1].tokens_per_step / (0.25 * 312e12)
+    assert selective - off == pytest.approx(rest, rel=1e-6)
+    assert modes[0].backends[1].step_s < modes[1].backends[1].step_s < modes[2].backends[1].step_s
 
 
 def test_every_figure_says_where_it_is_from():
