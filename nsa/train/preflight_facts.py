@@ -96,17 +96,20 @@ def gather(
     elif (try_it or look_for_held_out) and tried.data.problem is None:
         held_out = _held_out(config, vocab_size, resuming, fetch_remote=fetch_remote or look_for_held_out)
     facts = PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out)
-    if not (target.here and is_long(facts)):
-        return facts
+    return _with_kernels(facts, estimated, efficiency, price) if target.here and is_long(facts) else facts
+
+
+def _with_kernels(
+    facts: PreflightFacts, estimated: RunEstimate, efficiency: float | None, price: float | None
+) -> PreflightFacts:
+    """With the backends of a long run on this machine, and the estimate for them."""
+    config, target, vocab_size = facts.config, facts.target, estimated.vocab_size
     try:
         kernels = _kernels(config, target)
     except KernelUnavailable as error:
         return replace(facts, kernels_problem=str(error))
-    measured = tried.step_s if try_it else None
-    estimated = estimate(
-        config, target, vocab_size, efficiency=efficiency, price=price, measured_step_s=measured, kernels=kernels
-    )
-    return replace(facts, kernels=kernels, estimate=estimated)
+    options = dict(efficiency=efficiency, price=price, measured_step_s=facts.dry_run.step_s)
+    return replace(facts, kernels=kernels, estimate=estimate(config, target, vocab_size, **options, kernels=kernels))
 
 
 def _kernels(config: RunConfig, target: HardwareTarget) -> tuple[BackendChoice, ...]:
