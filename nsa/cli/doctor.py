@@ -56,7 +56,10 @@ def doctor(
     console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}")
     if where.type == "cpu":
         console.print(f"CPU kernels: {describe()}")
-    console.print(f"kernels on {where.type} in {dtype}: {kernels_text(choices)}\n")
+    console.print(f"kernels on {where.type} in {dtype}: {kernels_text(choices)}")
+    if where.type == "cuda":
+        console.print(f"check of Triton on this GPU: {_verdict(attention, where, dtypes[dtype], choices)}")
+    console.print()
     table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
     for row in _rows(attention, where, dtypes[dtype], choices):
         table.add_row(*row, style="bold" if row[2] == "chosen" else "dim")
@@ -69,6 +72,25 @@ def doctor(
         f"\nRequire one with kernels.{BRANCHES[0]}=NAME in a config, or in every branch, and in the library too, with "
         f"NSA_KERNEL=NAME: it is used, or the run is refused."
     )
+
+
+def _verdict(
+    attention: "NSAAttention", device: "torch.device", dtype: "torch.dtype", choices: "Sequence[BackendChoice]"
+) -> str:
+    """Whether the Triton kernels passed their check, and the file of the record; without a check if none was needed."""
+    from nsa.kernels.choice_text import REQUESTED
+    from nsa.kernels.registry import BACKENDS
+
+    verify = BACKENDS["triton"].verify
+    if verify is None or all(choice.reason == REQUESTED for choice in choices):
+        return "not needed: every branch was requested by name"
+    if reason := BACKENDS["triton"].why_not("selected", device, dtype, attention.shape):
+        return f"not possible: {reason}"
+    verdict = verify(device, dtype, attention.shape)  # known by now
+    if not verdict.checked:
+        return f"not done: {verdict.reason}"
+    record = f", record in {verdict.evidence}" if verdict.evidence else ", no record could be kept"
+    return ("passed" if verdict.passed else f"FAILED ({verdict.reason})") + record
 
 
 def _rows(

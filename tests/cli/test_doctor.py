@@ -1,9 +1,14 @@
 """`nsa doctor` for a GPU that is not there: what it prints, nothing is computed."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
+from nsa.kernels import registry
+from nsa.kernels.registry import BACKENDS
+from nsa.kernels.self_check.verification import Verification
 
 
 @pytest.fixture
@@ -28,13 +33,52 @@ def test_triton_is_not_called_slow_on_a_gpu(gpu):
 
 
 def test_the_portable_backend_on_a_gpu_is_warned_about_unless_requested(gpu, monkeypatch):
-    assert "WARNING: slow kernels: all branches run on the portable backend, not on triton" in doctor("--device", "cuda")
+    assert "WARNING: slow kernels: all branches run on the portable backend, not on triton" in doctor(
+        "--device", "cuda"
+    )
     monkeypatch.setenv("NSA_KERNEL", "portable")
     said = doctor("--device", "cuda")
     assert "WARNING" not in said
     assert "compressed portable chosen requested by NSA_KERNEL" in said
     monkeypatch.setenv("NSA_KERNEL", "triton")
     assert "compressed triton chosen requested by NSA_KERNEL" in doctor("--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said", "chosen"),
+    [
+        (
+            Verification(True, "", "/cache/a100.json"),
+            "passed, record in /cache/a100.json",
+            "triton",
+        ),
+        (
+            Verification(False, "dq: 0.3 (at most 0.02)", "/cache/a100.json"),
+            "FAILED (dq: 0.3 (at most 0.02)), record in /cache/a100.json",
+            "portable",
+        ),
+        (Verification(False, "there is no GPU here", checked=False), "not done: there is no GPU here", "portable"),
+    ],
+    ids=["passed", "failed", "no GPU"],
+)
+def test_the_verdict_of_the_check_and_its_record_are_printed(gpu, monkeypatch, verdict, said, chosen):
+    checked = replace(BACKENDS["triton"], verify=lambda device, dtype, shape: verdict)
+    monkeypatch.setitem(BACKENDS, "triton", checked)
+    monkeypatch.setattr(registry, "_plan_once", registry._plan)
+    output = doctor("--device", "cuda")
+    assert f"check of Triton on this GPU: {said}" in output
+    assert f"kernels on cuda in bf16: {chosen}" in output
+    assert ("WARNING" in output) == (chosen == "portable")
+    if verdict.evidence and not verdict.passed:
+        warning = output.partition("WARNING: ")[2]
+        assert "failed its check on this GPU: dq: 0.3 (at most 0.02) (evidence: /cache/a100.json)" in warning
+
+
+def test_no_check_is_made_for_backends_requested_by_name(gpu, monkeypatch):
+    checked = replace(BACKENDS["triton"], verify=lambda *_: pytest.fail("a check was made"))
+    monkeypatch.setitem(BACKENDS, "triton", checked)
+    monkeypatch.setenv("NSA_KERNEL", "triton")
+    assert "check of Triton on this GPU: not needed" in doctor("--device", "cuda")
 
 
 def test_interpreted_triton_is_called_slow_on_a_cpu(monkeypatch):
