@@ -32,6 +32,7 @@ def doctor(
     """
     import torch
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from nsa import __version__
@@ -56,16 +57,17 @@ def doctor(
     console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}")
     if where.type == "cpu":
         console.print(f"CPU kernels: {describe()}")
-    console.print(f"kernels on {where.type} in {dtype}: {kernels_text(choices)}")
+    console.print(f"kernels on {where.type} in {dtype}: {escape(kernels_text(choices))}")
     if where.type == "cuda":
-        console.print(f"check of Triton on this GPU: {_verdict(attention, where, dtypes[dtype], choices)}")
+        verdict = _verdict(attention, where, dtypes[dtype], choices)
+        console.print(f"check of Triton on this GPU: {escape(verdict)}")
     console.print()
     table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
     for row in _rows(attention, where, dtypes[dtype], choices):
-        table.add_row(*row, style="bold" if row[2] == "chosen" else "dim")
+        table.add_row(*map(escape, row), style="bold" if row[2] == "chosen" else "dim")
     console.print(table)
     if slow := slow_kernels_warning(choices, where.type):
-        console.print(f"\n[bold red]WARNING:[/] {slow}")
+        console.print(f"\n[bold red]WARNING:[/] {escape(slow)}")
     if prove and not _print_proofs(console, where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v):
         raise typer.Exit(1)
     console.print(

@@ -53,8 +53,8 @@ def test_the_portable_backend_on_a_gpu_is_warned_about_unless_requested(gpu, mon
             "triton",
         ),
         (
-            Verification(False, "dq: 0.3 (at most 0.02)", "/cache/a100.json"),
-            "FAILED (dq: 0.3 (at most 0.02)), record in /cache/a100.json",
+            Verification(False, "dq [bold]: 0.3 (at most 0.02)", "/cache/a100.json"),
+            "FAILED (dq [bold]: 0.3 (at most 0.02)), record in /cache/a100.json",
             "portable",
         ),
         (Verification(False, "there is no GPU here", checked=False), "not done: there is no GPU here", "portable"),
@@ -71,7 +71,7 @@ def test_the_verdict_of_the_check_and_its_record_are_printed(gpu, monkeypatch, v
     assert ("WARNING" in output) == (chosen == "portable")
     if verdict.evidence and not verdict.passed:
         warning = output.partition("WARNING: ")[2]
-        assert "failed its check on this GPU: dq: 0.3 (at most 0.02) (evidence: /cache/a100.json)" in warning
+        assert "failed its check on this GPU: dq [bold]: 0.3 (at most 0.02) (evidence: /cache/a100.json)" in warning
 
 
 def test_no_check_is_made_for_backends_requested_by_name(gpu, monkeypatch):
