@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nsa.config.schema import RunConfig
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
+from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.build import wanted_kernels
@@ -184,7 +185,7 @@ def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
         return _packed_keys(config, one)
     if one.on_gpu and wanted_kernels(config).selected == "triton":
         return _slots(config, one)
-    return _portable_workspace(config, one)
+    return _window_pieces(config, one) if one.on_gpu else _portable_workspace(config, one)
 
 
 def _packed_keys(config: RunConfig, one: ForwardPass) -> int:
@@ -205,14 +206,27 @@ def _slots(config: RunConfig, one: ForwardPass) -> int:
     return int(share * slots) + sums * geometry.l_sel * (model.d_k + model.d_v) * FP32
 
 
+def _window_pieces(config: RunConfig, one: ForwardPass) -> int:
+    """Portable kernels on a GPU: queries and their gradients copied for each window of keys that they chose, scores and
+    their gradients, and keys and values of each piece, with theirs. All in fp32, two entries per choice (packed)."""
+    model, geometry = config.model, config.nsa.geometry
+    widths, l_sel = model.d_k + model.d_v, geometry.l_sel
+    per_query = 2 * geometry.n_sel * model.n_kv_groups
+    largest = per_query * (model.n_heads // model.n_kv_groups) * max(model.d_k, model.d_v, l_sel)
+    entries = min(one.tokens, max(one.rows, OTHER_ELEMENTS // largest)) * per_query
+    pieces = entries // WINDOW_PIECE + one.rows * model.n_kv_groups * geometry.n_blocks(one.seq_len)
+    rows = pieces * WINDOW_PIECE * (model.n_heads // model.n_kv_groups)
+    return FP32 * (rows * (widths + model.d_k + 2 * l_sel) + 2 * pieces * l_sel * widths)
+
+
 def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
-    """Portable kernels.
+    """Portable kernels on a CPU.
 
     Either the union of the blocks selected by a chunk of queries, with scores and their gradients, or for each query a
     copy of its own keys and values, with their gradients. This depends on the data, so the larger one is returned.
     """
     model, geometry = config.model, config.nsa.geometry
-    budget = OTHER_ELEMENTS if one.on_gpu else CPU_ELEMENTS
+    budget = CPU_ELEMENTS
     chosen = geometry.n_sel * geometry.l_sel
     queries = min(one.seq_len, max(1, budget // (one.rows * model.n_heads * chosen)))
     n_blocks = geometry.n_blocks(one.seq_len)

@@ -3,6 +3,7 @@
 A fake tensor has no values: reading one raises, as does an operation whose result's shape depends on values.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,8 +72,10 @@ class RecordedOperations(TorchDispatchMode):
         super().__init__()
         self.atomic: list[str] = []
         self.uploads: list[str] = []
-        self.largest: dict[int, str] = {}
-        self.new_bytes = self.count = 0
+        self.new_bytes = 0
+        """Of all tensors that operations made."""
+        self.live_bytes = self.peak_bytes = 0
+        """Of those that exist, now and at most."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,15 +85,24 @@ class RecordedOperations(TorchDispatchMode):
         made = func(*args, **kwargs)
         name, inputs = func.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-        self.count += 1
         if any(x.device.type != "cpu" for x in (*inputs, *outputs)) and any(x.device.type == "cpu" for x in inputs):
             self.uploads.append(name)
         if _is_atomic(func, args, kwargs, outputs):
             self.atomic.append(name)
-        if all(returned.alias_info is None for returned in func._schema.returns):
-            self.new_bytes += sum(x.nbytes for x in outputs)
-            self.largest.update({x.nbytes: f"{name} {list(x.shape)}" for x in outputs})
+        given = {x.untyped_storage()._cdata for x in inputs}
+        for x in outputs:
+            if x.untyped_storage()._cdata not in given:
+                self._made(x)
         return made
+
+    def _made(self, x: Tensor) -> None:
+        self.new_bytes += x.nbytes
+        self.live_bytes += x.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(x.untyped_storage(), self._freed, x.nbytes)
+
+    def _freed(self, n_bytes: int) -> None:
+        self.live_bytes -= n_bytes
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> Any:

@@ -5,11 +5,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.config.schema import RunConfig
+from nsa.core.document_layout import packed_layout
+from nsa.kernels import portable
+from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import SLOT_BYTES
 from nsa.options import CHECKPOINTING
 from nsa.planning.activations import ForwardPass, workspace_bytes
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import CPU, DEVICES, HardwareTarget
+from tests.kernels.fake_gpu import fake_gpu
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -128,3 +132,27 @@ def test_the_triton_kernels_take_slots_up_to_a_limit():
     many = 4 * SLOT_BYTES // slots
     assert workspace(many) > SLOT_BYTES
     assert workspace(2 * many) - workspace(many) < many * (2 * itself + slots / 5)  # sums are as many as keys
+
+
+@pytest.mark.parametrize("seq_len", [4096, 50_048])
+def test_the_portable_kernels_on_a_gpu_take_what_they_allocate(seq_len):
+    """Against tensors recorded on fake CUDA tensors, in the backward pass of the selected branch."""
+    config = config_of("blocks", precision="bf16", checkpointing=False)
+    reckoned = workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
+    model, geometry = config.model, config.nsa.geometry
+    heads = 1, seq_len, model.n_kv_groups, model.n_heads // model.n_kv_groups
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with fake_gpu() as recorded:
+        layout = packed_layout(empty(5, dtype=torch.int32), seq_len, geometry)
+        q, out = empty(*heads, model.d_k), empty(*heads, model.d_v)
+        k, v = empty(*heads[:3], model.d_k), empty(*heads[:3], model.d_v)
+        idx = empty(*heads[:3], geometry.n_sel, dtype=torch.int32)
+        x = BranchInputs("selected", q, k, v, idx, layout.pos_BS, layout.start_BS, geometry, 1.0)
+        recorded.peak_bytes = before = recorded.live_bytes
+        gradients = portable.attend_backward(x, out, empty(*heads, dtype=torch.float32), out, None)
+        peak = recorded.peak_bytes - before
+    kept = sum(x.nbytes for x in gradients) + 2 * (gradients[1].nbytes + gradients[2].nbytes)  # summed in fp32
+    assert reckoned == pytest.approx(peak - kept, rel=0.1)

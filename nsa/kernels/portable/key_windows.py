@@ -24,39 +24,52 @@ PIECE = 32
 
 
 def windows_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
-    q, v = x.q_BSGRK, x.v_BTGV
-    out_BSGRV = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    q = x.q_BSGRK
+    out_BSGRV = q.new_empty((*q.shape[:-1], x.v_BTGV.shape[-1]))
     lse_BSGR = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    for at, pieces in _pieces(x):
-        out_nMV, lse_nM = attend(pieces.rows(q[:, at]), pieces.keys(x.k_BTGK), pieces.keys(v), pieces.hidden, x.scale)
-        lse_BcGMR = pieces.of_queries(lse_nM[..., None], -torch.inf).squeeze(-1)
-        top_BcGR = lse_BcGMR.amax(3)
-        top_BcGR = top_BcGR.masked_fill(top_BcGR == -torch.inf, 0)
-        weight_BcGMR = (lse_BcGMR - top_BcGR[:, :, :, None]).exp()
-        total_BcGR = weight_BcGMR.sum(3)
-        out_BcGRV = (pieces.of_queries(out_nMV, 0).mul_(weight_BcGMR[..., None])).sum(3)
-        out_BSGRV[:, at] = out_BcGRV.div_(total_BcGR.masked_fill(total_BcGR == 0, 1)[..., None])
-        lse_BSGR[:, at] = top_BcGR + total_BcGR.log()  # −inf where nothing is seen
+    for at in _chunks(x):
+        out_BSGRV[:, at], lse_BSGR[:, at] = _forward(x, at)
     return out_BSGRV, lse_BSGR
+
+
+def _forward(x: BranchInputs, at: slice) -> tuple[Tensor, Tensor]:
+    pieces = build_pieces(x, at)
+    k, v = pieces.keys(x.k_BTGK), pieces.keys(x.v_BTGV)
+    out_nMV, lse_nM = attend(pieces.rows(x.q_BSGRK[:, at]), k, v, pieces.hidden, x.scale)
+    lse_BcGMR = pieces.of_queries(lse_nM[..., None], -torch.inf).squeeze(-1)
+    top_BcGR = lse_BcGMR.amax(3)
+    top_BcGR = top_BcGR.masked_fill(top_BcGR == -torch.inf, 0)
+    weight_BcGMR = (lse_BcGMR - top_BcGR[:, :, :, None]).exp()
+    total_BcGR = weight_BcGMR.sum(3)
+    out_BcGRV = pieces.of_queries(out_nMV, 0).mul_(weight_BcGMR[..., None]).sum(3)
+    out_BcGRV.div_(total_BcGR.masked_fill(total_BcGR == 0, 1)[..., None])
+    return out_BcGRV, top_BcGR + total_BcGR.log()  # −inf where nothing is seen
 
 
 def windows_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
-    q = x.q_BSGRK
-    dq_BSGRK = torch.empty_like(q)
+    dq_BSGRK = torch.empty_like(x.q_BSGRK)
     dk_BTGK, dv_BTGV = wide_zeros(x.k_BTGK), wide_zeros(x.v_BTGV)
-    for at, pieces in _pieces(x):
+    for at in _chunks(x):
         dlse = None if dlse_BSGR is None else dlse_BSGR[:, at, ..., None]
-        delta = row_correction(wide(dout_BSGRV[:, at]), wide(out_BSGRV[:, at]), dlse)
-        dq, dk, dv = gradients(
-            pieces.rows(dout_BSGRV[:, at]), pieces.rows(q[:, at]), pieces.keys(x.k_BTGK), pieces.keys(x.v_BTGV),
-            pieces.hidden, pieces.rows(lse_BSGR[:, at, ..., None]), pieces.rows(delta), x.scale,
-        )  # fmt: skip
-        dq_BSGRK[:, at] = pieces.of_queries(dq, 0).sum(3)
-        dk_BTGK += pieces.sum_by_key(dk)
-        dv_BTGV += pieces.sum_by_key(dv)
+        delta_BcGR1 = row_correction(wide(dout_BSGRV[:, at]), wide(out_BSGRV[:, at]), dlse)
+        pieces = build_pieces(x, at)
+        dq_nMK, dk_nLK, dv_nLV = _backward(x, at, pieces, dout_BSGRV[:, at], lse_BSGR[:, at], delta_BcGR1)
+        dq_BSGRK[:, at] = pieces.of_queries(dq_nMK, 0).sum(3)
+        dk_BTGK += pieces.sum_by_key(dk_nLK)
+        dv_BTGV += pieces.sum_by_key(dv_nLV)
+        del pieces, dq_nMK, dk_nLK, dv_nLV  # not to be kept while the next chunk's are made
     return dq_BSGRK, dk_BTGK.to(x.k_BTGK.dtype), dv_BTGV.to(x.v_BTGV.dtype)
+
+
+def _backward(
+    x: BranchInputs, at: slice, pieces: "WindowPieces", dout_BcGRV: Tensor, lse_BcGR: Tensor, delta_BcGR1: Tensor
+) -> Gradients:
+    """Of each piece."""
+    q, dout, k, v = pieces.rows(x.q_BSGRK[:, at]), pieces.rows(dout_BcGRV), pieces.keys(x.k_BTGK), pieces.keys(x.v_BTGV)
+    lse, delta = pieces.rows(lse_BcGR[..., None]), pieces.rows(delta_BcGR1)
+    return gradients(dout, q, k, v, pieces.hidden, lse, delta, x.scale)
 
 
 class WindowPieces(NamedTuple):
@@ -102,27 +115,24 @@ class WindowPieces(NamedTuple):
         return sums.view(B, G, -1, X).transpose(1, 2)[batch_B1, self.row_BT]
 
 
-def _pieces(x: BranchInputs) -> Iterator[tuple[slice, WindowPieces]]:
+def _chunks(x: BranchInputs) -> Iterator[slice]:
     """The queries in chunks, as long as the element budget allows."""
     B, S, G, R, K = x.q_BSGRK.shape
     widest = max(K, x.v_BTGV.shape[-1], x.geometry.l_sel)
-    size = max(1, budget(x.q_BSGRK) // (B * G * R * _entries_per_choice(x.start_BS) * x.chosen_BSGN.shape[3] * widest))
-    for s in range(0, S, size):
-        at = slice(s, min(S, s + size))
-        yield (
-            at,
-            build_pieces(x.chosen_BSGN[:, at], x.pos_BS[:, at], x.start_BS[:, at], x.geometry.l_sel, x.k_BTGK.shape[1]),
-        )
+    entries = entries_per_choice(x.start_BS) * x.chosen_BSGN.shape[3]
+    size = max(1, budget(x.q_BSGRK) // (B * G * R * entries * widest))
+    return (slice(s, min(S, s + size)) for s in range(0, S, size))
 
 
-def _entries_per_choice(start_BS: Tensor) -> int:
+def entries_per_choice(start_BS: Tensor) -> int:
     """One where a row is known to be one document: it has one start, which the tensor repeats without storing it."""
     return 1 if start_BS.stride(1) == 0 else 2
 
 
-def build_pieces(idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, l_sel: int, n_keys: int) -> WindowPieces:
-    (B, _, G, _), device = idx_BcGN.shape, idx_BcGN.device
-    entries = _entries_per_choice(start_Bc)
+def build_pieces(x: BranchInputs, at: slice) -> WindowPieces:
+    idx_BcGN, pos_Bc, start_Bc = x.chosen_BSGN[:, at], x.pos_BS[:, at], x.start_BS[:, at]
+    (B, _, G, _), device, l_sel, n_keys = idx_BcGN.shape, idx_BcGN.device, x.geometry.l_sel, x.k_BTGK.shape[1]
+    entries = entries_per_choice(start_Bc)
     n_windows = -(-n_keys // l_sel) + 2 - entries
     # Windows that are not blocks begin at key 0; those that are, at the last block's beginning before it.
     origin_B = start_Bc[:, 0].long() % l_sel - l_sel if entries == 1 else torch.zeros_like(start_Bc[:, 0].long())
