@@ -30,6 +30,8 @@ class BlockChunk(NamedTuple):
     """Indices of the keys: [B, G, U] for all its queries, or [B, c, G, U] for each."""
     hidden: Tensor
     shared: bool
+    row_of: dict[tuple[int, ...], Tensor]
+    """Rows of a matrix with the keys, by how they lie in it (see `as_rows`)."""
 
     def rows(self, x_BSGRX: Tensor) -> Tensor:
         return group_rows(x_BSGRX[:, self.at]) if self.shared else wide(x_BSGRX[:, self.at])
@@ -39,18 +41,20 @@ class BlockChunk(NamedTuple):
 
     def keys(self, x_BTGX: Tensor) -> Tensor:
         matrix, steps = as_rows(x_BTGX)
-        chosen = matrix.index_select(0, self._row_of(x_BTGX.shape, steps).flatten())
-        return wide(chosen).view(*self.key.shape, x_BTGX.shape[-1])
+        return wide(matrix.index_select(0, self._rows_in(x_BTGX, steps))).view(*self.key.shape, x_BTGX.shape[-1])
 
     def add(self, total_BTGX: Tensor, part: Tensor) -> None:
         matrix, steps = as_rows(total_BTGX)
-        matrix.index_add_(0, self._row_of(total_BTGX.shape, steps).flatten(), part.flatten(0, -2))
+        matrix.index_add_(0, self._rows_in(total_BTGX, steps), part.flatten(0, -2))
 
-    def _row_of(self, shape: torch.Size, steps: tuple[int, int, int]) -> Tensor:
-        (B, _, G, _), (per_row, per_key, per_group), dim = shape, steps, self.key.dim()
-        batch = torch.arange(B, device=self.key.device).mul_(per_row).view(B, *[1] * (dim - 1))
-        group = torch.arange(G, device=self.key.device).mul_(per_group).view(G, 1)
-        return self.key * per_key + (batch + group)
+    def _rows_in(self, x_BTGX: Tensor, steps: tuple[int, int, int]) -> Tensor:
+        if steps not in self.row_of:
+            per_row, per_key, per_group = steps
+            batch = torch.arange(x_BTGX.shape[0], device=self.key.device).mul_(per_row)
+            group = torch.arange(x_BTGX.shape[2], device=self.key.device).mul_(per_group)
+            first = batch.view(-1, *[1] * (self.key.dim() - 1)) + group[:, None]
+            self.row_of[steps] = (self.key * per_key).add_(first).flatten()
+        return self.row_of[steps]
 
 
 def as_rows(x_BTGX: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -122,14 +126,14 @@ def _union(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, n_keys
     token_BGU = token_BGU.masked_fill(_absent(key_BGU, n_keys), torch.iinfo(token_BGU.dtype).max)  # after every query
     hidden_BGcU = ~chose_BGcJ.repeat_interleave(l_sel, -1)
     hidden_BGcU |= token_BGU[:, :, None] > pos_Bc[:, None, :, None]
-    return BlockChunk(at, key_BGU.clamp(0, n_keys - 1), hidden_BGcU[:, :, :, None], shared=True)
+    return BlockChunk(at, key_BGU.clamp(0, n_keys - 1), hidden_BGcU[:, :, :, None], True, {})
 
 
 def _copies(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, n_keys: int, l_sel: int) -> BlockChunk:
     token_BcGU = (idx_BcGN.long()[..., None] * l_sel + torch.arange(l_sel, device=idx_BcGN.device)).flatten(-2)
     key_BcGU = token_BcGU + start_Bc[..., None, None]
     hidden_BcGU = (token_BcGU < 0) | (token_BcGU > pos_Bc[..., None, None]) | _absent(key_BcGU, n_keys)
-    return BlockChunk(at, key_BcGU.masked_fill(hidden_BcGU, 0), hidden_BcGU[..., None, None, :], shared=False)
+    return BlockChunk(at, key_BcGU.masked_fill(hidden_BcGU, 0), hidden_BcGU[..., None, None, :], False, {})
 
 
 def _absent(key: Tensor, n_keys: int) -> Tensor:
