@@ -57,8 +57,11 @@ class BranchInputs(NamedTuple):
     """Chosen blocks, in the selected branch: int32, ascending, −1 past the last. No block twice: a backend may count it
     once or twice. Every `select` keeps to this, and `nsa.core.functional` sorts and removes repeats of given blocks."""
     pos_BS: Tensor
+    """Position in the query's document; below 0 it sees nothing. Queries of a row that see anything follow one another
+    on the axis of raw keys, as tokens do: start + pos grows by one from each to the next."""
     start_BS: Tensor
-    """Where position 0 of the query's document lies on the key axis; in the compressed branch, its block 0."""
+    """Where position 0 of the query's document lies on the key axis; in the compressed branch, its block 0. A
+    stride of 0 along the queries says that each row is one document."""
     geometry: Geometry
     scale: float
 

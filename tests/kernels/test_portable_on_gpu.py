@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nsa.core.document_layout import packed_layout, plain_layout
+from nsa.core.functional import NSAOutput, nsa_attention
+from nsa.core.nsa_attention import NSAAttention
 from nsa.geometry import Geometry
 from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
@@ -15,7 +17,7 @@ from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS
 from tests.kernels import test_backends as exact
 from tests.kernels.fake_gpu import fake_attention, fake_gpu, meta_attention, recorded_on_meta
-from tests.shapes import GEOMETRIES, HEADS
+from tests.shapes import GEOMETRIES, HEADS, attention_args
 
 BRANCHES = ["compressed", "selected", "sliding"]
 BASE = Geometry(**GEOMETRIES["seed"])
@@ -138,6 +140,33 @@ def test_prefill_and_decode_read_and_upload_nothing(kv, options):
         module(torch.empty(2, 1, 768, device="cuda"), cache=cache)
     assert recorded.uploads == []
     assert recorded.atomic == []
+
+
+def test_the_functional_api_reads_and_uploads_nothing():
+    with fake_gpu() as recorded, torch.no_grad():
+        q, k, v = empty(2, 512, 12, 64), empty(2, 512, 2, 64), empty(2, 512, 2, 64)
+        cu, gates = empty(5, dtype=torch.int32), empty(2, 512, 12, 3, dtype=torch.float32)
+        for given in (dict(), dict(cu_seqlens=cu), dict(blocks=empty(2, 512, 2, 20, dtype=torch.int32))):
+            found = nsa_attention(q, k, v, gates, kernels="portable", return_lse=True, return_blocks=True, **given)
+            assert isinstance(found, NSAOutput)
+            assert found.out.shape == q.shape
+    assert recorded.uploads == []
+    assert recorded.atomic == []
+
+
+@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+def test_static_decode_equals_the_whole_sequence(static, kv):
+    """Prefill in two parts, the second padded past the cache's end, then one token at a time."""
+    torch.manual_seed(0)
+    module, n = NSAAttention(**attention_args("tiny", kv=kv), kernels="portable"), 70
+    x = torch.randn(2, n, 24)
+    with torch.no_grad():
+        whole, cache = module(x), module.new_cache(2, n)
+        parts = [module(x[:, :31], cache=cache)]
+        padded = torch.cat((x[:, 31:60], torch.full((2, 25, 24), 1e3)), 1)
+        parts.append(module(padded, cache=cache, new_lens_B=torch.tensor([29, 29]))[:, :29])
+        parts += [module(x[:, t : t + 1], cache=cache) for t in range(60, n)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kv", ["per_branch", "shared"])
