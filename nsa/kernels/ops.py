@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.interface import BackendKernels, BranchInputs, Gradients, on_device_of
+from nsa.kernels.interface import BackendKernels, BranchInputs, on_device_of
 from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
 
@@ -114,8 +114,8 @@ def _attend_backward(
     lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x = BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale)
-    made: Gradients = _run(backend, "attend_backward", q, x, out, lse, dout, dlse)
-    return made
+    dq, dk, dv = _run(backend, "attend_backward", q, x, out, lse, dout, dlse)
+    return dq.contiguous(), dk, dv  # some backends write dq in q's own layout; the fake's is contiguous
 
 
 @_attend_backward.register_fake
@@ -123,7 +123,7 @@ def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
     lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,0 +1,94 @@
+"""Fake tensors of the operators have the shapes, dtypes and strides of the real ones, also for permuted inputs.
+
+Inductor plans memory by them: a wrong stride is read as wrong numbers.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from nsa.core.document_layout import packed_layout
+from nsa.geometry import Geometry
+from nsa.kernels import ops
+from nsa.kernels.registry import BACKENDS
+from tests.backends import RUN_HERE
+
+GEOMETRY = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=12)
+LENGTH, GROUPS, HEADS, K, V = 40, 2, 3, 16, 24
+REST = (GEOMETRY.ints, 0.25)
+CHECKS = ("test_schema", "test_faketensor")
+WITH_OPERATORS = [name for name in RUN_HERE if name in ops._KERNELS]
+FUSED = [name for name in WITH_OPERATORS if BACKENDS[name].compressed_and_select is not None]
+LAYOUTS = ("contiguous", "heads_first", "width_outside")
+
+
+def tensor(layout: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[1, tokens, …, width] with axes in another order in memory."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    if layout == "heads_first":  # as attention libraries keep them
+        return made.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "width_outside":
+        return made.movedim(-1, 1).contiguous().movedim(1, -1)
+    return made
+
+
+def rows(layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, dout, lse, gates and the log-sum-exps' gradient."""
+    heads = (1, LENGTH, GROUPS, HEADS)
+    return (
+        tensor(layout, *heads, K), tensor(layout, *heads, V), tensor("contiguous", *heads),
+        tensor(layout, *heads, 3), tensor("contiguous", *heads),
+    )  # fmt: skip
+
+
+POS, START, FIRST, BEGIN, _ = packed_layout(torch.tensor([0, 17, 40]), LENGTH, GEOMETRY)
+
+
+def keys(branch: str, layout: str) -> tuple[Tensor, Tensor]:
+    n = BEGIN.shape[1] if branch == "compressed" else LENGTH
+    return tensor(layout, 1, n, GROUPS, K), tensor(layout, 1, n, GROUPS, V)
+
+
+def chosen(branch: str) -> Tensor | None:
+    if branch != "selected":
+        return None
+    own = POS[..., None, None].expand(1, LENGTH, GROUPS, 4) // GEOMETRY.l_sel
+    block = torch.arange(4, dtype=torch.int32).expand(1, LENGTH, GROUPS, 4)
+    return torch.where(block <= own, block, -1).to(torch.int32)
+
+
+def branch_inputs(branch: str, layout: str) -> tuple[Tensor | None, ...]:
+    """As `nsa::attend` takes them."""
+    return rows(layout)[0], *keys(branch, layout), chosen(branch), POS, FIRST if branch == "compressed" else START
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("branch", ["sliding", "compressed", "selected"])
+@pytest.mark.parametrize("backend", WITH_OPERATORS)
+def test_attention_and_its_gradients(backend, branch, layout):
+    given = branch_inputs(branch, layout)
+    opcheck(ops._attend, (*given, branch, *REST, backend), test_utils=CHECKS)
+    _, dout, _, _, dlse = rows(layout)
+    out, lse = ops._attend(*given, branch, *REST, backend)
+    for gradient in (None, dlse):
+        back = (dout, *given, out, lse, gradient, branch, *REST, backend)
+        opcheck(ops._attend_backward, back, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", WITH_OPERATORS)
+def test_selection(backend, layout):
+    opcheck(
+        ops._select, (rows(layout)[0], keys("compressed", layout)[0], POS, FIRST, *REST, backend), test_utils=CHECKS
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", FUSED)
+def test_compressed_attention_with_selection_and_the_gate_mix(backend, layout):
+    q, dout, _, gates, _ = rows(layout)
+    given = (q, *keys("compressed", layout), POS, FIRST, *REST, backend)
+    opcheck(ops._compressed_and_select, given, test_utils=CHECKS)
+    opcheck(ops._mix, (gates, dout, dout, dout, backend), test_utils=CHECKS)
+    opcheck(ops._mix_backward, (dout, gates, dout, dout, dout, backend), test_utils=CHECKS)
