@@ -30,6 +30,8 @@ LATE_KEYS, LATE_QUERIES = 3300, 12
 PACKED = (0, 1, 50, 150)
 """Where the documents of a row of 150 tokens begin and end."""
 SHORT = (0, 1, 20, 110)
+PLAIN = (0, 150)
+"""One document: tiles of keys and windows that every row of a tile sees, whose loops run without masks."""
 LATE = ()
 
 
@@ -144,6 +146,8 @@ CASES: dict[str, Callable[[torch.dtype], list[CheckedFigure]]] = {
     "sliding": lambda dtype: _attention("sliding", PACKED, dtype),
     "compressed": lambda dtype: _attention("compressed", PACKED, dtype),
     "selected": lambda dtype: _attention("selected", SHORT, dtype),
+    "sliding_plain": lambda dtype: _attention("sliding", PLAIN, dtype),
+    "selected_plain": lambda dtype: _attention("selected", PLAIN, dtype),
     "compressed_late": lambda dtype: _attention("compressed", LATE, dtype),
     "selected_late": lambda dtype: _attention("selected", LATE, dtype),
     "select": lambda dtype: _selection(SHORT, dtype),

@@ -13,8 +13,8 @@ from tools.ptx_emulator.counts import CLASSES, by_class, class_of
 from tools.ptx_emulator.driver import EmulatorDriver, emulated
 
 QUICK = {
-    "sm_80": ("sliding", "compressed", "selected", "select", "decode", "mix"),
-    "sm_90": ("sliding", "selected", "mix"),
+    "sm_80": ("sliding", "sliding_plain", "compressed", "selected", "selected_plain", "select", "decode", "mix"),
+    "sm_90": ("sliding", "sliding_plain", "selected", "selected_plain", "mix"),
 }
 EVERY = [(gpu, case) for gpu in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120") for case in CASES]
 BF16 = torch.bfloat16
