@@ -1,7 +1,9 @@
 """Modelled times of the Triton kernels on a GPU that is not present: `python -m tools.perf_model --gpu a100`."""
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -11,9 +13,13 @@ from nsa.bench.machine import describe_machine
 from nsa.bench.shapes import spell
 from nsa.cli.bench import Data, Dtype, JsonFile, Lengths, MarkdownFile, PlotFile, ShapeName, progress, stdout_console
 from nsa.cli.outputs import require_writable_file
+from nsa.config.load import load
 from nsa.errors import NSAError
+from nsa.options import Checkpointing
 from tools.perf_model import report as reports
-from tools.perf_model.gpus import gpu_named
+from tools.perf_model.gpus import GpuModel, gpu_named
+from tools.perf_model.selection_overlap import measure_overlap
+from tools.perf_model.training_step import predict_step, shape_of
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
@@ -31,6 +37,9 @@ def perf_model(
     launch_us: Annotated[
         float, typer.Option(min=0.0, help="Microseconds per launch: 5 from Python, about 1.5 in a CUDA graph.")
     ] = 5.0,
+    step: Annotated[
+        Path | None, typer.Option(help="Settings of a run: also model a whole training step of it on one GPU.")
+    ] = None,
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
@@ -58,12 +67,22 @@ def perf_model(
     last = found.pairs[-1].both
     console.print(f"\nkernels at {spell(last.length)}, {last.dtype}, {last.data} data, {last.label}")
     _print_fitting(console, reports.KERNEL_COLUMNS, reports.kernel_rows(last))
+    if step is not None:
+        for line in _model_step(step, found.gpu):
+            console.print(line, markup=False)
     for line in reports.assumptions(found.gpu):
         console.print(f"· {line}", markup=False)
     for path, text in ((json, found.to_json), (plot, found.to_svg), (markdown, found.to_markdown)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")
+
+
+def _model_step(settings: Path, gpu: GpuModel) -> Iterator[str]:
+    config = load(settings)
+    overlap = measure_overlap(shape_of(config), config.train.seq_len)
+    for mode in get_args(Checkpointing):
+        yield from ("", *reports.step_lines(predict_step(config, gpu, mode, overlap)))
 
 
 def _print_fitting(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -12,6 +12,7 @@ from nsa.errors import ConfigError
 from tools.perf_model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, gpu_named
 from tools.perf_model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
 from tools.perf_model.selection_overlap import measure_overlap
+from tools.perf_model.training_step import StepPrediction
 
 SCHEMA = 1
 TOTAL_COLUMNS = (
@@ -107,6 +108,13 @@ def total_row(pair: PredictionPair) -> tuple[str, ...]:
         seconds(b.seconds), seconds(b.dense_seconds), f"{b.ratio:.2f}",
         seconds(f.selected_seconds), seconds(f.group_centric.seconds), f"{f.selected_ratio:.2f}",
     )  # fmt: skip
+
+
+def step_lines(step: StepPrediction) -> list[str]:
+    """A training step by part."""
+    head = f"a training step with gradient_checkpointing={step.checkpointing}, {MODELLED}: "
+    head += f"{seconds(step.seconds)} for {step.tokens:,} tokens, {step.tokens_per_s:,.0f} tokens/s"
+    return [head, *(f"  {part.name}: {seconds(part.seconds)} ({part.assumption})" for part in step.parts)]
 
 
 def kernel_rows(prediction: LayerPrediction) -> list[tuple[str, ...]]:

@@ -97,6 +97,20 @@ class SelectionOverlap:
         return total
 
 
+def random_overlap(shape: BenchShape, length: int, seed: int = 0) -> SelectionOverlap:
+    """Spans of queries that choose the forced blocks and others at random, for rows too long to measure here."""
+    g, generator = shape.geometry, torch.Generator().manual_seed(seed)
+    first = torch.linspace(0, length - SPAN, min(MOST_SPANS, length // SPAN)).long()
+    own = ((first[:, None] + torch.arange(SPAN)) // g.l_sel).flatten()
+    chosen = []
+    for block in own.tolist():
+        forced = {0, block, max(block - 1, 0)}
+        others = torch.randperm(block + 1, generator=generator)[: g.n_sel].tolist()
+        some = sorted([*forced, *[b for b in others if b not in forced][: g.n_sel - len(forced)]])
+        chosen.append(some + [-1] * (g.n_sel - len(some)))
+    return SelectionOverlap(shape, length, "random blocks", torch.tensor(chosen).view(len(first), SPAN, -1))
+
+
 def measure_overlap(shape: BenchShape, length: int, data: str = "random", seed: int = 0) -> SelectionOverlap:
     """Select blocks as the module does, on the data of `nsa bench attention`."""
     one = replace(shape, n_heads=shape.heads_per_group, n_kv_groups=1)
