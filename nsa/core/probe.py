@@ -89,9 +89,7 @@ def _union_sizes(idx_BSGN: Tensor) -> Tensor:
     B, S, G, N = idx_BSGN.shape
     padded = torch.nn.functional.pad(idx_BSGN, (0, 0, 0, 0, 0, -S % UNION_TILE), value=-1)
     tiled = padded.view(B, -1, UNION_TILE, G, N).transpose(2, 3).flatten(-2).sort(-1).values
-    new = torch.ones_like(tiled, dtype=torch.bool)
-    new[..., 1:] = tiled[..., 1:] != tiled[..., :-1]
-    return (new & (tiled >= 0)).sum(-1)
+    return (~_repeats(tiled) & (tiled >= 0)).sum(-1)
 
 
 def _predicted_reads(pos_BS: Tensor, g: Geometry) -> Tensor:
@@ -114,7 +112,11 @@ def _compressed_reads(pos_BS: Tensor, first_BS: Tensor, n_keys: int, l: int, d: 
 
 def _selected_reads(idx_BSGN: Tensor, pos_BS: Tensor, l_sel: int) -> Tensor:
     """Tokens at or before the query in the chosen blocks, per group; a block listed twice is read once."""
-    repeated = torch.zeros_like(idx_BSGN, dtype=torch.bool)
-    repeated[..., 1:] = idx_BSGN[..., 1:] == idx_BSGN[..., :-1]
     tokens = (pos_BS[..., None, None] + 1 - idx_BSGN.long() * l_sel).clamp(0, l_sel)
-    return tokens.masked_fill(repeated | (idx_BSGN < 0), 0).sum(-1)
+    return tokens.masked_fill(_repeats(idx_BSGN) | (idx_BSGN < 0), 0).sum(-1)
+
+
+def _repeats(idx: Tensor) -> Tensor:
+    """Whether each number equals the one before it. Without writing into a slice of booleans: the C++ that torch 2.13
+    generates for that does not compile."""
+    return (idx == idx.roll(1, -1)) & (torch.arange(idx.shape[-1], device=idx.device) > 0)

@@ -75,8 +75,7 @@ class BadStepPolicy:
 
     def decide(self, step: int, loss: float, grad_norm: float) -> StepVerdict:
         """For a step whose gradients are computed and whose optimizer has not run yet."""
-        limits, state = self.limits, self.state
-        tops = self._top(state.losses), self._top(state.grad_norms)
+        limits, state, tops = self.limits, self.state, self.tops()
         reasons = [
             text for text in (_problem("loss", loss, tops[0]), _problem("gradient norm", grad_norm, tops[1])) if text
         ]
@@ -99,6 +98,10 @@ class BadStepPolicy:
             f"{reason}, bad step {len(state.recent)} of the last {limits.window} (train.max_skipped is "
             f"{limits.max_skipped})",
         )
+
+    def tops(self) -> tuple[float, float]:
+        """The largest loss and gradient norm of the next step that are not spikes."""
+        return self._top(self.state.losses), self._top(self.state.grad_norms)
 
     def why_not_back_to(self, origin: int | None) -> str | None:
         """Why rolling back to the checkpoint of this step would not help; None if it may."""

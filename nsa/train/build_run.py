@@ -118,7 +118,10 @@ def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> Ru
         counts=lambda: counts(policy.state),
         allowed=context.options.allow,
     )
-    module.bad_steps = BadStepCallback(policy, collectives, checkpoints, heartbeat, report.event_log)
+    module.bad_steps = BadStepCallback(
+        policy, collectives, checkpoints, heartbeat, report.event_log, deferred=bool(module.optim.defaults["fused"])
+    )
+    checkpoints.settle = module.bad_steps.settle
     stop_requests = StopRequestCallback(
         folder, ranks, collectives, context.signals, checkpoints, heartbeat, report.event_log
     )

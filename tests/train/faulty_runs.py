@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from unittest import mock
 
 from tests.train.runs import ROOT, Job, _run, environment
@@ -23,6 +24,8 @@ class Fault:
     step; gap: not in the data; weight: one bit of a weight, after the step."""
     batches: list[int] = field(default_factory=list)
     rank: int | None = None
+    deferred: bool = False
+    """With the fused optimizer and the decision on the device, as on a GPU."""
 
     def hits(self, module):
         rows = module.trainer.data_loader
@@ -97,8 +100,17 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
     planted.enter_context(mock.patch.object(Module, "model_forward", faulty_forward))
     planted.enter_context(mock.patch.object(Module, "train_batch", faulty_train_batch))
     planted.enter_context(mock.patch.object(Module, "optim_step", faulty_optim_step))
+    if fault.deferred:
+        from nsa.train.engine import build
+
+        fused = partial(_fused, build.AdamWConfig)
+        planted.enter_context(mock.patch.object(build, "AdamWConfig", fused))
     if fault.kind == "gap":
         planted.enter_context(mock.patch.object(RowLoader, "_read", read_with_gap))
+
+
+def _fused(config, **options):
+    return config(**{**options, "fused": True})
 
 
 def _main() -> None:

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -84,6 +86,8 @@ class PretendedCuda(TorchDispatchMode):
     """While active, `device="cuda"` makes pretended tensors, and host waits are appended to `waits`."""
 
     waits: list[HostWait] = field(default_factory=list)
+    launched: int = 0
+    """Operators that ran on the device so far."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -98,6 +102,7 @@ class PretendedCuda(TorchDispatchMode):
         if kwargs.get("device") is not None:
             to_device = torch.device(kwargs["device"]).type == "cuda"
             kwargs["device"] = "cpu" if to_device else kwargs["device"]
+        self.launched += to_device
         packet = func.overloadpacket
         if from_device and (packet in READS_VALUES or _indexes_by_mask(packet, args)):
             self._record(func)
@@ -136,7 +141,7 @@ def _origin() -> str:
 
 
 def on_pretended_cuda(module: Any) -> None:
-    """Move a train module's weights and optimizer to the pretended device."""
+    """Move a train module's weights to the pretended device, with the optimizer that it has on a GPU."""
     for owner in module.model.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             moved = torch.nn.Parameter(CudaTensor(parameter.detach()))
@@ -144,9 +149,55 @@ def on_pretended_cuda(module: Any) -> None:
             for group in module.optim.param_groups:
                 group["params"] = [moved if p is parameter else p for p in group["params"]]
     module.device = CUDA
+    for group in (*module.optim.param_groups, module.optim.defaults):
+        group["fused"] = True
+    module.optim._step_supports_amp_scaling = True
+
+
+class CudaEvent:
+    """Waiting for it is a host wait if little was queued behind it: the device would run out of work."""
+
+    device: PretendedCuda
+    BEHIND = 50
+
+    def __init__(self, **_: Any) -> None:
+        self._at = 0
+
+    def record(self) -> None:
+        self._at = self.device.launched
+
+    def synchronize(self) -> None:
+        if self.device.launched - self._at < self.BEHIND:
+            self.device.waits.append(HostWait("event", _origin()))
+
+    def elapsed_time(self, _: "CudaEvent") -> float:
+        return 1.0
 
 
 @contextmanager
 def pretended_cuda() -> Iterator[PretendedCuda]:
-    with PretendedCuda() as mode:
-        yield mode
+    """With the parts of torch.cuda that a run asks for."""
+    grouped = clip_grad._group_tensors_by_device_and_dtype
+
+    def groups(tensors: Any) -> Any:
+        """C++ calls the device of a pretended tensor `cpu`."""
+        return {
+            (CUDA if isinstance(group[0][0][0], CudaTensor) else device, dtype): group
+            for (device, dtype), group in grouped(tensors).items()
+        }
+
+    device = PretendedCuda()
+    with (
+        mock.patch.object(CudaEvent, "device", device, create=True),
+        mock.patch.multiple(
+            torch.cuda,
+            Event=CudaEvent,
+            _lazy_init=lambda: None,
+            get_device_name=lambda *_: "NVIDIA A100-SXM4-80GB",
+            memory_allocated=lambda *_: 0,
+            memory_reserved=lambda *_: 0,
+        ),
+        mock.patch.object(clip_grad, "_group_tensors_by_device_and_dtype", groups),
+        device,
+    ):
+        yield device

@@ -104,10 +104,14 @@ class HeartbeatCallback(Callback):
         self._lines = JsonLines(self.path)
 
     def beat(self, msg: str, **more: Any) -> None:
+        self.beat_at(self.step, msg, **more)
+
+    def beat_at(self, step: int, msg: str, **more: Any) -> None:
+        """A record of that step."""
         always: dict[str, Any] = dict(
             rank=self.ranks.rank, data=self.data, synthetic=self.synthetic, allowed=self.allowed
         )
-        beat = HeartbeatRecord.now(ts=time.time(), step=self.step, msg=msg, **always, **more)
+        beat = HeartbeatRecord.now(ts=time.time(), step=step, msg=msg, **always, **more)
         self._lines.append(beat.to_line())
         self._last_beat = time.monotonic()
         self.emit(beat)
@@ -131,14 +135,14 @@ class HeartbeatCallback(Callback):
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         self._fetch_s = time.perf_counter() - self._fetch_began
-        if self._due():
+        if self.due():
             model = self.trainer.train_module.model
             self._probes = self._probing.enter_context(probing(model))
             self._probing.enter_context(self._timer.on(model, self.trainer.device))
 
     def post_train_batch(self) -> None:
         self._probing.close()
-        if not self._due():
+        if not self.due():
             self.stay_alive()
             return
         now = time.perf_counter()
@@ -173,7 +177,7 @@ class HeartbeatCallback(Callback):
     def close(self) -> None:
         self._lines.close()
 
-    def _due(self) -> bool:
+    def due(self) -> bool:
         """The first step of a process is always logged: it shows that data, kernels and ranks work."""
         return self._first or self.step % self.log_every == 0 or self.step == self.trainer.max_steps
 

@@ -58,6 +58,8 @@ class StopRequestCallback(Callback):
             self._end(ExitCode.PREEMPTED, names.STOPPED, EventKind.STOP, stop or "another rank received a stop signal")
 
     def _end(self, code: int, msg: str, kind: EventKind, detail: str) -> None:
+        if self.checkpoints.settle is not None:
+            self.checkpoints.settle()  # here, where a rollback is still possible
         self.exit_code = code
         self.heartbeat.beat(msg, detail=detail)
         if self.event_log is not None:

@@ -1,8 +1,12 @@
 """Trainer hook that skips steps with NaN gradients or loss spikes on all ranks, and rolls back to a checkpoint.
 
-Between the backward pass and the optimizer every rank reads its loss and the gradient norm (one transfer; on a GPU the
-host waits here for the backward pass) and all ranks take the mean (one all-reduce of two numbers on the host), so that
-all of them decide on the same numbers.
+Between the backward pass and the optimizer every rank reads its loss and the gradient norm and all ranks take the mean
+(one all-reduce of two numbers on the host), so that all of them decide on the same numbers.
+
+On a GPU reading them would make the host wait for the backward pass at every step. There the same decision is made on
+the device, by the limits that the host knows, and the fused optimizer leaves weights and moments as they are.
+The host reads the numbers one step later, when they have long arrived, or at once before it logs, saves or stops: a
+skipped step is logged then, and a rollback leaves out one batch more.
 
 A skipped step counts as a step: it used up its batch, and the learning rate, a function of the step, advances as if the
 step had been made. Its gradients are dropped; weights, moments and the optimizer's own step count stay unchanged, bit
@@ -12,9 +16,10 @@ for bit.
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from olmo_core.train import Trainer
 from olmo_core.train.train_module import TransformerTrainModule
 from torch import Tensor
@@ -44,13 +49,73 @@ class _RollBack(Exception):
     """Leaves the engine's loop in the middle of a step: nothing of it may be saved, evaluated or logged as progress."""
 
 
+@dataclass(frozen=True)
+class UnreadStep:
+    """Loss and gradient norm of a step, on their way from the device."""
+
+    step: int
+    numbers: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def copied(cls, step: int, numbers: Tensor) -> Self:
+        on_host = numbers.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
+        if not numbers.is_cuda:
+            return cls(step, on_host, None)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(step, on_host, arrived)
+
+    def read(self) -> tuple[float, float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, grad_norm = self.numbers.tolist()
+        return loss, grad_norm
+
+
 @dataclass
 class BadStepCallback(Callback):
+    priority: ClassVar[int] = 20  # before the heartbeat, which logs what was skipped
+
     policy: BadStepPolicy
     collectives: HostCollectives
     checkpoints: CheckpointCallback
     heartbeat: HeartbeatCallback
     event_log: EventLogCallback | None
+    deferred: bool = False
+    """Decide on the device, and read the numbers later."""
+    _unread: UnreadStep | None = None
+
+    def decide_on_device(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """1 if this step must not be made, as the fused optimizer takes it, without waiting for the device."""
+        self.settle()
+        top_loss, top_norm = self.policy.tops()
+        mean_loss, norm = loss.detach().double(), grad_norm.detach().double()
+        if dist.is_initialized():
+            mean_loss = mean_loss.clone()
+            dist.all_reduce(mean_loss, group=self.trainer.dp_process_group)
+            mean_loss /= dist.get_world_size(self.trainer.dp_process_group)
+        good = mean_loss.isfinite() & (mean_loss <= top_loss) & norm.isfinite() & (norm <= top_norm)
+        self._unread = UnreadStep.copied(self.step, torch.stack([mean_loss, norm]))
+        return (~good).float()
+
+    def settle(self) -> None:
+        """Read the numbers of the last step, if they are unread, and act on them; raises `_RollBack`."""
+        if (unread := self._unread) is None:
+            return
+        self._unread = None
+        mean_loss, norm = unread.read()
+        verdict = self.policy.decide(unread.step, mean_loss, norm)
+        if verdict.action == StepAction.STEP:
+            return
+        self._log_skip(verdict, mean_loss, norm, unread.step)
+        if verdict.action == StepAction.ROLL_BACK:
+            raise _RollBack(verdict.reason)
+
+    def post_train_batch(self) -> None:
+        """Before the heartbeat of a log step, and before the last save, which comes after the training loop."""
+        if self.heartbeat.due() or self.trainer.training_complete:
+            self.settle()
 
     def require_good_step(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Return if the step may be made; otherwise raise `_SkipStep` or `_RollBack`, on all ranks alike."""
@@ -59,7 +124,7 @@ class BadStepCallback(Callback):
         verdict = self.policy.decide(self.step, mean_loss, norm)
         if verdict.action == StepAction.STEP:
             return
-        self._log_skip(verdict, mean_loss, norm)
+        self._log_skip(verdict, mean_loss, norm, self.step)
         raise _SkipStep if verdict.action == StepAction.SKIP else _RollBack(verdict.reason)
 
     def roll_back(self, reason: str) -> None:
@@ -74,6 +139,7 @@ class BadStepCallback(Callback):
             )
         assert found.path is not None
         cursor, state = trainer.data_loader.state_dict(), self.policy.state
+        self._unread = None
         trainer.train_module.zero_grads()
         trainer.load_checkpoint(found.path, load_trainer_state=True, load_optim_state=True)
         saved, self.policy.state = self.policy.state, state
@@ -87,12 +153,11 @@ class BadStepCallback(Callback):
             return
         self.policy.state = BadStepState.restored(record.spike_window, record.skipped_batches)
 
-    def _log_skip(self, verdict: StepVerdict, loss: float, grad_norm: float) -> None:
-        self.heartbeat.beat(
-            names.SKIPPED, loss=loss, grad_norm=grad_norm, detail=verdict.reason, **counts(self.policy.state)
-        )
+    def _log_skip(self, verdict: StepVerdict, loss: float, grad_norm: float, step: int) -> None:
+        numbers = dict(loss=loss, grad_norm=grad_norm)
+        self.heartbeat.beat_at(step, names.SKIPPED, detail=verdict.reason, **numbers, **counts(self.policy.state))
         if self.event_log is not None:
-            self.event_log.add(EventKind.SKIPPED_STEP, reason=verdict.reason, loss=loss, grad_norm=grad_norm)
+            self.event_log.add_at(step, EventKind.SKIPPED_STEP, reason=verdict.reason, **numbers)
 
     def _log_rollback(self, failed_at: int, reason: str, path: Path, batches: list[int]) -> None:
         first, last = batches[0], batches[1] - 1
@@ -112,10 +177,21 @@ class StepSkippingTrainModule(TransformerTrainModule):
     def optim_step(self) -> None:
         with suppress(_SkipStep):
             super().optim_step()
+        self.optim.found_inf = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The fused optimizer counts steps on the device; a checkpoint of another one has them on the host."""
+        super().load_state_dict(state_dict)
+        if self.optim.defaults["fused"]:
+            for state in self.optim.state.values():
+                state["step"] = state["step"].to(self.device)
 
     def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         grad_norm: Tensor = super()._clip_grad_norm(*args, **kwargs)
-        if self.bad_steps is not None:
+        if self.bad_steps is not None and self.bad_steps.deferred:
+            loss = self.trainer.get_metric(TRAIN_CE_LOSS_METRIC)
+            self.optim.found_inf = self.bad_steps.decide_on_device(loss, grad_norm)
+        elif self.bad_steps is not None:
             try:
                 self.bad_steps.require_good_step(self.trainer.get_metric(TRAIN_CE_LOSS_METRIC), grad_norm)
             except _SkipStep:

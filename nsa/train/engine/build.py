@@ -30,7 +30,7 @@ BETAS = (0.9, 0.95)
 _NEVER = 2**62
 NOT_DECAYED = ["*norm.weight", "*.bias", "*.b_in", "*.pos_emb", "embeddings.weight"]
 
-FROM_THE_CONFIG = ("initial_lr", "weight_decay")
+FROM_THE_CONFIG = ("initial_lr", "weight_decay", "fused")
 """Optimizer settings not restored from a checkpoint: a run may be resumed with other values."""
 
 
@@ -72,6 +72,7 @@ def build_train_module(
             betas=BETAS,
             weight_decay=train.weight_decay,
             fixed_fields=FROM_THE_CONFIG,
+            fused=True if device.type == "cuda" else None,  # skips a step without asking the host
             group_overrides=[OptimGroupOverride(params=_not_decayed(model), opts={"weight_decay": 0.0})],
         ),
         rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,

@@ -241,6 +241,13 @@ class CheckpointCallback(CheckpointerCallback):
     """The engine's checkpoint schedule, with saves that all ranks wait for and whose errors all ranks raise."""
 
     _future = None
+    settle: Callable[[], None] | None = None
+    """Called before every save: what must be known of the last step."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self.settle is not None:
+            self.settle()
+        return super()._save_checkpoint(*args, **kwargs)
 
     def save_now(self) -> None:
         """Save a requested checkpoint, which retention keeps. Collective, between steps."""

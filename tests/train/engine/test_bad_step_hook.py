@@ -82,6 +82,66 @@ def test_a_bad_step_leaves_the_weights_of_a_run_without_it(skips, case):
     assert same_weights(folder / case, folder / f"without_{case.split('_')[1]}")
 
 
+RARE = "train.log_every=100"
+LATER = dict(deferred=True)
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory):
+    """As on a GPU: decided on the device, read by the host a step later."""
+    return run(
+        tmp_path_factory,
+        without_1=(Job("", 1, [RARE]), Fault("left_out", [4], **LATER)),
+        forward_1=(Job("", 1, [RARE]), Fault("forward", [4], **LATER)),
+        gradient_1=(Job("", 1, [RARE]), Fault("gradient", [4], **LATER)),
+        spike_1=(Job("", 1, [RARE, *SPIKES]), Fault("spike", [4], **LATER)),
+        logged_1=(Job("", 1), Fault("forward", [4], **LATER)),
+        without_ddp=(Job("", 2, [RARE]), Fault("left_out", [4], **LATER)),
+        loss_ddp=(Job("", 2, [RARE]), Fault("loss", [4], rank=1, **LATER)),
+        without_fsdp=(Job("", 2, [RARE, *FSDP]), Fault("left_out", [4], **LATER)),
+        forward_fsdp=(Job("", 2, [RARE, *FSDP]), Fault("forward", [4], rank=0, **LATER)),
+        gap=(Job("", 1, [RARE, *STREAK]), Fault("gap", [*GONE, 9], **LATER)),
+        streak=(Job("", 1, [RARE, *STREAK]), Fault("forward", BAD_STREAK, **LATER)),
+        last=(Job("", 1, [RARE]), Fault("forward", [11], **LATER)),
+        without_last=(Job("", 1, [RARE]), Fault("left_out", [11], **LATER)),
+        resumed=(Job("", 1, [RARE, "train.save_every=4", "train.steps=8"]), Fault()),
+        resumed__again=(Job("", 1, [RARE, "train.save_every=4"], resume=True), Fault("forward", [9], **LATER)),
+    )
+
+
+@pytest.mark.parametrize("case", ["forward_1", "gradient_1", "spike_1", "logged_1", "loss_ddp", "forward_fsdp"])
+def test_a_step_skipped_on_the_device_leaves_the_same_weights_and_record(later, case):
+    folder, codes = later
+    assert set(codes[case]) == {0}
+    assert same_weights(folder / case, folder / f"without_{case.split('_')[1]}")
+    told = [skipped(folder / case, rank) for rank in range(len(codes[case]))]
+    assert [step for step, _ in told[0]] == [5]
+    assert all(other == told[0] for other in told)
+    assert state(folder / case, 12)["spike_window"]["skipped_steps"] == 1
+
+
+def test_a_streak_read_later_leaves_out_one_batch_more(later):
+    folder, codes = later
+    assert codes["streak"] == codes["gap"] == [0]
+    assert same_weights(folder / "streak", folder / "gap")
+    record = state(folder / "streak", 12)
+    assert record["skipped_batches"] == [[5, 10]]
+    assert [step for step, _ in skipped(folder / "streak")] == [7, 8, 9]
+
+
+def test_the_last_step_is_read_before_the_last_save(later):
+    folder, _ = later
+    assert same_weights(folder / "last", folder / "without_last")
+    assert [step for step, _ in skipped(folder / "last")] == [12]
+    assert state(folder / "last", 12)["spike_window"]["skipped_steps"] == 1
+
+
+def test_a_checkpoint_of_another_optimizer_is_resumed(later):
+    folder, codes = later
+    assert codes["resumed__again"] == [0]
+    assert [step for step, _ in skipped(folder / "resumed")] == [10]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_skipped_on_all_ranks_and_written_down(skips, case):
     folder, codes = skips

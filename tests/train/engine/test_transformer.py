@@ -5,7 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -147,13 +149,22 @@ def step(module, batch: dict, probed: bool = False) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize(
-    "checkpointing", ["off", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("selective", "full"))]
-)
-def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing):
-    """With Inductor: no break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
+INDUCTOR = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def compiler(request, monkeypatch):
+    """Graphs, breaks and recompilations are those of dynamo, whatever compiles the graphs."""
+    with_inductor = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **k: with_inductor(self, backend=request.param, **k))
     torch._dynamo.reset()
     counters.clear()
+    return request.param
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing, compiler):
+    """No break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
     module, eager = module_of(config_of(checkpointing, "on")), module_of(config_of(checkpointing))
     found = [step(module, packed_batch(0), probed=True)]
     assert graphs() == 2  # the block, for all layers; and the head
@@ -164,3 +175,14 @@ def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing):
     expected = [step(eager, packed_batch(n), probed=n % 10 == 0) for n in range(50)]
     assert found == pytest.approx(expected, rel=1e-5)
     assert not [name for name in module.state_dict()["model"] if "_orig_mod" in name or "_checkpoint" in name]
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("off", 1), ("selective", 1), ("full", 2)])
+def test_how_often_operators_run_in_a_compiled_step(checkpointing, times, compiler):
+    module = module_of(config_of(checkpointing, "on"))
+    step(module, packed_batch(0))
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step(module, packed_batch(1))
+    counts = {event.key: event.count for event in seen.key_averages()}
+    assert (counts["nsa::attend"], counts["nsa::select"]) == (3 * LAYERS * times, LAYERS * times)
+    assert counts["nsa::attend_backward"] == 3 * LAYERS
