@@ -135,18 +135,23 @@ class HeartbeatCallback(Callback):
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         self._fetch_s = time.perf_counter() - self._fetch_began
-        if self.due():
-            model = self.trainer.train_module.model
+        if not self.due():
+            return
+        model = self.trainer.train_module.model
+        # A compiled step with statistics is another graph, which may round differently. Which steps have one must not
+        # depend on where a run was stopped and resumed.
+        if not (getattr(model, "compiled", False) and self.step % self.log_every):
             self._probes = self._probing.enter_context(probing(model))
-            self._probing.enter_context(self._timer.on(model, self.trainer.device))
+        self._probing.enter_context(self._timer.on(model, self.trainer.device))
 
     def post_train_batch(self) -> None:
         self._probing.close()
+        probes, self._probes = self._probes, {}
         if not self.due():
             self.stay_alive()
             return
         now = time.perf_counter()
-        values = self._values()
+        values = self._values(list(probes.values()))
         elapsed, steps = now - self._since, self.step - self._since_step
         self.beat(
             names.PROGRESS,
@@ -181,12 +186,12 @@ class HeartbeatCallback(Callback):
         """The first step of a process is always logged: it shows that data, kernels and ranks work."""
         return self._first or self.step % self.log_every == 0 or self.step == self.trainer.max_steps
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, probes: list[Probe]) -> dict[str, Any]:
         """Loss, gradient norm and probes, copied from the device in one transfer; the loss is averaged over ranks."""
         tensors = {
             "loss": self.trainer.get_metric(TRAIN_CE_LOSS_METRIC),
             "grad_norm": self.trainer.get_metric(GRAD_NORM_METRIC),
-            **_over_layers(list(self._probes.values())),
+            **_over_layers(probes),
         }
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         device = self.trainer.device

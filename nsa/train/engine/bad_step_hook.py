@@ -86,19 +86,6 @@ class BadStepCallback(Callback):
     """Decide on the device, and read the numbers later."""
     _unread: UnreadStep | None = None
 
-    def decide_on_device(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1 if this step must not be made, as the fused optimizer takes it, without waiting for the device."""
-        self.settle()
-        top_loss, top_norm = self.policy.tops()
-        mean_loss, norm = loss.detach().double(), grad_norm.detach().double()
-        if dist.is_initialized():
-            mean_loss = mean_loss.clone()
-            dist.all_reduce(mean_loss, group=self.trainer.dp_process_group)
-            mean_loss /= dist.get_world_size(self.trainer.dp_process_group)
-        good = mean_loss.isfinite() & (mean_loss <= top_loss) & norm.isfinite() & (norm <= top_norm)
-        self._unread = UnreadStep.copied(self.step, torch.stack([mean_loss, norm]))
-        return (~good).float()
-
     def settle(self) -> None:
         """Read the numbers of the last step, if they are unread, and act on them; raises `_RollBack`."""
         if (unread := self._unread) is None:
@@ -117,15 +104,33 @@ class BadStepCallback(Callback):
         if self.heartbeat.due() or self.trainer.training_complete:
             self.settle()
 
-    def require_good_step(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Return if the step may be made; otherwise raise `_SkipStep` or `_RollBack`, on all ranks alike."""
+    def require_good_step(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
+        """Return if the step may be made; otherwise raise `_SkipStep` or `_RollBack`, on all ranks alike.
+
+        Deferred, return for the fused optimizer whether it must skip the step.
+        """
+        if self.deferred:
+            return self._decide_on_device(loss, grad_norm)
         numbers = torch.stack([loss.detach().double(), grad_norm.detach().double()]).tolist()
         mean_loss, norm = self.collectives.means(numbers)
         verdict = self.policy.decide(self.step, mean_loss, norm)
         if verdict.action == StepAction.STEP:
-            return
+            return None
         self._log_skip(verdict, mean_loss, norm, self.step)
         raise _SkipStep if verdict.action == StepAction.SKIP else _RollBack(verdict.reason)
+
+    def _decide_on_device(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """1 if this step must not be made, as the fused optimizer takes it, without waiting for the device."""
+        self.settle()
+        top_loss, top_norm = self.policy.tops()
+        mean_loss, norm = loss.detach().double(), grad_norm.detach().double()
+        if dist.is_initialized():
+            mean_loss = mean_loss.clone()
+            dist.all_reduce(mean_loss, group=self.trainer.dp_process_group)
+            mean_loss /= dist.get_world_size(self.trainer.dp_process_group)
+        good = mean_loss.isfinite() & (mean_loss <= top_loss) & norm.isfinite() & (norm <= top_norm)
+        self._unread = UnreadStep.copied(self.step, torch.stack([mean_loss, norm]))
+        return (~good).float()
 
     def roll_back(self, reason: str) -> None:
         """Load the last verified checkpoint in this process; the data continues after the batch that failed."""
@@ -188,12 +193,10 @@ class StepSkippingTrainModule(TransformerTrainModule):
 
     def _clip_grad_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         grad_norm: Tensor = super()._clip_grad_norm(*args, **kwargs)
-        if self.bad_steps is not None and self.bad_steps.deferred:
+        if self.bad_steps is not None:
             loss = self.trainer.get_metric(TRAIN_CE_LOSS_METRIC)
-            self.optim.found_inf = self.bad_steps.decide_on_device(loss, grad_norm)
-        elif self.bad_steps is not None:
             try:
-                self.bad_steps.require_good_step(self.trainer.get_metric(TRAIN_CE_LOSS_METRIC), grad_norm)
+                self.optim.found_inf = self.bad_steps.require_good_step(loss, grad_norm)
             except _SkipStep:
                 self.trainer.record_metric(GRAD_NORM_METRIC, grad_norm)
                 raise

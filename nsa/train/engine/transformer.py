@@ -23,6 +23,8 @@ from nsa.train.engine.mixer import SharedPositions, transformer_config
 class EngineTransformer(Transformer):
     """Makes positions once per forward pass."""
 
+    compiled = False
+
     def _prepare_inputs(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         input_ids, labels, for_blocks, per_block, for_head = super()._prepare_inputs(input_ids, *args, **kwargs)
         layer = next(module for module in self.modules() if isinstance(module, NSAAttention))
@@ -36,6 +38,7 @@ class EngineTransformer(Transformer):
         for block in self.blocks.values():
             block.apply_compile()
         self.lm_head.compile(fullgraph=False)
+        self.compiled = True
 
 
 class SelectiveCheckpoint(CheckpointWrapper):
@@ -45,7 +48,12 @@ class SelectiveCheckpoint(CheckpointWrapper):
         super().__init__(block, context_fn=_keep_operators, preserve_rng_state=False)
 
     def apply_compile(self) -> None:
-        """With the recomputation inside of the compiled graph: the compiler follows the same policy."""
+        """With the recomputation inside of the compiled graph: the compiler follows the same policy.
+
+        The only side effect of a block is the probe's record, which the backward pass need not repeat; without the
+        option a block that was once probed is never compiled.
+        """
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         self.compile(fullgraph=False)
 
     def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, *_: object, **options: Any) -> None:

@@ -142,7 +142,7 @@ def graphs() -> int:
 def step(module, batch: dict, probed: bool = False) -> float:
     with probing(module.model) if probed else nullcontext({}) as probes:
         loss = loss_of(module, batch)
-    loss.backward()
+        loss.backward()
     module.optim.step()
     module.zero_grads()
     assert all(probe.figures["gate_entropy_mean"] > 0 for probe in probes.values())
