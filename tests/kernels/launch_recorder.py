@@ -35,6 +35,7 @@ class RecordedLaunch:
     """Of each argument: its type, and what the compiler assumes of its value (D: divisible by 16). Empty for fake
     tensors."""
     options: dict[str, Any]
+    function: JITFunction
 
     @property
     def key(self) -> str:
@@ -60,7 +61,7 @@ def recorded_launches(on_launch: Callable[[], None] = lambda: None) -> Iterator[
         else:
             arguments, found, options = _binders[name](*args, **kwargs)
             special = dict(zip(names, found, strict=True))
-        launches.append(RecordedLaunch(name, grid, arguments, special, options))
+        launches.append(RecordedLaunch(name, grid, arguments, special, options, kernel))
 
     with (
         mock.patch.object(JITFunction, "run", run),

@@ -4,7 +4,7 @@ Kernels are recorded, not run. Torch operations that copy or compute count as la
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -85,11 +85,11 @@ class FakeGpu:
         self.launches: list[RecordedLaunch] = []
 
     @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self, host_too: bool = False) -> Iterator[None]:
         with (
             mock.patch.object(torch.cuda, "device", self.guards),
             recorded_launches(lambda: self.devices.append(self.guards.current[-1])) as launches,
-            OnDeviceOnly(),
+            nullcontext() if host_too else OnDeviceOnly(),
             OperationTally() as tally,
         ):
             yield
@@ -109,19 +109,26 @@ class AttentionLayer(NamedTuple):
     first: Tensor
 
     @classmethod
-    def fake(cls, length: int, batch: int = 1, packed: bool = True, width: int = WIDTH) -> "AttentionLayer":
-        def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.empty(batch, *shape, dtype=dtype, device=DEVICE)
+    def fake(
+        cls, length: int, packed: bool = True, heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH,
+        heads_first: bool = False,
+    ) -> "AttentionLayer":  # fmt: skip
+        """`heads_first`: tokens lie side by side in memory, as in caches and in other attention libraries."""
+
+        def rows(n: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            if not heads_first:
+                return torch.empty(1, n, *shape, dtype=dtype, device=DEVICE)
+            made = torch.empty(1, *shape[:-1], n, shape[-1], dtype=dtype, device=DEVICE)
+            return made.movedim(-2, 1)
 
         if packed:
             layout = packed_layout(torch.empty(5, dtype=torch.int32, device=DEVICE), length, GEOMETRY)
         else:
-            layout = plain_layout(batch, length, GEOMETRY, DEVICE)
-        n_compressed = layout.begin_BC.shape[1]
-        q = rows(length, GROUPS, HEADS // GROUPS, width)
-        k, v, *compressed = (rows(n, GROUPS, width) for n in (length, length, n_compressed, n_compressed))
-        gates = rows(length, GROUPS, HEADS // GROUPS, 3, dtype=torch.float32)
-        return cls(q, k, v, tuple(compressed), gates, *layout[:3])
+            layout = plain_layout(1, length, GEOMETRY, DEVICE)
+        n_compressed, of_group = layout.begin_BC.shape[1], (groups, heads // groups)
+        k, v, *compressed = (rows(n, groups, width) for n in (length, length, n_compressed, n_compressed))
+        gates = torch.empty(1, length, *of_group, 3, device=DEVICE)
+        return cls(rows(length, *of_group, width), k, v, tuple(compressed), gates, *layout[:3])
 
     def forward(self) -> list[tuple[Tensor, ...]]:
         rest = (GEOMETRY.ints, 0.125, "triton")
@@ -175,40 +182,46 @@ def test_every_operator_launches_on_the_device_of_its_tensors():
     assert gpu.guards.current == [torch.device("cuda:0")]
 
 
-def fake_attention() -> NSAAttention:
+def fake_attention(heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH) -> NSAAttention:
+    sizes = attention_args("seed", (heads, groups), dim=768, d_k=width, d_v=width)
     with torch.device("meta"):
-        module = NSAAttention(
-            **attention_args("seed", (HEADS, GROUPS), dim=768, d_k=WIDTH, d_v=WIDTH), kernels="triton"
-        )
+        module = NSAAttention(**sizes, kernels="triton")
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             setattr(part, name, nn.Parameter(torch.empty(parameter.shape, device=DEVICE, dtype=torch.bfloat16)))
     return module.eval()
 
 
-def test_launches_of_a_decoding_step():
-    """One new token per row: five kernels, whatever the lengths, on the cache's device, and no torch operation."""
+def decoded(batch: int, room: int, heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH) -> FakeGpu:
+    """The attention of one new token per row, of a cache for `room` tokens."""
     with fake_tensors(), torch.no_grad():
-        cache, gpu, rows = fake_attention().new_cache(4, 1024), FakeGpu(), (4, 1, GROUPS, HEADS // GROUPS)
-        q = torch.empty(*rows, WIDTH, dtype=torch.bfloat16, device=DEVICE)
-        gates = torch.empty(*rows, 3, device=DEVICE)
-        sizes = dict(heads_per_group=HEADS // GROUPS, means=True, geometry=GEOMETRY, scale=0.125)
+        cache, rows = fake_attention(heads, groups, width).new_cache(batch, room), (batch, 1, groups, heads // groups)
+        q = torch.empty(*rows, width, dtype=torch.bfloat16, device=DEVICE)
+        gates, gpu = torch.empty(*rows, 3, device=DEVICE), FakeGpu()
+        sizes = dict(heads_per_group=heads // groups, means=True, geometry=GEOMETRY, scale=0.125)
         decoder = cache.decoder(backend.TritonDecoder, **sizes)
         with gpu.run():
             decoder.attend(q, gates)
+    return gpu
+
+
+def test_launches_of_a_decoding_step():
+    """Five kernels, whatever the lengths, on the cache's device, and no torch operation."""
+    gpu = decoded(4, 1024)
     assert dict(launch_counts(gpu.launches)) == DECODE
     assert gpu.torch_ops == 0
     assert set(gpu.devices) == {DEVICE}
 
 
-def test_a_decoding_step_of_a_module_uses_the_device_alone():
-    """Projections, RoPE, the cache and attention: no value is read, no host memory used, nothing depends on values."""
+def test_a_decoding_step_of_a_module_reads_no_value():
+    """Projections, RoPE, the cache and attention: no value is read, nothing depends on values. RoPE's tables come from
+    the host here: a fake device keeps none."""
     with fake_tensors(), torch.no_grad():
         attention = fake_attention()
         cache, x = attention.new_cache(4, 1024), torch.empty(4, 1, 768, dtype=torch.bfloat16, device=DEVICE)
         steps = [FakeGpu(), FakeGpu(), FakeGpu()]
         for gpu in steps:
-            with gpu.run():
+            with gpu.run(host_too=True):
                 attention(x, cache=cache)
     assert [dict(launch_counts(gpu.launches)) for gpu in steps] == [DECODE] * 3
     assert steps[1].torch_ops == steps[2].torch_ops <= MOST_TORCH_OPS_OF_DECODE

@@ -169,7 +169,8 @@ _POINTERS = {
 }  # fmt: skip
 
 
-def compile_for(job: CompileJob, gpu: GpuArchitecture) -> Any:
+def source_of(job: CompileJob) -> ASTSource:
+    """The kernel with the types and the divisibility that its launcher's arguments have."""
     types = {**dict.fromkeys(_ROWS, f"*{job.dtype}"), **_POINTERS}
     signature, attributes = {}, {}
     for position, name in enumerate(job.function.arg_names):
@@ -178,8 +179,12 @@ def compile_for(job: CompileJob, gpu: GpuArchitecture) -> Any:
         # As the JIT compiler specializes on real tensors.
         if (signature[name].startswith("*") or is_stride) and name not in VARYING:
             attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
-    return triton.compile(source, target=compile_target(gpu), options=dict(num_warps=job.warps, num_stages=job.stages))
+    return ASTSource(fn=job.function, signature=signature, constexprs=job.constants, attrs=attributes)
+
+
+def compile_for(job: CompileJob, gpu: GpuArchitecture) -> Any:
+    options = dict(num_warps=job.warps, num_stages=job.stages)
+    return triton.compile(source_of(job), target=compile_target(gpu), options=options)
 
 
 def inspect(job: CompileJob, model: str, gpu_name: str) -> CompileReport:

@@ -74,6 +74,7 @@ def selected_backward(
     (T, V), N = (x.v_BTGV.shape[1], x.v_BTGV.shape[-1]), x.chosen_BSGN.shape[-1]
     n_windows = triton.cdiv(T, l_sel)
     dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
+    dout, q = (y if y.stride(3) * R < 2**31 else y.contiguous() for y in (dout, q))  # heads are placed in 32 bits
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)

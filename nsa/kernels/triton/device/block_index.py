@@ -167,7 +167,7 @@ def place_windows_kernel(
     for first in tl.range(0, n_places, BLOCK):
         place = first + tl.arange(0, BLOCK)
         ok = place < n_places
-        at = (place // n_windows * (n_windows + 1) + place % n_windows) * 2  # of the window before
+        at = ((place // n_windows).to(tl.int64) * (n_windows + 1) + place % n_windows) * 2  # of the window before
         count = tl.load(totals + at + 1, mask=ok, other=0) + tl.load(totals + at + 2, mask=ok, other=0)
         pieces = (count + PIECE - 1) // PIECE
         tl.store(offsets + place, n_entries + tl.cumsum(count, 0) - count, mask=ok)

@@ -19,6 +19,7 @@ from nsa.kernels.triton.device.tile import (
     VARYING,
     divisor,
     dot_rows,
+    group_at,
     load_both,
     load_rows,
     log_sum,
@@ -85,8 +86,9 @@ def decode_compressed_kernel(
     lo, hi = complete_blocks(pos, first, n_keys, L, D)
     begin, end = share(lo, hi, tl.program_id(0), PARTS, BLOCK_N)
     attend_range(
-        q, b * q_b + g * q_g + head.to(tl.int64) * q_r, head < R, k + b * k_b + g * k_g, v + b * v_b + g * v_g,
-        k_t, v_t, begin, end, part, part_lse, (bg * n_parts + tl.program_id(0)) * R + head,
+        q, group_at(b, g, q_b, q_g) + head.to(tl.int64) * q_r, head < R,
+        k + group_at(b, g, k_b, k_g), v + group_at(b, g, v_b, v_g), k_t, v_t,
+        begin, end, part, part_lse, (bg * n_parts + tl.program_id(0)) * R + head,
         scores, (bg * R + head) * n_keys, scale, K, K1, K2, V, V1, V2, BLOCK_M, BLOCK_N, True, WIDE,
     )  # fmt: skip
 
@@ -161,9 +163,9 @@ def decode_raw_kernel(
     lo, hi = tl.maximum(start + tl.maximum(pos - W + 1, 0), 0), tl.minimum(seen, n_window_keys)
     begin, end = share(lo, hi, program - N_SEL, WINDOW_PARTS, BLOCK_N)
     attend_range(
-        q, b * q_b + g * q_g + head.to(tl.int64) * q_r, head < R,
-        tl.where(is_page, k + b * k_b + g * k_g, window_k + b * wk_b + g * wk_g),
-        tl.where(is_page, v + b * v_b + g * v_g, window_v + b * wv_b + g * wv_g),
+        q, group_at(b, g, q_b, q_g) + head.to(tl.int64) * q_r, head < R,
+        tl.where(is_page, k + group_at(b, g, k_b, k_g), window_k + group_at(b, g, wk_b, wk_g)),
+        tl.where(is_page, v + group_at(b, g, v_b, v_g), window_v + group_at(b, g, wv_b, wv_g)),
         tl.where(is_page, k_t, wk_t), tl.where(is_page, v_t, wv_t),
         tl.where(is_page, tl.maximum(page_begin, 0), begin), tl.where(is_page, page_end, end),
         part, part_lse, (bg * n_parts + n_compressed + program) * R + head, part, head,

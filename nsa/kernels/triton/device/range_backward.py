@@ -15,6 +15,8 @@ from nsa.kernels.triton.device.tile import (
     dot,
     dot_rows,
     edge_tile,
+    group_at,
+    heads_at,
     heads_with_range,
     load_both,
     load_rows,
@@ -103,8 +105,8 @@ def range_dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
-    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
-    do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
+    q_at = group_at(b, g, q_b, q_g) + heads_at(query, head, q_s, q_r)
+    do_at = group_at(b, g, do_b, do_g) + heads_at(query, head, do_s, do_r)
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
     q1, do1 = load_rows(q, q_at, ok, K, 0, K1, WIDE), load_rows(dout, do_at, ok, V, 0, V1, WIDE)
     delta_M = tl.sum(do1.to(tl.float32) * load_rows(out, flat * V, ok, V, 0, V1, WIDE).to(tl.float32), 1)
@@ -118,8 +120,8 @@ def range_dq_kernel(
         delta_M -= tl.load(dlse + flat, mask=ok, other=0.0)
     tl.store(delta + flat, delta_M, mask=ok)
     lse_M = tl.load(lse + flat, mask=ok, other=0.0)
-    k += b.to(tl.int64) * k_b + g * k_g
-    v += b.to(tl.int64) * v_b + g * v_g
+    k += group_at(b, g, k_b, k_g)
+    v += group_at(b, g, v_b, v_g)
 
     dq1, dq2 = zeros_both(BLOCK_M, K1, K2)
     begin, end, first, length = tiles_of_range(lo_M, hi_M, ok, BLOCK_N)
@@ -164,8 +166,8 @@ def dkv_tile(m, end, at, k1, k2, v1, v2, q, dout, lo, hi, lse, delta, scale, b, 
     """dK and dV with what the rows from m on add. Not MASKED: all of them exist, and see every key."""
     row = m + tl.arange(0, BLOCK_M)
     query, head = (row // R).to(tl.int64), row % R
-    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
-    do_at = b.to(tl.int64) * do_b + query * do_s + g * do_g + head * do_r
+    q_at = group_at(b, g, q_b, q_g) + heads_at(query, head, q_s, q_r)
+    do_at = group_at(b, g, do_b, do_g) + heads_at(query, head, do_s, do_r)
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
     if MASKED:
         ok = row < end
@@ -204,16 +206,16 @@ def range_dkv_kernel(
     b, g = tl.program_id(1) // G, tl.program_id(1) % G
     at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = at < T
-    k_at = b.to(tl.int64) * k_b + g * k_g + at.to(tl.int64) * k_t
-    v_at = b.to(tl.int64) * v_b + g * v_g + at.to(tl.int64) * v_t
+    k_at = group_at(b, g, k_b, k_g) + at.to(tl.int64) * k_t
+    v_at = group_at(b, g, v_b, v_g) + at.to(tl.int64) * v_t
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
     dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
     dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 
     # Rows of the queries that may see this tile, cut into n_parts equal lengths of whole tiles.
-    first = tl.load(seen_first + b * n_tiles + tile) * R
-    end = tl.load(seen_end + b * n_tiles + tile) * R
+    first = tl.load(seen_first + b.to(tl.int64) * n_tiles + tile) * R
+    end = tl.load(seen_end + b.to(tl.int64) * n_tiles + tile) * R
     length = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), n_parts), BLOCK_M) * BLOCK_M
     mine = first + part * length
     last = tl.minimum(mine + length, end)

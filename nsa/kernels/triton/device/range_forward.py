@@ -14,6 +14,8 @@ from nsa.kernels.triton.device.tile import (
     divisor,
     dot_rows,
     edge_tile,
+    group_at,
+    heads_at,
     heads_with_range,
     load_both,
     log_sum,
@@ -52,10 +54,10 @@ def range_forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
-    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
+    q_at = group_at(b, g, q_b, q_g) + heads_at(query, head, q_s, q_r)
     q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
-    k += b.to(tl.int64) * k_b + g * k_g
-    v += b.to(tl.int64) * v_b + g * v_g
+    k += group_at(b, g, k_b, k_g)
+    v += group_at(b, g, v_b, v_g)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -22,6 +22,8 @@ from nsa.kernels.triton.device.tile import (
     dot,
     dot_rows,
     edge_tile,
+    group_at,
+    heads_at,
     heads_with_range,
     load_both,
     load_rows,
@@ -81,9 +83,9 @@ def range_lse_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
-    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g + head * q_r
+    q_at = group_at(b, g, q_b, q_g) + heads_at(query, head, q_s, q_r)
     q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
-    k += b.to(tl.int64) * k_b + g * k_g
+    k += group_at(b, g, k_b, k_g)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     begin, end, first, length = tiles_of_range(lo_M, hi_M, ok, BLOCK_N)
@@ -126,9 +128,9 @@ def select_kernel(
     pos_Q = tl.load(position + b.to(tl.int64) * position_b + query * position_s, mask=ok, other=-1).to(tl.int32)
     own_Q = own_block(pos_Q, L_SEL)
     hi_Q = tl.load(hi + bounds, mask=ok, other=0)
-    q_at = b.to(tl.int64) * q_b + query * q_s + g * q_g
+    q_at = group_at(b, g, q_b, q_g) + query * q_s
     flat = ((b.to(tl.int64) * S + query) * G + g) * R
-    k += b.to(tl.int64) * k_b + g * k_g
+    k += group_at(b, g, k_b, k_g)
     column, m = tl.arange(0, KEEP), tl.arange(0, SPAN)[None, :, None]
     row = tl.arange(0, SPAN * KEEP)
     SPILLS: tl.constexpr = (PER_L + PER_SEL - 2) // PER_SEL  # blocks after its own that a key may reach into
@@ -151,9 +153,9 @@ def select_kernel(
                 k2 = tl.trans(load_rows(k, k_at, real, K, K1, K2, WIDE))
             p = tl.zeros([BLOCK_Q, SPAN * KEEP], tl.float32)
             for r in tl.range(0, R):
-                s = dot(load_rows(q, q_at + r * q_r, mine, K, 0, K1, WIDE), k1)
+                s = dot(load_rows(q, q_at + tl.cast(r, tl.int64) * q_r, mine, K, 0, K1, WIDE), k1)
                 if K2 > 0:
-                    s += dot(load_rows(q, q_at + r * q_r, mine, K, K1, K2, WIDE), k2)
+                    s += dot(load_rows(q, q_at + tl.cast(r, tl.int64) * q_r, mine, K, K1, K2, WIDE), k2)
                 level = tl.load(lse + flat + r, mask=mine, other=0.0)
                 p += tl.exp2(s * (scale * LOG2E) - level[:, None] * LOG2E)
             j = column * steps + step

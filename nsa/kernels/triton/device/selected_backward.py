@@ -14,6 +14,8 @@ from nsa.kernels.triton.device.tile import (
     VARYING,
     add_partial_rows,
     dot,
+    group_at,
+    heads_at,
     heads_of,
     load_both,
     load_rows,
@@ -31,7 +33,7 @@ def delta_kernel(
 ):  # fmt: skip
     """Of each query head, dout · out − dlse: what is taken from every score's gradient."""
     b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
-    do_at = b * do_b + query * do_s + g * do_g + head * do_r
+    do_at = group_at(b, g, do_b, do_g) + heads_at(query, head, do_s, do_r)
     flat = ((b * S + query) * G + g) * R + head
     x = load_rows(dout, do_at, ok, V, 0, V1, False).to(tl.float32)
     delta_M = tl.sum(x * load_rows(out, flat * V, ok, V, 0, V1, False).to(tl.float32), 1)
@@ -55,8 +57,10 @@ def window_gradients(m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q
     flat = query * (G * R) + head
     lse_M = tl.load(lse + flat, mask=ok, other=0.0)
     delta_M = tl.load(delta + flat, mask=ok, other=0.0)
+    # Heads are placed in 32 bits: the launcher copies rows whose heads lie too far apart. In 64 bits sm_80 spills.
     s, dp, q1, q2, do1, do2 = products(
-        k1, k2, v1, v2, q, dout, query * q_s + head * q_r, query * do_s + head * do_r, ok, K, K1, K2, V, V1, V2, WIDE
+        k1, k2, v1, v2, q, dout, query * q_s + head * q_r, query * do_s + head * do_r, ok,
+        K, K1, K2, V, V1, V2, WIDE,
     )  # fmt: skip
     visible = None
     if MASKED:
@@ -97,8 +101,8 @@ def selected_backward_kernel(
     dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
     dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 
-    q += b * q_b + g * q_g
-    dout += b * do_b + g * do_g
+    q += group_at(b, g, q_b, q_g)
+    dout += group_at(b, g, do_b, do_g)
     lse += (b * n_queries * G + g) * R
     delta += (b * n_queries * G + g) * R
     slot += (b * S * G + g) * (2 * N * CUTS * R) * K
@@ -159,7 +163,7 @@ def add_pieces_kernel(
     step = tl.arange(0, BLOCK_N)
     at = window * L + step
     ok = (step < L) & (at < T)
-    place = bg * n_windows + window
+    place = bg.to(tl.int64) * n_windows + window
     first, end = tl.load(piece_first + place), tl.load(piece_first + place + 1)
     flat = ((bg // G).to(tl.int64) * T + at) * G + bg % G
     before = ok & (more > 0)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.device.block_index import reached
+from nsa.kernels.triton.device.tile import group_at
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE:
     needed = place < n_groups_all * n_windows
     place = tl.where(needed, place, 0)
     first = tl.load(offsets + place) + (piece - tl.load(piece_first + place)) * PIECE
+    first = tl.where(needed, first, 0)  # or it would count pieces that are not needed: rows of 2M tokens have billions
     end = tl.minimum(first + PIECE, tl.load(offsets + place + 1))
     return place // n_windows, place % n_windows, first, tl.where(needed, end, first), needed
 
@@ -29,8 +31,8 @@ def keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L: tl.constexpr, BLOC
     step = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = window * L + step
     inside = (step < L) & (at < T)
-    k_at = b * k_b + g * k_g + at.to(tl.int64) * k_t
-    v_at = b * v_b + g * v_g + at.to(tl.int64) * v_t
+    k_at = group_at(b, g, k_b, k_g) + at.to(tl.int64) * k_t
+    v_at = group_at(b, g, v_b, v_g) + at.to(tl.int64) * v_t
     return step, at, inside, k_at, v_at
 
 

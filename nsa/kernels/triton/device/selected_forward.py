@@ -14,6 +14,8 @@ from nsa.kernels.triton.device.tile import (
     VARYING,
     divisor,
     dot,
+    group_at,
+    heads_at,
     heads_of,
     load_both,
     load_rows,
@@ -33,7 +35,7 @@ def window_tile(m, end, window, b, cut, at, k1, k2, v1, v2, q, q_s, q_r, last, p
                 WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """The softmax of the rows from m on over this cut of the window. Not MASKED: they see all of its keys."""
     query, head, ok, here, begin_M = readers_of(pairs, begins, m, end, window, R, N, L, BLOCK_M)
-    q_at = query * q_s + head * q_r
+    q_at = heads_at(query, head, q_s, q_r)
     s = dot(load_rows(q, q_at, ok, K, 0, K1, WIDE), tl.trans(k1))
     if K2 > 0:
         s += dot(load_rows(q, q_at, ok, K, K1, K2, WIDE), tl.trans(k2))
@@ -73,7 +75,7 @@ def selected_forward_kernel(
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
 
-    q += b * q_b + g * q_g
+    q += group_at(b, g, q_b, q_g)
     slots_before = (b * S * G + g) * (2 * N * CUTS * R)
     slot += slots_before * V
     slot_lse += slots_before

@@ -134,6 +134,19 @@ def dot_rows(
 
 
 @triton.jit
+def group_at(b, g, stride_b, stride_g):
+    """Offset of a group of a batch row. In 64 bits, as every product with a stride: of 16 groups with 2M keys each, 128
+    wide, the last one begins at 2^32."""
+    return b.to(tl.int64) * stride_b + g.to(tl.int64) * stride_g
+
+
+@triton.jit
+def heads_at(query, head, stride_s, stride_r):
+    """Offsets of query heads within their group; queries are int64."""
+    return query * stride_s + head.to(tl.int64) * stride_r
+
+
+@triton.jit
 def heads_of(S, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
     """This program's batch, group, and query heads: query, head, and which of them exist."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
