@@ -17,7 +17,7 @@ from nsa.kernels.triton.device import select as selection
 from nsa.kernels.triton.device.tile import VARYING
 from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
 from nsa.kernels.triton.range_attention import ROWS_ADDED
-from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
+from nsa.kernels.triton.selected import adding_warps, block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import TileSizes, choose, split_width, widths
 
@@ -114,7 +114,8 @@ def jobs(
         ("add_pieces", selected_backward.add_pieces_kernel,
          dict(G=s.n_kv_groups, **broad, L=g.l_sel, BLOCK_N=block_of(g.l_sel))),
     ):  # fmt: skip
-        yield CompileJob(kernel, function, constants, 4, 2, model.dtype)
+        warps = adding_warps(s.d_k, s.d_v) if kernel == "add_pieces" else 4
+        yield CompileJob(kernel, function, constants, warps, 2, model.dtype)
     yield job("select_lse", selection.range_lse_kernel, "range_forward", **keys)
     tiles = tiles_for("select")
     per = select_sizes(g, tiles)

@@ -97,7 +97,7 @@ def selected_backward(
         )  # fmt: skip
         add_pieces_kernel[(n_windows, B * G, 2)](
             *sums, index.piece_first, dk, dv, T, n_windows, int(some.start > 0),
-            G=G, **widths(K, V), L=l_sel, BLOCK_N=block_of(l_sel),
+            G=G, **widths(K, V), L=l_sel, BLOCK_N=block_of(l_sel), num_warps=adding_warps(K, V),
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
@@ -153,6 +153,11 @@ def keys_of(tiles: TileSizes, l_sel: int) -> tuple[int, int]:
 def rows_of(width: int) -> int:
     """Query heads of a program that merges slots, rows of `width`."""
     return 64 if width <= 64 else 32
+
+
+def adding_warps(d_k: int, d_v: int) -> int:
+    """Of a program that adds the pieces of a window: wide rows spill with four."""
+    return 8 if max(d_k, d_v) > 64 else 4
 
 
 def block_of(l_sel: int) -> int:
