@@ -9,6 +9,7 @@ import torch
 from nsa.core.rope import RotaryEmbedding, rotate
 from nsa.errors import ConfigError
 from tests.oracle import rotated
+from tests.train.pretend_cuda import pretended_cuda
 
 CPU = torch.device("cpu")
 
@@ -135,3 +136,17 @@ def test_the_older_key_and_the_theta_of_a_config_are_understood():
 def test_scaling_that_cannot_be_meant_is_refused(scaling, scale):
     with pytest.raises(ConfigError, match="rope_scaling"):
         RotaryEmbedding(8, 100.0, scale, scaling)
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}]
+)
+def test_an_accelerator_gets_the_tables_of_the_cpu(scaling):
+    """Bit for bit, from a table without fp64 on the device."""
+    rotary, pos = RotaryEmbedding(16, 500_000.0, 1.0, scaling), torch.tensor([[0, 1, 77, 1023, 5]])
+    expected = [table.float() for table in rotary.tables(pos)]
+    with pretended_cuda() as device:
+        found = rotary.tables(pos.to("cuda:0", non_blocking=True), torch.float32, limit=1024)
+    assert all(torch.equal(mine.values, its) for mine, its in zip(found, expected, strict=True))
+    assert torch.float64 not in device.dtypes
+    assert not device.waits

@@ -88,6 +88,8 @@ class PretendedCuda(TorchDispatchMode):
     waits: list[HostWait] = field(default_factory=list)
     launched: int = 0
     """Operators that ran on the device so far."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Of the tensors they made."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -117,6 +119,7 @@ class PretendedCuda(TorchDispatchMode):
     def _wrapped(self, out: Any, args: Any, to_device: bool) -> Any:
         if not to_device:
             return out
+        self.dtypes |= {x.dtype for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)}
         known = {id(x.values): x for x in tree_flatten(args)[0] if isinstance(x, CudaTensor)}
         return tree_map_only(torch.Tensor, lambda x: known.get(id(x)) if id(x) in known else CudaTensor(x), out)
 

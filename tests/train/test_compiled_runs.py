@@ -1,14 +1,14 @@
 """Runs with compiled blocks: the losses of uncompiled ones, exact resume, sharded and checkpointed too."""
 
-import json
-
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from nsa import names
+from tests.train.engine.test_bad_step_hook import same_weights
 from tests.train.runs import Job, run_all
 from tests.train.test_resume import corpus, story  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SELECTIVE = "runtime.gradient_checkpointing=selective"
 
@@ -18,7 +18,7 @@ def runs(tmp_path_factory, corpus):  # noqa: F811
     """Real documents in packed rows."""
     folder = tmp_path_factory.mktemp("compiled")
     base = ["train.steps=8", "train.save_every=4", "train.lr_schedule=constant"]
-    data = ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.1", "train.log_every=1"]
+    data = ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.1", "train.log_every=3"]
 
     def job(name, world=1, *changes, **more):
         return Job(str(folder / name), world, [*base, *data, *changes], **more)
@@ -43,20 +43,21 @@ def runs(tmp_path_factory, corpus):  # noqa: F811
 @pytest.mark.parametrize("name", ["compiled", "into_eager", "ddp", "fsdp", "fsdp_selective"])
 def test_losses_are_those_of_the_uncompiled_run(runs, name):
     expected, found = story(runs / "eager"), story(runs / name)
-    assert len(found) == 8
-    for (step, loss, norm), (its_step, its_loss, its_norm) in zip(expected, found, strict=True):
-        assert its_step == step
-        assert its_loss == pytest.approx(loss, rel=1e-5)
-        assert its_norm == pytest.approx(norm, rel=1e-4)
+    assert [step for step, *_ in found][-1] == 8
+    both = {step: (loss, norm) for step, loss, norm in found}
+    for step, loss, norm in expected:
+        assert both[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
 
 
 def test_resuming_is_exact(runs):
-    assert story(runs / "stopped") == story(runs / "compiled")
+    """Although the first step of the second process is logged, and the same step of the whole run is not."""
+    assert same_weights(runs / "stopped", runs / "compiled")
 
 
 def test_checkpoints_have_the_names_of_the_uncompiled_model(runs):
     def keys(name):
-        metadata = next((runs / name / names.CHECKPOINTS / "step8").rglob("state.json"))
-        return json.loads(metadata.read_text())["config"]["model"]
+        index = next((runs / name / names.CHECKPOINTS / "step8").rglob(".metadata"))
+        return FileSystemReader(index.parent).read_metadata().state_dict_metadata.keys()
 
     assert keys("compiled") == keys("eager")
+    assert keys("fsdp_selective") == keys("fsdp")
