@@ -17,8 +17,8 @@ from nsa.kernels.triton import PIECE
 
 MOST_TOKENS = 4501
 """The reference compares every query with every key: longer windows are checked without being full."""
-SMALL_PIECE = 20
-"""Under the interpreter, where rows are short."""
+SMALL_PIECE, SMALL_TOKENS = 20, 41
+"""Under the interpreter: rows are short, but longer than a tile of 32 keys."""
 DECODE_STEPS = 3
 
 
@@ -51,7 +51,8 @@ def check_sizes(shape: KernelShape, *, small: bool) -> SelfCheckSizes:
     """`small`: for the interpreter, with pieces of a few queries."""
     g = shape.geometry
     piece = SMALL_PIECE if small else PIECE
-    wanted = max(piece + 100 * (not small), (g.n_sel + 3) * g.l_sel, g.w + g.l_sel, 2 * g.l + g.d)
+    least = SMALL_TOKENS if small else PIECE + 100
+    wanted = max(least, (g.n_sel + 3) * g.l_sel, g.w + g.l_sel, 2 * g.l + g.d)
     length = min(MOST_TOKENS, wanted) | 1
     ends = (1, g.l, g.l, g.l + 2 * g.l_sel + 3)  # documents of 1, l − 1, 0 and two blocks and a few tokens
     return SelfCheckSizes(shape, ((0, length), (0, *(min(end, length) for end in ends), length)), piece)
