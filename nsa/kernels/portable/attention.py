@@ -66,7 +66,7 @@ def _backward(
     x: BranchInputs, chunks: Iterator[QueryChunk], out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor,
     dlse_BSGR: Tensor | None,
 ) -> Gradients:  # fmt: skip
-    dq_BSGRK = torch.empty_like(x.q_BSGRK)
+    dq_BSGRK = x.q_BSGRK.new_empty(x.q_BSGRK.shape)
     dk_BTGK, dv_BTGV = wide_zeros(x.k_BTGK), wide_zeros(x.v_BTGV)
     for chunk in chunks:
         dout, lse = chunk.rows(dout_BSGRV), chunk.rows(lse_BSGR[..., None])

@@ -49,7 +49,7 @@ def _forward(x: BranchInputs, at: slice) -> tuple[Tensor, Tensor]:
 def windows_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
-    dq_BSGRK = torch.empty_like(x.q_BSGRK)
+    dq_BSGRK = x.q_BSGRK.new_empty(x.q_BSGRK.shape)
     dk_BTGK, dv_BTGV = wide_zeros(x.k_BTGK), wide_zeros(x.v_BTGV)
     for at in _chunks(x):
         dlse = None if dlse_BSGR is None else dlse_BSGR[:, at, ..., None]
