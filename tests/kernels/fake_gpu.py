@@ -3,6 +3,7 @@
 A fake tensor has no values: reading one raises, as does an operation whose result's shape depends on values.
 """
 
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ class RecordedOperations(TorchDispatchMode):
         made = func(*args, **kwargs)
         name, inputs = func.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-        if any(x.device.type != "cpu" for x in (*inputs, *outputs)) and any(x.device.type == "cpu" for x in inputs):
+        devices = {x.device.type for x in (*inputs, *outputs)}
+        if len(devices) > 1 and any(x.is_cpu for x in inputs) and not _makes_rotations():
             self.uploads.append(name)
         if _is_atomic(func, args, kwargs, outputs):
             self.atomic.append(name)
@@ -103,6 +105,11 @@ class RecordedOperations(TorchDispatchMode):
 
     def _freed(self, n_bytes: int) -> None:
         self.live_bytes -= n_bytes
+
+
+def _makes_rotations() -> bool:
+    """Whether `RotaryEmbedding` makes its table, once per device; it does not keep one of fake tensors."""
+    return any(frame.name == "_device_table" for frame in traceback.extract_stack(limit=60))
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> Any:
