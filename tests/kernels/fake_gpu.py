@@ -29,7 +29,11 @@ ATOMIC_ON_CUDA = (
 )  # fmt: skip
 
 
-_PLAIN = {Tensor.copy_: torch.ops.aten.copy_, Tensor.__invert__: torch.bitwise_not}
+_PLAIN = {
+    Tensor.copy_: torch.ops.aten.copy_,
+    Tensor.__invert__: torch.bitwise_not,
+    Tensor.contiguous: torch.ops.aten.contiguous,
+}
 
 
 class IndexingWithoutDevice(TorchFunctionMode):
