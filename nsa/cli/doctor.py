@@ -80,11 +80,10 @@ def _verdict(
     attention: "NSAAttention", device: "torch.device", dtype: "torch.dtype", choices: "Sequence[BackendChoice]"
 ) -> str:
     """Whether the Triton kernels passed their check, and the file of the record; without a check if none was needed."""
-    from nsa.kernels.choice_text import REQUESTED
     from nsa.kernels.registry import BACKENDS
 
     verify = BACKENDS["triton"].verify
-    if verify is None or all(choice.reason == REQUESTED for choice in choices):
+    if verify is None or all(choice.requested for choice in choices):
         return "not needed: every branch was requested by name"
     if reason := BACKENDS["triton"].why_not("selected", device, dtype, attention.shape):
         return f"not possible: {reason}"
@@ -117,15 +116,13 @@ def _rows(
 
 def _why_not_chosen(backend: str, device: "torch.device", choice: "BackendChoice") -> str:
     """Of a backend that can run."""
-    from nsa.kernels.choice_text import REQUESTED, why_passed_over
-
     if backend == "reference":
         return "only by name: plain PyTorch, for checking, slow"
     if backend == "triton" and device.type == "cpu":
         return "only by name: interpreted, for checking, slow"
     if backend == "triton":
-        return why_passed_over(choice, backend) or "only by name, until it is checked on this GPU"
-    return "not requested" if choice.reason == REQUESTED else f"after {choice.backend} in preference"
+        return choice.why_not(backend) or "only by name, until it is checked on this GPU"
+    return "not requested" if choice.requested else f"after {choice.backend} in preference"
 
 
 def _print_proofs(

@@ -2,16 +2,13 @@
 one. Used by `nsa train`, heartbeats and `nsa doctor`.
 """
 
-import re
 from collections.abc import Sequence
 
-from nsa.kernels.registry import BACKENDS, BackendChoice
+from nsa.kernels.registry import BackendChoice
 
 _FASTEST = {"cpu": "cpu", "cuda": "triton"}
 """By device type, the backend that trains fastest there."""
 _NAMES = {"cpu": "cpu (C++)"}
-REQUESTED, _FIRST_CHOICE = "requested by name", "first choice"
-_PASSED_OVER = re.compile(rf"; (?=(?:{'|'.join(BACKENDS)}): )")
 _COST = {
     "cpu": "Training is about 3 to 5 times slower (measured on 2 cores)",
     "cuda": "Training is several times slower (modelled for a 125M model on an A100: 4 to 15 thousand tokens/s; "
@@ -24,10 +21,9 @@ def kernels_text(choices: Sequence[BackendChoice]) -> str:
     if len({(choice.backend, choice.reason) for choice in choices}) > 1:
         return " · ".join(f"{choice.branch} {_describe(choice)}" for choice in choices)
     first = choices[0]
-    if first.reason == _FIRST_CHOICE:
-        return f"{_name(first)}, all branches"
-    passed_over = any(why_passed_over(first, backend) for backend in BACKENDS)
-    return f"{_name(first)}, all branches ({first.reason})" if passed_over else f"{_name(first)}, {first.reason}"
+    if first.requested or first.verified:
+        return f"{_name(first)}, {first.reason}"
+    return f"{_name(first)}, all branches" + (f" ({first.reason})" if first.passed_over else "")
 
 
 def reason_text(choices: Sequence[BackendChoice]) -> str:
@@ -40,24 +36,19 @@ def reason_text(choices: Sequence[BackendChoice]) -> str:
 def slow_kernels_warning(choices: Sequence[BackendChoice], device_type: str) -> str | None:
     """Which branches run on a slow backend that nobody requested, why, and what it costs; None if there are none."""
     fastest = _FASTEST.get(device_type)
-    slow = [choice for choice in choices if choice.backend != fastest and choice.reason != REQUESTED]
+    slow = [choice for choice in choices if choice.backend != fastest and not choice.requested]
     if fastest is None or not slow:
         return None
     branches = "all branches run" if len(slow) == len(choices) else f"{', '.join(c.branch for c in slow)}: this runs"
-    why = dict.fromkeys(why_passed_over(choice, fastest) or "it runs only when requested by name" for choice in slow)
+    why = dict.fromkeys(choice.why_not(fastest) or "it runs only when requested by name" for choice in slow)
     backends = ", ".join(dict.fromkeys(choice.backend for choice in slow))
     reason = f"{branches} on the {backends} backend, not on {fastest}: {'; '.join(why)}"
     return f"slow kernels: {reason}. {_COST[device_type]}."
 
 
-def why_passed_over(choice: BackendChoice, backend: str) -> str | None:
-    """The part of a choice's reason that is about this backend; None if it says nothing of it."""
-    parts = _PASSED_OVER.split(choice.reason)
-    return next((part.removeprefix(f"{backend}: ") for part in parts if part.startswith(f"{backend}: ")), None)
-
-
 def _describe(choice: BackendChoice) -> str:
-    return _name(choice) if choice.reason == _FIRST_CHOICE else f"{_name(choice)} ({choice.reason})"
+    is_first = not (choice.requested or choice.verified or choice.passed_over)
+    return _name(choice) if is_first else f"{_name(choice)} ({choice.reason})"
 
 
 def _name(choice: BackendChoice) -> str:

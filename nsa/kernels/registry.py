@@ -25,8 +25,6 @@ BRANCHES = KernelFunctions._fields
 
 VERIFIED_ON = ("cuda",)
 """Kinds of device on which 'auto' takes a backend that passes its check."""
-VERIFIED = "verified on this GPU"
-"""The reason of a choice that a check allowed."""
 
 Mixing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -57,13 +55,34 @@ class KernelBackend:
     mix: Mixing = reference.mix
 
 
+class PassedOver(NamedTuple):
+    """A backend that 'auto' prefers and did not take."""
+
+    backend: str
+    why: str
+
+
 @dataclass(frozen=True)
 class BackendChoice:
     branch: str
     backend: str
-    reason: str
+    passed_over: tuple[PassedOver, ...] = ()
+    requested: bool = False
+    """By name, instead of 'auto'."""
     verified: bool = False
     """Whether the backend passed its check on this GPU, with this dtype and shape."""
+
+    @property
+    def reason(self) -> str:
+        if self.requested:
+            return "requested by name"
+        if self.verified:
+            return "verified on this GPU"
+        return "; ".join(f"{name}: {why}" for name, why in self.passed_over) or "first choice"
+
+    def why_not(self, backend: str) -> str | None:
+        """Why this backend was passed over; None if it was not."""
+        return dict(self.passed_over).get(backend)
 
 
 class KernelPlan(NamedTuple):
@@ -213,21 +232,21 @@ def _choose(branch: str, name: str, device: torch.device, dtype: torch.dtype, sh
             origin = requested_backends([branch]).get(branch)
             by = f" (environment {origin.variable})" if origin is not None and origin.name == name else ""
             raise KernelUnavailable(f"kernels.{branch}={name!r}{by} cannot run here: {reason}. Set it to 'auto'.")
-        return BackendChoice(branch, name, "requested by name")
-    refused = []
+        return BackendChoice(branch, name, requested=True)
+    refused: list[PassedOver] = []
     for backend in BACKENDS.values():
         verify = backend.verify if device.type in VERIFIED_ON else None
         if not backend.by_default and verify is None:
             continue
         if reason := backend.why_not(branch, device, dtype, shape):
-            refused.append(f"{backend.name}: {reason}")
+            refused.append(PassedOver(backend.name, reason))
         elif verify is None:
-            return BackendChoice(branch, backend.name, "; ".join(refused) or "first choice")
+            return BackendChoice(branch, backend.name, tuple(refused))
         elif (verdict := verify(device, dtype, shape)).passed:
-            return BackendChoice(branch, backend.name, VERIFIED, verified=True)
+            return BackendChoice(branch, backend.name, tuple(refused), verified=True)
         else:
-            refused.append(f"{backend.name}: {verdict.summary}")
+            refused.append(PassedOver(backend.name, verdict.summary))
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused)
     raise KernelUnavailable(
-        f"kernels.{branch}='auto' finds no backend for {dtype} on {device} ({'; '.join(refused)}). "
-        f"Use a floating-point dtype."
+        f"kernels.{branch}='auto' finds no backend for {dtype} on {device} ({reasons}). Use a floating-point dtype."
     )

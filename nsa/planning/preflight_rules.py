@@ -10,7 +10,7 @@ from typing import Any
 
 from nsa.config.describe import plain
 from nsa.config.schema import RunConfig
-from nsa.kernels.choice_text import REQUESTED, kernels_text
+from nsa.kernels.choice_text import kernels_text
 from nsa.model.build import wanted_kernels
 from nsa.planning.estimate import MemoryEstimate
 from nsa.planning.hardware import GIB
@@ -113,7 +113,7 @@ def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
     if not slow:
         return RuleFinding(True, what)
     fix = f"Set kernels.*=auto runtime.use_flash=true, and unset NSA_KERNEL: {fastest} is the fast backend on {device}."
-    if facts.kernels is not None and any(choice.reason != REQUESTED for choice in facts.kernels):
+    if facts.kernels is not None and not all(choice.requested for choice in facts.kernels):
         fix = "Correct what prevents it, as the message says" + ("; `nsa gpu-check` shows more." if is_gpu else ".")
     return RuleFinding(False, f"{what}: {_slower(facts, fastest)}", fix)
 

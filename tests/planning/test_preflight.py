@@ -6,7 +6,7 @@ import pytest
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, PreflightError
-from nsa.kernels.registry import BRANCHES, BackendChoice
+from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import GIB, parse_target
 from nsa.planning.preflight import RuleStatus, check_names, judge, require_passed
@@ -22,12 +22,16 @@ WENT_WELL = DryRun(*[DryRunAttempt(seen="fine")] * 4)
 FOLDER = FolderFacts("artifacts/x", disk_free=100 * GIB)
 
 
-def choices(backend: str, reason: str) -> tuple[BackendChoice, ...]:
-    return tuple(BackendChoice(branch, backend, reason) for branch in BRANCHES)
+def choices(backend: str, *passed_over: PassedOver, **why: bool) -> tuple[BackendChoice, ...]:
+    return tuple(BackendChoice(branch, backend, passed_over, **why) for branch in BRANCHES)
 
 
-VERIFIED = choices("triton", "verified on this GPU")
-FAILED = choices("portable", "cpu: it runs on a CPU, not on cuda; triton: its check failed, see /cache/evidence.json")
+VERIFIED = choices("triton", verified=True)
+FAILED = choices(
+    "portable",
+    PassedOver("cpu", "it runs on a CPU, not on cuda"),
+    PassedOver("triton", "its check failed, see /cache/evidence.json"),
+)
 
 
 def facts(
@@ -156,12 +160,12 @@ def test_the_backend_that_will_run_is_judged_not_a_flag():
     assert "tokens/s with portable" in refused.message
     assert "tokens/s with triton (calculated, not measured)" in refused.message
     assert "nsa gpu-check" in refused.fix
-    by_name = flash(facts(kernels=choices("portable", "requested by name")))
+    by_name = flash(facts(kernels=choices("portable", requested=True)))
     assert (by_name.status, "kernels.*=auto" in by_name.fix) == (RuleStatus.FAIL, True)
 
 
 def test_one_slow_branch_is_enough():
-    mixed = (*VERIFIED[:2], BackendChoice("selected", "reference", "requested by name"), VERIFIED[3])
+    mixed = (*VERIFIED[:2], BackendChoice("selected", "reference", requested=True), VERIFIED[3])
     assert flash(facts(kernels=mixed)).status == RuleStatus.FAIL
 
 
@@ -187,8 +191,8 @@ def test_a_requested_backend_that_cannot_run_is_refused():
 
 
 def test_a_long_run_on_a_cpu_needs_the_compiled_kernels():
-    assert flash(facts("cpu", kernels=choices("cpu", "first choice"))).status == RuleStatus.PASS
-    assert flash(facts("cpu", kernels=choices("portable", "cpu: no compiler"))).status == RuleStatus.FAIL
+    assert flash(facts("cpu", kernels=choices("cpu"))).status == RuleStatus.PASS
+    assert flash(facts("cpu", kernels=choices("portable", PassedOver("cpu", "no compiler")))).status == RuleStatus.FAIL
 
 
 def test_a_short_run_is_left_alone():

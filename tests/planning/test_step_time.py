@@ -7,7 +7,7 @@ import pytest
 from nsa.bench.shapes import SHAPES
 from nsa.config import load
 from nsa.core.nsa_attention import NSAAttention
-from nsa.kernels.registry import BRANCHES, BackendChoice
+from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import parse_target
 from nsa.planning.step_time import backend_that_will_run, portable_bytes_per_token, predictions
@@ -28,7 +28,7 @@ def test_the_backend_that_will_run():
     assert backend_that_will_run(named, is_gpu=True) == "reference"
     no_flash = load("configs/train_50k.yaml", overrides=["runtime.use_flash=false"])
     assert backend_that_will_run(no_flash, is_gpu=True) == "portable"
-    decided = [BackendChoice(branch, "portable", "triton: failed") for branch in BRANCHES]
+    decided = [BackendChoice(branch, "portable", (PassedOver("triton", "failed"),)) for branch in BRANCHES]
     assert backend_that_will_run(CONFIG, is_gpu=True, decided=decided) == "portable"
 
 

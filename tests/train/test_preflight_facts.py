@@ -14,7 +14,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 from nsa import names
 from nsa.config import load
 from nsa.errors import PreflightError
-from nsa.kernels.registry import BRANCHES, BackendChoice
+from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa.observe.heartbeat import read_beats
 from nsa.planning.hardware import hardware_here, parse_target
 from nsa.planning.preflight import RuleStatus, judge
@@ -157,7 +157,10 @@ def test_a_long_run_here_is_judged_by_the_kernels_that_will_run(tmp_path, monkey
     facts = gather(config, hardware_here("cpu"), try_it=False)
     assert [choice.backend for choice in facts.kernels] == ["cpu"] * 4
     assert flash(facts).message == "kernels: cpu (C++), all branches"
-    failed = tuple(BackendChoice(branch, "portable", "triton: its check failed, see evidence") for branch in BRANCHES)
+    failed = tuple(
+        BackendChoice(branch, "portable", (PassedOver("triton", "its check failed, see evidence"),))
+        for branch in BRANCHES
+    )
     seen = []
     monkeypatch.setattr(
         "nsa.train.preflight_facts.plan",
