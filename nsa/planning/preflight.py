@@ -7,7 +7,8 @@ from enum import StrEnum
 from nsa.config.layer import nearest
 from nsa.errors import ConfigError, PreflightError
 from nsa.planning.preflight_facts import PreflightFacts
-from nsa.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, RuleFinding, is_long
+from nsa.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
+from nsa.planning.rule_finding import RuleFinding
 
 
 class RuleStatus(StrEnum):

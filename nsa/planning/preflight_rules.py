@@ -5,35 +5,22 @@ with checkpoints disabled. To add a rule, add it to RULES here and a case to tes
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nsa.config.describe import plain
 from nsa.config.schema import RunConfig
-from nsa.kernels.choice_text import kernels_text
-from nsa.model.build import wanted_kernels
-from nsa.planning.estimate import MemoryEstimate
-from nsa.planning.hardware import GIB
 from nsa.planning.preflight_facts import DryRunAttempt, PreflightFacts
-from nsa.planning.step_time import BACKENDS
+from nsa.planning.resource_rules import disk, fast_kernels, gradient_checkpointing, memory
+from nsa.planning.rule_finding import RuleFinding, finding
 
 LONG_RUN_STEPS = 5000
 LONG_RUN_S = 2 * 3600.0
 TOY_PARAMETERS = 10_000_000  # in the blocks
 TOY_SEQ_LEN = 512
 FEWEST_CHECKPOINTS = 5
-SAFE_MEMORY = 0.9  # share of the memory that an estimate may fill
 HALT_FILE, HELD_OUT = "halt_file", "held_out"
 RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
-
-
-@dataclass(frozen=True)
-class RuleFinding:
-    """`holds` is None if the rule could not be checked; `what` then gives the reason."""
-
-    holds: bool | None
-    what: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,11 +43,6 @@ def is_long(facts: PreflightFacts) -> bool:
     return facts.target.device.is_gpu and facts.estimate is not None and facts.estimate.wall_s > LONG_RUN_S
 
 
-def _finding(holds: bool, what: str, why: str, fix: str) -> RuleFinding:
-    """`why` is the reason of the rule, shown only if it fails."""
-    return RuleFinding(holds, what if holds else f"{what}: {why}", fix)
-
-
 def _setting_rule(
     key: str, holds: Callable[[Any], bool], why: str, fix: str
 ) -> Callable[[PreflightFacts], RuleFinding]:
@@ -68,7 +50,7 @@ def _setting_rule(
 
     def check(facts: PreflightFacts) -> RuleFinding:
         value = facts.config.value(key)
-        return _finding(holds(value), f"{key} is {plain(value)}", why, fix)
+        return finding(holds(value), f"{key} is {plain(value)}", why, fix)
 
     return check
 
@@ -94,43 +76,9 @@ def _precision_fp16(facts: PreflightFacts) -> RuleFinding:
     return RuleFinding(problem is None, problem or f"runtime.precision is {precision}", NOT_FP16)
 
 
-def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
-    """Judges the backends that will run: as decided on this machine, else as the settings request them."""
-    device, is_gpu = facts.target.device.name, facts.target.device.is_gpu
-    fastest = BACKENDS[is_gpu][0]
-    if facts.kernels_problem is not None:
-        return RuleFinding(False, facts.kernels_problem, "Set kernels.*=auto, and unset NSA_KERNEL.")
-    if facts.kernels is not None:
-        slow = [choice.branch for choice in facts.kernels if choice.backend != fastest]
-        what = f"kernels: {kernels_text(facts.kernels)}"
-    else:
-        requested = wanted_kernels(facts.config)._asdict()
-        slow = [branch for branch, name in requested.items() if name not in ("auto", fastest)]
-        what = ", ".join(f"kernels.{branch} is {requested[branch]}" for branch in slow)
-        what += "" if facts.config.runtime.use_flash else " (runtime.use_flash is false)"
-        if not slow:
-            return RuleFinding(None, f"decided at the start, on {device}: {fastest} if it can run there, else portable")
-    if not slow:
-        return RuleFinding(True, what)
-    fix = f"Set kernels.*=auto runtime.use_flash=true, and unset NSA_KERNEL: {fastest} is the fast backend on {device}."
-    if facts.kernels is not None and not all(choice.requested for choice in facts.kernels):
-        fix = "Correct what prevents it, as the message says" + ("; `nsa gpu-check` shows more." if is_gpu else ".")
-    return RuleFinding(False, f"{what}: {_slower(facts, fastest)}", fix)
-
-
-def _slower(facts: PreflightFacts, fastest: str) -> str:
-    """How much slower the run's backend is than the fastest, in tokens/s."""
-    if facts.estimate is None:
-        return f"slower than {fastest}"
-    tokens, backends = facts.estimate.tokens_per_step, {one.backend: one for one in facts.estimate.backends}
-    slow = backends.get(facts.estimate.backend, facts.estimate.backends[-1])
-    figures = [f"{tokens / one.step_s:,.0f} tokens/s with {one.backend}" for one in (slow, backends[fastest])]
-    return f"about {figures[0]}, {figures[1]} ({slow.timing.partition(':')[0]}, not measured)"
-
-
 def _save_every(facts: PreflightFacts) -> RuleFinding:
     every, steps = facts.config.train.save_every, facts.config.train.steps
-    return _finding(
+    return finding(
         every > 0,
         f"train.save_every is {every} for {steps} steps",
         "a crash would lose the whole run",
@@ -141,7 +89,7 @@ def _save_every(facts: PreflightFacts) -> RuleFinding:
 def _recovery_points(facts: PreflightFacts) -> RuleFinding:
     every, steps = facts.config.train.save_every, facts.config.train.steps
     count = steps // every if every else 0
-    return _finding(
+    return finding(
         count >= FEWEST_CHECKPOINTS,
         f"{count} checkpoints in {steps} steps (train.save_every={every})",
         f"a crash could lose {100 * min(every, steps) // steps} % of the run",
@@ -153,7 +101,7 @@ def _toy_model(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
         return RuleFinding(None, "the model size is unknown without the vocabulary size")
     size, model = facts.estimate.parameters.in_blocks, facts.config.model
-    return _finding(
+    return finding(
         size >= TOY_PARAMETERS,
         f"{size / 1e6:.1f} M parameters in the blocks (model.dim={model.dim}, model.n_layers={model.n_layers})",
         f"a long run needs at least {TOY_PARAMETERS / 1e6:.0f} M",
@@ -222,67 +170,6 @@ def _ranks(facts: PreflightFacts) -> RuleFinding:
     return RuleFinding(False, facts.ranks_problem)
 
 
-def _gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
-    """Without checkpointing a long run needs room for what the estimate may be off by."""
-    mode = facts.config.runtime.gradient_checkpointing
-    setting = f"runtime.gradient_checkpointing is {mode}"
-    if mode == "full":
-        return RuleFinding(True, setting)
-    if facts.estimate is None:
-        return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
-    memory = facts.estimate.memory
-    room = int(SAFE_MEMORY * memory.available)
-    return _finding(
-        memory.total <= room,
-        f"{setting}, about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB",
-        f"a long run needs {1 - SAFE_MEMORY:.0%} of the memory free, because the estimate is not exact",
-        _more_checkpointing(memory, room),
-    )
-
-
-def _more_checkpointing(memory: MemoryEstimate, room: int) -> str:
-    """The least checkpointing that fits."""
-    fits = replace(memory, gradient_checkpointing="selective").total <= room
-    mode = "selective" if fits and memory.gradient_checkpointing == "off" else "full"
-    return f"Set runtime.gradient_checkpointing={mode}."
-
-
-def _memory(facts: PreflightFacts) -> RuleFinding:
-    if facts.estimate is None:
-        return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
-    memory, config = facts.estimate.memory, facts.config
-    what = f"about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB of {facts.target.device.name}"
-    if memory.fits:
-        return RuleFinding(True, what)
-    if memory.weights + memory.gradients + memory.optimizer > memory.available:
-        fix = "Shard with parallel.data=fsdp over more GPUs, or make the model smaller: model.dim, model.n_layers."
-    elif config.runtime.gradient_checkpointing != "full":
-        fix = _more_checkpointing(memory, memory.available)
-    elif config.train.batch_size > facts.target.count:
-        half = max(facts.target.count, config.train.batch_size // 2)
-        more = config.train.accumulate_grad_batches * config.train.batch_size // half
-        fix = f"Set train.batch_size={half} train.accumulate_grad_batches={more}."
-    else:
-        fix = "Shard with parallel.data=fsdp over more GPUs, or shorten train.seq_len."
-    return RuleFinding(False, f"{what}: the run would run out of memory", fix)
-
-
-def _disk(facts: PreflightFacts) -> RuleFinding:
-    if facts.estimate is None:
-        return RuleFinding(None, "the checkpoint size is unknown without the vocabulary size")
-    if facts.folder.disk_free is None:
-        return RuleFinding(None, f"the free space on the disk of {facts.folder.path} is unknown")
-    keep = facts.estimate.kept_checkpoints
-    there = min(keep, len(facts.folder.checkpoints))
-    need = (keep + 1 - there) * facts.estimate.checkpoint_bytes + facts.estimate.export_bytes
-    fits = need <= facts.folder.disk_free
-    what = f"{need / GIB:.2f} GiB for {keep} + 1 checkpoints and the final model"
-    if not facts.target.here:
-        return RuleFinding(None, f"{what}: the disk of {facts.target} cannot be checked from this machine")
-    what = f"{what}, {facts.folder.disk_free / GIB:.1f} GiB free"
-    return RuleFinding(fits, what, "Free disk space, set train.out_dir to another disk, or keep fewer checkpoints.")
-
-
 def _dry_run_rule(of: Callable[[PreflightFacts], DryRunAttempt], fix: str) -> Callable[[PreflightFacts], RuleFinding]:
     def check(facts: PreflightFacts) -> RuleFinding:
         attempt = of(facts)
@@ -307,8 +194,8 @@ RULES: tuple[PreflightRule, ...] = (
         applies=lambda facts: facts.config.runtime.precision != "fp16",
     ),
     PreflightRule("precision_fp16", "not fp16", _precision_fp16, can_be_allowed=False),
-    PreflightRule("gradient_checkpointing", "on where memory is short", _gradient_checkpointing, long_runs_only=True),
-    PreflightRule("flash", "fast kernels", _fast_kernels, long_runs_only=True),
+    PreflightRule("gradient_checkpointing", "on where memory is short", gradient_checkpointing, long_runs_only=True),
+    PreflightRule("flash", "fast kernels", fast_kernels, long_runs_only=True),
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(
         "recovery_points",
@@ -362,8 +249,8 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule("other_run", "an unused run folder", _other_run),
     PreflightRule(HALT_FILE, "no .HALT file", _halt_file),
     PreflightRule("ranks", "batch divisible by ranks", _ranks, can_be_allowed=False),
-    PreflightRule("memory", "enough device memory", _memory),
-    PreflightRule("disk", "enough disk space", _disk),
+    PreflightRule("memory", "enough device memory", memory),
+    PreflightRule("disk", "enough disk space", disk),
     PreflightRule(
         "data", "a batch in time", _dry_run_rule(lambda facts: facts.dry_run.data, "Correct data.* and try again.")
     ),
