@@ -59,7 +59,15 @@ _BROAD_AMD = {
 }
 _BY_GPU = {
     **dict.fromkeys(("sm_86", "sm_89"), (_NARROW, _BROAD_SMALL)),
-    "sm_120": (_NARROW, {**_BROAD_SMALL, "selected_backward": TileSizes(32, 64, 8, 2)}),
+    # Tiles of the others spill there with Triton 3.7.1: 16 bytes in select, 96 in selected_backward.
+    "sm_120": (
+        {**_NARROW, "select": TileSizes(32, 64, 4, 2)},
+        {
+            **_BROAD_SMALL,
+            "selected_forward": TileSizes(32, 64, 8, 2),
+            "selected_backward": TileSizes(16, 64, 8, 2),
+        },
+    ),
     "sm_90": (_NARROW_OF_64, _BROAD_OF_64),
     # With 64 rows the selection's newer products wait for their keys: the pipeline is worth more than they are.
     "sm_100": (

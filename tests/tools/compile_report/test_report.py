@@ -80,12 +80,13 @@ def test_a_build_that_became_worse_is_found(worse):
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_what_is_written_down_has_no_fault(gpu):
-    """In the shapes that tiles are chosen for. In others a few registers may spill, no more."""
+    """In the shapes that tiles are chosen for; on AMD scalar registers may move to vector ones. In other shapes a few
+    bytes may spill, no more."""
     for p in WRITTEN:
         if p.gpu == gpu and p.faults():
-            assert p.model in ("width128", "n_sel32"), (p.kernel, p.model, p.faults())
             assert all("spilled" in fault for fault in p.faults()), (p.kernel, p.model, p.faults())
-            assert p.code.spilled_bytes <= 16, p
+            assert p.code.vector_spills == 0, p
+            assert p.code.spilled_bytes <= (16 if p.model in ("width128", "n_sel32") else 0), p
 
 
 def test_a_recorded_spill_is_accepted_and_a_larger_one_is_not():
