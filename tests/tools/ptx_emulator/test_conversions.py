@@ -51,6 +51,9 @@ def test_integers_of_other_widths():
 def test_a_wider_register_gives_its_low_bits():
     wide = np.array([2**33 - 5, 7] * 16, np.int64)
     assert lanes("cvt.s64.s32", [wide], np.dtype(np.int64)).tolist() == [-5, 7] * 16
+    bytes_ = np.array([0x1FB, 0x107] * 16, np.uint32)
+    assert lanes("cvt.s32.s8", [bytes_], np.dtype(np.int32)).tolist() == [-5, 7] * 16
+    assert lanes("cvt.u32.u8", [bytes_], np.dtype(np.uint32)).tolist() == [251, 7] * 16
 
 
 def test_moves_unpack_and_pack():

@@ -59,11 +59,11 @@ _CONVERSIONS: dict[str, tuple[Callable[..., Array], tuple[type[np.generic], ...]
 
 
 def _integer_conversions() -> None:
-    """To narrower ones the low bits, to wider ones by the sign of the source type."""
+    """To narrower ones the low bits, to wider ones by the sign of the source type. Bytes lie in wider registers."""
     for to_letter, to_kind in (("s", "i"), ("u", "u")):
         for letter, kind in (("s", "i"), ("u", "u")):
             for to_bits in (16, 32, 64):
-                for bits in (16, 32, 64):
+                for bits in (8, 16, 32, 64):
                     to_type, from_type = np.dtype(f"{to_kind}{to_bits // 8}"), np.dtype(f"{kind}{bits // 8}").type
                     _CONVERSIONS[f"cvt.{to_letter}{to_bits}.{letter}{bits}"] = (
                         lambda x, t=to_type: x.astype(t), (from_type,), (f"b{bits}",), f"b{to_bits}",
