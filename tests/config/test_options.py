@@ -23,9 +23,11 @@ CHECKED = {
     "nsa.kv": nsa_attention.KV_PROJECTIONS,
     "model.rope_scaling.rope_type": attention_rules.ROPE_TYPES,
     "data.synthetic_task": options.SYNTHETIC_TASKS,
+    "runtime.gradient_checkpointing": options.CHECKPOINTING,
 }
 USED_BY_THE_TRAINER = {
-    "runtime.precision", "train.lr_schedule", "parallel.data", "data.dataset", "data.packing", "data.on_end",
+    "runtime.precision", "runtime.compile", "train.lr_schedule", "parallel.data", "data.dataset", "data.packing",
+    "data.on_end",
 }  # fmt: skip
 
 

@@ -273,7 +273,7 @@ from nsa.kernels.triton import autotune, tuning
 from tools.compile_report.report import MODELS, compile_for, jobs
 from nsa.kernels.triton.tuning import TileSizes
 tuning.gpu_here = lambda: "sm_90"
-for tiles in (TileSizes(64, 64, 4, 3), TileSizes(128, 64, 4, 3)):
+for tiles in (TileSizes(64, 64, 4, 3), TileSizes(256, 64, 4, 3)):
     (job,) = (j for j in jobs(MODELS["base"], "sm_90", {"range_forward": tiles}) if j.kernel == "range_forward")
     print(autotune._over_limits(compile_for(job, ARCHITECTURES["sm_90"])))
 """

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -112,7 +113,9 @@ def test_a_setting_this_version_does_not_know_is_refused():
 
 def test_the_optimizer_takes_what_may_change_from_the_config(tmp_path):
     def module(*changes: str):
-        return build_train_module(load(write_config(tmp_path), overrides=changes), VOCABULARY, RankInfo(), "cpu")
+        return build_train_module(
+            load(write_config(tmp_path), overrides=changes), VOCABULARY, RankInfo(), torch.device("cpu")
+        )
 
     saved, resumed = module(), module("train.lr=0.02", "train.weight_decay=0.5")
     wanted = [(group["initial_lr"], group["weight_decay"]) for group in resumed.optim.param_groups]
