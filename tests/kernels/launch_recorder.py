@@ -59,8 +59,9 @@ def recorded_launches(on_launch: Callable[[], None] = lambda: None) -> Iterator[
             constants = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
             arguments, special, options = dict(zip(names, args, strict=False)) | constants, {}, kwargs
         else:
-            arguments, found, options = _binders[name](*args, **kwargs)
+            bound, found, options = _binders[name](*args, **kwargs)
             special = dict(zip(names, found, strict=True))
+            arguments = {key: _without_memory(x) for key, x in bound.items()}
         launches.append(RecordedLaunch(name, grid, arguments, special, options, kernel))
 
     with (
@@ -69,6 +70,13 @@ def recorded_launches(on_launch: Callable[[], None] = lambda: None) -> Iterator[
         mock.patch.object(tuning, "gpu_here", return_value=GPU),
     ):
         yield launches
+
+
+def _without_memory(argument: Any) -> Any:
+    """A tensor's shape, strides and dtype: the tensors of thousands of launches would take gigabytes."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device="meta")
 
 
 def keys_by_kernel(launches: Sequence[RecordedLaunch]) -> dict[str, set[str]]:
