@@ -173,12 +173,18 @@ class Machine:
         step = max(1, LANES_AT_ONCE // state.threads)
         with np.errstate(all="ignore"):
             for first in range(0, total, step):
-                state.begin(np.array(programs[first : first + step], np.int64))
-                self.unit.shared.begin(max(16, shared_bytes))
-                self.unit.wgmma.begin()
-                self.unit.fragments.begin()
+                self._begin_batch(programs[first : first + step], shared_bytes)
                 self._run_batch()
+        # Triton keeps every kernel it loaded: an idle machine holds no registers, shared memory or tensors.
+        self._begin_batch([], 0)
+        self.unit.memory.begin([], None)
         return programs
+
+    def _begin_batch(self, programs: list[int], shared_bytes: int) -> None:
+        self.state.begin(np.array(programs, np.int64))
+        self.unit.shared.begin(max(16, shared_bytes))
+        self.unit.wgmma.begin()
+        self.unit.fragments.begin()
 
     def _run_batch(self) -> None:
         state, blocks, at_exit = self.state, self.blocks, len(self.blocks)
