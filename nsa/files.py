@@ -7,12 +7,13 @@ content also survives a power cut.
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -227,3 +228,11 @@ def _is_full(place: Path) -> bool:
         return False
     no_inodes_left = found.f_files > 0 and found.f_favail == 0
     return found.f_bavail * found.f_frsize < _ROOM_BYTES or no_inodes_left
+
+
+def hash_of_files(files: Iterable[Path], folder: Path) -> str:
+    """20 hex digits that change with the name or content of any of these files below `folder`."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:20]

@@ -9,10 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from nsa.config.layer import SettingsLayer, nearest
 from nsa.config.schema import KernelsConfig
+from nsa.config.setting_types import BOOLEAN
 from nsa.kernel_variables import ALL_BRANCHES, variable_of
 
 PREFIX = "NSA_"
@@ -83,8 +84,6 @@ RETIRED: dict[str, str] = {
     "NSA_DISABLE_CSV_LOGS": "the CSV files copy the heartbeat on log steps only; train.log_every sets how often",
 }
 
-_SWITCH = TypeAdapter(bool)
-
 
 def snapshot() -> dict[str, str]:
     """The NSA_* variables of this process and CONFIG, to be passed to `load`."""
@@ -123,6 +122,6 @@ def _n_keys(name: str) -> int:
 def _negate(text: str) -> str:
     """The opposite of a boolean; anything else is returned unchanged and refused by the schema."""
     try:
-        return str(not _SWITCH.validate_python(text.strip()))
+        return str(not BOOLEAN.validate_python(text.strip()))
     except ValidationError:
         return text

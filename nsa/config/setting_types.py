@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,18 @@ Seconds = Annotated[float, Field(gt=0), SettingUnit("seconds")]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 
-
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+BOOLEAN = TypeAdapter(bool)
+"""Reads a boolean as settings of that type do."""
 
 
 def _read_bool(off: str, on: str) -> BeforeValidator:
     """Accept what a boolean setting accepts, for two of the options: older configs are written so."""
 
     def read(value: Any) -> Any:
-        text = str(value).lower() if isinstance(value, str | bool | int) else value
-        return on if text in _TRUE else off if text in _FALSE else value
+        try:
+            return on if BOOLEAN.validate_python(value) else off
+        except ValidationError:
+            return value
 
     return BeforeValidator(read)
 

@@ -17,6 +17,8 @@ from nsa.kernels.registry import KernelPlan
 from nsa.options import GATES, GATES_PER
 
 BRANCH_ORDER = ("compressed", "selected", "sliding")
+ATTENTION_PARTS = ("select", *BRANCH_ORDER)
+"""What NSA computes between projections, as FLOPs and times are counted."""
 
 
 class BranchStreams(NamedTuple):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nsa.config.schema import RunConfig
+from nsa.kernels.interface import KernelShape
 from nsa.kernels.registry import BackendRequest
 from nsa.model.transformer import NSATransformer
 
@@ -13,6 +14,11 @@ def wanted_kernels(config: RunConfig) -> BackendRequest:
     if config.runtime.use_flash:
         return named
     return BackendRequest(*("portable" if name == "auto" else name for name in named))
+
+
+def kernel_shape(config: RunConfig) -> KernelShape:
+    model = config.model
+    return KernelShape(model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v, config.nsa.geometry)
 
 
 def attention_arguments(config: RunConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa.config.schema import KernelsConfig, RunConfig, TrainConfig, settings
-from nsa.core.branches import BRANCH_ORDER
+from nsa.core.branches import ATTENTION_PARTS
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BackendChoice
 from nsa.model.build import build_model
@@ -188,7 +188,7 @@ def estimate(
         timing=time.source,
         usd_per_hour=target.count * (target.device.usd_per_hour if price is None else price),
         backend=backend,
-        backends=tuple(with_backend(name) for name in BACKENDS[target.device.is_gpu]),
+        backends=tuple(will_run if name == backend else with_backend(name) for name in BACKENDS[target.device.is_gpu]),
     )
 
 
@@ -243,7 +243,7 @@ def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], 
     # Backward costs twice the forward pass; block selection has no backward.
     flops = {part: layers * count * (1 if part == "select" else 3) for part, count in forward.items()}
     full = layers * sum(forward.values())
-    operators = layers * sum(forward[part] for part in ("select", *BRANCH_ORDER))
+    operators = layers * sum(forward[part] for part in ATTENTION_PARTS)
     repeated: dict[Checkpointing, float] = {"off": 0.0, "selective": full - operators, "full": full}
     return {**flops, "head": 6.0 * model.lm_head.w_out.weight.numel()}, repeated
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from nsa.config.schema import RunConfig
+from nsa.core.branches import ATTENTION_PARTS
 from nsa.geometry import Geometry
 from nsa.gpus import GPUS
 from nsa.kernels.registry import BackendChoice
@@ -36,7 +37,6 @@ _BANDWIDTH_SHARE = 0.85
 _ROW_PASSES, _ROW_PASSES_FORWARD = 16, 7
 _SCORE_PASSES, _SCORE_PASSES_FORWARD = 18, 6
 _FP32 = 4
-_ATTENTION = ("select", "compressed", "selected", "sliding")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepWork:
     @property
     def attention_flops(self) -> float:
         """Of the three branches and the selection, recomputation included."""
-        parts = {part: self.flops_per_token[part] for part in _ATTENTION}
+        parts = {part: self.flops_per_token[part] for part in ATTENTION_PARTS}
         again = sum(count if part == "select" else count / 3 for part, count in parts.items())
         return sum(parts.values()) + (again if self.recomputes_attention else 0.0)
 

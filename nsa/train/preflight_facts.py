@@ -12,8 +12,8 @@ from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.data.shards.manifest import read_manifest
 from nsa.errors import ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError
-from nsa.kernels.registry import BackendChoice, KernelShape, backend_request, plan
-from nsa.model.build import wanted_kernels
+from nsa.kernels.registry import BackendChoice, backend_request, plan
+from nsa.model.build import kernel_shape, wanted_kernels
 from nsa.observe.run_folder import RunFolder, why_not_writable
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
@@ -114,13 +114,9 @@ def _with_kernels(
 
 def _kernels(config: RunConfig, target: HardwareTarget) -> tuple[BackendChoice, ...]:
     """The backends that this machine will use; on a GPU this may check the Triton kernels there."""
-    model = config.model
-    shape = KernelShape(
-        model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v, config.nsa.geometry
-    )
     device = torch.device("cuda" if target.device.is_gpu else "cpu")
     dtype = torch.bfloat16 if config.runtime.precision == "bf16" else torch.float32
-    return plan(backend_request(wanted_kernels(config)), device, dtype, shape).choices
+    return plan(backend_request(wanted_kernels(config)), device, dtype, kernel_shape(config)).choices
 
 
 def _too_large(need: int, spare: int, what: str) -> str | None:

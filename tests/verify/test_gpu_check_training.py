@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from nsa.kernels import checkpoint_policy
 from nsa.kernels.registry import BackendRequest
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.verify.gpu_check import devices, long_rows, training
@@ -70,7 +71,7 @@ def test_the_long_row_is_8k_on_a_gpu_and_finds_a_difference(scope, monkeypatch):
 
 def test_kernels_that_checkpointing_computes_twice_are_found(scope, monkeypatch):
     assert {row.verdict for row in training._selective(scope, "fp32")} == {CheckStatus.HOLDS}
-    monkeypatch.setattr(training, "_keep_our_outputs", lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+    monkeypatch.setattr(checkpoint_policy, "operator_policy", lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
     same, twice = training._selective(scope, "fp32")
     assert (same.verdict, twice.verdict) == (CheckStatus.HOLDS, CheckStatus.FAILS)
     assert "nsa::" in twice.note

@@ -12,6 +12,7 @@ from functools import partial
 
 from nsa.bench.shapes import BenchShape
 from nsa.config.schema import RunConfig
+from nsa.core.branches import ATTENTION_PARTS
 from nsa.options import Checkpointing
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import parse_target
@@ -22,7 +23,6 @@ from tools.perf_model.selection_overlap import SelectionOverlap
 
 MATRIX_SHARE = 0.55
 """Of the peak that products of 16,384 × 768 by 768 × 768 to 768 × 32,768 reach: assumed."""
-ATTENTION = ("select", "compressed", "selected", "sliding")
 LOGIT_BYTES = 36
 """Moved per logit: cast to fp32, log-softmax, its gradient and that of the loss, cast back."""
 WEIGHT_BYTES = 12
@@ -100,7 +100,7 @@ def _by_bytes(gpu: GpuModel, name: str, moved: float) -> StepPart:
 
 def _products_s(found: RunEstimate, gpu: GpuModel, mode: Checkpointing) -> float:
     """Of projections, feed-forward and head; with checkpointing, those of the blocks once more."""
-    flops = {part: count for part, count in found.flops_per_token.items() if part not in ATTENTION}
+    flops = {part: count for part, count in found.flops_per_token.items() if part not in ATTENTION_PARTS}
     again = sum(count / 3 for part, count in flops.items() if part != "head") if mode != "off" else 0.0
     return found.tokens_per_step * (sum(flops.values()) + again) / (MATRIX_SHARE * gpu.flops_per_s("bf16"))
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nsa.errors import ConfigError
-from nsa.files import file_lock, write_atomic
+from nsa.files import file_lock, hash_of_files, write_atomic
 from nsa.geometry import Geometry
 from nsa.kernels.interface import KernelShape
 from nsa.kernels.self_check.comparison import CheckedFigure
@@ -153,11 +153,8 @@ def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, boo
 
 @cache
 def source_hash() -> str:
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        for file in sorted((KERNELS / name).rglob("*.py")) or [KERNELS / name]:
-            digest.update(str(file.relative_to(KERNELS)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:20]
+    files = [file for name in SOURCES for file in list((KERNELS / name).rglob("*.py")) or [KERNELS / name]]
+    return hash_of_files(files, KERNELS)
 
 
 def architecture_of(device: torch.device) -> str:

@@ -7,7 +7,6 @@ appears by one rename, so no reader sees a partial file. It holds a hash of the 
 of other sources are ignored.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from nsa.files import file_lock, write_atomic
+from nsa.files import file_lock, hash_of_files, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class TileStore:
     def __init__(self, folder: Path, gpu_name: str, triton_version: str) -> None:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{gpu_name}_triton-{triton_version}").strip("-")
         self.path = folder / f"tiles_{name}.json"
-        self._kernels = _fingerprint()
+        self._kernels = hash_of_files(SOURCES.glob("*.py"), SOURCES)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -80,10 +79,3 @@ class TileStore:
     def write(self, tiles: dict[str, TileSizes]) -> None:
         content = {"kernels": self._kernels, "tiles": {key: list(sizes) for key, sizes in sorted(tiles.items())}}
         write_atomic(self.path, json.dumps(content, indent=1) + "\n", durable=True, many_writers=True, mode=0o600)
-
-
-def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:20]

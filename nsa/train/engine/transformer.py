@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nsa.config.schema import RunConfig
 from nsa.core.nsa_attention import NSAAttention
+from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.train.engine.mixer import SharedPositions, transformer_config
 
 
@@ -45,7 +45,7 @@ class SelectiveCheckpoint(CheckpointWrapper):
     """A block whose backward pass recomputes everything except the results of our operators."""
 
     def __init__(self, block: nn.Module) -> None:
-        super().__init__(block, context_fn=_keep_operators, preserve_rng_state=False)
+        super().__init__(block, context_fn=keep_operators, preserve_rng_state=False)
 
     def apply_compile(self) -> None:
         """With the recomputation inside of the compiled graph: the compiler follows the same policy.
@@ -72,12 +72,3 @@ def build_transformer(config: RunConfig, vocab_size: int) -> EngineTransformer:
         for name, block in list(model.blocks.items()):
             model.blocks.register_module(name, SelectiveCheckpoint(block))
     return model
-
-
-def _keep_operators() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _policy(_: object, operator: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
-    ours = getattr(operator, "namespace", None) == "nsa"
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE

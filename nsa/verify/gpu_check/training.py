@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from nsa import names
 from nsa.bench.case import TORCH_DTYPES
 from nsa.config import load
 from nsa.config.env import without_settings
+from nsa.kernels.checkpoint_policy import NAMESPACE, keep_operators
 from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import hardware_here
@@ -28,8 +29,6 @@ from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes, attention, tokens
 
 CONFIG = Path(__file__).parents[3] / "configs" / "train_50k.yaml"
-OPERATORS = "nsa"
-"""Namespace of our custom operators."""
 _TIMEOUT_S = 1500.0
 _LAST_LINES = 5
 
@@ -48,14 +47,9 @@ class _OperatorCounter(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == OPERATORS:
+        if func.namespace == NAMESPACE:
             self.seen[func.name()] += 1
         return func(*args, **(kwargs or {}))
-
-
-def _keep_our_outputs(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    ours = getattr(func, "namespace", "") == OPERATORS
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
@@ -65,8 +59,7 @@ def _selective(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | Measured
     with _OperatorCounter() as plain:
         want = torch.autograd.grad(module(x).float().square().sum(), leaves)
     with _OperatorCounter() as kept:
-        contexts = partial(create_selective_checkpoint_contexts, _keep_our_outputs)
-        out = checkpoint(module, x, use_reentrant=False, context_fn=contexts)
+        out = checkpoint(module, x, use_reentrant=False, context_fn=keep_operators)
         got = torch.autograd.grad(out.float().square().sum(), leaves)
     differing = sum(int((a != b).sum()) for a, b in zip(got, want, strict=True))
     yield bounded(f"gradients that differ under selective checkpointing, {dtype}", differing, 0)
