@@ -1,4 +1,4 @@
-"""Imports point downwards only, only nsa.train.engine imports the engine, one place reads the environment.
+"""Imports point downwards only, the engine and Transformers have one importer each, one place reads the environment.
 
 The rules read the source, not the running program: an import inside a function or under TYPE_CHECKING counts too.
 """
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 # A package may import from the rows below its own.
 LAYERS = (
     ("cli",),
-    ("drill", "verify"),  # drill injects faults into runs; nothing that trains may import it
-    ("train", "bench"),
+    ("drill", "verify", "infer"),  # drill injects faults into runs; nothing that trains may import it
+    ("train", "bench", "hf"),
     ("planning",),
     ("model", "observe", "checkpoint"),
     ("core", "data", "config"),
@@ -34,6 +34,7 @@ LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 OUTSIDE = ("tools", "tests", "scripts")
 ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
+TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.infer")
 # Private members of these may be used in nsa.train outside the adapter.
 NOT_ENGINE = {"self", "cls", "torch"}
 READS_ENVIRONMENT = (
@@ -129,6 +130,8 @@ def mistakes(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}: it is not part of the installed package"
         if name.partition(".")[0] == ENGINE and not inside(module, (ENGINE_ADAPTER,)):
             yield f"{module} imports {name}: only {ENGINE_ADAPTER} imports the engine, so that it can be replaced"
+        if name.partition(".")[0] in TRANSFORMERS and not inside(module, IMPORTS_TRANSFORMERS):
+            yield f"{module} imports {name}: only {' and '.join(IMPORTS_TRANSFORMERS)} import Transformers"
         if there is None or there == here or (here, there) in NEIGHBOURS:
             continue
         if there not in LEVEL:
@@ -175,6 +178,9 @@ def test_the_package_is_looked_at():
         ("nsa.core.rope", "from nsa import NSATransformer"),
         ("nsa.kernels.sdpa", "from .. import nsa_attention"),
         ("nsa.observe.heartbeat", "import olmo_core"),
+        ("nsa.model.build", "from transformers import PreTrainedConfig"),
+        ("nsa.train.run", "import nsa.hf"),
+        ("nsa.hf.modeling", "from nsa.infer import load_model"),
         ("nsa.planning.preflight", "from olmo_core.train import Trainer"),
         ("nsa.cli.main", "from olmo_core import x"),
         ("nsa.train.run", "from olmo_core.train import Trainer"),
@@ -214,6 +220,7 @@ def test_a_package_without_a_place_is_seen(monkeypatch):
             "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa.observe import heartbeat",
         ),
         ("nsa.config.env", "import os\nos.environ.items()"),
+        ("nsa.hf.modeling", "import transformers.cache_utils\nfrom nsa.model import transformer"),
         ("nsa.train.engine.build", "def f(trainer):\n    trainer._metrics.clear()"),
         (
             "nsa.train.run_report",

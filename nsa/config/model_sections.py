@@ -123,7 +123,7 @@ class ModelConfig(ConfigSection):
         return rules.enforce(self, rules.check_model(*heads, *rope))
 
 
-class NSAConfig(ConfigSection):
+class SparseAttentionConfig(ConfigSection):
     """Native Sparse Attention: the three branches and the gate that mixes them."""
 
     l: Tokens = Field(default=Geometry.l, description="Length of a compression block.")

@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 from nsa.config.model_sections import (
     KernelsConfig,
     ModelConfig,
-    NSAConfig,
     RopeScalingConfig,
     RuntimeConfig,
+    SparseAttentionConfig,
     default_ffn_dim,
 )
 from nsa.config.setting_types import Changeable, ConfigSection, Text
@@ -30,11 +30,11 @@ __all__ = [
     "DataConfig",
     "KernelsConfig",
     "ModelConfig",
-    "NSAConfig",
     "ParallelConfig",
     "RopeScalingConfig",
     "RunConfig",
     "RuntimeConfig",
+    "SparseAttentionConfig",
     "TrackConfig",
     "TrainConfig",
     "default_ffn_dim",
@@ -53,7 +53,7 @@ class RunConfig(ConfigSection):
         description="Hardware profile (configs/profiles/NAME.yaml, or a path); toy marks a config unfit for long runs.",
     )
     model: ModelConfig = ModelConfig()
-    nsa: NSAConfig = NSAConfig()
+    nsa: SparseAttentionConfig = SparseAttentionConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     kernels: KernelsConfig = KernelsConfig()
     train: TrainConfig = TrainConfig()

@@ -91,7 +91,7 @@ class KeySlots:
         return k.last(count, length_B), v.last(count, length_B)
 
     def refill(self, past: "KeySlots", length_B: Tensor) -> None:
-        """A ring's last tokens before the rows' lengths, from a longer ring."""
-        n = self.n
+        """A ring's last tokens before the rows' lengths, from another ring: as many as both can hold."""
+        n = min(self.n, past.n)
         pos_BS = length_B[:, None] - n + torch.arange(n, device=length_B.device)
-        self.write(pos_BS % n, pos_BS >= 0, past.last(n, length_B))
+        self.write(pos_BS % self.n, pos_BS >= 0, past.last(n, length_B))

@@ -11,19 +11,23 @@ GATE_STD = 1e-3  # gates start almost uniform, so that every branch gets a gradi
 def init_weights(root: nn.Module, n_layers: int | None = None) -> None:
     """Normal(0, 0.02) weights; those that write to the residual stream are divided by sqrt(2 · n_layers)."""
     for name, module in root.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear):
-            std = STD
-            if leaf == "proj":
-                std = GATE_STD
-            elif n_layers is not None and (name.endswith("attention.w_out") or name.endswith("feed_forward.w2")):
-                std = STD / (2 * n_layers) ** 0.5
-            nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=STD)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, BlockCompressor):
-            module.reset_parameters()
+        init_module(name, module, n_layers)
+
+
+def init_module(name: str, module: nn.Module, n_layers: int | None = None) -> None:
+    """The own weights of one module, whose standard deviation depends on its name in the model."""
+    if isinstance(module, nn.Linear):
+        std = STD
+        if name.rpartition(".")[2] == "proj":
+            std = GATE_STD
+        elif n_layers is not None and (name.endswith("attention.w_out") or name.endswith("feed_forward.w2")):
+            std = STD / (2 * n_layers) ** 0.5
+        nn.init.normal_(module.weight, std=std)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=STD)
+    elif isinstance(module, nn.RMSNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, BlockCompressor):
+        module.reset_parameters()

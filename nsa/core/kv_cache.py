@@ -208,6 +208,53 @@ class LayerCache:
             for counter in (self.length_B, self.n_compressed_B, self._highest_B):
                 counter.copy_(counter.index_select(0, index_B))
 
+    def grown(self, max_len: int = 0, rewind: int = 0) -> "LayerCache":
+        """A cache of the same tokens that holds at least `max_len` and whose `crop` reaches back at least `rewind`,
+        though no further than this one's for the tokens it has."""
+        made = self._like(max_len=max(max_len, self.max_len), rewind=max(rewind, self.rewind))
+        with self.exclusive:
+            for mine, theirs in ((made.selected, self.selected), (made.compressed, self.compressed)):
+                for new, old in zip(mine.both, theirs.both, strict=True):
+                    used = min(old.n, self._longest)
+                    new.data[:, :, :used].copy_(old.data[:, :, :used])
+            rings = (
+                (self.shared[0], self.window, self._past_window, made.window, made._past_window),
+                (self.shared[1], self.tail, self._past_tail, made.tail, made._past_tail),
+            )
+            for in_pages, ring, past, new_ring, new_past in rings:
+                if not in_pages:
+                    new_ring.refill(ring, self.length_B)
+                    if new_past is not None:
+                        new_past.refill(past or ring, self.length_B)
+            made._copy_counters(self, None)
+            # Longer rings lack what was overwritten before, as if their rows had been longer by the difference.
+            if longer := made.rewind - self.rewind:
+                made._highest_B.copy_(torch.maximum(self._highest_B, self.length_B) + longer)
+        return made
+
+    def picked(self, rows: Sequence[int] | Tensor) -> "LayerCache":
+        """A cache whose row i is this one's row rows[i]; a row may be taken several times."""
+        index_B = torch.as_tensor(rows, device=self.device)
+        if index_B.dim() != 1 or index_B.dtype not in _LENGTH_DTYPES:
+            raise ConfigError(f"picked was given {index_B.dtype} of shape {list(index_B.shape)}: it needs row numbers.")
+        made = self._like(batch=len(index_B))
+        with self.exclusive:
+            for new, old in zip(made._all_slots(), self._all_slots(), strict=True):
+                torch.index_select(old.data, 0, index_B, out=new.data)
+            made._copy_counters(self, index_B)
+        return made
+
+    def _like(self, **changes: int) -> "LayerCache":
+        """An empty cache of the same kind."""
+        names = ("batch", "max_len", "n_groups", "d_k", "d_v", "device", "dtype", "rewind", "shared")
+        return LayerCache(self.geometry, **{name: getattr(self, name) for name in names} | changes)
+
+    def _copy_counters(self, other: "LayerCache", rows: Tensor | None) -> None:
+        for name in ("length_B", "n_compressed_B", "_highest_B"):
+            counter = getattr(other, name)
+            getattr(self, name).copy_(counter if rows is None else counter.index_select(0, rows))
+        self._longest = other._longest
+
     def _all_slots(self) -> Iterator[CacheSlots]:
         """Every stream once, whatever is shared."""
         streams = (self.selected, self.window, self.compressed, self.tail, self._past_window, self._past_tail)

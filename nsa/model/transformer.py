@@ -17,6 +17,32 @@ from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import linear_cross_entropy
 
 
+def run_blocks(
+    x_BSD: Tensor,
+    blocks: Sequence[LlamaBlockNSA],
+    caches: Sequence[LayerCache | None],
+    *,
+    new_lens_B: Tensor | None = None,
+    cu_doc_lens: Tensor | Sequence[int] | None = None,
+    hidden: list[Tensor] | None = None,
+    **positions: Unpack[PositionOptions],
+) -> Tensor:
+    """The residual stream after all blocks; with `hidden`, what each block returns is appended to that list."""
+    if not blocks:
+        return x_BSD
+    # Positions and padding are the same for all layers.
+    where = blocks[0].attention.locate(x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, **positions)
+    padding = where.padding
+    if padding is not None:
+        x_BSD, where = padding.to_front(x_BSD), where._replace(padding=None)
+        new_lens_B = padding.lengths_for(caches[0], new_lens_B)
+    for block, cache in zip(blocks, caches, strict=True):
+        x_BSD = block(x_BSD, cache=cache, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)
+        if hidden is not None:
+            hidden.append(x_BSD if padding is None else padding.back(x_BSD))
+    return x_BSD if padding is None else padding.back(x_BSD)
+
+
 class LMHead(nn.Module):
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
         super().__init__()
@@ -81,39 +107,18 @@ class NSATransformer(nn.Module):
         return total
 
     def _hidden(self, tokens_BS: Tensor, cache: NSACache | None, options: SequenceOptions) -> Tensor:
+        x_BSD, blocks = self.embeddings(tokens_BS), self._blocks()
         if cache is None:
-            return self._through_blocks(tokens_BS, [None] * len(self.blocks), **options)
+            return run_blocks(x_BSD, blocks, [None] * len(blocks), **options)
         if len(cache.layers) != len(self.blocks):
             raise ConfigError(
                 f"the cache has {len(cache.layers)} layers and the model {len(self.blocks)}: it is of another model. "
                 f"Make it with this model's new_cache."
             )
         if torch.compiler.is_compiling():  # torch.compile cannot trace a lock
-            return self._through_blocks(tokens_BS, cache.layers, **options)
+            return run_blocks(x_BSD, blocks, cache.layers, **options)
         with cache.exclusive:
-            return self._through_blocks(tokens_BS, cache.layers, **options)
-
-    def _through_blocks(
-        self,
-        tokens_BS: Tensor,
-        layers: Sequence[LayerCache | None],
-        *,
-        new_lens_B: Tensor | None = None,
-        cu_doc_lens: Tensor | Sequence[int] | None = None,
-        **positions: Unpack[PositionOptions],
-    ) -> Tensor:
-        x_BSD, blocks = self.embeddings(tokens_BS), self._blocks()
-        if not blocks:
-            return x_BSD
-        # Positions and padding are the same for all layers.
-        where = blocks[0].attention.locate(x_BSD, cache=layers[0], cu_doc_lens=cu_doc_lens, **positions)
-        padding = where.padding
-        if padding is not None:
-            x_BSD, where = padding.to_front(x_BSD), where._replace(padding=None)
-            new_lens_B = padding.lengths_for(layers[0], new_lens_B)
-        for block, layer in zip(blocks, layers, strict=True):
-            x_BSD = block(x_BSD, cache=layer, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)
-        return x_BSD if padding is None else padding.back(x_BSD)
+            return run_blocks(x_BSD, blocks, cache.layers, **options)
 
     def _blocks(self) -> list[LlamaBlockNSA]:
         return list(self.blocks)  # type: ignore[arg-type]

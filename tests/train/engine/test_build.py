@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nsa.config.schema import ModelConfig, NSAConfig, RunConfig, TrainConfig
+from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 
@@ -59,7 +59,7 @@ def groups(nsa: dict, **model) -> dict[str, bool]:
     """Parameter name → whether weight decay reaches it."""
     config = RunConfig(
         model=ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=4, d_v=4, ffn_dim=16, **model),
-        nsa=NSAConfig(l=4, d=2, l_sel=4, n_sel=3, w=4, **nsa),
+        nsa=SparseAttentionConfig(l=4, d=2, l_sel=4, n_sel=3, w=4, **nsa),
         train=TrainConfig(seq_len=16, weight_decay=0.1),
     )
     module = build_train_module(config, 32, RankInfo(), torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch
 from olmo_core.nn.attention import SequenceMixerConfig
 from olmo_core.nn.transformer import TransformerConfig
 
-from nsa.config.schema import ModelConfig, NSAConfig, RunConfig, TrainConfig
+from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
@@ -22,7 +22,7 @@ BLOCKS = dict(l=8, d=4, l_sel=8, n_sel=4, w=16)
 def run(nsa=None, **model) -> RunConfig:
     return RunConfig(
         model=ModelConfig(**{"dim": 32, "n_layers": 2, **SIZES, **model}),
-        nsa=NSAConfig(**{**BLOCKS, **(nsa or {})}),
+        nsa=SparseAttentionConfig(**{**BLOCKS, **(nsa or {})}),
         train=TrainConfig(seq_len=SEQ, seed=5),
     )
 

@@ -1,0 +1,15 @@
+"""The model for Transformers 5. Importing this package registers it with the Auto classes.
+
+Transformers has no plugins: import this before `AutoModelForCausalLM.from_pretrained` loads an exported model.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from nsa.hf.configuration import NSAConfig
+from nsa.hf.modeling import NSAForCausalLM, NSAModel
+
+AutoConfig.register("nsa", NSAConfig, exist_ok=True)
+AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
+AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM, exist_ok=True)
+
+__all__ = ["NSAConfig", "NSAForCausalLM", "NSAModel"]

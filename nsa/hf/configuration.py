@@ -1,0 +1,148 @@
+"""`NSAConfig`: the model's description as Transformers reads and writes it (config.json, model_type "nsa").
+
+Imports no modeling code, so that a server can read a config before it builds anything.
+"""
+
+from typing import Any, ClassVar, Self
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from nsa.config.rules import check_model, check_nsa
+from nsa.config.schema import ModelConfig, RunConfig, default_ffn_dim
+from nsa.errors import BrokenRule, require_rules
+from nsa.geometry import Geometry
+from nsa.options import Gate, GatePer, KVProjections, Phi, RopeCompressed
+
+LAYER_TYPE = "nsa_attention"
+
+_DEFAULTS = ModelConfig()
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+)
+_SAME_NAMES = (
+    *("l", "d", "l_sel", "n_sel", "w", "phi", "phi_pos_emb", "gate", "gate_per", "gate_temperature"),
+    *("rope_scale", "rope_compressed", "rope_scaling", "kv", "qk_norm", "qk_norm_eps", "bias", "out_bias"),
+)
+
+
+@strict
+class NSAConfig(PreTrainedConfig):
+    """Sizes and options of `NSAForCausalLM`.
+
+    Named as in Transformers where it has a name (head_dim and v_head_dim are d_k and d_v), else as the arguments of
+    `NSAAttention`. Types and rules are checked when a config is made or loaded.
+    """
+
+    model_type: ClassVar[str] = "nsa"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int = 257
+    hidden_size: int = _DEFAULTS.dim
+    intermediate_size: int | None = None
+    num_hidden_layers: int = _DEFAULTS.n_layers
+    num_attention_heads: int = _DEFAULTS.n_heads
+    num_key_value_heads: int = _DEFAULTS.n_kv_groups
+    head_dim: int = _DEFAULTS.d_k
+    v_head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float | int = _DEFAULTS.norm_eps
+    rope_theta: float | int = _DEFAULTS.rope_base
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    l: int = Geometry.l
+    d: int = Geometry.d
+    l_sel: int = Geometry.l_sel
+    n_sel: int = Geometry.n_sel
+    w: int = Geometry.w
+    phi: Phi = "avg"
+    phi_pos_emb: bool = False
+    gate: Gate = "softmax"
+    gate_per: GatePer = "head"
+    gate_temperature: float | int = 1.0
+    rope_scale: float | int = 1.0
+    rope_compressed: RopeCompressed = "auto"
+    kv: KVProjections = "per_branch"
+    qk_norm: bool = False
+    qk_norm_eps: float | int = 1e-6
+    bias: bool = False
+    out_bias: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.intermediate_size is None:
+            self.intermediate_size = default_ffn_dim(self.hidden_size)
+        if self.v_head_dim is None:
+            self.v_head_dim = self.head_dim
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What Transformers looks up the class of each layer's cache by."""
+        return [LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Transformers' list of layer types is closed; `nsa.hf.cache` registers ours."""
+
+    def validate_architecture(self) -> None:
+        """The same rules as for the settings of a run."""
+        require_rules(
+            BrokenRule((name,), f"{name} ({getattr(self, name)}) must be at least 1.")
+            for name in _COUNTS
+            if getattr(self, name) < 1
+        )
+        heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        require_rules(check_model(*heads, {"rope_type": "default", **(self.rope_scaling or {})}, self.rope_scale))
+        sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
+        require_rules(check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed))
+
+    def attention_arguments(self) -> dict[str, Any]:
+        """The arguments of `NSAAttention`, without the model's width and the kernels."""
+        return dict(
+            n_heads=self.num_attention_heads,
+            n_kv_groups=self.num_key_value_heads,
+            d_k=self.head_dim,
+            d_v=self.v_head_dim,
+            rope_base=self.rope_theta,
+            **{name: getattr(self, name) for name in _SAME_NAMES},
+        )
+
+    @classmethod
+    def from_run(cls, config: RunConfig, vocab_size: int, eos_token_id: int | None) -> Self:
+        """The config of a run's model; `model.vocab_size`, if set, wins over the tokenizer's."""
+        model = config.model
+        scaling = model.rope_scaling.given
+        return cls(
+            vocab_size=model.vocab_size or vocab_size,
+            hidden_size=model.dim,
+            intermediate_size=model.ffn_size,
+            num_hidden_layers=model.n_layers,
+            num_attention_heads=model.n_heads,
+            num_key_value_heads=model.n_kv_groups,
+            head_dim=model.d_k,
+            v_head_dim=model.d_v,
+            max_position_embeddings=config.train.seq_len,
+            rms_norm_eps=model.norm_eps,
+            rope_theta=model.rope_base,
+            rope_scale=model.rope_scale,
+            rope_scaling=None if scaling["rope_type"] == "default" else scaling,
+            tie_word_embeddings=model.tie_embeddings,
+            eos_token_id=eos_token_id,
+            qk_norm=model.qk_norm,
+            qk_norm_eps=model.norm_eps,
+            bias=model.qkv_bias,
+            out_bias=model.attention_out_bias,
+            **config.nsa.model_dump(),
+        )
