@@ -193,14 +193,7 @@ class LayerCache:
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Replace row i by row rows[i], as beam search needs it. In place: prepared decoders keep addresses."""
-        index_B = torch.as_tensor(rows, device=self.device)
-        if index_B.shape != (self.batch,) or index_B.dtype not in _LENGTH_DTYPES:
-            raise ConfigError(
-                f"reorder was given {index_B.dtype} of shape {list(index_B.shape)}: it needs the old row of each of "
-                f"{self.batch} rows. Pass int64 of shape [{self.batch}]."
-            )
-        if index_B.is_cpu and not all(0 <= row < self.batch for row in index_B.tolist()):
-            raise ConfigError(f"reorder was given rows {index_B.tolist()[:8]} and the cache has 0 to {self.batch - 1}.")
+        index_B = self._checked_rows("reorder", rows, self.batch)
         with self.exclusive:
             for slots in self._all_slots():
                 used = slots.data[:, :, : min(slots.n, self._longest)]
@@ -234,9 +227,7 @@ class LayerCache:
 
     def picked(self, rows: Sequence[int] | Tensor) -> "LayerCache":
         """A cache whose row i is this one's row rows[i]; a row may be taken several times."""
-        index_B = torch.as_tensor(rows, device=self.device)
-        if index_B.dim() != 1 or index_B.dtype not in _LENGTH_DTYPES:
-            raise ConfigError(f"picked was given {index_B.dtype} of shape {list(index_B.shape)}: it needs row numbers.")
+        index_B = self._checked_rows("picked", rows)
         made = self._like(batch=len(index_B))
         with self.exclusive:
             for new, old in zip(made._all_slots(), self._all_slots(), strict=True):
@@ -248,6 +239,20 @@ class LayerCache:
         """An empty cache of the same kind."""
         names = ("batch", "max_len", "n_groups", "d_k", "d_v", "device", "dtype", "rewind", "shared")
         return LayerCache(self.geometry, **{name: getattr(self, name) for name in names} | changes)
+
+    def _checked_rows(self, method: str, rows: Sequence[int] | Tensor, count: int | None = None) -> Tensor:
+        index_B = torch.as_tensor(rows, device=self.device)
+        count = index_B.numel() if count is None else count
+        if index_B.shape != (count,) or index_B.dtype not in _LENGTH_DTYPES:
+            raise ConfigError(
+                f"{method} was given {index_B.dtype} of shape {list(index_B.shape)}: it needs the old row of each of "
+                f"{count} rows. Pass int64 of shape [{count}]."
+            )
+        if index_B.is_cpu and not all(0 <= row < self.batch for row in index_B.tolist()):
+            raise ConfigError(
+                f"{method} was given rows {index_B.tolist()[:8]} and the cache has 0 to {self.batch - 1}."
+            )
+        return index_B
 
     def _copy_counters(self, other: "LayerCache", rows: Tensor | None) -> None:
         for name in ("length_B", "n_compressed_B", "_highest_B"):

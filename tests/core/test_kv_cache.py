@@ -330,3 +330,67 @@ def test_lengths_that_are_none_are_refused(length):
 def test_a_cache_cannot_be_made_with_a_negative_rewind():
     with pytest.raises(ConfigError, match="rewind"):
         make(**attention_args("tiny")).new_cache(2, 8, rewind=-1)
+
+
+@pytest.mark.parametrize("backend", ["portable", "auto"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_grown_cache_goes_on_where_it_was(changes, backend):
+    """Longer, with a longer rewind, or both; at lengths before and after the rings are full, with a decoder too."""
+    module = make(**attention_args("tiny", **changes), kernels=backend)
+    x = torch.randn(2, 90, 24)
+    with torch.no_grad():
+        want = module(x)
+        cache, at = module.new_cache(2, 8), 0
+        for n_new, grow in ((7, dict(max_len=30)), (1, dict(rewind=3)), (20, dict(max_len=90, rewind=6)), (1, {})):
+            got = module(x[:, at : at + n_new], cache=cache)
+            torch.testing.assert_close(got, want[:, at : at + n_new], atol=1e-5, rtol=1e-5)
+            at, cache = at + n_new, cache.grown(**grow)
+        assert (cache.max_len, cache.rewind) == (90, 6)
+        for _ in range(at, 90):
+            module(torch.randn(2, 4, 24), cache=cache)  # rejected
+            cache.crop(-4)
+            got = module(x[:, at : at + 1], cache=cache)
+            torch.testing.assert_close(got, want[:, at : at + 1], atol=1e-5, rtol=1e-5)
+            at += 1
+            if at > 86:
+                break
+
+
+def test_a_grown_rewind_does_not_reach_what_was_overwritten_before():
+    module = make(**attention_args("tiny"))
+    x = torch.randn(1, 60, 24)
+    with torch.no_grad():
+        small = module.new_cache(1, 60)
+        module(x[:, :40], cache=small)
+        cache = small.grown(rewind=8)
+        with pytest.raises(ConfigError, match="cannot be cropped"):
+            cache.crop(-3)
+        module(x[:, 40:45], cache=cache)
+        with pytest.raises(ConfigError, match="cannot be cropped"):
+            cache.crop(-6)
+        cache.crop(-5)
+        torch.testing.assert_close(module(x[:, 40:], cache=cache), module(x)[:, 40:], atol=1e-5, rtol=1e-5)
+        assert small.length_B.tolist() == [40]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_picked_rows_go_on_as_the_rows_they_were(changes):
+    module = make(**attention_args("tiny", **changes))
+    x, lengths, rows = torch.randn(3, 60, 24), torch.tensor([40, 7, 23]), [2, 0, 0, 1, 2]
+    with torch.no_grad():
+        cache = module.new_cache(3, 60, rewind=2)
+        module(x[:, :40], cache=cache, new_lens_B=lengths)
+        cache = cache.picked(rows)
+        assert cache.length_B.tolist() == lengths[rows].tolist()
+        new = torch.randn(5, 9, 24)
+        got = torch.cat([module(new[:, :8], cache=cache), module(new[:, 8:], cache=cache)], 1)
+        for i, row in enumerate(rows):
+            whole = torch.cat([x[row, : lengths[row]], new[i]])[None]
+            torch.testing.assert_close(got[i], module(whole)[0, lengths[row] :], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_to_pick_are_numbers_of_rows():
+    cache = make(**attention_args("tiny")).new_cache(2, 8)
+    for rows in ([[0]], [0.0], [2], [-3]):
+        with pytest.raises(ConfigError, match="picked"):
+            cache.picked(rows)
