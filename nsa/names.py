@@ -6,10 +6,12 @@ RUN/                                train.out_dir
     .lock                           held by the process that writes the run
     .HALT, .anomaly_type, gate_collapse_details.json, health_check.log
     model.pt, model.safetensors     the final weights
+    tokenizer.json                  the tokenizer of the data, if it has one; also in every checkpoint and prepared set
     checkpoints/
         step200/                    a complete checkpoint: COMMIT.json lists and hashes every other file in it
             COMMIT.json             written last
             state.json              step, data cursor and settings
+            tokenizer.json          absent in checkpoints of earlier versions
             model_and_optim/        tensors in `__{rank}_{n}.distcp`, written by DCP; its index `.metadata` is a pickle
             train/rank{N}.pt        the engine's own trainer state, with the random state of each rank
             .metadata.json          the engine's note that it has finished
@@ -37,6 +39,8 @@ DATA_EXCHANGE = "data_exchange"
 LATEST = "latest"
 MODEL = "model.pt"
 MODEL_SAFETENSORS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+"""In the format of the `tokenizers` library: in a run folder, a checkpoint, a prepared set and an exported folder."""
 HALT = ".HALT"
 ANOMALY = ".anomaly_type"
 GATE_COLLAPSE = "gate_collapse_details.json"
@@ -84,7 +88,7 @@ _STEP = re.compile(r"step(0|[1-9]\d{0,17})")
 _NUMBER = r"(0|[1-9]\d{0,8})"
 # Checkpoints of earlier versions also hold state/rank{N}.json, which nothing reads.
 _KNOWN_FILE = re.compile(
-    rf"COMMIT\.json|state\.json|\.metadata\.json|state/rank{_NUMBER}\.json|train/rank{_NUMBER}\.pt"
+    rf"COMMIT\.json|state\.json|tokenizer\.json|\.metadata\.json|state/rank{_NUMBER}\.json|train/rank{_NUMBER}\.pt"
     rf"|(model_and_optim/)?(\.metadata|__{_NUMBER}_{_NUMBER}\.distcp)"
 )
 

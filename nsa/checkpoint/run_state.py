@@ -17,6 +17,10 @@ from nsa.names import STATE
 
 FORMAT = 1
 LARGEST_JSON_BYTES = 16 << 20
+VOCAB_SIZE = "vocab_size"
+"""Key in `RunRecord.more`: the resolved `model.vocab_size`."""
+TOKENIZER_RECORD = "tokenizer"
+"""Key in `RunRecord.more`: vocabulary size, fingerprint and end-of-document id of tokenizer.json, if there is one."""
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

@@ -55,9 +55,10 @@ def verify(
     """
     from nsa.checkpoint.load import require_trustworthy
     from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.trained_model import resolve_links
     from nsa.names import step_of
 
-    one = _resolved(path)
+    one = resolve_links(path)
     if step_of(one.name) is not None:
         wanted = [one]
     else:
@@ -99,20 +100,14 @@ def export(
     require_writable_folder(out)
 
     from nsa.checkpoint.load import export as write
-    from nsa.checkpoint.load import require_trustworthy
     from nsa.checkpoint.manifest import read_key
-    from nsa.names import COMMIT, step_of
+    from nsa.checkpoint.trained_model import find_checkpoint, resolve_links
 
-    source = _resolved(checkpoint)
-    if step_of(source.name) is None and not (source / COMMIT).exists() and not allow_foreign:
-        key = read_key(key_file) if key_file else None
-        found = _open(checkpoint, key_file).find_resumable(lambda path: require_trustworthy(path, key=key))
-        for finding in found.passed_over:
-            print_line(f"WARNING: passed over {finding}")
-        if found.path is None:
-            raise CheckpointError(f"{checkpoint} holds no good checkpoint to export.")
-        source = found.path
     key = read_key(key_file) if key_file else None
+    if allow_foreign:
+        source = resolve_links(checkpoint)
+    else:
+        source = find_checkpoint(checkpoint, key=key, on_rejected=print_rejected)
     for path in write(source, out, key=key, allow_foreign=allow_foreign):
         print_line(f"wrote {path} from {source.name}")
 
@@ -128,9 +123,10 @@ def push(
     **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
     """
     from nsa.checkpoint.manifest import read_key
+    from nsa.checkpoint.trained_model import resolve_links
     from nsa.checkpoint.transfer import push as copy
 
-    print_line(f"wrote {copy(_resolved(checkpoint), url, key=read_key(key_file) if key_file else None)}")
+    print_line(f"wrote {copy(resolve_links(checkpoint), url, key=read_key(key_file) if key_file else None)}")
 
 
 @app.command()
@@ -159,7 +155,7 @@ def pull(
         limit = None if max_gib is None else int(max_gib * GIB)
         found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
     for finding in found.passed_over:
-        print_line(f"WARNING: passed over {finding}")
+        print_rejected(finding)
     if found.path is None and allow_empty and not found.passed_over:
         print_line(f"{url} has no checkpoint yet")
         return
@@ -183,20 +179,12 @@ def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPoli
         return RetentionPolicy()
 
 
-def _resolved(path: Path) -> Path:
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:  # a loop of links is a RuntimeError in Python 3.11
-        raise CheckpointError(f"{path} does not lead to a checkpoint ({error}). Check the path.") from None
-
-
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
-    from nsa.checkpoint.folder import CheckpointFolder
     from nsa.checkpoint.manifest import read_key
-    from nsa.names import CHECKPOINTS
+    from nsa.checkpoint.trained_model import open_folder
 
-    inside = run / CHECKPOINTS
-    folder = inside if inside.is_dir() else run
-    if not folder.is_dir():
-        raise CheckpointError(f"{run} does not exist. Name a run folder (train.out_dir).")
-    return CheckpointFolder(folder, key=read_key(key_file) if key_file else None)
+    return open_folder(run, key=read_key(key_file) if key_file else None)
+
+
+def print_rejected(finding: object) -> None:
+    print_line(f"WARNING: passed over {finding}")

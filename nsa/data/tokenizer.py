@@ -1,4 +1,4 @@
-"""Tokenizers: UTF-8 bytes, or any `tokenizers` JSON file; training of a byte-level BPE.
+"""Tokenizers: UTF-8 bytes, or any `tokenizers` JSON file; training of a byte-level BPE; tokenizer.json of both kinds.
 
 Every artifact built with a tokenizer stores its vocabulary size and fingerprint; `check_same` compares them before use,
 because token ids of another vocabulary are valid integers and would train without an error.
@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from nsa.errors import ConfigError, DataError
-from nsa.files import replace_file, storage_errors, temporary_path
+from nsa.files import open_regular, replace_file, storage_errors, temporary_path
+from nsa.names import TOKENIZER
 
 END_OF_TEXT = "<|endoftext|>"
 # Names under which published tokenizers keep their end-of-document token, tried in this order.
@@ -26,6 +27,7 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 # The parts of a tokenizer JSON that determine the ids of a text. The rest (padding, truncation, post-processor,
 # decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+LARGEST_TOKENIZER_BYTES = 256 << 20  # published ones of 256,000 ids have about 35 MB
 _PARENT_CHECK_S = 0.5
 
 
@@ -49,6 +51,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+    def to_json(self) -> str:
+        """The tokenizer as text in the format of the `tokenizers` library; `parse_tokenizer` reads it back."""
+        ...
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -75,15 +80,43 @@ class ByteTokenizer:
         array = np.asarray(ids)
         return array[array < self.eos_id].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        options = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+        flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+        end = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described: dict[str, Any] = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": self.eos_id, "content": END_OF_TEXT, **end, "special": True}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", **options, **flags, "vocab": _byte_alphabet(), "merges": []},
+        }
+        return json.dumps(described, ensure_ascii=False)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character → byte, as the library's ByteLevel maps them: a printable Latin-1 character stands for its own code,
+    and the characters from 256 on for the other bytes, in their order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = (byte for byte in range(256) if byte not in printable)
+    code = {byte: byte for byte in printable} | {byte: 256 + place for place, byte in enumerate(others)}
+    return {chr(code[byte]): byte for byte in range(256)}
+
 
 class JsonTokenizer:
     """Any tokenizer saved by the `tokenizers` library (`tokenizer.json`)."""
 
-    def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
-        self._path = Path(path)
-        self._eos_token = eos_token
-        self.name = self._path.parent.name if self._path.name == "tokenizer.json" else self._path.stem
-        self._tokenizer, described = _read_json(self._path)
+    def __init__(self, path: str | Path, *, eos_token: str | int | None = None, text: str | None = None) -> None:
+        """`eos_token` is the end-of-document token or its id; `text`, if given, is read in place of the file."""
+        self._path, self._eos_token, self._text = Path(path), eos_token, text
+        self.name = self._path.parent.name if self._path.name == TOKENIZER else self._path.stem
+        self._tokenizer, described = _parse_json(self._path, _read_text(self._path) if text is None else text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # A document that contains the text "<|endoftext|>" must not produce the special token.
@@ -93,13 +126,14 @@ class JsonTokenizer:
             raise ConfigError(f"tokenizer file {self._path} has an empty vocabulary. Use a trained tokenizer.")
         self.vocab_size = max(ids) + 1
         self.eos_id = _find_eos(self._path, self._tokenizer, eos_token)
-        parts = {part: described.get(part) for part in _ID_DEFINING_PARTS}
-        canonical = json.dumps([parts, self.eos_id], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        self._parts = {part: described.get(part) for part in _ID_DEFINING_PARTS}
+        self._decoder = described.get("decoder")
+        canonical = json.dumps([self._parts, self.eos_id], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
         self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the path: the library loses `encode_special_tokens` when it pickles a tokenizer for a worker process.
-        return _load_json_tokenizer, (str(self._path), self._eos_token)
+        return _load_json_tokenizer, (str(self._path), self._eos_token, self._text)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
@@ -110,6 +144,17 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def to_json(self) -> str:
+        """Without padding, truncation and post-processor, which are not used here: every reader gets the same ids."""
+        unused = dict.fromkeys(("truncation", "padding", "post_processor"))
+        return json.dumps({"version": "1.0", **unused, **self._parts, "decoder": self._decoder}, ensure_ascii=False)
+
+    @property
+    def is_byte_tokenizer(self) -> bool:
+        """Whether this is the text of `ByteTokenizer.to_json`, or an equal one."""
+        byte = json.loads(ByteTokenizer().to_json())
+        return self.eos_id == ByteTokenizer.eos_id and self._parts == {part: byte[part] for part in _ID_DEFINING_PARTS}
 
 
 @contextmanager
@@ -123,21 +168,41 @@ def _library_errors(problem: str, fix: str) -> Iterator[None]:
         raise ConfigError(f"{problem} ({error}). {fix}") from error
 
 
-def _load_json_tokenizer(path: str, eos_token: str | None) -> JsonTokenizer:
-    return JsonTokenizer(path, eos_token=eos_token)
+def _load_json_tokenizer(path: str, eos_token: str | int | None, text: str | None) -> JsonTokenizer:
+    return JsonTokenizer(path, eos_token=eos_token, text=text)
 
 
-def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
-    from tokenizers import Tokenizer as Engine
-
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
-        described = json.loads(text)
+        with open_regular(path) as file:
+            raw = file.read(LARGEST_TOKENIZER_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"tokenizer file {path} cannot be read ({error.strerror}). Use a tokenizers JSON file, train one with "
             "`nsa data tokenizer train`, or use byte."
         ) from error
+    return _decode(raw, path)
+
+
+def _decode(raw: bytes | bytearray, path: Path) -> str:
+    if len(raw) > LARGEST_TOKENIZER_BYTES:
+        raise ConfigError(
+            f"tokenizer file {path} has more than the {LARGEST_TOKENIZER_BYTES} bytes allowed. Use a tokenizers JSON "
+            "file."
+        )
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"tokenizer file {path} is not text ({error}). Use a file saved by the tokenizers library."
+        ) from error
+
+
+def _parse_json(path: Path, text: str) -> tuple[Any, dict[str, Any]]:
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        described = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"tokenizer file {path} is not JSON ({error}). Use a file saved by the tokenizers library."
@@ -152,11 +217,13 @@ def _read_json(path: Path) -> tuple[Any, dict[str, Any]]:
         return Engine.from_str(text), described
 
 
-def _find_eos(path: Path, engine: Any, requested: str | None) -> int:
+def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
     # From the loaded tokenizer, not the file: the library renumbers added tokens whose ids leave a gap.
     special = {t.content: int(i) for i, t in engine.get_added_tokens_decoder().items() if t.special}
+    if isinstance(requested, int) and 0 <= requested < 2**32 and engine.id_to_token(requested) is not None:
+        return requested
     if requested is not None:
-        if (found := engine.token_to_id(requested)) is not None:
+        if isinstance(requested, str) and (found := engine.token_to_id(requested)) is not None:
             return int(found)
         raise ConfigError(
             f"end-of-document token {requested!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
@@ -174,10 +241,20 @@ def _find_eos(path: Path, engine: Any, requested: str | None) -> int:
 
 def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:
     """`byte`, the path of a tokenizers JSON file, or a folder that holds `tokenizer.json`."""
-    if spec == "byte":
+    if spec == ByteTokenizer.name:
         return ByteTokenizer()
     path = Path(spec)
-    return JsonTokenizer(path / "tokenizer.json" if path.is_dir() else path, eos_token=eos_token)
+    return _simplest(JsonTokenizer(path / TOKENIZER if path.is_dir() else path, eos_token=eos_token))
+
+
+def parse_tokenizer(raw: bytes | bytearray, where: Path, *, eos_id: int | None = None) -> Tokenizer:
+    """The tokenizer in the bytes of a file; `where` is its path, for messages. `eos_id` ends a document."""
+    return _simplest(JsonTokenizer(where, eos_token=eos_id, text=_decode(raw, where)))
+
+
+def _simplest(tokenizer: JsonTokenizer) -> Tokenizer:
+    """A byte tokenizer that was saved is a byte tokenizer again, with its own fingerprint."""
+    return ByteTokenizer() if tokenizer.is_byte_tokenizer else tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTokenizer:

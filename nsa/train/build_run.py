@@ -6,10 +6,12 @@ from functools import partial
 
 import torch
 
-from nsa.checkpoint.run_state import RunRecord
+from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa.config.schema import RunConfig
 from nsa.data.prefetcher import PrefetchSettings
 from nsa.data.rows.specs import RowData, SyntheticData
+from nsa.data.saved_tokenizer import tokenizer_record
+from nsa.data.tokenizer import Tokenizer
 from nsa.errors import DataError
 from nsa.observe.run_folder import RunFolder
 from nsa.train import datasets
@@ -26,7 +28,6 @@ from nsa.train.engine.checkpointer import VerifiedCheckpointer, make_checkpoint_
 from nsa.train.engine.data_loader import RowLoader
 from nsa.train.engine.environment import on_first_rank
 from nsa.train.resume import (
-    VOCAB_SIZE,
     ResumePoint,
     SettingChange,
     find_resume_point,
@@ -56,6 +57,7 @@ class RunInputs:
     """What a run starts from, once everything that can refuse it has been checked."""
 
     vocab_size: int
+    tokenizer: Tokenizer | None
     checkpointer: VerifiedCheckpointer
     resume_point: ResumePoint
     changes: list[SettingChange]
@@ -97,7 +99,8 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
         on_documents=DocumentProgress(config.data.report_docs, context.reporter),
     )
     cleanup.callback(loader.close)
-    return RunInputs(vocab_size, checkpointer, point, changes, data, held_out, loader)
+    tokenizer = datasets.saved_tokenizer(config, vocab_size)
+    return RunInputs(vocab_size, tokenizer, checkpointer, point, changes, data, held_out, loader)
 
 
 def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> RunParts:
@@ -148,6 +151,7 @@ def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> Ru
             stay_alive=heartbeat.stay_alive,
         )
     trainer = build_trainer(config, folder, module, inputs.loader, inputs.checkpointer, callbacks)
+    inputs.checkpointer.tokenizer = inputs.tokenizer
     inputs.checkpointer.record = lambda: _run_record(context, inputs, trainer, policy)
     return RunParts(trainer, heartbeat, stop_requests)
 
@@ -161,7 +165,10 @@ def _run_record(context: RunContext, inputs: RunInputs, trainer: RollbackTrainer
         data_cursor=inputs.loader.state_dict(),
         skipped_batches=policy.state.left_out,
         spike_window=policy.state.window(),
-        more={VOCAB_SIZE: inputs.vocab_size},
+        more={
+            VOCAB_SIZE: inputs.vocab_size,
+            **({TOKENIZER_RECORD: tokenizer_record(inputs.tokenizer)} if inputs.tokenizer else {}),
+        },
     )
 
 

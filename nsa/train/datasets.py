@@ -1,14 +1,16 @@
 """Builds the training and held-out datasets of a run from its settings; global batch size; location of the data."""
 
 import glob
+from contextlib import suppress
 from pathlib import Path
 
 from nsa import names
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
+from nsa.data.saved_tokenizer import read_from_set
 from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
 from nsa.data.source.hub import FINEWEB_EDU
-from nsa.data.tokenizer import load_tokenizer
+from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa.errors import ConfigError, DataError
 from nsa.storage import StorageFolder
 
@@ -22,6 +24,37 @@ def vocabulary(config: RunConfig) -> int:
     if config.data.dataset == "prepared":
         return read_manifest(StorageFolder(_path(config))).vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def saved_tokenizer(config: RunConfig, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that a run keeps with its checkpoints; None if the one of its data is not known.
+
+    That is so for a prepared set of an earlier version whose tokenizer is not data.tokenizer, and for synthetic rows
+    whose ids are not those of data.tokenizer.
+    """
+    if config.data.dataset == "prepared":
+        return _tokenizer_of_set(StorageFolder(_path(config)), config.data.tokenizer)
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except ConfigError:
+        if config.data.dataset == "synthetic" or config.data.synthetic_on_fail:
+            return None
+        raise
+    return tokenizer if tokenizer.vocab_size <= vocab_size else None
+
+
+def _tokenizer_of_set(folder: StorageFolder, spec: str) -> Tokenizer | None:
+    """The tokenizer beside the manifest, else the one in the settings, if it is the one the set was prepared with."""
+    manifest = read_manifest(folder)
+    with suppress(ConfigError, DataError):  # a tokenizer.json that somebody else put there
+        if (kept := read_from_set(folder, manifest)) is not None:
+            return kept
+    try:
+        tokenizer = load_tokenizer(spec)
+        check_same(manifest.vocab_size, manifest.tokenizer_fingerprint, tokenizer)
+    except (ConfigError, DataError):
+        return None
+    return tokenizer
 
 
 def require_tokenizer(config: RunConfig) -> None:

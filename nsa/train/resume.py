@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding
-from nsa.checkpoint.run_state import RunRecord
+from nsa.checkpoint.run_state import VOCAB_SIZE, RunRecord
 from nsa.config.describe import may_change_on_resume, plain
 from nsa.config.layer import flatten
 from nsa.config.schema import RunConfig, default_ffn_dim, settings
@@ -21,8 +21,6 @@ from nsa.train import datasets
 from nsa.train.engine.checkpointer import VerifiedCheckpointer
 from nsa.train.start_options import StartOptions
 
-VOCAB_SIZE = "vocab_size"
-"""Key in `RunRecord.more`: the resolved `model.vocab_size`."""
 _VOCAB_KEY, _FFN_KEY = "model.vocab_size", "model.ffn_dim"
 
 

@@ -70,7 +70,9 @@ def train(config: RunConfig, options: StartOptions | None = None, reporter: RunR
         if device.type == "cpu" and not is_built():
             reporter.line("compiling the CPU kernels, once for this machine …")
         kernels = kernel_choices(parts.trainer.train_module, device)
-        report.start(inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, device, kernels)
+        report.start(
+            inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels
+        )
         _fit(parts.trainer, inputs.resume_point.path, folder.path)
         exit_code = parts.stop_requests.exit_code
         report.end(parts.trainer.global_step, exit_code)

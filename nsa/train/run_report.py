@@ -14,7 +14,9 @@ from nsa import names
 from nsa.checkpoint.load import export
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import RowData
+from nsa.data.tokenizer import Tokenizer
 from nsa.errors import ExitCode
+from nsa.files import write_atomic
 from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
 from nsa.kernels.registry import BackendChoice
 from nsa.observe.events import EventKind, add_event
@@ -104,10 +106,11 @@ class RunReport:
         changes: Sequence[SettingChange],
         data: RowData,
         vocab_size: int,
+        tokenizer: Tokenizer | None,
         device: torch.device,
         kernels: Sequence[BackendChoice],
     ) -> None:
-        """Write env.json, and log where the run starts from, on what, and with which kernels."""
+        """Write env.json and tokenizer.json, and log where the run starts from, on what, and with which kernels."""
         if self.event_log is None:
             return
         config, ranks = self.config, self.ranks
@@ -122,6 +125,8 @@ class RunReport:
             kernels={choice.branch: {"backend": choice.backend, "reason": choice.reason} for choice in kernels},
             allowed=list(self.options.allow),
         )
+        if tokenizer is not None:
+            write_atomic(self.folder.path / names.TOKENIZER, tokenizer.to_json())
         add, lost = partial(self.event_log.add_at, point.step), self.folder.last_step() - point.step
         kind = EventKind.RESTART if point.path is not None or ranks.restarts else EventKind.START
         add(kind, world=ranks.world, origin=str(point.path or ""), data=str(data))

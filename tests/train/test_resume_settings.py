@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa import names
-from nsa.checkpoint.run_state import RunRecord
+from nsa.checkpoint.run_state import VOCAB_SIZE, RunRecord
 from nsa.config import load
 from nsa.config.describe import may_change_on_resume
 from nsa.config.layer import flatten
@@ -19,7 +19,7 @@ from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import read_beats
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
-from nsa.train.resume import VOCAB_SIZE, changed_settings, require_same_settings
+from nsa.train.resume import changed_settings, require_same_settings
 from tests.attention_options import OPTIONS
 from tests.train.runs import Job, run_all, write_config
 

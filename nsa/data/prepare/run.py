@@ -21,6 +21,7 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 
 from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
 from nsa.data.prepare.task import CountCallback, PrepareStep, ReadUnits, WriteShards, done_tasks, read_record
+from nsa.data.saved_tokenizer import save_with_set
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
 from nsa.data.source.resolve import open_source
@@ -105,7 +106,7 @@ def bootstrap(
 
 
 def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
-    """Write the manifest from the records of all tasks, which must be done. Idempotent."""
+    """Write tokenizer and manifest from the plan and the records of all tasks, which must be done. Idempotent."""
     tasks = len(plan.tasks())
     if missing := sorted(set(range(tasks)) - done_tasks(out)):
         raise DataError(
@@ -132,6 +133,8 @@ def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
     if out.is_local:
         for unfinished in out.local_path("").glob(f".{MANIFEST_NAME}.*.tmp"):  # left by a run that was killed here
             unfinished.unlink()
+    tokenizer = load_tokenizer(plan.tokenizer, eos_token=plan.eos_token)
+    save_with_set(out, tokenizer, plan.vocab_size, plan.fingerprint)
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
     out.delete_tree(WORK)
     return manifest

@@ -38,6 +38,7 @@ from nsa.checkpoint.pickle_scan import read_trainer_state, require_harmless
 from nsa.checkpoint.run_state import RunRecord
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.config.schema import RunConfig
+from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError
 from nsa.train.engine import PathOrStr
 
@@ -70,6 +71,8 @@ class VerifiedCheckpointer(Checkpointer):
     """Load folders that have no COMMIT.json, whose damage cannot be detected."""
     record: Callable[[], RunRecord] | None = None
     """Builds state.json; called on rank 0 at every save."""
+    tokenizer: Tokenizer | None = field(default=None, repr=False)
+    """Saved as tokenizer.json with every checkpoint."""
     reason: str = INTERVAL
     """Why the next checkpoint is saved; for that one only."""
     _folders: dict[Path, CheckpointFolder] = field(default_factory=dict, repr=False)
@@ -196,6 +199,8 @@ class VerifiedCheckpointer(Checkpointer):
         read_trainer_state(VerifiedFiles(wd, None), get_rank())
         if get_rank() == 0 and self.record is not None:
             self.record().write(wd)
+            if self.tokenizer is not None:
+                (wd / names.TOKENIZER).write_text(self.tokenizer.to_json(), encoding="utf-8")
 
     def _begin(self, dir: PathOrStr) -> tuple[CheckpointFolder, int, str]:
         path = self._local(dir)
