@@ -28,7 +28,7 @@ def parse_saved(raw: bytes | bytearray, where: Path, record: Mapping[str, Any]) 
     vocab_size, fingerprint, eos_id = (record.get(key) for key in ("vocab_size", "fingerprint", "eos_id"))
     if type(vocab_size) is not int or type(eos_id) is not int or type(fingerprint) is not str:
         raise DataError(f"the record of {where} has no vocab_size, eos_id or fingerprint: {dict(record)!r:.200}.")
-    tokenizer = parse_tokenizer(raw, where, eos_id=eos_id)
+    tokenizer = parse_tokenizer(raw, where, eos_token=eos_id)
     check_same(vocab_size, fingerprint, tokenizer)
     return tokenizer
 

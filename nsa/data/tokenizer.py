@@ -247,9 +247,9 @@ def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:
     return _simplest(JsonTokenizer(path / TOKENIZER if path.is_dir() else path, eos_token=eos_token))
 
 
-def parse_tokenizer(raw: bytes | bytearray, where: Path, *, eos_id: int | None = None) -> Tokenizer:
-    """The tokenizer in the bytes of a file; `where` is its path, for messages. `eos_id` ends a document."""
-    return _simplest(JsonTokenizer(where, eos_token=eos_id, text=_decode(raw, where)))
+def parse_tokenizer(raw: bytes | bytearray, where: Path, *, eos_token: str | int | None = None) -> Tokenizer:
+    """The tokenizer in the bytes of a file; `where` is its path, for messages. `eos_token` may be the token's id."""
+    return _simplest(JsonTokenizer(where, eos_token=eos_token, text=_decode(raw, where)))
 
 
 def _simplest(tokenizer: JsonTokenizer) -> Tokenizer:

@@ -87,7 +87,7 @@ def test_other_ids_in_a_byte_file_are_another_tokenizer():
 
 def test_another_end_of_document_token_is_kept(bpe):
     record = tokenizer_record(bpe)
-    other = parse_tokenizer(bpe.to_json().encode(), WHERE, eos_id=65)
+    other = parse_tokenizer(bpe.to_json().encode(), WHERE, eos_token=65)
     assert other.eos_id == 65
     assert other.fingerprint != bpe.fingerprint
     assert parse_saved(other.to_json().encode(), WHERE, tokenizer_record(other)).eos_id == 65
@@ -107,7 +107,7 @@ def test_a_record_of_the_wrong_types_is_refused(bpe, record):
 @pytest.mark.parametrize("eos_id", [-1, 10**6, 2**40])
 def test_an_end_of_document_id_outside_the_vocabulary_is_refused(bpe, eos_id):
     with pytest.raises(ConfigError, match="end-of-document"):
-        parse_tokenizer(bpe.to_json().encode(), WHERE, eos_id=eos_id)
+        parse_tokenizer(bpe.to_json().encode(), WHERE, eos_token=eos_id)
 
 
 def manifest_of(tokenizer) -> ShardManifest:
