@@ -3,6 +3,7 @@
 N tokens · n tokens of one chunk · D model dim · V vocabulary
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,28 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, redu
     return loss
 
 
+def linear_token_losses(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    """The same cross-entropy of every token [N], 0 where there is no label; has no gradient."""
+    with torch.no_grad():
+        return torch.cat(
+            [_chunk_losses(x_ND[at], weight_VD, labels_N[at])[0] for at in _chunks(x_ND, weight_VD)]
+            or [x_ND.new_empty(0, dtype=torch.promote_types(x_ND.dtype, torch.float32))]
+        )
+
+
+def _chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+    rows = max(1, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    return (slice(begin, begin + rows) for begin in range(0, x_ND.shape[0], rows))
+
+
+def _chunk_losses(x_nD: Tensor, weight_VD: Tensor, labels_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Negative log-likelihood of each label (0 without one), the logits and their log-sum-exp [n, 1]."""
+    logits_nV = (x_nD @ weight_VD.T).to(torch.promote_types(x_nD.dtype, torch.float32))
+    lse_n1 = logits_nV.logsumexp(-1, keepdim=True)
+    nll_n = (lse_n1 - logits_nV.gather(1, labels_n.clamp(min=0)[:, None])).squeeze(1)
+    return nll_n.masked_fill(labels_n == IGNORE, 0), logits_nV, lse_n1
+
+
 @torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, mean: bool, need_grad: bool
@@ -32,15 +55,11 @@ def _linear_cross_entropy(
     dx_ND, dweight_VD = _gradient_buffers(x_ND, weight_VD, need_grad)
     real_N = labels_N != IGNORE
     share = 1.0 / real_N.sum().clamp(min=1).to(wide) if mean else torch.ones((), dtype=wide, device=x_ND.device)
-    rows = max(1, _CHUNK_ELEMENTS // weight_VD.shape[0])
-    for begin in range(0, x_ND.shape[0], rows):
-        at = slice(begin, begin + rows)
-        logits_nV = (x_ND[at] @ weight_VD.T).to(wide)
-        label_n1 = labels_N[at].clamp(min=0)[:, None]
-        lse_n1 = logits_nV.logsumexp(-1, keepdim=True)
-        nll_n = (lse_n1 - logits_nV.gather(1, label_n1)).squeeze(1)
-        loss += nll_n.masked_fill(~real_N[at], 0).sum() * share
+    for at in _chunks(x_ND, weight_VD):
+        nll_n, logits_nV, lse_n1 = _chunk_losses(x_ND[at], weight_VD, labels_N[at])
+        loss += nll_n.sum() * share
         if need_grad:
+            label_n1 = labels_N[at].clamp(min=0)[:, None]
             dlogits_nV = logits_nV.sub_(lse_n1).exp_()
             dlogits_nV.scatter_add_(1, label_n1, dlogits_nV.new_full((1, 1), -1).expand_as(label_n1))
             dlogits_nV = dlogits_nV.mul_(real_N[at][:, None] * share).to(x_ND.dtype)

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa.model import loss as loss_module
-from nsa.model.loss import linear_cross_entropy
+from nsa.model.loss import linear_cross_entropy, linear_token_losses
 
 
 def case(dtype=torch.float32, n=37, v=23):
@@ -57,3 +57,13 @@ def test_full_logits_never_exist(monkeypatch):
 def test_operator_is_well_formed():
     x, weight, labels = case()
     torch.library.opcheck(torch.ops.nsa.linear_cross_entropy.default, (x, weight, labels, True, True))
+
+
+@pytest.mark.parametrize("elements", [1, 23 * 7, 1 << 22])
+def test_losses_by_token_equal_plain_cross_entropy(monkeypatch, elements):
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
+    x, weight, labels = case(torch.float64)
+    ours = linear_token_losses(x, weight, labels)
+    assert not ours.requires_grad
+    torch.testing.assert_close(ours, F.cross_entropy(x @ weight.T, labels, reduction="none").detach())
+    assert linear_token_losses(x[:0], weight, labels[:0]).shape == (0,)

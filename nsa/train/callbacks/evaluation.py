@@ -7,12 +7,14 @@ the next evaluation tries again.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import RowData
 from nsa.errors import DataError, NSAError
-from nsa.model.loss import IGNORE
+from nsa.model.held_out_loss import held_out_loss
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
 from nsa.train.engine.data_loader import to_engine
@@ -61,10 +63,8 @@ class EvaluationCallback(Callback):
         nats, tokens = 0.0, 0.0
         if not failed:
             try:
-                for batch in self._kept:
-                    loss, count = self._score(to_engine(batch))
-                    nats, tokens = nats + loss, tokens + count
-                    self.stay_alive()
+                sums = held_out_loss(self._kept, self._token_losses, after_batch=self.stay_alive)
+                nats, tokens = sums.nats, sums.tokens
             except _FAILURES as error:
                 problem = _describe(error)
             (failed,) = self.collectives.any([problem is not None])
@@ -74,12 +74,11 @@ class EvaluationCallback(Callback):
         nats, tokens = self.collectives.sum([nats, tokens])
         self.emit(EvaluationResult(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
 
-    def _score(self, tensors: dict[str, Any]) -> tuple[float, float]:
-        labels = tensors.pop("labels")
-        output = self.trainer.train_module.eval_batch(tensors, labels=labels)
-        counted = labels != IGNORE
-        losses = output.ce_loss.double().cpu().masked_fill(~counted, 0)
-        return float(losses.sum()), float(counted.sum())
+    def _token_losses(self, batch: Batch, labels_BS: Tensor) -> Tensor:
+        tensors = to_engine(batch)
+        del tensors["labels"]
+        losses_BS: Tensor = self.trainer.train_module.eval_batch(tensors, labels=labels_BS).ce_loss
+        return losses_BS
 
     def _read_once(self) -> str | None:
         """Fill `_kept`, completely or not at all; return why it could not be filled, or None."""

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from olmo_core.data.collator import DataCollator
 from olmo_core.data.data_loader import TextDataLoaderBase
 from olmo_core.distributed.utils import all_gather_object, broadcast_object
-from torch import Tensor
 
 from nsa import names
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
@@ -28,6 +27,7 @@ from nsa.data.rows.row_stream import State
 from nsa.data.rows.specs import DirectData, RowData, check_batch
 from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import CheckpointError
+from nsa.model.held_out_loss import next_token_labels
 from nsa.model.loss import IGNORE
 from nsa.train.distributed import RankInfo
 
@@ -85,7 +85,9 @@ class RowLoader(TextDataLoaderBase):
         """As large as a real batch, for the engine's trial step before training."""
         rows, seq_len = self.global_rows // self.ranks.world, self.data.seq_len
         tokens = torch.zeros(rows, seq_len, dtype=torch.long)
-        return {"input_ids": tokens, "labels": _shift(tokens)}
+        labels = torch.zeros_like(tokens)
+        labels[:, -1] = IGNORE
+        return {"input_ids": tokens, "labels": labels}
 
     def close(self) -> None:
         if self._prefetcher is not None:
@@ -161,8 +163,7 @@ def _new_exchange(work_dir: Path) -> tuple[str, str]:
 def to_engine(batch: Batch) -> Tensors:
     """Input ids, labels and document lengths as the engine's train module reads them; it splits batches along rows."""
     tokens = torch.from_numpy(batch.tokens.astype(np.int64))
-    mask = torch.from_numpy(batch.loss_mask) if batch.loss_mask is not None else None
-    tensors: Tensors = {"input_ids": tokens, "labels": _shift(tokens, mask)}
+    tensors: Tensors = {"input_ids": tokens, "labels": next_token_labels(batch)}
     lengths = [np.diff(cu) for cu in batch.cu_doc_lens]
     if any(len(row) > 1 for row in lengths):
         doc_lens = torch.zeros(len(lengths), max(len(row) for row in lengths), dtype=torch.int32)
@@ -170,10 +171,3 @@ def to_engine(batch: Batch) -> Tensors:
             doc_lens[r, : len(row)] = torch.from_numpy(row)
         tensors |= {"doc_lens": doc_lens, "max_doc_lens": [int(row.max()) for row in lengths]}
     return tensors
-
-
-def _shift(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Labels: the next token, or IGNORE where that is not predicted."""
-    labels = torch.full_like(tokens, IGNORE)
-    labels[:, :-1] = tokens[:, 1:] if mask is None else tokens[:, 1:].masked_fill(~mask[:, 1:], IGNORE)
-    return labels

@@ -1,0 +1,140 @@
+"""Held-out loss: the exact mean over rows of a data set, in total and by position in the document.
+
+The trainer's evaluations and `nsa eval` compute their loss here; they differ in the callable that runs the model.
+
+B rows · S tokens · P position buckets
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa.data.rows.batch import Batch
+from nsa.model.loss import IGNORE
+
+FIRST_BUCKET = 128
+"""Positions of the first bucket; every later one begins where the last ended and is as long as all before it."""
+_ENDS = torch.tensor([FIRST_BUCKET << shift for shift in range(48)])
+
+TokenLosses = Callable[[Batch, Tensor], Tensor]
+"""(batch, labels [B, S]) → cross-entropy of every token [B, S], in nats; values without a label are not read."""
+
+
+class PositionLoss(NamedTuple):
+    """Mean loss of the tokens predicted from positions `begin` to `end` − 1 of their documents."""
+
+    begin: int
+    end: int
+    tokens: int
+    loss: float
+    """Nats per token."""
+    standard_error: float | None
+    """Of the mean; rows are the independent samples, so one row has none."""
+    bits_per_byte: float | None
+
+
+@dataclass
+class LossSums:
+    """Running sums of losses; all means and errors are computed from them at the end."""
+
+    bytes_per_token_V: Tensor | None = None
+    """Bytes of text that each token id stands for; None if they are not known."""
+    nats: float = 0.0
+    tokens: float = 0.0
+    rows: int = 0
+    _sums: Tensor = field(default_factory=lambda: torch.zeros(7, len(_ENDS) + 1, dtype=torch.float64))
+    """By bucket: nats, tokens, bytes, rows, and over rows nats², nats × tokens, tokens²."""
+
+    def add(self, losses_BS: Tensor, labels_BS: Tensor, position_BS: Tensor) -> None:
+        counted_BS = labels_BS != IGNORE
+        losses_BS = losses_BS.double().cpu().masked_fill(~counted_BS, 0)
+        self.nats += float(losses_BS.sum())
+        self.tokens += float(counted_BS.sum())
+        self.rows += len(losses_BS)
+        bucket_BS = torch.bucketize(position_BS, _ENDS, right=True)
+        nats_BP = _by_bucket(losses_BS, bucket_BS)
+        tokens_BP = _by_bucket(counted_BS.double(), bucket_BS)
+        bytes_BP = torch.zeros_like(nats_BP)
+        if self.bytes_per_token_V is not None:
+            bytes_BS = self.bytes_per_token_V[labels_BS.clamp(min=0)] * counted_BS
+            bytes_BP = _by_bucket(bytes_BS.double(), bucket_BS)
+        parts = (nats_BP, tokens_BP, bytes_BP, (tokens_BP > 0).double(), nats_BP**2, nats_BP * tokens_BP, tokens_BP**2)
+        self._sums += torch.stack([part.sum(0) for part in parts])
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; 0 without any token."""
+        return self.nats / max(1.0, self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return _bits_per_byte(self.nats, float(self._sums[2].sum()))
+
+    def by_position(self) -> list[PositionLoss]:
+        """Buckets that hold tokens, nearest position first."""
+        found = []
+        for place, sums in enumerate(self._sums.T.tolist()):
+            nats, tokens, n_bytes = sums[:3]
+            if tokens:
+                begin, end = FIRST_BUCKET << place >> 1 if place else 0, FIRST_BUCKET << place
+                error = _standard_error(nats, tokens, *sums[3:])
+                found.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, _bits_per_byte(nats, n_bytes)))
+        return found
+
+
+def held_out_loss(
+    batches: Iterable[Batch],
+    token_losses: TokenLosses,
+    *,
+    bytes_per_token_V: Tensor | None = None,
+    after_batch: Callable[[], None] = lambda: None,
+) -> LossSums:
+    """Sums of the loss over `batches`; `after_batch` is called after each forward pass."""
+    sums = LossSums(bytes_per_token_V)
+    for batch in batches:
+        labels_BS = next_token_labels(batch)
+        sums.add(token_losses(batch, labels_BS), labels_BS, positions_in_documents(batch))
+        after_batch()
+    return sums
+
+
+def next_token_labels(batch: Batch) -> Tensor:
+    """Labels [B, S]: the next token of the row, or IGNORE where there is none or it does not count in the loss."""
+    tokens_BS = torch.from_numpy(batch.tokens.astype(np.int64))
+    labels_BS = torch.full_like(tokens_BS, IGNORE)
+    labels_BS[:, :-1] = tokens_BS[:, 1:]
+    if batch.loss_mask is not None:
+        labels_BS[:, :-1].masked_fill_(~torch.from_numpy(batch.loss_mask)[:, 1:], IGNORE)
+    return labels_BS
+
+
+def positions_in_documents(batch: Batch) -> Tensor:
+    """Position [B, S] of every token since its document began in the row: what a query can see, minus one."""
+    position_BS = np.tile(np.arange(batch.tokens.shape[1]), (len(batch.tokens), 1))
+    for row_S, cu in zip(position_BS, batch.cu_doc_lens, strict=True):
+        row_S -= np.repeat(cu[:-1], np.diff(cu))
+    return torch.from_numpy(position_BS)
+
+
+def _by_bucket(values_BS: Tensor, bucket_BS: Tensor) -> Tensor:
+    return values_BS.new_zeros(len(values_BS), len(_ENDS) + 1).scatter_add_(1, bucket_BS, values_BS)
+
+
+def _bits_per_byte(nats: float, n_bytes: float) -> float | None:
+    return nats / math.log(2) / n_bytes if n_bytes else None
+
+
+def _standard_error(
+    nats: float, tokens: float, rows: float, nats2: float, product: float, tokens2: float
+) -> float | None:
+    """Of nats / tokens as a ratio of two sums over rows: tokens of one row are not independent of each other."""
+    if rows < 2:
+        return None
+    mean = nats / tokens
+    squares = max(0.0, nats2 - 2 * mean * product + mean**2 * tokens2)
+    return math.sqrt(squares * rows / (rows - 1)) / tokens

@@ -1,0 +1,110 @@
+"""Held-out loss against sums by hand, one token at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.data.rows.batch import Batch
+from nsa.model.held_out_loss import LossSums, held_out_loss, next_token_labels, positions_in_documents
+from nsa.model.loss import IGNORE
+
+S = 700
+
+
+def batch(seed: int = 0, rows: int = 3, masked: bool = True) -> Batch:
+    random = np.random.default_rng(seed)
+    cu = [
+        np.array([0, *sorted(random.choice(np.arange(1, S), r % 3, replace=False)), S], np.int32) for r in range(rows)
+    ]
+    mask = np.ones((rows, S), bool)
+    mask[-1, S - 50 :] = not masked
+    return Batch(
+        tokens=random.integers(0, 256, (rows, S)).astype(np.uint16),
+        cu_doc_lens=tuple(cu),
+        loss_mask=mask if masked else None,
+        row_ids=np.arange(rows),
+        epoch=0,
+        documents=0,
+    )
+
+
+def losses_of(given: Batch, labels_BS: torch.Tensor) -> torch.Tensor:
+    """Deterministic, different for every token, and wrong where nothing may be read."""
+    made = torch.from_numpy(given.tokens.astype(np.float32)) / 32 + torch.arange(S) / S
+    return made.masked_fill(labels_BS == IGNORE, math.inf)
+
+
+def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, int]]:
+    """(row, position in its document, loss, label) of every token that counts."""
+    found = []
+    for number, each in enumerate(batches):
+        for r, (tokens, cu) in enumerate(zip(each.tokens, each.cu_doc_lens, strict=True)):
+            for at in range(S - 1):
+                if each.loss_mask is None or each.loss_mask[r, at + 1]:
+                    begin = max(int(edge) for edge in cu if edge <= at)
+                    loss = float(np.float32(tokens[at]) / np.float32(32) + np.float32(at) / np.float32(S))
+                    found.append((1000 * number + r, at - begin, loss, int(tokens[at + 1])))
+    return found
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_equals_sums_by_hand(masked):
+    batches = [batch(seed, rows, masked) for seed, rows in ((0, 3), (1, 4))]
+    calls = []
+    sums = held_out_loss(
+        batches, losses_of, bytes_per_token_V=torch.arange(256), after_batch=lambda: calls.append(None)
+    )
+    expected = by_hand(batches)
+    assert len(calls) == 2
+    assert sums.tokens == len(expected)
+    assert sums.loss == pytest.approx(np.mean([loss for _, _, loss, _ in expected]), rel=1e-6)
+    total_bits = sum(loss for _, _, loss, _ in expected) / math.log(2)
+    assert sums.bits_per_byte == pytest.approx(total_bits / sum(label for *_, label in expected), rel=1e-6)
+    found = sums.by_position()
+    assert [(each.begin, each.end) for each in found] == [(0, 128), (128, 256), (256, 512), (512, 1024)]
+    assert sum(each.tokens for each in found) == len(expected)
+    for each in found:
+        inside = [(row, loss, label) for row, at, loss, label in expected if each.begin <= at < each.end]
+        assert each.tokens == len(inside)
+        assert each.loss == pytest.approx(np.mean([loss for _, loss, _ in inside]), rel=1e-6)
+        bits = sum(loss for _, loss, _ in inside) / math.log(2)
+        assert each.bits_per_byte == pytest.approx(bits / sum(label for *_, label in inside), rel=1e-6)
+        assert each.standard_error == pytest.approx(error_by_hand([(row, loss) for row, loss, _ in inside]), rel=1e-6)
+
+
+def error_by_hand(inside: list[tuple[int, float]]) -> float:
+    """Rows are the samples: residuals of each row's sum around the common mean."""
+    mean = np.mean([loss for _, loss in inside])
+    rows = sorted({row for row, _ in inside})
+    residuals = [sum(loss - mean for row, loss in inside if row == each) for each in rows]
+    return math.sqrt(sum(r * r for r in residuals) * len(rows) / (len(rows) - 1)) / len(inside)
+
+
+def test_the_total_is_the_plain_sum_in_double_precision():
+    """Bit for bit what val.csv has always held."""
+    batches = [batch(2), batch(3)]
+    nats = tokens = 0.0
+    for each in batches:
+        labels = next_token_labels(each)
+        losses = losses_of(each, labels).double().masked_fill(labels == IGNORE, 0)
+        nats, tokens = nats + float(losses.sum()), tokens + float((labels != IGNORE).sum())
+    sums = held_out_loss(batches, losses_of)
+    assert (sums.nats, sums.tokens) == (nats, tokens)
+    assert sums.bits_per_byte is None
+    assert all(each.bits_per_byte is None for each in sums.by_position())
+
+
+def test_one_row_has_no_standard_error_and_no_rows_no_loss():
+    sums = LossSums()
+    assert (sums.loss, sums.by_position()) == (0.0, [])
+    sums.add(torch.ones(1, 4), torch.tensor([[1, 2, 3, IGNORE]]), torch.arange(4)[None])
+    assert [(each.loss, each.tokens, each.standard_error) for each in sums.by_position()] == [(1.0, 3, None)]
+
+
+def test_positions_restart_with_every_document():
+    given = batch(4)
+    for row, cu in zip(positions_in_documents(given).tolist(), given.cu_doc_lens, strict=True):
+        assert [at for at, position in enumerate(row) if position == 0] == cu[:-1].tolist()
+        assert max(row) == max(np.diff(cu)) - 1
