@@ -1,0 +1,1 @@
+"""Evaluation: held-out loss by position, far tasks, lm-evaluation-harness."""
