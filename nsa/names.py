@@ -7,6 +7,7 @@ RUN/                                train.out_dir
     .HALT, .anomaly_type, gate_collapse_details.json, health_check.log
     model.pt, model.safetensors     the final weights
     tokenizer.json                  the tokenizer of the data, if it has one; also in every checkpoint and prepared set
+    evaluations/step{N}.json        results of `nsa eval` for the checkpoint of that step
     checkpoints/
         step200/                    a complete checkpoint: COMMIT.json lists and hashes every other file in it
             COMMIT.json             written last
@@ -45,6 +46,7 @@ HALT = ".HALT"
 ANOMALY = ".anomaly_type"
 GATE_COLLAPSE = "gate_collapse_details.json"
 HEALTH_LOG = "health_check.log"
+EVALUATIONS = "evaluations"
 LOCK = ".lock"
 HEARTBEATS = "heartbeat_rank*.jsonl"
 STACKDUMPS = "stackdump_*.txt"
@@ -68,6 +70,11 @@ def stackdump(rank: int, pid: int) -> str:
 def collectives(rank: int, pid: int) -> str:
     """Flight-recorder trace of a rank's process groups, written beside a stack dump."""
     return f"collectives_rank{rank}_{pid}.json"
+
+
+def evaluation(step: int | None) -> str:
+    """Results of one checkpoint; an exported model may not know its step."""
+    return "model.json" if step is None else f"{step_name(step)}.json"
 
 
 # In a checkpoint.

@@ -13,7 +13,7 @@ RECORD_WORDS = ("START", "PROGRESS", "ALIVE", "HALTED", "STOPPED", "DONE", "FAIL
 ARTIFACTS = {
     value for name, value in vars(names).items() if name.isupper() and type(value) is str and name not in RECORD_WORDS
 }
-PLAIN_WORDS = {"checkpoints", "latest", "tb", ".lock", names.TENSOR_FILES, names.TENSOR_INDEX}
+PLAIN_WORDS = {"checkpoints", "evaluations", "latest", "tb", ".lock", names.TENSOR_FILES, names.TENSOR_INDEX}
 """Also ordinary words or endings: only as a part of a path are they the name of an artifact."""
 STEMS = ("heartbeat_rank", "stackdump_", "collectives_rank", ".saving-", ".replaced-", ".deleting-")
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from nsa import names
 from nsa.errors import ConfigError
 from nsa.observe import records
+from nsa.observe.evaluations import ModelEvaluation, read_evaluations
 from nsa.observe.events import RunEvent, read_events_and_damage
 from nsa.observe.heartbeat import HeartbeatRecord, beat_fields
 from nsa.observe.run_folder import RunFolder
@@ -185,6 +186,9 @@ class RunData:
     ranks: dict[int, RankSeries] = field(default_factory=dict)
     events: list[RunEvent] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    """Held-out losses during training."""
+    model_evaluations: list[ModelEvaluation] = field(default_factory=list)
+    """Results of `nsa eval`."""
     env: dict[str, Any] = field(default_factory=dict)
     halt: str | None = None
     """Reason in `.HALT`."""
@@ -226,6 +230,8 @@ class RunData:
         """Read everything but the heartbeats; these files are small and read as a whole."""
         self.events, self.unreadable[names.EVENTS] = read_events_and_damage(self.folder)
         self.evaluations, self.unreadable[names.VAL_CSV] = _read_evaluations(self.folder / names.VAL_CSV)
+        self.model_evaluations = read_evaluations(self.folder)
+        self.unreadable[names.EVALUATIONS] = sum(each.unreadable for each in self.model_evaluations)
         env, env_damaged = records.read_section(self.folder / names.ENV)
         self.env, self.unreadable[names.ENV] = env or {}, int(env_damaged)
         self.halt = RunFolder(self.folder).halt_reason()

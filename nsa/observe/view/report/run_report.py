@@ -12,6 +12,7 @@ from nsa.observe import records
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.view.formatting import UNKNOWN, count, duration, event_text, mean_of_last, moment, number, plain, share
 from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause
+from nsa.observe.view.report.evaluations import evaluation_section
 from nsa.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa.observe.view.report.run_charts import charts, gate_pictures
 from nsa.observe.view.report.timeline import timeline
@@ -45,6 +46,7 @@ def render(snapshot: RunSnapshot) -> str:
         _head(snapshot, summary),
         section("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
                 '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
+        section("Evaluations", names.EVALUATIONS, evaluation_section(run.model_evaluations)),
         section("Gates by layer over time", "gates", _gates(run)),
         section("Timeline", "timeline", _timeline(run, snapshot.wall)),
         section("Goodput", "goodput", _goodput(snapshot.wall)),
@@ -59,7 +61,17 @@ def render(snapshot: RunSnapshot) -> str:
 def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
     run = snapshot.run
     sign, style = SIGNS.get(snapshot.state, ("?", ""))
-    parts = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")
+    parts = (
+        "curves",
+        names.EVALUATIONS,
+        "gates",
+        "timeline",
+        "goodput",
+        "findings",
+        "events",
+        "configuration",
+        "environment",
+    )
     links = "".join(f'<a href="#{part}">{part}</a>' for part in parts)
     began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
     about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data unknown')}"

@@ -1,0 +1,131 @@
+"""Results of `nsa eval`: written to RUN/evaluations/step{N}.json, read by the report and the model card.
+
+One file per checkpoint. Results of later evaluations are merged into it: a far task's lengths and depths add up if it
+was run with the same settings, any other result replaces the one of the same name.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nsa import __version__, names
+from nsa.errors import OutputError
+from nsa.files import file_lock, write_atomic
+from nsa.observe import records
+
+FORMAT = 1
+HELD_OUT = "held_out_loss"
+LM_EVAL = "lm_eval/"
+"""Results of lm-evaluation-harness are named by this and the task."""
+
+_POSITION = {
+    "begin": records.whole, "end": records.whole, "tokens": records.whole, "loss": records.number,
+    "standard_error": records.number, "bits_per_byte": records.number,
+}  # fmt: skip
+_HELD_OUT = {
+    "data": records.text, "seq_len": records.whole, "rows": records.whole, "tokens": records.whole,
+    "loss": records.number, "bits_per_byte": records.number, "by_position": records.anything,
+}  # fmt: skip
+_CELL = {
+    "length": records.whole, "depth": records.amount, "examples": records.whole, "chance": records.amount,
+    "accuracy": records.amount, "accuracy_interval": records.numbers, "exact_match": records.amount,
+    "exact_match_interval": records.numbers, "answer_nats": records.number,
+}  # fmt: skip
+_CELL_REQUIRED = ("length", "depth", "examples", "accuracy", "exact_match")
+
+
+@dataclass
+class ModelEvaluation:
+    """Checked results of one checkpoint; values that are missing or damaged are left out."""
+
+    step: int | None
+    model: str = ""
+    held_out: dict[str, Any] | None = None
+    """data, seq_len, rows, tokens, loss, bits_per_byte and by_position: rows of begin, end, tokens, loss, …"""
+    far_tasks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Task → rows of length, depth, examples, chance, accuracy, accuracy_interval, exact_match, …"""
+    lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Task → metric → value."""
+    unreadable: int = 0
+
+
+def read_evaluations(run: Path) -> list[ModelEvaluation]:
+    """All results below a run folder or an exported model, oldest step first; reading raises nothing."""
+    found = []
+    for path in (run / names.EVALUATIONS).glob("*.json"):
+        step = names.step_of(path.stem)
+        if step is not None or path.name == names.evaluation(None):
+            found.append(_checked(step, path))
+    return sorted(found, key=lambda each: (each.step is not None, each.step or 0))
+
+
+def evaluation_file(folder: Path, step: int | None) -> Path:
+    return folder / names.EVALUATIONS / names.evaluation(step)
+
+
+def require_mergeable(path: Path) -> None:
+    """Raise if there is a file that results cannot be added to; called before an evaluation that takes long."""
+    _read(path)
+
+
+def merge_results(path: Path, *, step: int | None, model: str, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add results to a file, atomically; several processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path.parent / names.LOCK):
+        content = _read(path)
+        merged = {**content.get("results", {})}
+        for name, result in results.items():
+            merged[name] = _merged(merged.get(name), {**result, "nsa": __version__, "ts": round(time.time(), 3)})
+        content = {"format": FORMAT, "step": step, "model": model, "results": merged}
+        write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def _merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(old, dict) or "cells" not in new or old.get("settings") != new.get("settings"):
+        return new
+    cells = {(cell["length"], cell["depth"]): cell for cell in [*old.get("cells", []), *new["cells"]]}
+    return {**new, "cells": [cells[key] for key in sorted(cells)]}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content, damaged = records.read_section(path)
+    if damaged or (content is not None and content.get("format") != FORMAT):
+        raise OutputError(
+            f"{path} is not a results file of this version, so results cannot be added to it. Move it away, or name "
+            f"another file with --out."
+        )
+    return content or {}
+
+
+def _checked(step: int | None, path: Path) -> ModelEvaluation:
+    content, damaged = records.read_section(path)
+    content = content or {}
+    made = ModelEvaluation(step, records.text(content.get("model")) or "", unreadable=int(damaged))
+    if damaged or content.get("format") != FORMAT:
+        made.unreadable = 1
+        return made
+    for name, result in (records.section(content.get("results")) or {}).items():
+        result = records.section(result) or {}
+        if name == HELD_OUT:
+            kept, _ = records.fields(result, _HELD_OUT, required=("loss", "tokens"))
+            if kept is not None:
+                kept["by_position"] = _rows(kept.get("by_position"), _POSITION, ("begin", "end", "loss"))
+            made.held_out = kept
+        elif name.startswith(LM_EVAL):
+            metrics = records.section(result.get("metrics")) or {}
+            checked = {metric: records.number(value) for metric, value in metrics.items()}
+            made.lm_eval[name.removeprefix(LM_EVAL)] = {k: v for k, v in checked.items() if v is not None}
+        elif cells := _rows(result.get("cells"), _CELL, _CELL_REQUIRED):
+            made.far_tasks[name] = sorted(cells, key=lambda cell: (cell["length"], cell["depth"]))
+        else:
+            made.unreadable += 1
+    return made
+
+
+def _rows(value: Any, checks: Mapping[str, records.Check], required: tuple[str, ...]) -> list[dict[str, Any]]:
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    checked = (records.fields(item, checks, required)[0] for item in items)
+    return [row for row in checked if row is not None]

@@ -1,0 +1,118 @@
+"""Report section of `nsa eval`: held-out loss by position, far tasks by length and depth, lm-evaluation-harness."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from nsa.observe.evaluations import ModelEvaluation
+from nsa.observe.view.downsample import ChartBucket
+from nsa.observe.view.formatting import UNKNOWN, number, plain, share
+from nsa.observe.view.report.html_page import chart_figure, table
+from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
+
+_MOST_LINES = 6
+_STYLES = tuple(f"c{place + 1}" for place in range(_MOST_LINES))
+_Z = 1.96  # 95 %
+_NONE = '<p class="quiet">No results yet. <code>nsa eval RUN</code> adds them.</p>'
+
+
+def evaluation_section(evaluations: Sequence[ModelEvaluation]) -> str:
+    """HTML of all results; figures show the newest steps."""
+    parts = []
+    if figures := [chart for chart in (_loss_chart(evaluations), _far_chart(evaluations)) if chart is not None]:
+        parts.append(f'<div class="charts">{"".join(map(chart_figure, figures))}</div>')
+    for title, heads, numbers, rows_of in _TABLES:
+        if rows := [row for each in evaluations for row in rows_of(each)]:
+            parts += [f"<h3>{title}</h3>", table(("model", *heads), rows, numbers=numbers)]
+    return "\n".join(parts) or _NONE
+
+
+def evaluation_name(evaluation: ModelEvaluation) -> str:
+    return "model" if evaluation.step is None else f"step {evaluation.step:,}"
+
+
+def _loss_chart(evaluations: Sequence[ModelEvaluation]) -> SvgChart | None:
+    given = [each for each in evaluations if each.held_out and each.held_out["by_position"]][-_MOST_LINES:]
+    lines, last = [], 1.0
+    for evaluation, style in zip(given, _STYLES, strict=False):
+        assert evaluation.held_out is not None
+        points = []
+        for row in evaluation.held_out["by_position"]:
+            middle, half = (row["begin"] + row["end"]) / 2, _Z * (row.get("standard_error") or 0.0)
+            points.append(ChartBucket(middle, row["loss"] - half, row["loss"] + half, row["loss"], 1, 0))
+            last = max(last, middle)
+        lines.append(ChartLine(evaluation_name(evaluation), points, style))
+    if not lines:
+        return None
+    unit = "nats per token, with 95 % intervals"
+    return SvgChart("held-out loss by position", unit, lines, (0.0, last), x_unit="position", from_zero=False)
+
+
+def _far_chart(evaluations: Sequence[ModelEvaluation]) -> SvgChart | None:
+    """Accuracy by length of the newest evaluation that has far tasks, mean over depths."""
+    newest = next((each for each in reversed(evaluations) if each.far_tasks), None)
+    if newest is None:
+        return None
+    lines, last = [], 1.0
+    for (task, cells), style in zip(sorted(newest.far_tasks.items()), _STYLES, strict=False):
+        points = []
+        for length in sorted({cell["length"] for cell in cells}):
+            values = [cell["accuracy"] for cell in cells if cell["length"] == length]
+            mean = math.fsum(values) / len(values)
+            points.append(ChartBucket(length, min(values), max(values), mean, len(values), 0))
+            last = max(last, length)
+        lines.append(ChartLine(plain(task), points, style))
+    unit = f"accuracy of {evaluation_name(newest)}; bands span the depths"
+    return SvgChart("far tasks", unit, lines, (0.0, last), x_unit="tokens", format=share)
+
+
+def _position_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    held_out = evaluation.held_out
+    if held_out is None:
+        return []
+    rows = [
+        (evaluation_name(evaluation), f"{row['begin']:,}–{row['end'] - 1:,}", *_loss_cells(row))
+        for row in held_out["by_position"]
+    ]
+    return [*rows, (evaluation_name(evaluation), "all", *_loss_cells(held_out))]
+
+
+def _loss_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    error = row.get("standard_error")
+    interval = UNKNOWN if error is None else number(_Z * error, 2)
+    return (f"{row['tokens']:,}" if "tokens" in row else UNKNOWN, number(row["loss"]), interval,
+            number(row.get("bits_per_byte")))  # fmt: skip
+
+
+def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    return [
+        (
+            *(evaluation_name(evaluation), plain(task), f"{cell['length']:,}", share(cell["depth"])),
+            *(f"{cell['examples']:,}", share(cell.get("chance")), share(cell["accuracy"])),
+            *(interval_text(cell.get("accuracy_interval")), share(cell["exact_match"])),
+        )
+        for task, cells in sorted(evaluation.far_tasks.items())
+        for cell in cells
+    ]
+
+
+def interval_text(interval: Sequence[float] | None) -> str:
+    return UNKNOWN if interval is None or len(interval) != 2 else f"{share(interval[0])} – {share(interval[1])}"
+
+
+def _harness_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    return [
+        (evaluation_name(evaluation), plain(task), plain(metric), number(value))
+        for task, metrics in sorted(evaluation.lm_eval.items())
+        for metric, value in sorted(metrics.items())
+    ]
+
+
+_TABLES = (
+    ("held-out loss by position in the document",
+     ("position", "tokens", "nats per token", "± 95 %", "bits per byte"), range(2, 6), _position_rows),
+    ("far tasks",
+     ("task", "length", "depth", "examples", "chance", "accuracy", "95 % interval", "exact match"), range(2, 9),
+     _far_rows),
+    ("lm-evaluation-harness", ("task", "metric", "value"), range(3, 4), _harness_rows),
+)  # fmt: skip
