@@ -177,7 +177,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(made.last_hidden_state[:, kept])
+        with nullcontext() if made.past_key_values is None else torch.no_grad():
+            logits = self.lm_head(made.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -193,10 +194,16 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Allocate what the request needs at once; refuse caches that Transformers would ignore."""
+        """Allocate what the request needs at once; refuse what Transformers would let pass and get wrong."""
         wanted = generation_config.cache_implementation
         if wanted is not None and "offloaded" in wanted:
             raise ConfigError(OFFLOADING_REFUSED)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not bool(mask[:, -1].all()):
+            raise ConfigError(
+                "a prompt ends with padding: the next token would be drawn after the padding, not after the prompt. "
+                "Pad on the left (tokenizer.padding_side='left')."
+            )
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
