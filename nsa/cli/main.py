@@ -7,17 +7,20 @@ import typer
 from nsa import __version__
 from nsa.cli import (
     bench,
+    chat,
     checkpoint,
     config,
     doctor,
     drill,
     estimate,
     exporter,
+    generate,
     gpu_check,
     launch,
     monitor,
     preflight,
     report,
+    serve,
     train,
     watch,
 )
@@ -31,6 +34,8 @@ EXTRA_OF = {
     **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
     "prometheus_client": "ops",
+    "transformers": "hf",
+    **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
     "triton": "dev",
 }
 
@@ -49,6 +54,9 @@ app.add_typer(data_app, name="data")
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(exporter.exporter)
 app.command()(exporter.alert_rules)
 app.command()(watch.watch)

@@ -1,0 +1,46 @@
+"""`nsa serve`: an OpenAI-compatible HTTP server for one model."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import typer
+
+from nsa.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
+from nsa.cli.outputs import print_error
+from nsa.cli.sigterm import sigterm_as_interrupt
+
+
+def serve(
+    model: Path = MODEL,
+    port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 chooses a free one."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; other than loopback, the network can use it."),
+    device: str = DEVICE,
+    dtype: str = DTYPE,
+    tokenizer: str = TOKENIZER,
+    key_file: Path = KEY,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API (/v1/completions, /v1/chat/completions) until stopped.
+
+    This is the server of Transformers with this one model: requests are answered one after another, in the order of
+    their arrival. It has no password and no encryption, and listens on loopback unless --host names another address.
+
+    **Examples:**
+
+    `nsa serve artifacts/cpu_quickstart --port 8000`
+
+    `curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
+    -d '{"prompt": "The ", "max_tokens": 100, "temperature": 0.8, "stream": true}'`
+    """
+    from nsa.observe.export.exporter import is_loopback
+
+    loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
+
+    from nsa.infer.serve import serve_model
+
+    if not is_loopback(host):
+        print_error(
+            f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can use the "
+            f"model, without a password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
+        )
+    with suppress(KeyboardInterrupt), sigterm_as_interrupt():
+        serve_model(loaded, name=str(model), host=host, port=port)

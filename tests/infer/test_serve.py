@@ -1,0 +1,190 @@
+"""`nsa serve` over HTTP: the tokens of `nsa generate`, plain and streamed, one model only, and a clean end."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server is in the serve extra")
+
+from nsa.errors import ConfigError
+from nsa.infer import load_model
+from nsa.infer.serve import free_port
+from tests.infer.trained_runs import write_run
+from tests.train.runs import environment
+
+# The second one is read in several chunks.
+PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
+
+
+class RunningServer:
+    def __init__(self, model: Path, *words: str) -> None:
+        command = [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0", *words]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(command, env=environment(HF_HUB_OFFLINE="1"), **pipes)
+        assert self.process.stdout is not None
+        self.lines: list[str] = []
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if "Uvicorn running on " in line:
+                self.url = line.split("Uvicorn running on ")[1].split()[0]
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        threading.Thread(target=self.lines.extend, args=(self.process.stdout,), daemon=True).start()
+
+    def post(self, path: str, **body) -> bytes:
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=100) as answer:
+            return answer.read()
+
+    def complete(self, prompt: str, **body) -> dict:
+        return json.loads(self.post("/v1/completions", prompt=prompt, **{"temperature": 0, "max_tokens": 24} | body))
+
+    def get(self, path: str) -> dict:
+        with urllib.request.urlopen(self.url + path, timeout=100) as answer:
+            return json.loads(answer.read())
+
+    def stop(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def server(run):
+    running = RunningServer(run)
+    yield running
+    if running.process.poll() is None:
+        running.stop(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def expected(run) -> list[str]:
+    loaded = load_model(run, device="cpu")
+    return [loaded.generate(prompt, temperature=0, max_new_tokens=24) for prompt in PROMPTS]
+
+
+def test_it_says_where_it_serves_what_and_that_requests_queue(server, run):
+    said = "".join(server.lines)
+    assert f"{server.url}/v1" in said
+    assert "step10" in said
+    assert "one after another" in said
+    assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_completions_are_the_text_of_generate(server, expected):
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        answer = server.complete(prompt)
+        assert answer["choices"][0]["text"] == text
+        assert answer["usage"] == {
+            "completion_tokens": 24, "prompt_tokens": len(prompt), "total_tokens": 24 + len(prompt),
+        }  # fmt: skip
+
+
+def test_streamed_pieces_are_the_same_text(server, expected):
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        raw = server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=24, stream=True).decode()
+        chunks = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n\n") if line.strip()]
+        streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        # Transformers' streamer drops an incomplete character at the very end.
+        assert text.rstrip("�") == streamed.rstrip("�")
+        assert chunks[-1]["usage"]["completion_tokens"] == 24
+        assert len(chunks) > 5
+
+
+def test_requests_at_once_queue_and_get_their_own_answers(server, expected):
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = server.complete(PROMPTS[number % 2])["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert answers == {number: expected[number % 2] for number in range(6)}
+
+
+def test_temperature_and_seed_take_effect(server, expected):
+    first, again = (server.complete(PROMPTS[0], temperature=1.5, seed=1)["choices"][0]["text"] for _ in range(2))
+    assert first == again != expected[0]
+    assert server.complete(PROMPTS[0], temperature=1.5, seed=2)["choices"][0]["text"] != first
+
+
+def test_a_stop_string_of_a_request_ends_it(server):
+    text = server.complete("ABC", max_tokens=40)["choices"][0]["text"]
+    stop = next(letter for letter in text if letter.isascii() and letter.isprintable())
+    answer = server.complete("ABC", max_tokens=40, stop=[stop])
+    assert answer["choices"][0]["text"] == text[: text.index(stop) + 1]
+
+
+def test_no_request_can_name_load_or_unload_a_model(server, run, expected):
+    assert server.get("/v1/models")["data"] == [{"id": str(run), "object": "model", "created": 0, "owned_by": "nsa"}]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.complete("A", model="gpt2")
+    assert refused.value.code == 400
+    assert str(run).encode() in server.post("/load_model", model="gpt2")
+    server.post("/reset")
+    assert server.complete(PROMPTS[0], model=str(run))["choices"][0]["text"] == expected[0]
+
+
+def test_chat_without_a_template_is_refused_with_the_reason(server):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+    assert refused.value.code == 400
+    assert b"chat template" in refused.value.read()
+
+
+def test_a_port_in_use_is_named(server):
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"port {port}"):
+        free_port("127.0.0.1", port)
+    assert free_port("127.0.0.1", 0) > 0
+
+
+def test_sigterm_finishes_the_request_and_ends_cleanly(server):
+    text: list[str] = []
+    asking = threading.Thread(target=lambda: text.append(server.complete("A", max_tokens=300)["choices"][0]["text"]))
+    asking.start()
+    time.sleep(0.3)
+    assert server.stop(signal.SIGTERM) == 0
+    asking.join(60)
+    assert text
+    assert "Traceback" not in "".join(server.lines)
+
+
+def test_a_chat_template_answers_chat(run, tmp_path):
+    from nsa.hf.export_folder import export_folder
+
+    export_folder(run, tmp_path / "exported")
+    (tmp_path / "exported" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}assistant:"
+    )
+    loaded = load_model(tmp_path / "exported", device="cpu")
+    messages = [{"role": "user", "content": "hi"}]
+    running = RunningServer(tmp_path / "exported")
+    try:
+        answer = json.loads(running.post("/v1/chat/completions", messages=messages, temperature=0, max_tokens=12))
+        assert answer["usage"]["prompt_tokens"] == len(loaded.encode_chat(messages))
+        content = answer["choices"][0]["message"]["content"]
+    finally:
+        assert running.stop(signal.SIGINT) == 0
+    from nsa.infer import SamplingSettings
+    from nsa.infer.generate import generate_batch
+
+    settings = SamplingSettings(temperature=0, max_new_tokens=12)
+    assert content == generate_batch(loaded, [loaded.encode_chat(messages)], settings).completions[0].text
