@@ -143,6 +143,7 @@ def test_fp32_fits():
         assert_fits(found)
 
 
+@pytest.mark.slow
 def test_tiles_of_half_precision_would_not_do_in_fp32():
     """Which is why `choose` asks for the size of an element."""
     tiles = choose("selected_forward", 128, "sm_80")
