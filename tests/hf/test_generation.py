@@ -126,12 +126,8 @@ def test_tokens_that_the_cache_has_already_are_not_appended_again():
     model, ids = tiny_model(), prompts(1, 50)
     first = model.generate(ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     more = torch.cat([first.sequences, prompts(1, 33, seed=5)], 1)
-    try:
-        got = generated(model, more, past_key_values=first.past_key_values, prompt_lookup_num_tokens=4)
-    except ConfigError as error:
-        assert "position_ids" in str(error)
-    else:
-        assert torch.equal(got, generated(model, more))
+    with pytest.raises(ConfigError, match="position_ids"):
+        generated(model, more, past_key_values=first.past_key_values, prompt_lookup_num_tokens=4)
 
 
 def test_generation_from_embeddings():

@@ -59,7 +59,7 @@ def test_padded_rows_get_the_logits_they_get_alone(side, use_cache):
     ids, mask = padded(lengths, side)
     with torch.no_grad():
         got = model(ids, attention_mask=mask, use_cache=use_cache, output_hidden_states=True)
-        for row, n in enumerate(lengths):
+        for row in range(len(lengths)):
             alone = model(ids[row, mask[row] == 1][None], use_cache=False, output_hidden_states=True)
             torch.testing.assert_close(got.logits[row, mask[row] == 1], alone.logits[0], atol=1e-4, rtol=1e-4)
             for one, other in zip(got.hidden_states, alone.hidden_states, strict=True):

@@ -145,7 +145,7 @@ def test_lora_trains_saves_loads_and_merges(target, tmp_path):
     base = type(base).from_pretrained(tmp_path / "base")
     settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=target, r=4, lora_alpha=8, lora_dropout=0.0)
     model = peft.get_peft_model(base, settings)
-    trainer, losses = trained(tmp_path / "run", 8, 1, model=model)
+    _, losses = trained(tmp_path / "run", 8, 1, model=model)
     assert losses[-1] < losses[0]
     model.eval()
     changed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
