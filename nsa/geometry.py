@@ -1,4 +1,4 @@
-"""NSA block sizes (l, d, l_sel, n_sel, w): validation, block counts, keys read per token.
+"""NSA block sizes (l, d, l_sel, n_sel, w): validation, block counts, keys read per token; default feed-forward width.
 
 Needs no torch, so that configuration and planning can use it too.
 """
@@ -11,6 +11,7 @@ from math import gcd
 from nsa.errors import BrokenRule, require_rules
 
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
+_FFN_MULTIPLE = 64
 
 
 def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[BrokenRule]:
@@ -105,3 +106,8 @@ _from_ints = lru_cache(Geometry)
 
 def _triangle(n: int) -> int:
     return n * (n + 1) // 2
+
+
+def default_ffn_dim(dim: int) -> int:
+    """8/3 of the model dim (as many parameters as a plain feed-forward of 4·dim), rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE

@@ -18,7 +18,7 @@ from nsa.config.setting_types import (
     Tokens,
     ValueDescription,
 )
-from nsa.geometry import Geometry
+from nsa.geometry import Geometry, default_ffn_dim
 from nsa.options import (
     Checkpointing,
     Compilation,
@@ -30,13 +30,6 @@ from nsa.options import (
     RopeCompressed,
     RopeType,
 )
-
-FFN_MULTIPLE = 64
-
-
-def default_ffn_dim(dim: int) -> int:
-    """8/3 of the model dim (as many parameters as a plain feed-forward of 4·dim), rounded up to a multiple of 64."""
-    return -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 class RopeScalingConfig(ConfigSection):

@@ -3,20 +3,26 @@
 Imports no modeling code, so that a server can read a config before it builds anything.
 """
 
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from nsa.config.rules import check_model, check_nsa
-from nsa.config.schema import ModelConfig, RunConfig, default_ffn_dim
+from nsa.attention_rules import (
+    broken_head_rules,
+    broken_phi_rules,
+    broken_rope_compressed_rules,
+    broken_rope_scaling_rules,
+)
 from nsa.errors import BrokenRule, require_rules
-from nsa.geometry import Geometry
+from nsa.geometry import Geometry, broken_rules, default_ffn_dim
 from nsa.options import Gate, GatePer, KVProjections, Phi, RopeCompressed
+
+if TYPE_CHECKING:  # pydantic is not needed to load a model
+    from nsa.config.schema import RunConfig
 
 LAYER_TYPE = "nsa_attention"
 
-_DEFAULTS = ModelConfig()
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -46,16 +52,16 @@ class NSAConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     vocab_size: int = 257
-    hidden_size: int = _DEFAULTS.dim
+    hidden_size: int = 768
     intermediate_size: int | None = None
-    num_hidden_layers: int = _DEFAULTS.n_layers
-    num_attention_heads: int = _DEFAULTS.n_heads
-    num_key_value_heads: int = _DEFAULTS.n_kv_groups
-    head_dim: int = _DEFAULTS.d_k
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int = 2
+    head_dim: int = 64
     v_head_dim: int | None = None
     max_position_embeddings: int = 2048
-    rms_norm_eps: float | int = _DEFAULTS.norm_eps
-    rope_theta: float | int = _DEFAULTS.rope_base
+    rms_norm_eps: float | int = 1e-5
+    rope_theta: float | int = 500_000.0
     rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
@@ -82,6 +88,9 @@ class NSAConfig(PreTrainedConfig):
     out_bias: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if __name__.startswith("nsa."):
+            # The installed class does not use modelling code of a folder, and would save a reference without the code.
+            kwargs.pop("auto_map", None)
         if self.intermediate_size is None:
             self.intermediate_size = default_ffn_dim(self.hidden_size)
         if self.v_head_dim is None:
@@ -104,9 +113,16 @@ class NSAConfig(PreTrainedConfig):
             if getattr(self, name) < 1
         )
         heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        require_rules(check_model(*heads, {"rope_type": "default", **(self.rope_scaling or {})}, self.rope_scale))
-        sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
-        require_rules(check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed))
+        scaling = {"rope_type": "default", **(self.rope_scaling or {})}
+        require_rules(
+            (
+                *broken_head_rules(*heads),
+                *broken_rope_scaling_rules(scaling, self.rope_scale),
+                *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
+                *broken_phi_rules(self.phi, self.phi_pos_emb),
+                *broken_rope_compressed_rules(self.phi, self.rope_compressed),
+            )
+        )
 
     def attention_arguments(self) -> dict[str, Any]:
         """The arguments of `NSAAttention`, without the model's width and the kernels."""
@@ -120,7 +136,7 @@ class NSAConfig(PreTrainedConfig):
         )
 
     @classmethod
-    def from_run(cls, config: RunConfig, vocab_size: int, eos_token_id: int | None) -> Self:
+    def from_run(cls, config: "RunConfig", vocab_size: int, eos_token_id: int | None) -> Self:
         """The config of a run's model; `model.vocab_size`, if set, wins over the tokenizer's."""
         model = config.model
         scaling = model.rope_scaling.given

@@ -8,10 +8,10 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.config.schema import default_ffn_dim
 from nsa.core.init import init_weights
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import ForwardOptions
+from nsa.geometry import default_ffn_dim
 
 
 class FeedForward(nn.Module):
