@@ -25,6 +25,7 @@ from nsa.cli import (
     watch,
 )
 from nsa.cli.data import data_app
+from nsa.cli.export import export_app, import_app
 from nsa.cli.outputs import explain, print_error
 from nsa.errors import ConfigError, NSAError
 
@@ -32,6 +33,7 @@ from nsa.errors import ConfigError, NSAError
 EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
+    "transformers": "hf",
     "zstandard": "data",
     "prometheus_client": "ops",
     "transformers": "hf",
@@ -51,6 +53,8 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
+app.add_typer(export_app, name="export")
+app.add_typer(import_app, name="import")
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
