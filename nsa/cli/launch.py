@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RESUME_HELP = "Resume from the newest good checkpoint of the run folder."
 RESUME_FROM_HELP = "Resume from this checkpoint or run folder."
+INIT_FROM_HELP = "Start a new run with the weights of this run, checkpoint or imported model, at step 0."
 CLEAR_HALT_HELP = "Move a .HALT file of an earlier run aside and start."
 
 
@@ -31,6 +32,7 @@ def launch(
     listen: str = typer.Option(None, "--listen", help="Address of this node, of several; default: by its route."),
     resume: bool = typer.Option(False, "--resume", help=RESUME_HELP),
     resume_from: Path = typer.Option(None, "--resume-from", help=RESUME_FROM_HELP),
+    init_from: Path = typer.Option(None, "--init-from", help=INIT_FROM_HELP),
     grace: float = typer.Option(300.0, "--grace", help="Seconds the ranks may take to save and exit when stopped."),
     clear_halt: bool = typer.Option(False, "--clear-halt", help=CLEAR_HALT_HELP),
     allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
@@ -42,7 +44,9 @@ def launch(
 
     **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
     """
-    options = StartOptions(resume=resume, resume_from=resume_from, clear_halt=clear_halt, allow=tuple(allow))
+    options = StartOptions(
+        resume=resume, resume_from=resume_from, init_from=init_from, clear_halt=clear_halt, allow=tuple(allow)
+    )
     code = launch_ranks(
         list(arguments or []),
         options,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa.cli.config import resolve
-from nsa.cli.launch import CLEAR_HALT_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
+from nsa.cli.launch import CLEAR_HALT_HELP, INIT_FROM_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa.cli.outputs import print_line
 from nsa.cli.preflight import ALLOW_HELP
 from nsa.errors import ConfigError
@@ -26,6 +26,7 @@ def train(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=_ARGUMENTS_HELP),
     resume: bool = typer.Option(False, "--resume", help=RESUME_HELP),
     resume_from: Path = typer.Option(None, "--resume-from", help=RESUME_FROM_HELP),
+    init_from: Path = typer.Option(None, "--init-from", help=INIT_FROM_HELP),
     clear_halt: bool = typer.Option(False, "--clear-halt", help=CLEAR_HALT_HELP),
     dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
     steps: int = typer.Option(None, help="train.steps."),
@@ -62,7 +63,11 @@ def train(
 
     ranks = RankInfo.from_environment()
     options = StartOptions(
-        resume=resume, resume_from=_existing(resume_from or named), clear_halt=clear_halt, allow=tuple(allow)
+        resume=resume,
+        resume_from=_existing(resume_from or named),
+        init_from=init_from,
+        clear_halt=clear_halt,
+        allow=tuple(allow),
     )
     if ddp == 0 and ranks.world > 1:
         raise ConfigError(

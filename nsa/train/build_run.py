@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,7 @@ from nsa.train.engine.environment import on_first_rank
 from nsa.train.resume import (
     ResumePoint,
     SettingChange,
+    find_initial_weights,
     find_resume_point,
     require_same_data,
     require_same_settings,
@@ -64,6 +66,8 @@ class RunInputs:
     data: RowData
     held_out: RowData | None
     loader: RowLoader
+    initial_weights: Path | None
+    """A checkpoint whose weights a new run starts with."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,21 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
     )
     cleanup.callback(loader.close)
     tokenizer = datasets.saved_tokenizer(config, vocab_size)
-    return RunInputs(vocab_size, tokenizer, checkpointer, point, changes, data, held_out, loader)
+    initial = _initial_weights(context, checkpointer.key, vocab_size) if point.path is None else None
+    return RunInputs(vocab_size, tokenizer, checkpointer, point, changes, data, held_out, loader, initial)
+
+
+def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int) -> Path | None:
+    init_from = context.options.init_from
+    if init_from is None:
+        return None
+    found, changes = on_first_rank(
+        context.ranks, lambda: find_initial_weights(init_from, context.config, vocab_size, key)
+    )
+    context.reporter.line(f"starting with the weights of {found}")
+    for change in changes:
+        context.reporter.line(f"WARNING: the weights were trained with another setting: {change}")
+    return Path(found)
 
 
 def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> RunParts:

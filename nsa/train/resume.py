@@ -1,4 +1,4 @@
-"""Decides which checkpoint to resume from, and refuses settings or data that it was not saved with.
+"""Decides which checkpoint to resume from, or to take weights from, and refuses settings or data of another run.
 
 Settings that may change on resume are marked in the schema (`Changeable`) and listed in docs/CONFIG.md. Values are
 compared as they take effect: a width left to its default equals the same width written down.
@@ -12,6 +12,7 @@ from typing import Any
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding
 from nsa.checkpoint.run_state import VOCAB_SIZE, RunRecord
+from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.describe import may_change_on_resume, plain
 from nsa.config.layer import flatten
 from nsa.config.schema import RunConfig, default_ffn_dim, settings
@@ -80,6 +81,23 @@ def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> l
         for values in (saved, now):
             values[_FFN_KEY] = values[_FFN_KEY] or default_ffn_dim(values["model.dim"])
     return [SettingChange(key, saved[key], now.get(key)) for key in saved if saved[key] != now.get(key)]
+
+
+def find_initial_weights(
+    init_from: Path, config: RunConfig, vocab_size: int, key: bytes | None
+) -> tuple[Path, list[SettingChange]]:
+    """The checkpoint whose weights a new run starts with, and the settings of the model that differ. On one rank.
+
+    Other shapes are refused when the weights are loaded; other settings may be wanted, e.g. for a longer context.
+    """
+    if (init_from / "config.json").exists() and not (init_from / names.CHECKPOINTS).exists():
+        raise CheckpointError(
+            f"{init_from} is a folder in Transformers' format: a run starts from checkpoints. Import it with "
+            f"`nsa import hf {init_from} OUT` and give --init-from OUT."
+        )
+    trained = open_trained_model(init_from, key=key)
+    changes = changed_settings(trained.record, config, vocab_size)
+    return trained.path, [change for change in changes if change.key.startswith(("model.", "nsa."))]
 
 
 def require_same_settings(checkpoint: Path, config: RunConfig, vocab_size: int) -> list[SettingChange]:

@@ -73,6 +73,8 @@ def train(config: RunConfig, options: StartOptions | None = None, reporter: RunR
         report.start(
             inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels
         )
+        if inputs.initial_weights is not None:
+            inputs.checkpointer.load_weights(inputs.initial_weights, parts.trainer.train_module)
         _fit(parts.trainer, inputs.resume_point.path, folder.path)
         exit_code = parts.stop_requests.exit_code
         report.end(parts.trainer.global_step, exit_code)

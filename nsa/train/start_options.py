@@ -1,5 +1,5 @@
-"""Options that start a run (--resume, --resume-from, --clear-halt, --allow), shared by `nsa train`, `nsa launch`, the
-launcher and the run itself. They are not settings: a checkpoint does not save them.
+"""Options that start a run (--resume, --resume-from, --init-from, --clear-halt, --allow), shared by `nsa train`, `nsa
+launch`, the launcher and the run itself. They are not settings: a checkpoint does not save them.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +17,9 @@ class StartOptions:
     """Resume from the newest good checkpoint of the run folder; start a new run if there is none."""
     resume_from: Path | None = None
     """Resume from this checkpoint, or from the newest good one of this folder; wins over `resume`."""
+    init_from: Path | None = None
+    """Start at step 0 with the weights of this checkpoint, or of the newest good one of this run folder; not used when
+    the run resumes."""
     clear_halt: bool = False
     """Move an existing `.HALT` file aside instead of refusing to start."""
     allow: tuple[str, ...] = ()
@@ -31,6 +34,7 @@ class StartOptions:
         return [
             *(["--resume"] if self.resume else []),
             *(["--resume-from", str(self.resume_from)] if self.resume_from is not None else []),
+            *(["--init-from", str(self.init_from)] if self.init_from is not None else []),
             *(["--clear-halt"] if self.clear_halt else []),
             *(f"--allow={rule}" for rule in self.allow),
         ]
@@ -43,4 +47,4 @@ class StartOptions:
 
     def for_restart(self) -> "StartOptions":
         """After a cycle of ranks that left a checkpoint in the run folder."""
-        return replace(self, resume=True, resume_from=None)
+        return replace(self, resume=True, resume_from=None, init_from=None)

@@ -35,6 +35,7 @@ class Job:
     """`key=value` words on top of BASE."""
     resume: bool = False
     resume_from: str | None = None
+    init_from: str | None = None
     allow: list[str] = field(default_factory=list)
 
 
@@ -84,7 +85,9 @@ def _rank(job: Job, config_path: Path) -> int:
     config = load(config_path, overrides=[*job.changes, f"train.out_dir={job.out_dir}"])
     try:
         origin = Path(job.resume_from) if job.resume_from else None
-        return train(config, StartOptions(resume=job.resume, resume_from=origin, allow=tuple(job.allow)))
+        weights = Path(job.init_from) if job.init_from else None
+        options = StartOptions(resume=job.resume, resume_from=origin, init_from=weights, allow=tuple(job.allow))
+        return train(config, options)
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -192,6 +192,11 @@ class VerifiedCheckpointer(Checkpointer):
         self.loaded_record = read["record"]
         return read["state"]
 
+    def load_weights(self, path: Path, train_module: TrainModule) -> None:
+        """Load the model of a checkpoint and nothing else: no optimizer state, no step. Collective."""
+        self.load(path, train_module, load_trainer_state=False, load_optim_state=False)
+        self.loaded_record = None
+
     def _save_train_state(self, dir: PathOrStr, wd: Path, train_state: dict[str, Any]) -> None:
         """Inside the engine's barriers, so that no rank's file can miss the commit."""
         super()._save_train_state(dir, wd, train_state)
