@@ -19,7 +19,7 @@ from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.manifest import LAST
 from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
-from nsa.config.schema import RunConfig
+from nsa.config.schema import RunConfig, SparseAttentionConfig
 from nsa.data.saved_tokenizer import tokenizer_record
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
@@ -123,7 +123,7 @@ def run_config(exported: ExportedModel) -> RunConfig:
             f"{exported.path / CONFIG} has qk_norm_eps {config.qk_norm_eps} and rms_norm_eps {config.rms_norm_eps}: a "
             f"run has one epsilon for both. Import a model where they are equal."
         )
-    nsa = {name: getattr(config, name) for name in type(RunConfig().nsa).model_fields}
+    nsa = {name: getattr(config, name) for name in SparseAttentionConfig.model_fields}
     model = {
         "dim": config.hidden_size,
         "n_layers": config.num_hidden_layers,

@@ -8,7 +8,11 @@ import pytest
 
 @pytest.mark.parametrize(
     ("missing", "words", "extra"),
-    [("olmo_core", ["train", "configs/cpu_quickstart.yaml"], "train"), ("numpy", ["data", "stats", "nowhere"], "data")],
+    [
+        ("olmo_core", ["train", "configs/cpu_quickstart.yaml"], "train"),
+        ("numpy", ["data", "stats", "nowhere"], "data"),
+        ("transformers", ["export", "hf", "run", "out"], "hf"),
+    ],
 )
 def test_a_missing_extra_is_named(missing, words, extra):
     code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['nsa', *{words!r}]; import nsa.cli.__main__"

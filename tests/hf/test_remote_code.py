@@ -114,7 +114,7 @@ def test_only_the_request_adds_code(exported, tmp_path):
     assert "trust_remote_code=True" in (exported / "README.md").read_text()
 
 
-def test_every_file_is_found_by_the_loader_and_imports_nothing_of_the_package():
+def test_every_file_is_found_by_the_loader_and_imports_nothing_of_the_package(tmp_path):
     from transformers.dynamic_module_utils import get_imports
 
     files = remote_code_files()
@@ -123,14 +123,10 @@ def test_every_file_is_found_by_the_loader_and_imports_nothing_of_the_package():
         ast.parse(text)
         assert "nsa::" not in text, name
     allowed = {"torch", "transformers", "huggingface_hub"} | set(sys.stdlib_module_names)
-    folder = Path(os.environ.get("TMPDIR", "/tmp"))
+    path = tmp_path / "module.py"
     for name, text in files.items():
-        path = folder / f"nsa_remote_check_{os.getpid()}.py"
-        try:
-            path.write_text(text)
-            assert set(get_imports(path)) <= allowed, name
-        finally:
-            path.unlink()
+        path.write_text(text)
+        assert set(get_imports(path)) <= allowed, name
 
 
 def test_the_code_is_the_source_with_other_imports():
