@@ -1,5 +1,8 @@
 """Transformers must not ask the network for anything."""
 
-import os
+import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -5,13 +5,11 @@ import inspect
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationMixin, PreTrainedTokenizerFast, pipeline
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import GenerationMixin, pipeline
 
 from nsa.errors import ConfigError
 from nsa.hf import NSAForCausalLM
-from tests.hf.tiny_model import padded, prompts, tiny_model
+from tests.hf.tiny_model import byte_tokenizer, padded, prompts, tiny_model
 
 VARIANTS = [
     dict(),
@@ -172,16 +170,6 @@ def test_the_text_generation_pipeline(tmp_path):
         ids = tokenizer(text, return_tensors="pt").input_ids
         want = model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
         assert [t for t in answer["generated_token_ids"] if t != 256] == [t for t in want if t != 256]
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte; 256 ends a text."""
-    alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
-    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.hf import NSAConfig, NSAForCausalLM
 
@@ -51,3 +54,13 @@ def padded(lengths: list[int], side: str = "left") -> tuple[torch.Tensor, torch.
         at = slice(longest - n, None) if side == "left" else slice(0, n)
         ids[row, at], mask[row, at] = prompts(1, n, seed=row)[0], 1
     return ids, mask
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte; 256 ends a text."""
+    alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
+    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
