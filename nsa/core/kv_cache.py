@@ -19,7 +19,7 @@ from nsa.core.branches import BranchKeys, BranchStreams
 from nsa.core.cache_slots import CacheSlots, ExclusiveUse, KeySlots
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CacheView, TokenDecoder
+from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder, one_page_per_row
 
 _LENGTH_DTYPES = (torch.int64, torch.int32)
 
@@ -136,7 +136,11 @@ class LayerCache:
             made_for, decoder = self._decoders[make]
             if made_for == sizes:
                 return decoder
-        remembered = CacheView(self.tail.content(), *self._newest, self.length_B, self.n_compressed_B)
+        compressed, selected, window = (
+            CachedKeys(one_page_per_row(k, v), pos, start) for k, v, pos, start in self._newest
+        )
+        tail = one_page_per_row(*self.tail.content())
+        remembered = CacheView(tail, compressed, selected, window, self.length_B, self.n_compressed_B)
         decoder = make(remembered, **sizes)
         self._decoders[make] = sizes, decoder
         return decoder

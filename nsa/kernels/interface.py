@@ -94,19 +94,50 @@ class BackendKernels(Protocol):
         """The chosen blocks: as in `BranchInputs`, [B, S, G, n_sel]; which ones, as in `reference.select_blocks`."""
 
 
-Keys = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A branch's keys and values [B, n, G, K or V], where the newest token stands on that axis, where position 0 lies."""
+class KeyPages(NamedTuple):
+    """Keys and values in pages: entry t of row b is state t % states of page table[b, t // states].
+
+    Any strides, but for the last axis. An entry of the table may be anything where the row has no tokens yet.
+    """
+
+    k: Tensor
+    """[pages, G, states, K]"""
+    v: Tensor
+    """[pages, G, states, V]"""
+    table_BP: Tensor
+    """int32"""
+
+    @property
+    def n_entries(self) -> int:
+        """Entries that a row may have."""
+        return self.table_BP.shape[1] * self.k.shape[2]
+
+
+def one_page_per_row(k_BTGK: Tensor, v_BTGV: Tensor) -> KeyPages:
+    """Keys and values that lie in one piece for each row, as pages, in place."""
+    table_B1 = torch.arange(len(k_BTGK), dtype=torch.int32, device=k_BTGK.device)[:, None]
+    return KeyPages(k_BTGK.transpose(1, 2), v_BTGV.transpose(1, 2), table_B1)
+
+
+class CachedKeys(NamedTuple):
+    """What the newest token of each row attends over in one branch."""
+
+    pages: KeyPages
+    pos_B1: Tensor
+    """Where the newest token stands among a row's entries."""
+    start_B1: Tensor
+    """The entry that is position 0, or compressed block 0."""
 
 
 class CacheView(NamedTuple):
     """A cache's own tensors: they are written in place and never replaced."""
 
-    tail: tuple[Tensor, Tensor]
-    """Rings of the last l raw tokens, from which compressed entries are made."""
-    compressed: Keys
-    selected: Keys
-    window: Keys
-    """A ring of the last w tokens."""
+    tail: KeyPages
+    """The last l raw tokens, from which compressed entries are made: a ring of its number of entries."""
+    compressed: CachedKeys
+    selected: CachedKeys
+    window: CachedKeys
+    """A ring of the last w tokens, or all tokens."""
     length_B: Tensor
     n_compressed_B: Tensor
 

@@ -8,9 +8,11 @@ import torch
 
 from nsa.core.nsa_attention import NSAAttention
 from nsa.geometry import Geometry
+from nsa.kernels.interface import CachedKeys, one_page_per_row
 from nsa.kernels.registry import BACKENDS, BackendRequest
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
+from tests.kernels.paged_keys import scattered
 from tests.shapes import GEOMETRIES, attention_args
 
 pytest.importorskip("triton", reason="it is in the dev extra")
@@ -56,9 +58,9 @@ class Step:
     def keys(self):
         return self.compressed, self.selected, self.window
 
-    def decode(self):
-        g = self.g
-        return decode.decode(self.q, *self.keys, geometry=g, scale=self.scale)
+    def decode(self, pages=one_page_per_row):
+        cached = (CachedKeys(pages(k, v), pos, start) for k, v, pos, start in self.keys)
+        return decode.decode(self.q, *cached, geometry=self.g, scale=self.scale)
 
     def exact(self):
         """The reference's branches and choice, in fp64."""
@@ -186,6 +188,24 @@ def test_same_bits_alone_in_a_batch_and_in_a_larger_cache():
 
 
 @interpreted
+@pytest.mark.parametrize("states", [1, 2, 8, 24])
+def test_same_bits_from_pages_in_any_order(states):
+    """As vLLM has them: every stream in blocks of its own table, which hold tokens at their positions, no rings."""
+    step = Step([20, 140, 3])
+    want = step.decode()
+    assert_same(step.decode(scattered(states)), want)
+    # The window as pages of all tokens: the newest token's position is its own, and what lies before it is not read.
+    lengths, w = [20, 140, 3], TINY.w
+    k, v = (torch.full((3, 143, *x.shape[2:]), torch.nan) for x in step.window[:2])
+    for row, n in enumerate(lengths):
+        for ring, tokens in zip(step.window[:2], (k, v), strict=True):
+            tokens[row, max(0, n - w) : n] = ring[row, : min(n, w)]
+    pos = torch.tensor(lengths)[:, None] - 1
+    step.window = k, v, pos, torch.zeros_like(pos)
+    assert_same(step.decode(scattered(states, seed=1)), want)
+
+
+@interpreted
 def test_large_logits_stay_finite():
     step = Step([75])
     step.q = step.q * 1e4
@@ -242,16 +262,18 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
         k_slots, v_slots = torch.empty(2, 2001, 4, 192), torch.empty(2, 2001, 4, 128)
         pos = torch.empty(2, 1, dtype=torch.int64)
         q = torch.empty(2, 1, 4, 16, 192)
-    compressed, selected, window = (
-        (k_slots[:, :n], v_slots[:, :n], pos, pos) for n in (TINY.n_compressed(2000), 2000, TINY.w)
-    )
+        compressed, selected, window = (
+            CachedKeys(one_page_per_row(k_slots[:, :n], v_slots[:, :n]), pos, pos)
+            for n in (TINY.n_compressed(2000), 2000, TINY.w)
+        )
     with Operations():
         outputs, idx = decode.decode(q, compressed, selected, window, geometry=TINY, scale=1.0)
     assert len(launches) == len(kernels) == 4
     assert operations <= {"new_empty", "select"}
     assert all(isinstance(n, int) and n > 0 for grid, _, _ in launches for n in grid)
     passed = [x for _, args, _ in launches for x in args if isinstance(x, torch.Tensor)]
-    assert all(any(x is y for y in passed) for keys in (compressed, selected, window) for x in keys)
+    every = [x for keys in (compressed, selected, window) for x in (*keys.pages, keys.pos_B1, keys.start_B1)]
+    assert all(any(x is y for y in passed) for x in every)
     assert [tuple(out.shape) for out in outputs] == [(2, 1, 4, 16, 128)] * 3
     assert (tuple(idx.shape), idx.dtype) == ((2, 1, 4, TINY.n_sel), torch.int32)
 

@@ -124,11 +124,13 @@ def jobs(
     tiles = tiles_for("decode")
     step = launch_decode.constants(s.n_kv_groups, s.heads_per_group, s.d_k, s.d_v, g, tiles, wide=False)
     for kernel, function, constants, options in (
-        ("decode_compressed", decode.decode_compressed_kernel, step.compressed, (tiles.warps, tiles.stages)),
+        ("decode_compressed", decode.decode_compressed_kernel, {**step.compressed, "PAGE": g.l_sel // g.d},
+         (tiles.warps, tiles.stages)),
         ("decode_score", decode.decode_score_kernel, step.score, (4, 2)),
-        ("decode_raw", decode.decode_raw_kernel, step.raw, (tiles.warps, tiles.stages)),
+        ("decode_raw", decode.decode_raw_kernel, {**step.raw, "PAGE": g.l_sel, "WINDOW_PAGE": g.w},
+         (tiles.warps, tiles.stages)),
         ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
-    ):
+    ):  # fmt: skip
         yield CompileJob(kernel, function, constants, *options, model.dtype)
     yield from _around(model, tiles_for("range_dkv").n)
 
@@ -164,7 +166,7 @@ _POINTERS = {
     **dict.fromkeys(
         ("lo", "hi", "last", "begins", "idx", "seen_first", "seen_end", "pairs",
          "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "ranks", "counts", "before",
-         "totals"), "*i32",
+         "totals", "table", "window_table"), "*i32",
     ),
     "scale": "fp32",
 }  # fmt: skip
@@ -176,7 +178,7 @@ def source_of(job: CompileJob) -> ASTSource:
     signature, attributes = {}, {}
     for position, name in enumerate(job.function.arg_names):
         signature[name] = "constexpr" if name in job.constants else types.get(name, "i32")
-        is_stride = name.endswith(("_b", "_s", "_g", "_r", "_t"))
+        is_stride = name.endswith(("_b", "_s", "_g", "_r", "_t", "_p"))
         # As the JIT compiler specializes on real tensors.
         if (signature[name].startswith("*") or is_stride) and name not in VARYING:
             attributes[(position,)] = [["tt.divisibility", 16]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa.bench.shapes import SHAPES, BenchShape
 from nsa.core.document_layout import packed_layout
 from nsa.kernels import reference
-from nsa.kernels.interface import CacheView
+from nsa.kernels.interface import CachedKeys, CacheView, one_page_per_row
 from nsa.kernels.registry import BACKENDS
 from nsa.kernels.self_check.comparison import SELECTION_LIMIT, CheckedFigure, blocks_error, relative_rms
 from nsa.kernels.self_check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
@@ -97,9 +97,13 @@ def _decode(dtype: torch.dtype) -> list[CheckedFigure]:
     compressed, selected, window = keys(n_compressed), keys(g.n_blocks(capacity) * g.l_sel), keys(g.w)
     q = tensor(1, s.n_kv_groups, s.heads_per_group, s.d_k)
     gates = torch.rand(batch, 1, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
-    in_window = (*window, pos.clamp(max=g.w - 1), zero)
+    window_pos = pos.clamp(max=g.w - 1)
     done = ((lengths - g.l) // g.d + 1).clamp(min=0)
-    view = CacheView(keys(g.l), (*compressed, pos, zero), (*selected, pos, zero), in_window, lengths, done)
+    in_cache = [
+        CachedKeys(one_page_per_row(*x), at, zero)
+        for x, at in ((compressed, pos), (selected, pos), (window, window_pos))
+    ]
+    view = CacheView(one_page_per_row(*keys(g.l)), in_cache[0], in_cache[1], in_cache[2], lengths, done)
     build = BACKENDS["triton"].decoder
     assert build is not None
     scale = float(s.d_k**-0.5)
@@ -112,7 +116,7 @@ def _decode(dtype: torch.dtype) -> list[CheckedFigure]:
     branches: list[Any] = [
         exact.compressed(wide, k_c, v_c, pos, zero, **sizes),
         exact.selected(wide, k_s, v_s, idx, pos, zero, **sizes),
-        exact.sliding(wide, k_w, v_w, in_window[2], zero, **sizes),
+        exact.sliding(wide, k_w, v_w, window_pos, zero, **sizes),
     ]
     worst = blocks_error(q, compressed[0], pos, zero, idx, g, scale).max().item()
     want = reference.mix(gates.double(), *branches)

@@ -1,6 +1,7 @@
 """CPU decoder: one new token per row in two library calls, KV cache append and attention over the cache in place."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.cpu import library
 from nsa.kernels.cpu.library import CacheAppend, DecodeStep, dense, rows
-from nsa.kernels.interface import CacheView
+from nsa.kernels.interface import CacheView, KeyPages
 
 BRANCHES = ("compressed", "selected", "sliding")
 
@@ -21,8 +22,8 @@ class CpuDecoder:
         self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
     ) -> None:
         self._cache = cache  # keeps alive the memory whose addresses the library has
-        k, v = cache.selected[:2]
-        batch, _, groups, d_k = k.shape
+        k, v, table_BP = cache.selected.pages
+        batch, (_, groups, _, d_k) = len(table_BP), k.shape
         q = k.new_empty((batch, 1, groups, heads_per_group, d_k))
         self._q_shape, self._out_shape, self._dtype = q.shape, (*q.shape[:-1], v.shape[-1]), q.dtype
         self._gate_shapes = tuple(torch.Size((*q.shape[:3], n, 3)) for n in (heads_per_group, 1))
@@ -30,10 +31,10 @@ class CpuDecoder:
         self._idx_B1GN = q.new_empty((batch, 1, groups, geometry.n_sel), dtype=torch.int32)
         self._step, self._new_token = DecodeStep(), _append_arguments_of(cache, means, geometry)
         d_v = v.shape[-1]
-        for branch, (k, v, pos, start) in zip(BRANCHES, cache[1:4], strict=True):
-            one = library.problem(branch, q, k, pos, start, geometry, scale, d_v)
-            library.require("cached values", v, (*k.shape[:-1], d_v), q.dtype)
-            one.v = rows(v)
+        for branch, keys in zip(BRANCHES, (cache.compressed, cache.selected, cache.window), strict=True):
+            one = library.query_problem(branch, q, keys.pos_B1, keys.start_B1, geometry, scale, d_v)
+            one.T = keys.pages.n_entries
+            one.k, one.v = _paged(branch, keys.pages, batch, groups, (d_k, d_v), q.dtype)
             setattr(self._step, branch, one)
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
         self._append, self._append_arguments = library.load().nsa_append, ctypes.byref(self._new_token)
@@ -60,7 +61,7 @@ class CpuDecoder:
         if (outcome := self._append(self._append_arguments)) == library.NO_ROOM:
             raise ConfigError(
                 f"the cache has rows of {self._cache.length_B.tolist()} tokens, and room for 0 to "
-                f"{self._cache.selected[0].shape[1]}: there is no slot for one more token. Set a larger max_len."
+                f"{self._cache.selected.pages.n_entries}: there is no slot for one more token. Set a larger max_len."
             )
         return bool(outcome)
 
@@ -84,15 +85,33 @@ class CpuDecoder:
         return out, self._idx_B1GN
 
 
+def _paged(
+    branch: str, pages: KeyPages, batch: int, groups: int, widths: Sequence[int], dtype: torch.dtype
+) -> list[library.TensorRows]:
+    if pages.k.dtype is not dtype or pages.v.dtype is not dtype or pages.k.shape[:3] != pages.v.shape[:3]:
+        raise ConfigError(
+            f"cached keys of the {branch} branch are {pages.k.dtype} in pages {list(pages.k.shape)}, its values "
+            f"{pages.v.dtype} in {list(pages.v.shape)}: both must be {dtype} and have as many pages and states."
+        )
+    both = zip(("keys", "values"), pages[:2], widths, strict=True)
+    return [library.page_rows(f"cached {what}", x, pages.table_BP, batch, groups, width) for what, x, width in both]
+
+
 def _append_arguments_of(cache: CacheView, means: bool, geometry: Geometry) -> CacheAppend:
-    slots = (*cache.tail, *cache.selected[:2], *cache.window[:2])
-    batch, _, groups, _ = slots[0].shape
-    g, dtype = geometry, library.DTYPES[slots[0].dtype]
-    made = CacheAppend(dtype, 0, batch, groups, g.l, g.d, g.w, means)
-    for stream, x in zip(made.streams, slots, strict=True):
-        stream.slots, stream.n_slots, stream.width = rows(x), x.shape[1], x.shape[-1]
-    made.compressed[:] = [rows(x) for x in cache.compressed[:2]]
-    made.n_compressed_slots = cache.compressed[0].shape[1]
-    counters = (cache.length_B, cache.n_compressed_B, cache.selected[2], cache.window[2])
-    made.length, made.n_compressed, made.pos, made.window_pos = (x.data_ptr() for x in counters)
+    every = dict(tail=cache.tail, selected=cache.selected.pages, window=cache.window.pages)
+    k, v, table_BP = cache.selected.pages
+    batch, groups, widths = len(table_BP), k.shape[1], (k.shape[-1], v.shape[-1])
+    g = geometry
+    made = CacheAppend(library.DTYPES[k.dtype], 0, batch, groups, g.l, g.d, g.w, means)
+    placed = [(pages, x) for name, pages in every.items() for x in _paged(name, pages, batch, groups, widths, k.dtype)]
+    for stream, (pages, x), width in zip(made.streams, placed, widths * len(every), strict=True):
+        stream.slots, stream.n_slots, stream.width = x, pages.n_entries, width
+    made.compressed[:] = _paged("compressed", cache.compressed.pages, batch, groups, widths, k.dtype)
+    made.n_compressed_slots = cache.compressed.pages.n_entries
+    counters = (
+        cache.compressed.start_B1, cache.length_B, cache.n_compressed_B, cache.selected.pos_B1, cache.window.pos_B1
+    )  # fmt: skip
+    for counter in counters:
+        library.require("the cache's counters", counter.flatten(), (batch,), torch.int64)
+    made.first, made.length, made.n_compressed, made.pos, made.window_pos = (x.data_ptr() for x in counters)
     return made

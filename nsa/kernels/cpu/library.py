@@ -26,6 +26,7 @@ _OUTCOMES = {
 _BAD_ARGUMENTS = {
     3: "sizes must be from 1 to 2³¹ − 1, and for block selection d must divide l and l_sel, and n_sel be at least 3",
     4: "positions must lie within 2⁴⁰ of the keys, and for block selection within what the compressed keys cover",
+    5: "the block table of a row has no page for tokens that the row holds",
 }
 NO_ROOM = -1
 """What `nsa_append` returns where a row has no slot for its token; nothing is written then."""
@@ -34,7 +35,12 @@ _forced: str | None = None
 
 
 class TensorRows(ctypes.Structure):
-    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("batch", "token", "group", "head")))
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("batch", "token", "group", "head")),
+        ("table", c_void_p),
+        *((name, c_int64) for name in ("table_row", "page", "page_tokens", "n_pages")),
+    )
 
 
 class AttentionProblem(ctypes.Structure):
@@ -78,7 +84,7 @@ class CacheAppend(ctypes.Structure):
         ("streams", CacheStream * 6),
         ("compressed", TensorRows * 2),
         ("n_compressed_slots", c_int64),
-        *((name, c_void_p) for name in ("length", "n_compressed", "pos", "window_pos")),
+        *((name, c_void_p) for name in ("first", "length", "n_compressed", "pos", "window_pos")),
     )
 
 
@@ -126,21 +132,31 @@ def _isa_number(name: str, dtype: torch.dtype) -> int:
 def problem(
     branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int = 0
 ) -> AttentionProblem:
-    """What is common to all computations, checked: the library sees addresses only and cannot check them."""
+    """Queries and keys, checked: the library sees addresses only and cannot check them."""
+    made = query_problem(branch, q, pos, start, geometry, scale, d_v)
+    B, _, G, _, K = q.shape
+    require("keys", k, (B, k.shape[1] if k.dim() > 1 else -1, G, K), q.dtype)
+    made.T, made.k = k.shape[1], rows(k)
+    return made
+
+
+def query_problem(
+    branch: str, q: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int
+) -> AttentionProblem:
+    """What is common to all computations, checked; keys are left to the caller."""
     if not scale > 0:
         raise ConfigError(f"scale is {scale}: the largest score must stay the largest when scaled. Pass one above 0.")
     if q.dim() != 5 or q.dtype not in DTYPES:
         raise ConfigError(f"queries are {_describe(q)}: they must be [B, S, G, R, K] in fp32, bf16 or fp16.")
     B, S, G, R, K = q.shape
-    require("keys", k, (B, k.shape[1] if k.dim() > 1 else -1, G, K), q.dtype)
     require("positions", pos, (B, S), torch.int64)
     require("document starts", start, (B, S), torch.int64)
     threads, g = torch.get_num_threads(), geometry
     made = AttentionProblem(
-        DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, k.shape[1], G, R, K, d_v,
+        DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, 0, G, R, K, d_v,
         g.w, g.l, g.d, g.l_sel, g.n_sel, scale,
     )  # fmt: skip
-    made.q, made.k = rows(q), rows(k)
+    made.q = rows(q)
     made.pos, made.start = pos.data_ptr(), start.data_ptr()
     return made
 
@@ -161,6 +177,25 @@ def _describe(x: Tensor) -> str:
 def rows(x: Tensor) -> TensorRows:
     """[B, T, G, (R,) width] with the width contiguous."""
     return TensorRows(x.data_ptr(), *x.stride()[:-1])
+
+
+def page_rows(what: str, x: Tensor, table_BP: Tensor, batch: int, groups: int, width: int) -> TensorRows:
+    """[pages, G, states, width] with the width contiguous, and the pages of each row."""
+    if x.dim() != 4 or not x.is_cpu or (x.shape[1], x.shape[3]) != (groups, width) or (x.stride(-1) != 1 < width):
+        raise ConfigError(
+            f"pages of {what} are {_describe(x)} with strides {x.stride()}: they must be [pages, {groups}, states, "
+            f"{width}] on the CPU, {width} numbers next to each other."
+        )
+    if table_BP.dim() != 2 or len(table_BP) != batch or table_BP.dtype is not torch.int32 or not table_BP.is_cpu:
+        raise ConfigError(f"the block table is {_describe(table_BP)}: it must be int32 [{batch}, pages] on the CPU.")
+    if table_BP.stride(-1) != 1 < table_BP.shape[1]:
+        raise ConfigError("the block table has gaps between the pages of a row. Pass a contiguous one.")
+    page, group, token, _ = x.stride()
+    return TensorRows(x.data_ptr(), 0, token, group, 0, table_BP.data_ptr(), table_BP.stride(0), page, *_sizes(x))
+
+
+def _sizes(pages: Tensor) -> tuple[int, int]:
+    return pages.shape[2], pages.shape[0]
 
 
 def dense(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.kernels import reference
-from nsa.kernels.interface import CacheView, TokenDecoder
+from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, TokenDecoder
 from nsa.kernels.registry import BACKENDS
 from nsa.kernels.self_check.cases import DECODE_STEPS, SelfCheckSizes
 from nsa.kernels.self_check.comparison import SELECTION_LIMIT, CheckedFigure, blocks_error, limit_for, relative_rms
@@ -100,23 +100,22 @@ class DecodeCase:
         """Filled up to `lengths`."""
         g, s = self.geometry, self.shape
 
-        def slots(n: int) -> tuple[Tensor, Tensor]:
-            """As a model's cache has them: by group, one more than is used."""
-            made = (
-                torch.full((self.batch, s.n_kv_groups, n + 1, width), torch.nan, dtype=self.dtype, device=device)
-                for width in (s.d_k, s.d_v)
-            )
-            k, v = (x[:, :, :n].transpose(1, 2) for x in made)
-            return k, v
+        def pages(states: int, table_BP: Tensor) -> KeyPages:
+            shape = (table_BP.numel(), s.n_kv_groups, states)
+            k, v = (torch.full((*shape, x), torch.nan, dtype=self.dtype, device=device) for x in (s.d_k, s.d_v))
+            return KeyPages(k, v, table_BP)
 
         pos, window_pos, zero = (torch.zeros(self.batch, 1, dtype=torch.int64, device=device) for _ in range(3))
         length, n_compressed = (torch.zeros(self.batch, dtype=torch.int64, device=device) for _ in range(2))
-        n_raw = g.n_blocks(self.capacity) * g.l_sel
+        row_B1 = torch.arange(self.batch, dtype=torch.int32, device=device)[:, None]
+        n_pages = g.n_blocks(self.capacity)
+        table_BP = torch.arange(self.batch * n_pages, dtype=torch.int32, device=device).flip(0).view(n_pages, -1).T
+        table_BP = table_BP.contiguous()  # rows take turns, later tokens lie before earlier ones
         view = CacheView(
-            slots(g.l),
-            (*slots(g.n_compressed(self.capacity)), pos, zero),
-            (*slots(n_raw), pos, zero),
-            (*slots(g.w), window_pos, zero),
+            pages(g.l, row_B1),
+            CachedKeys(pages(g.l_sel // g.d, table_BP), pos, zero + g.l // g.d - 1),
+            CachedKeys(pages(g.l_sel, table_BP), pos, zero),
+            CachedKeys(pages(g.w, row_B1), window_pos, zero),
             length,
             n_compressed,
         )
@@ -141,21 +140,26 @@ class DecodeCase:
             if decoder.append is None:
                 self._write(view, row, token, token + 1)
                 view.length_B[row] = token + 1
-                view.selected[2][row] = token  # the compressed branch's is the same tensor
-                view.window[2][row] = min(token, g.w - 1)
+                view.selected.pos_B1[row] = token  # the compressed branch's is the same tensor
+                view.window.pos_B1[row] = min(token, g.w - 1)
             if g.n_compressed(token + 1) > g.n_compressed(token):
                 self._emit(view, row, g.n_compressed(token))
                 view.n_compressed_B[row] = g.n_compressed(token + 1)
 
     def _write(self, view: CacheView, row: int, begin: int, end: int) -> None:
         """Tokens from `begin` to `end`; a ring keeps the last ones."""
-        pairs = ((view.tail, self.tail), (view.selected, self.selected), (view.window, self.window))
-        for slots, stream in pairs:
-            n = slots[0].shape[1]
+        pairs = ((view.tail, self.tail), (view.selected.pages, self.selected), (view.window.pages, self.window))
+        for pages, stream in pairs:
+            n = pages.n_entries
             tokens = torch.arange(max(begin, end - n), end)
-            for slot, x in zip(slots[:2], stream, strict=True):
-                slot[row, (tokens % n).to(slot.device)] = x[row, tokens].to(slot.device)
+            _put(pages, row, tokens % n, stream, tokens)
 
     def _emit(self, view: CacheView, row: int, block: int) -> None:
-        for slot, x in zip(view.compressed[:2], self.compressed, strict=True):
-            slot[row, block] = x[row, block].to(slot.device)
+        entry = torch.tensor([int(view.compressed.start_B1[row]) + block])
+        _put(view.compressed.pages, row, entry, self.compressed, torch.tensor([block]))
+
+
+def _put(pages: KeyPages, row: int, entries: Tensor, stream: _Stream, tokens: Tensor) -> None:
+    page, state = pages.table_BP[row].cpu()[entries // pages.k.shape[2]], entries % pages.k.shape[2]
+    for slots, x in zip(pages[:2], stream, strict=True):
+        slots[page.long().to(slots.device), :, state.to(slots.device)] = x[row, tokens].to(slots.device)

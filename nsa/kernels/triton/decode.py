@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CacheView, Keys, on_device_of
+from nsa.kernels.interface import CachedKeys, CacheView, on_device_of
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
     decode_merge_kernel,
@@ -60,16 +60,21 @@ class TritonDecoder:
 
 
 def decode(
-    q_B1GRK: Tensor, compressed: Keys, selected: Keys, window: Keys, *, geometry: Geometry, scale: float
+    q_B1GRK: Tensor,
+    compressed: CachedKeys,
+    selected: CachedKeys,
+    window: CachedKeys,
+    *,
+    geometry: Geometry,
+    scale: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The compressed, selected and sliding branch's outputs, and the chosen blocks; the cache is read in place."""
     B, _, G, R, K = q_B1GRK.shape
-    V = compressed[1].shape[-1]
+    V = compressed.pages.v.shape[-1]
     (q,) = rows_contiguous(q_B1GRK)
-    k_cmp, v_cmp, pos_cmp, first_cmp = _laid_out(compressed)
-    k_sel, v_sel, pos_sel, start_sel = _laid_out(selected)
-    k_win, v_win, pos_win, start_win = _laid_out(window)
-    C, T = k_cmp.shape[1], k_sel.shape[1]
+    in_cmp, in_sel, in_win = (_laid_out(keys) for keys in (compressed, selected, window))
+    pos_cmp, first_cmp = in_cmp[3:]
+    C, T = compressed.pages.n_entries, selected.pages.n_entries
 
     tiles = choose("decode", max(K, V), element_size=q.dtype.itemsize)
     fixed = constants(G, R, K, V, geometry, tiles, wide=is_wide(q.dtype))
@@ -88,16 +93,17 @@ def decode(
     q_strides = row_strides(q[:, 0])
 
     decode_compressed_kernel[(n_cmp, B * G, row_tiles)](
-        q, k_cmp, v_cmp, pos_cmp, first_cmp, scores, part, part_lse, scale, C, n_parts,
-        *q_strides, *row_strides(k_cmp, v_cmp), **fixed.compressed, **tiles.options,
+        q, *in_cmp, scores, part, part_lse, scale, C, n_parts, in_cmp[2].stride(0),
+        *q_strides, *row_strides(*in_cmp[:2]), PAGE=_page(compressed), **fixed.compressed, **tiles.options,
     )  # fmt: skip
     decode_score_kernel[(STRETCHES, B * G)](
         scores, part_lse, pos_cmp, first_cmp, best, C, n_cmp, n_parts, **fixed.score
     )
     decode_raw_kernel[(n_raw, B * G, row_tiles)](
-        q, k_sel, v_sel, pos_sel, start_sel, k_win, v_win, pos_win, start_win, best, idx, part, part_lse,
-        scale, T, k_win.shape[1], n_cmp, n_parts,
-        *q_strides, *row_strides(k_sel, v_sel, k_win, v_win), **fixed.raw, **tiles.options,
+        q, *in_sel, *in_win, best, idx, part, part_lse,
+        scale, T, window.pages.n_entries, n_cmp, n_parts, in_sel[2].stride(0), in_win[2].stride(0),
+        *q_strides, *row_strides(*in_sel[:2], *in_win[:2]), PAGE=_page(selected), WINDOW_PAGE=_page(window),
+        **fixed.raw, **tiles.options,
     )  # fmt: skip
     decode_merge_kernel[(3 * R, B * G)](part, part_lse, out, n_cmp, n_parts, B * G * R, **fixed.merge)
     return (out[0], out[1], out[2]), idx
@@ -127,6 +133,11 @@ def constants(G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSiz
     )  # fmt: skip
 
 
-def _laid_out(keys: Keys) -> tuple[Tensor, ...]:
-    k, v, pos_B1, start_B1 = keys
-    return (*rows_contiguous(k, v), pos_B1.contiguous(), start_B1.contiguous())
+def _laid_out(keys: CachedKeys) -> tuple[Tensor, ...]:
+    """Keys, values, block table, positions, starts."""
+    k, v, table_BP = keys.pages
+    return (*rows_contiguous(k, v, table_BP), keys.pos_B1.contiguous(), keys.start_B1.contiguous())
+
+
+def _page(keys: CachedKeys) -> int:
+    return keys.pages.k.shape[2]

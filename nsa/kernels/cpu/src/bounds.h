@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "problem.h"
+#include "grid.h"
 
 namespace nsa {
 
@@ -34,6 +34,31 @@ inline bool positions_hold(const Problem& p, bool choosing) {
   return true;
 }
 
+// Whether every page that holds one of these tokens is one of the pool's.
+inline bool pages_hold(const Rows& x, int64_t b, const Span& tokens) {
+  if (!x.table || tokens.empty()) return true;
+  const int32_t* page = x.table + b * x.table_row;
+  int32_t least = 0, most = -1;
+  for (int64_t j = tokens.begin / x.page_tokens; j <= (tokens.end - 1) / x.page_tokens; ++j)
+    least = std::min(least, page[j]), most = std::max(most, page[j]);
+  return least >= 0 && most < x.n_pages;
+}
+
+// Of a decode step: S is 1.
+inline bool tables_hold(const Problem& p) {
+  for (int64_t b = 0; b < p.B; ++b) {
+    const Span tokens = visible(p, b, 0);
+    if (!pages_hold(p.k, b, tokens) || !pages_hold(p.v, b, tokens)) return false;
+  }
+  return true;
+}
+
+inline bool slot_holds(const Rows& x, int64_t b, int64_t at) {
+  if (!x.table) return true;
+  const int32_t page = x.table[b * x.table_row + at / x.page_tokens];
+  return page >= 0 && page < x.n_pages;
+}
+
 // Whether every row has a slot for its next token, and for the compressed entry that the token may complete.
 inline bool has_room(const CacheAppend& a) {
   if (!is_size(a.l) || !is_size(a.d) || !is_size(a.w)) return false;
@@ -43,7 +68,13 @@ inline bool has_room(const CacheAppend& a) {
   for (int64_t b = 0; b < a.B; ++b) {
     const int64_t length = a.length[b];
     if (length < 0 || length >= n_slots) return false;
-    if (length + 1 >= a.l && (length + 1 - a.l) / a.d >= a.n_compressed_slots) return false;
+    for (const Stream& stream : a.streams)
+      if (!slot_holds(stream.slots, b, length % stream.n_slots)) return false;
+    if (length + 1 < a.l) continue;
+    const int64_t entry = a.first[b] + (length + 1 - a.l) / a.d;
+    if (entry < 0 || entry >= a.n_compressed_slots) return false;
+    for (const Rows& x : a.compressed)
+      if (!slot_holds(x, b, entry)) return false;
   }
   return true;
 }

@@ -7,7 +7,7 @@ namespace nsa {
 namespace NSA_NAMESPACE {
 
 NSA_INLINE char* slot(const CacheAppend& a, const Rows& x, int64_t b, int64_t at, int64_t g) {
-  return x.data + (b * x.batch + at * x.token + g * x.group) * (a.dtype == kFloat ? 4 : 2);
+  return x.data + (token_at(x, b, at) + g * x.group) * (a.dtype == kFloat ? 4 : 2);
 }
 
 // The mean of a ring's last l tokens, oldest first, into the slot of the block that they form.
@@ -22,7 +22,7 @@ inline void emit_mean(const CacheAppend& a, const Stream& tail, const Rows& to, 
       for (int64_t c = 0; c < width; c += W) store(sum + c, load(sum + c) + load(one + c));
     }
     for (int64_t c = 0; c < width; c += W) store(sum + c, load(sum + c) / set1(static_cast<float>(a.l)));
-    narrow_row(a.dtype, sum, slot(a, to, b, (length - a.l) / a.d, g), tail.width);
+    narrow_row(a.dtype, sum, slot(a, to, b, a.first[b] + (length - a.l) / a.d, g), tail.width);
   }
 }
 

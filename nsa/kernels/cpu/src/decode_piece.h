@@ -37,10 +37,11 @@ NSA_INLINE V sum_each(const V* x) {
 }
 #endif
 
-// Rows of keys or values as fp32, `n` of them from `t` on: in place if they are stored so, else widened.
+// Rows of keys or values as fp32, `n` of them from `t` on: in place if they are stored so, else widened or collected from
+// their pages.
 NSA_INLINE const float* wide_rows(const Problem& p, const Rows& x, int64_t b, int64_t g, int64_t t, int64_t n,
                                   int64_t width, float* memory, int64_t& stride) {
-  if (p.dtype == kFloat && width % W == 0) {
+  if (p.dtype == kFloat && width % W == 0 && follow_each_other(x, b, t, n)) {
     stride = x.token;
     return reinterpret_cast<const float*>(row(p, x, b, t, g));
   }

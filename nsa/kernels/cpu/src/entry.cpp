@@ -43,7 +43,7 @@ int64_t best_isa() {
   return kPlain;
 }
 
-enum Outcome : int64_t { kDone = 0, kOverlap = 1, kNoMemory = 2, kBadSizes = 3, kBadPositions = 4 };
+enum Outcome : int64_t { kDone = 0, kOverlap = 1, kNoMemory = 2, kBadSizes = 3, kBadPositions = 4, kBadPages = 5 };
 enum Taken : int64_t { kNothingToEmit = 0, kToEmit = 1, kNoRoom = -1 };
 
 template <class Run>
@@ -118,9 +118,10 @@ NSA_EXPORT int64_t nsa_backward(const Problem* p) {
 }
 
 NSA_EXPORT int64_t nsa_decode(const nsa::Step* step) {
-  for (const Problem* p : {&step->selected, &step->sliding}) {
+  for (const Problem* p : {&step->compressed, &step->selected, &step->sliding}) {
     if (!nsa::sizes_hold(*p, false)) return nsa::kBadSizes;
     if (!nsa::positions_hold(*p, false)) return nsa::kBadPositions;
+    if (!nsa::tables_hold(*p)) return nsa::kBadPages;
   }
   return nsa::checked(step->compressed, true, [&] {
     using namespace nsa;

@@ -10,10 +10,13 @@ enum Dtype : int64_t { kFloat = 0, kBfloat16 = 1, kHalf = 2 };
 enum Branch : int64_t { kSliding = 0, kCompressed = 1, kSelected = 2 };
 enum Isa : int64_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 
-// [batch, token, group, head, width]; the last stride is 1. Keys and values have no head axis.
+// [batch, token, group, head, width]; the last stride is 1. Keys and values have no head axis. With a table, tokens lie in
+// pages: token t of row b is number t % page_tokens of page table[b][t / page_tokens]; `batch` is not used then.
 struct Rows {
   char* data;
   int64_t batch, token, group, head;
+  const int32_t* table;         // [B, …], table_row apart; null: a row's tokens follow each other
+  int64_t table_row, page, page_tokens, n_pages;
 };
 
 struct Problem {
@@ -61,6 +64,7 @@ struct CacheAppend {
   Stream streams[6];
   Rows compressed[2];
   int64_t n_compressed_slots;
+  const int64_t* first;         // [B], the slot of a row's compressed entry 0
   int64_t *length, *n_compressed, *pos, *window_pos;  // [B]; the latter two: where the token stands, also in the window's ring
 };
 

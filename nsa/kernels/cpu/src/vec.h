@@ -156,8 +156,24 @@ NSA_INLINE void narrow(float x, Bf16& y) {
 }
 
 // Rows of the caller's tensors: addresses, and the dtype they hold. Widened once when packed, so dispatch here is cheap.
+NSA_INLINE int64_t token_at(const Rows& x, int64_t b, int64_t t) {
+  if (!x.table) return b * x.batch + t * x.token;
+  return x.table[b * x.table_row + t / x.page_tokens] * x.page + t % x.page_tokens * x.token;
+}
 NSA_INLINE char* row(const Problem& p, const Rows& x, int64_t b, int64_t t, int64_t g, int64_t r = 0) {
-  return x.data + (b * x.batch + t * x.token + g * x.group + r * x.head) * (p.dtype == kFloat ? 4 : 2);
+  return x.data + (token_at(x, b, t) + g * x.group + r * x.head) * (p.dtype == kFloat ? 4 : 2);
+}
+
+// Whether tokens t … t + n − 1 of a row lie x.token apart: in one page, or in pages that follow each other.
+NSA_INLINE bool follow_each_other(const Rows& x, int64_t b, int64_t t, int64_t n) {
+  if (!x.table) return true;
+  const int64_t first = t / x.page_tokens, last = (t + n - 1) / x.page_tokens;
+  if (first == last) return true;
+  if (x.page != x.page_tokens * x.token) return false;
+  const int32_t* page = x.table + b * x.table_row;
+  for (int64_t j = first; j < last; ++j)
+    if (page[j + 1] != page[j] + 1) return false;
+  return true;
 }
 
 // For an output that is about to be written for the first time.

@@ -47,10 +47,21 @@ def share(lo, hi, part, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def state_at(table, at, inside, first_size, PAGE: tl.constexpr, OTHER_PAGE: tl.constexpr):
+    """The page of these entries of a row, and where in it they lie: pages have PAGE entries if `first_size`, else
+    OTHER_PAGE, constants because of the division. Nothing is read where there is no entry."""
+    number = tl.where(first_size, at // PAGE, at // OTHER_PAGE)
+    page = tl.load(table + number, mask=inside, other=0)
+    return page.to(tl.int64), (at - number * tl.where(first_size, PAGE, OTHER_PAGE)).to(tl.int64)
+
+
+@triton.jit
 def attend_range(
-    q, q_at, ok, k, v, k_t, v_t, begin, end, part, part_lse, part_at, scores, scores_at, scale,
+    q, q_at, ok, k, v, table, k_p, k_t, v_p, v_t, first_size, begin, end,
+    part, part_lse, part_at, scores, scores_at, scale,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEEP_SCORES: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr, OTHER_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP_SCORES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of heads over the keys begin ≤ t < end, all visible: writes one part, and the scores if asked."""
     q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
@@ -60,7 +71,8 @@ def attend_range(
     for n in tl.range(begin, end, BLOCK_N):
         at = n + tl.arange(0, BLOCK_N)
         inside = at < end
-        k_at, v_at = at.to(tl.int64) * k_t, at.to(tl.int64) * v_t
+        page, state = state_at(table, at, inside, first_size, PAGE, OTHER_PAGE)
+        k_at, v_at = page * k_p + state * k_t, page * v_p + state * v_t
         s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
         s = tl.where(inside[None, :], s * (scale * LOG2E), float("-inf"))
         if KEEP_SCORES:
@@ -73,8 +85,8 @@ def attend_range(
 
 @triton.jit(do_not_specialize=VARYING)
 def decode_compressed_kernel(
-    q, k, v, position, origin, scores, part, part_lse, scale, n_keys, n_parts,
-    q_b, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g, G: tl.constexpr, R: tl.constexpr,
+    q, k, v, table, position, origin, scores, part, part_lse, scale, n_keys, n_parts, table_b,
+    q_b, q_g, q_r, k_p, k_g, k_t, v_p, v_g, v_t, G: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     L: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
@@ -87,9 +99,10 @@ def decode_compressed_kernel(
     begin, end = share(lo, hi, tl.program_id(0), PARTS, BLOCK_N)
     attend_range(
         q, group_at(b, g, q_b, q_g) + head.to(tl.int64) * q_r, head < R,
-        k + group_at(b, g, k_b, k_g), v + group_at(b, g, v_b, v_g), k_t, v_t,
+        k + g * k_g, v + g * v_g, table + b * table_b, k_p, k_t, v_p, v_t, True,
         begin, end, part, part_lse, (bg * n_parts + tl.program_id(0)) * R + head,
-        scores, (bg * R + head) * n_keys, scale, K, K1, K2, V, V1, V2, BLOCK_M, BLOCK_N, True, WIDE,
+        scores, (bg * R + head) * n_keys, scale, K, K1, K2, V, V1, V2, PAGE, PAGE, BLOCK_M, BLOCK_N, True,
+        WIDE,
     )  # fmt: skip
 
 
@@ -133,15 +146,15 @@ def decode_score_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def decode_raw_kernel(
-    q, k, v, position, origin, window_k, window_v, window_position, window_origin, best, idx, part, part_lse,
-    scale, n_keys, n_window_keys, n_compressed, n_parts,
-    q_b, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g, wk_b, wk_t, wk_g, wv_b, wv_t, wv_g,
-    G: tl.constexpr, R: tl.constexpr,
+    q, k, v, table, position, origin, window_k, window_v, window_table, window_position, window_origin,
+    best, idx, part, part_lse, scale, n_keys, n_window_keys, n_compressed, n_parts, table_b, window_table_b,
+    q_b, q_g, q_r, k_p, k_g, k_t, v_p, v_g, v_t, wk_p, wk_g, wk_t, wv_p, wv_g, wv_t,
+    G: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     L_SEL: tl.constexpr, N_SEL: tl.constexpr, KEEP: tl.constexpr, STRETCHES: tl.constexpr, W: tl.constexpr,
     WINDOW_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Programs below N_SEL take one chosen page each, the others the window's parts, all through the same loop."""
+    """Programs below N_SEL take one chosen block each, the others the window's parts, all through the same loop."""
     program, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
     head = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -164,12 +177,13 @@ def decode_raw_kernel(
     begin, end = share(lo, hi, program - N_SEL, WINDOW_PARTS, BLOCK_N)
     attend_range(
         q, group_at(b, g, q_b, q_g) + head.to(tl.int64) * q_r, head < R,
-        tl.where(is_page, k + group_at(b, g, k_b, k_g), window_k + group_at(b, g, wk_b, wk_g)),
-        tl.where(is_page, v + group_at(b, g, v_b, v_g), window_v + group_at(b, g, wv_b, wv_g)),
-        tl.where(is_page, k_t, wk_t), tl.where(is_page, v_t, wv_t),
+        tl.where(is_page, k + g * k_g, window_k + g * wk_g), tl.where(is_page, v + g * v_g, window_v + g * wv_g),
+        tl.where(is_page, table + b * table_b, window_table + b * window_table_b),
+        tl.where(is_page, k_p, wk_p), tl.where(is_page, k_t, wk_t),
+        tl.where(is_page, v_p, wv_p), tl.where(is_page, v_t, wv_t), is_page,
         tl.where(is_page, tl.maximum(page_begin, 0), begin), tl.where(is_page, page_end, end),
         part, part_lse, (bg * n_parts + n_compressed + program) * R + head, part, head,
-        scale, K, K1, K2, V, V1, V2, BLOCK_M, BLOCK_N, False, WIDE,
+        scale, K, K1, K2, V, V1, V2, PAGE, WINDOW_PAGE, BLOCK_M, BLOCK_N, False, WIDE,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ VARYING = (
     "S", "T", "n_keys", "n_window_keys", "n_queries", "n_rows", "n_gates", "n_groups_all", "n_tiles", "n_chunks",
     "n_runs", "run_length", "n_windows", "n_counted", "n_places", "n_pieces", "n_parts", "n_compressed", "steps",
     "more", "position", "origin", "window_position", "window_origin", "position_b", "position_s", "origin_b",
-    "origin_s",
+    "origin_s", "table_b", "window_table_b",
 )  # fmt: skip
 """Arguments of kernels that vary from batch to batch. The compiler assumes nothing of them (neither 1 nor a multiple of
 16), or each new length would be compiled again. Addresses and strides of rows are not among them: loads are vectorized
