@@ -1,9 +1,10 @@
-"""Preallocated KV cache for the three branches: append, crop, reorder, reset.
+"""Paged KV cache for the three branches: append, crop, reorder, reset.
 
-Selected: all raw keys and values, in pages of l_sel, a page being a selection block. Window: a ring of the last w.
-Compressed: one entry per d tokens, appended when its l tokens are there. Tail: a ring of the last l raw tokens of the
+Rows take pages of l_sel tokens from one pool; a page is a selection block. It holds the selected branch's raw keys and
+values, and the compressed entries whose blocks END there: what a page holds depends on no later token, so rows with the
+same beginning can share pages. Window: a ring of the last w tokens. Tail: a ring of the last l raw tokens of the
 compressed branch, which its next entries need. Branches that share keys and values share slots: then window and tail
-are the selected branch's pages. Rows of a batch may have different lengths; padding goes to a spare slot at the end.
+are the selected branch's pages. Rows of a batch may have different lengths; padding goes to spare slots.
 
 B batch · S new tokens · G kv groups · X width · E compressed blocks that S tokens may complete
 """
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from nsa.core.branches import BranchKeys, BranchStreams
-from nsa.core.cache_slots import CacheSlots, ExclusiveUse, KeySlots
+from nsa.core.cache_arguments import check_new_tokens, checked_lengths, checked_rows, lengths_per_row
+from nsa.core.cache_slots import CacheSlots, ExclusiveUse, KeySlots, PagedSlots
+from nsa.core.page_table import PageCopies, PageTable
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder, one_page_per_row
-
-_LENGTH_DTYPES = (torch.int64, torch.int32)
+from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
 
 MakeDecoder = Callable[..., TokenDecoder]
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -33,6 +34,7 @@ class LayerCache:
     rewind: `crop` can remove up to this many tokens at any time; it costs copies of w + l + 2 · rewind tokens. Without
         it a row can be cropped only while its rings have lost nothing (see `crop`).
     shared: whether the window's, and the compressed branch's, raw keys and values are those of the selected branch.
+    pages: pages of the pool that all rows share; `append` refuses when it has run out of them. None: enough for all.
     """
 
     def __init__(
@@ -48,28 +50,38 @@ class LayerCache:
         dtype: torch.dtype,
         rewind: int = 0,
         shared: tuple[bool, bool] = (False, False),
+        pages: int | None = None,
     ) -> None:
-        if batch < 1 or max_len < 1 or rewind < 0:
+        if batch < 1 or max_len < 1 or rewind < 0 or (pages is not None and pages < 1):
             raise ConfigError(
-                f"a cache for {batch} rows of {max_len} tokens with rewind {rewind} was requested. Set batch and "
-                f"max_len to 1 or more, rewind to 0 or more."
+                f"a cache for {batch} rows of {max_len} tokens with rewind {rewind} and {pages} pages was requested. "
+                f"Set batch, max_len and pages to 1 or more, rewind to 0 or more."
             )
         self.geometry, self.max_len, self.dtype = geometry, max_len, dtype
         self.batch, self.n_groups, self.d_k, self.d_v = batch, n_groups, d_k, d_v
-        self.rewind, self.shared = rewind, shared
+        self.rewind, self.shared, self.pages = rewind, shared, pages
         self.exclusive = ExclusiveUse()
+        self.page_table = PageTable(batch, geometry.n_blocks(max_len), geometry.l_sel, pages, device)
 
-        def slots(n: int) -> KeySlots:
-            shape = (batch, n_groups, n + 1)
-            return KeySlots(*(torch.zeros(*shape, width, device=device, dtype=dtype) for width in (d_k, d_v)))
+        def both(*shape: int) -> tuple[Tensor, Tensor]:
+            k, v = (torch.zeros(*shape, width, device=device, dtype=dtype) for width in (d_k, d_v))
+            return k, v
 
-        self.selected = slots(geometry.n_blocks(max_len) * geometry.l_sel)
-        self.window = self.selected if shared[0] else slots(geometry.w)
-        self.compressed = slots(geometry.n_compressed(max_len))
-        self.tail = self.selected if shared[1] else slots(geometry.l)
+        def paged(states: int) -> KeySlots:
+            data = both(n_groups, self.page_table.n_stored, states)
+            return KeySlots(*(PagedSlots(x, self.page_table) for x in data))
+
+        def ring(n: int) -> KeySlots:
+            return KeySlots(*(CacheSlots(x) for x in both(batch, n_groups, n + 1)))
+
+        self.selected = paged(geometry.l_sel)
+        self.window = self.selected if shared[0] else ring(geometry.w)
+        self.compressed = paged(geometry.l_sel // geometry.d)
+        self.tail = self.selected if shared[1] else ring(geometry.l)
         # Longer rings of the same tokens, from which `crop` fills the short ones again.
-        self._past_window = None if shared[0] or not rewind else slots(geometry.w + rewind)
-        self._past_tail = None if shared[1] or not rewind else slots(geometry.l + rewind)
+        self._past_window = None if shared[0] or not rewind else ring(geometry.w + rewind)
+        self._past_tail = None if shared[1] or not rewind else ring(geometry.l + rewind)
+        self._first_entry = geometry.l // geometry.d - 1  # the slot of compressed entry 0: where its block ends
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.device = self.length_B.device
         self.n_compressed_B = torch.zeros_like(self.length_B)
@@ -79,7 +91,9 @@ class LayerCache:
         self._decoders: dict[MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
         self.prepared: tuple[object, TokenDecoder | None] = (None, None)
         """The module that decoded last with this cache, and its decoder: looking it up at every step takes time."""
-        self._longest = 0  # never below the true maximum; kept here so that appending needs no transfer
+        # Kept here so that appending needs no transfer from the device:
+        self._longest = 0  # never below the true maximum
+        self._headroom = self.page_table.headroom([0] * batch)  # tokens that need no new page, never above the truth
 
     def positions(self, n_new: int) -> Tensor:
         """Positions of the next n_new tokens: [B, S]."""
@@ -107,13 +121,13 @@ class LayerCache:
                 self._emit_compressed(compress)
             if self.rewind:
                 self._append_past(new, self._pos_B1, self.length_B[:, None])
-            return self._newest
-        self._check_shapes(new)
-        new_lens_B = None if new_lens_B is None else self._checked_lengths(new_lens_B, n_new)
+            return self._newest  # for their sizes: the decoder reads the pages
+        check_new_tokens(new, self)
+        new_lens_B = None if new_lens_B is None else checked_lengths(new_lens_B, n_new, self)
         self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
-        zero_BS = self._newest[0].start_BS.expand_as(pos_BS)
+        zero_BS = torch.zeros_like(pos_BS[:, :1]).expand_as(pos_BS)
 
         self._append_compressed(new.k_cmp, new.v_cmp, pos_BS, end_B1, compress)
         self.selected.write(pos_BS, pos_BS < end_B1, (new.k_sel, new.v_sel))
@@ -124,11 +138,15 @@ class LayerCache:
         inside_BS = pos_BS.clamp(max=self.max_len - 1)  # padding may stand past the end, where there are no keys
         if n_new == 1:
             self._pos_B1.copy_(inside_BS)
-            return self._newest
-        compressed, selected = (
-            BranchKeys(*slots.content(), inside_BS, zero_BS) for slots in (self.compressed, self.selected)
-        )
-        return compressed, selected, window
+            if decoder is not None or self.page_table.in_order:
+                return self._newest
+        n_pages = self.geometry.n_blocks(min(self._longest, self.max_len))
+        k_cmp, v_cmp = (slots.content(n_pages)[:, self._first_entry :] for slots in self.compressed.both)
+        k_sel, v_sel = (slots.content(n_pages) for slots in self.selected.both)
+        if window is None:
+            k_win, v_win = (k_sel, v_sel) if self.shared[0] else (slots.content() for slots in self.window.both)
+            window = BranchKeys(k_win, v_win, self._window_pos_B1, zero_BS)
+        return BranchKeys(k_cmp, v_cmp, inside_BS, zero_BS), BranchKeys(k_sel, v_sel, inside_BS, zero_BS), window
 
     def decoder(self, make: MakeDecoder, **sizes: Any) -> TokenDecoder:
         """The decoder that `make` prepares for this cache, made once for these sizes."""
@@ -136,22 +154,32 @@ class LayerCache:
             made_for, decoder = self._decoders[make]
             if made_for == sizes:
                 return decoder
-        compressed, selected, window = (
-            CachedKeys(one_page_per_row(k, v), pos, start) for k, v, pos, start in self._newest
+        zero_B1 = torch.zeros_like(self._pos_B1)
+        remembered = CacheView(
+            self.tail.pages(),
+            CachedKeys(self.compressed.pages(), self._pos_B1, zero_B1 + self._first_entry),
+            CachedKeys(self.selected.pages(), self._pos_B1, zero_B1),
+            CachedKeys(self.window.pages(), self._window_pos_B1, zero_B1),
+            self.length_B,
+            self.n_compressed_B,
         )
-        tail = one_page_per_row(*self.tail.content())
-        remembered = CacheView(tail, compressed, selected, window, self.length_B, self.n_compressed_B)
         decoder = make(remembered, **sizes)
         self._decoders[make] = sizes, decoder
         return decoder
 
     @cached_property
     def _newest(self) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
-        """What one new token per row attends over: always the same tensors."""
+        """What one new token per row attends over: always the same tensors. While the rows' pages are not in order only
+        the sizes of what is in pages count."""
         zero_B1 = torch.zeros_like(self._pos_B1)
-        streams = ((self.compressed, self._pos_B1), (self.selected, self._pos_B1), (self.window, self._window_pos_B1))
-        compressed, selected, window = (BranchKeys(*slots.content(), pos, zero_B1) for slots, pos in streams)
-        return compressed, selected, window
+        k_cmp, v_cmp = (slots.in_place()[:, self._first_entry :] for slots in self.compressed.both)
+        k_sel, v_sel = (slots.in_place() for slots in self.selected.both)
+        k_win, v_win = (slots.in_place() for slots in self.window.both)
+        return (
+            BranchKeys(k_cmp, v_cmp, self._pos_B1, zero_B1),
+            BranchKeys(k_sel, v_sel, self._pos_B1, zero_B1),
+            BranchKeys(k_win, v_win, self._window_pos_B1, zero_B1),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own, and what was prepared for these does not fit them."""
@@ -163,12 +191,16 @@ class LayerCache:
     def n_bytes(self) -> int:
         return sum(slots.data.nbytes for slots in self._all_slots())
 
-    def reset(self) -> None:
-        """Empty every row."""
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """Empty every row, or these; their pages become free."""
         with self.exclusive:
+            if rows is not None:
+                ended = checked_rows("reset", rows, self).tolist()
+                return self.crop([0 if row in ended else self.max_len for row in range(self.batch)])
             for counter in (self.length_B, self.n_compressed_B, self._highest_B):
                 counter.zero_()
-            self._longest = 0
+            self.page_table.release_all()
+            self._longest, self._headroom = 0, self.page_table.headroom([0] * self.batch)
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first `length` tokens of each row (one number, or one per row); shorter rows stay as they are. A
@@ -181,7 +213,8 @@ class LayerCache:
         with self.exclusive:
             before = self.length_B.tolist()
             after = [
-                min(had, n) if n >= 0 else max(0, had + n) for had, n in zip(before, self._per_row(length), strict=True)
+                min(had, n) if n >= 0 else max(0, had + n)
+                for had, n in zip(before, lengths_per_row(length, self.batch), strict=True)
             ]
             highest = [max(pair) for pair in zip(self._highest_B.tolist(), before, strict=True)]
             for row, (had, keep, high) in enumerate(zip(before, after, highest, strict=True)):
@@ -193,15 +226,20 @@ class LayerCache:
             for ring, past in ((self.window, self._past_window), (self.tail, self._past_tail)):
                 if past is not None:
                     ring.refill(past, self.length_B)
-            self._longest = max(after)
+            for row, keep in enumerate(after):
+                self.page_table.release(row, keep)
+            self._longest, self._headroom = max(after), self.page_table.headroom(after)
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Replace row i by row rows[i], as beam search needs it. In place: prepared decoders keep addresses."""
-        index_B = self._checked_rows("reorder", rows, self.batch)
+        """Replace row i by row rows[i], as beam search needs it. Rows that were one row share its pages: only rings are
+        copied. In place: prepared decoders keep addresses."""
+        index_B = checked_rows("reorder", rows, self, self.batch)
         with self.exclusive:
             for slots in self._all_slots():
-                used = slots.data[:, :, : min(slots.n, self._longest)]
-                used.copy_(used.index_select(0, index_B))
+                slots.reorder(index_B, self._longest)
+            lengths, order = self.length_B.tolist(), index_B.tolist()
+            self.page_table.reorder(order, lengths)
+            self._headroom = self.page_table.headroom([lengths[row] for row in order])
             for counter in (self.length_B, self.n_compressed_B, self._highest_B):
                 counter.copy_(counter.index_select(0, index_B))
 
@@ -210,10 +248,7 @@ class LayerCache:
         though no further than this one's for the tokens it has."""
         made = self._like(max_len=max(max_len, self.max_len), rewind=max(rewind, self.rewind))
         with self.exclusive:
-            for mine, theirs in ((made.selected, self.selected), (made.compressed, self.compressed)):
-                for new, old in zip(mine.both, theirs.both, strict=True):
-                    used = min(old.n, self._longest)
-                    new.data[:, :, :used].copy_(old.data[:, :, :used])
+            made._take_over(self, range(self.batch))
             rings = (
                 (self.shared[0], self.window, self._past_window, made.window, made._past_window),
                 (self.shared[1], self.tail, self._past_tail, made.tail, made._past_tail),
@@ -223,7 +258,6 @@ class LayerCache:
                     new_ring.refill(ring, self.length_B)
                     if new_past is not None:
                         new_past.refill(past or ring, self.length_B)
-            made._copy_counters(self, None)
             # Longer rings lack what was overwritten before, as if their rows had been longer by the difference.
             if longer := made.rewind - self.rewind:
                 made._highest_B.copy_(torch.maximum(self._highest_B, self.length_B) + longer)
@@ -231,50 +265,32 @@ class LayerCache:
 
     def picked(self, rows: Sequence[int] | Tensor) -> "LayerCache":
         """A cache whose row i is this one's row rows[i]; a row may be taken several times."""
-        index_B = self._checked_rows("picked", rows)
+        index_B = checked_rows("picked", rows, self)
         made = self._like(batch=len(index_B))
         with self.exclusive:
             for new, old in zip(made._all_slots(), self._all_slots(), strict=True):
-                torch.index_select(old.data, 0, index_B, out=new.data)
-            made._copy_counters(self, index_B)
+                new.pick_rows(old, index_B)
+            made._take_over(self, index_B.tolist())
         return made
 
     def _like(self, **changes: int) -> "LayerCache":
         """An empty cache of the same kind."""
-        names = ("batch", "max_len", "n_groups", "d_k", "d_v", "device", "dtype", "rewind", "shared")
+        names = ("batch", "max_len", "n_groups", "d_k", "d_v", "device", "dtype", "rewind", "shared", "pages")
         return LayerCache(self.geometry, **{name: getattr(self, name) for name in names} | changes)
 
-    def _checked_rows(self, method: str, rows: Sequence[int] | Tensor, count: int | None = None) -> Tensor:
-        index_B = torch.as_tensor(rows, device=self.device)
-        count = index_B.numel() if count is None else count
-        if index_B.shape != (count,) or index_B.dtype not in _LENGTH_DTYPES:
-            raise ConfigError(
-                f"{method} was given {index_B.dtype} of shape {list(index_B.shape)}: it needs the old row of each of "
-                f"{count} rows. Pass int64 of shape [{count}]."
-            )
-        if index_B.is_cpu and not all(0 <= row < self.batch for row in index_B.tolist()):
-            raise ConfigError(
-                f"{method} was given rows {index_B.tolist()[:8]} and the cache has 0 to {self.batch - 1}."
-            )
-        return index_B
-
-    def _copy_counters(self, other: "LayerCache", rows: Tensor | None) -> None:
+    def _take_over(self, other: "LayerCache", rows: Sequence[int]) -> None:
+        """Pages and counters of these rows of a cache of the same kind; rings are left to the caller."""
+        lengths, index_B = other.length_B.tolist(), torch.tensor(rows, device=self.device)
+        self._copy_pages(self.page_table.adopt(other.page_table, rows, lengths), other)
         for name in ("length_B", "n_compressed_B", "_highest_B"):
-            counter = getattr(other, name)
-            getattr(self, name).copy_(counter if rows is None else counter.index_select(0, rows))
+            getattr(self, name).copy_(getattr(other, name).index_select(0, index_B))
         self._longest = other._longest
+        self._headroom = self.page_table.headroom([lengths[row] for row in rows])
 
     def _all_slots(self) -> Iterator[CacheSlots]:
         """Every stream once, whatever is shared."""
         streams = (self.selected, self.window, self.compressed, self.tail, self._past_window, self._past_tail)
         yield from {id(slots): slots for stream in streams if stream for slots in stream.both}.values()
-
-    def _per_row(self, length: int | Sequence[int] | Tensor) -> list[int]:
-        given = length.tolist() if isinstance(length, Tensor) else length
-        rows = list(given) if isinstance(given, Sequence) else [given] * self.batch
-        if len(rows) != self.batch or not all(isinstance(n, int) for n in rows):
-            raise ConfigError(f"crop was given {length!r}: it needs a length, or one for each of {self.batch} rows.")
-        return rows
 
     def _check_croppable(self, row: int, length: int, highest: int) -> None:
         """Refuse if a ring has overwritten tokens that the row would need again."""
@@ -304,7 +320,8 @@ class LayerCache:
         block_pos_BE = block_BE * g.d
         begin_BE = (block_pos_BE - (before_B1 - g.l)).clamp(max=n_new)  # raw_k begins l tokens before the new ones
         complete_BE = block_pos_BE + g.l <= end_B1
-        self.compressed.write(block_BE, complete_BE, compress(raw_k, raw_v, begin_BE, block_pos_BE))
+        entries = compress(raw_k, raw_v, begin_BE, block_pos_BE)
+        self.compressed.write(block_BE + self._first_entry, complete_BE, entries)
         self.n_compressed_B += complete_BE.sum(1)
         if not self.shared[1]:
             self.tail.write_ring(pos_BS, end_B1, (k, v))
@@ -316,50 +333,22 @@ class LayerCache:
         block_pos_B1 = self.length_B[:, None] - g.l
         block_B1 = block_pos_B1 // g.d
         complete_B1 = (block_pos_B1 >= 0) & (block_B1 * g.d == block_pos_B1)
-        self.compressed.write(block_B1, complete_B1, compress(raw_k, raw_v, zero_B1, block_pos_B1))
+        entries = compress(raw_k, raw_v, zero_B1, block_pos_B1)
+        self.compressed.write(block_B1 + self._first_entry, complete_B1, entries)
         self.n_compressed_B += complete_B1[:, 0]
 
-    def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> BranchKeys:
+    def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> BranchKeys | None:
+        """What the new tokens see of the window; None for one token, which sees all of it in place."""
         w = self.geometry.w
         # With shared slots the new tokens are already there; those before them are read the same way.
         before = self.window.last(w - 1, self.length_B) if pos_BS.shape[1] > 1 else None
         if not self.shared[0]:
             self.window.write_ring(pos_BS, end_B1, (k, v))
-        if before is None:  # the ring is the window: read it in place, in whatever order it lies
+        if before is None:  # the ring is the window, in whatever order it lies
             self._window_pos_B1.copy_(pos_BS.clamp(max=self.window.n - 1))
-            return self._newest[2]
+            return None
         k, v = torch.cat((before[0], k), 1), torch.cat((before[1], v), 1)
         return BranchKeys(k, v, pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
-
-    def _check_shapes(self, new: BranchStreams) -> None:
-        """Refuse tokens that are not for this cache."""
-        batch, n_new = new.k_sel.shape[:2]
-        k_shape, v_shape = (batch, n_new, self.n_groups, self.d_k), (batch, n_new, self.n_groups, self.d_v)
-        if batch != self.batch or [x.shape for x in new] != [k_shape, v_shape] * 3:
-            raise ConfigError(
-                f"the cache holds {self.batch} rows, {self.n_groups} groups, keys of {self.d_k} and values of "
-                f"{self.d_v}, and was given keys and values of shapes {[list(x.shape) for x in new]}. Make one with "
-                f"the same module's new_cache({batch}, …)."
-            )
-
-    def _checked_lengths(self, new_lens_B: Tensor, n_new: int) -> Tensor:
-        """The number of real tokens per row, such none negative and none above the number of new tokens."""
-        if new_lens_B.shape != (self.batch,) or new_lens_B.dtype not in _LENGTH_DTYPES:
-            raise ConfigError(
-                f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it is how many of the {n_new} "
-                f"new tokens are real in each of the cache's {self.batch} rows. Pass int64 of shape [{self.batch}]."
-            )
-        if new_lens_B.device != self.device:
-            raise ConfigError(f"new_lens_B is on {new_lens_B.device} and the cache on {self.device}. Move it there.")
-        # On an accelerator reading the values would stall it; cut to what fits, no value can write elsewhere.
-        if new_lens_B.is_cpu and not torch.compiler.is_compiling():
-            if not all(0 <= n <= n_new for n in new_lens_B.tolist()):
-                raise ConfigError(
-                    f"new_lens_B is {new_lens_B.tolist()[:8]} and {n_new} tokens are new: 0 to {n_new} of them are "
-                    f"real in each row. Pass that number per row."
-                )
-            return new_lens_B
-        return new_lens_B.clamp(0, n_new)
 
     def _check_room(self, n_new: int, new_lens_B: Tensor | None) -> None:
         self._longest += n_new
@@ -370,6 +359,24 @@ class LayerCache:
                 f"the cache holds {self.max_len} tokens and {self._longest} are needed: it never grows. "
                 f"Make it with max_len={self._longest} or more."
             )
+        if n_new > self._headroom:
+            self._take_pages(n_new, new_lens_B)
+        self._headroom -= n_new
+
+    def _take_pages(self, n_new: int, new_lens_B: Tensor | None) -> None:
+        """Pages for the next tokens of every row: those of reordered rows that are shared are copied now."""
+        before = self.length_B.tolist()
+        new = [n_new] * self.batch if new_lens_B is None else new_lens_B.tolist()
+        after = [had + n for had, n in zip(before, new, strict=True)]
+        self._copy_pages(self.page_table.take(before, after), self)
+        # Padding takes no page, and may exceed what rows have: it is counted as tokens, so the rest is what is left.
+        self._headroom = max(n_new, self.page_table.headroom(before))
+
+    def _copy_pages(self, copies: PageCopies, source: "LayerCache") -> None:
+        if any(copies):
+            for mine, theirs in ((self.selected, source.selected), (self.compressed, source.compressed)):
+                for to, at in zip(mine.both, theirs.both, strict=True):
+                    to.copy_pages(copies, at)
 
 
 class NSACache:
@@ -386,9 +393,9 @@ class NSACache:
     def n_bytes(self) -> int:
         return sum(layer.n_bytes() for layer in self.layers)
 
-    def reset(self) -> None:
-        """Empty every row."""
-        self._each(lambda layer: layer.reset())
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """Empty every row, or these; their pages become free."""
+        self._each(lambda layer: layer.reset(rows))
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first `length` tokens of each row; see `LayerCache.crop`."""

@@ -170,15 +170,17 @@ class NSAAttention(nn.Module):
         """The positions of these tokens. Arguments as for `forward`."""
         return locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
 
-    def new_cache(self, batch: int, max_len: int, rewind: int = 0) -> LayerCache:
+    def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
 
         rewind: how many tokens `cache.crop` can remove at any time, e.g. rejected drafts of speculative decoding.
+        pages: of l_sel tokens, which the rows take as they grow and return when they end; default enough for all.
         """
         weight = self.w_k.weight
         return LayerCache(
             self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
             device=weight.device, dtype=weight.dtype, rewind=rewind, shared=self._shared_streams,
+            pages=pages,
         )  # fmt: skip
 
     @property

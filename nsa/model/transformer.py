@@ -89,9 +89,10 @@ class NSATransformer(nn.Module):
         x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options))
         return linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
 
-    def new_cache(self, batch: int, max_len: int, rewind: int = 0) -> NSACache:
-        """An empty cache for `batch` rows of at most `max_len` tokens; `rewind` as for `NSAAttention.new_cache`."""
-        return NSACache([block.attention.new_cache(batch, max_len, rewind) for block in self._blocks()])
+    def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> NSACache:
+        """An empty cache for `batch` rows of at most `max_len` tokens; arguments as for `NSAAttention.new_cache`, pages
+        in every layer."""
+        return NSACache([block.attention.new_cache(batch, max_len, rewind, pages) for block in self._blocks()])
 
     def num_params(self) -> int:
         """Parameters, tied ones once."""

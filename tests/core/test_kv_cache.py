@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from nsa.core.cache_slots import CacheSlots
+from nsa.core.cache_slots import KeySlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from tests.shapes import GEOMETRIES, attention_args
@@ -114,13 +114,13 @@ def test_a_cache_computes_in_its_own_dtype_under_autocast():
 def test_no_slot_is_written_twice_by_one_chunk(monkeypatch):
     """A device may write in any order; only a slot that is addressed once is defined."""
     written = []
-    write = CacheSlots.write
+    write = KeySlots.write
 
-    def spy(self, slot_BS, keep_BS, x_BSGX):
+    def spy(self, slot_BS, keep_BS, new):
         written.extend((slot_BS[b][keep_BS[b]], self.n) for b in range(len(slot_BS)))
-        write(self, slot_BS, keep_BS, x_BSGX)
+        write(self, slot_BS, keep_BS, new)
 
-    monkeypatch.setattr(CacheSlots, "write", spy)
+    monkeypatch.setattr(KeySlots, "write", spy)
     module = make(**attention_args("tiny"))
     cache = module.new_cache(2, 100)
     for size in (60, 1, 20):

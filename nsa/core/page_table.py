@@ -1,0 +1,205 @@
+"""Pages of the KV cache: which pages of a pool hold each row's tokens, allocation, sharing and release.
+
+All on the host, in integers: no tensor is read. A page may belong to several rows (after `reorder`); it is copied
+before one of them writes to it (copy-on-write).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nsa.errors import ConfigError
+
+
+class PageCopies(NamedTuple):
+    """Pages to be copied, from `source[i]` to `target[i]`, and pages to be cleared: kernels multiply what they do not
+    see by 0, and what an earlier row left there may be infinite."""
+
+    source: list[int]
+    target: list[int]
+    cleared: list[int]
+
+
+class PageTable:
+    """The block table [batch, pages per row], the free pages, and how many rows use each page.
+
+    n_pages: of the pool. None: enough for every row; each row then has all its pages from the start, in order, so that
+        its tokens can be read as one tensor and appending needs no allocation until rows are reordered.
+    """
+
+    def __init__(
+        self, batch: int, pages_per_row: int, page_tokens: int, n_pages: int | None, device: torch.device
+    ) -> None:
+        self.page_tokens, self.pages_per_row = page_tokens, pages_per_row
+        self.reserved = n_pages is None
+        self.n_pages = batch * pages_per_row if n_pages is None else n_pages
+        # Two pages more: zeros, where a row has no page; and where writes that must not happen go, which is never read.
+        self._blank, self.spare = self.n_pages, self.n_pages + 1
+        self.n_stored = self.n_pages + 2
+        self.table_BP = torch.full((batch, pages_per_row), self._blank, dtype=torch.int32, device=device)
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        self._users = [0] * self.n_pages
+        self._free = list(range(self.n_pages))[::-1]
+        self.in_order = False
+        """Whether row i has the pages from i · pages_per_row on, in order."""
+        if self.reserved:
+            self._reserve_in_order()
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    def take(self, begin: Sequence[int], end: Sequence[int]) -> PageCopies:
+        """Give every row pages of its own for the tokens from `begin` to `end`; the pages to copy to that end.
+
+        Rows get a page's worth more than they ask for if there are enough, so that rows of different lengths ask for
+        more at the same step. Refused, with nothing changed, if the pool has too few pages.
+        """
+        size = self.page_tokens
+        most = self.pages_per_row * size
+        for ahead in (size, 0):
+            wanted = [min(most, n + ahead) if n > at else 0 for at, n in zip(begin, end, strict=True)]
+            left: dict[int, int] = {}  # rows that still use a page when those before have copied it
+            needs = [self._missing(row, at, n, left) for row, (at, n) in enumerate(zip(begin, wanted, strict=True))]
+            needed = sum(len(need) for need in needs)
+            if needed <= self.n_free:
+                break
+        else:
+            raise ConfigError(
+                f"the cache's pool has {self.n_pages} pages of {size} tokens, {self.n_free} of them free, and {needed} "
+                f"more are needed. End rows with reset([…]) or crop them, or make the cache with "
+                f"pages={self.n_pages + needed - self.n_free} or more."
+            )
+        copies = PageCopies([], [], [])
+        placed: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for row, need in enumerate(needs):
+            mine = self._rows[row]
+            for number in need:
+                page = self._free.pop()
+                self._users[page] = 1
+                if number < len(mine):
+                    copies.source.append(mine[number])
+                    copies.target.append(page)
+                    self._users[mine[number]] -= 1
+                    mine[number] = page
+                else:
+                    mine.append(page)
+                    copies.cleared.append(page)
+                for at, value in zip(placed, (row, number, page), strict=True):
+                    at.append(value)
+        if placed[0]:
+            at_row, at_number, pages = (torch.tensor(at, device=self.table_BP.device) for at in placed)
+            self.table_BP[at_row, at_number] = pages.to(torch.int32)
+            self.in_order = False
+        return copies
+
+    def release(self, row: int, length: int) -> None:
+        """Return the pages past the row's first `length` tokens; a row keeps those reserved for it."""
+        mine, kept = self._rows[row], self._pages_of(length)
+        if self.reserved and all(self._users[page] == 1 for page in mine[kept:]):
+            return
+        for page in mine[kept:]:
+            self._drop(page)
+        if mine[kept:]:
+            self.table_BP[row, kept : len(mine)] = self._blank
+        del mine[kept:]
+
+    def release_all(self) -> None:
+        if self.reserved:
+            if not self.in_order:
+                self._reserve_in_order()
+            return
+        for row in range(len(self._rows)):
+            self.release(row, 0)
+
+    def reorder(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Row i gets the pages of row rows[i], which has lengths[rows[i]] tokens. Nothing is copied."""
+        if list(rows) == list(range(len(self._rows))):
+            return
+        before = self._rows
+        self._rows = [
+            mine if i == row else before[row][: self._pages_of(lengths[row])]
+            for i, (row, mine) in enumerate(zip(rows, before, strict=True))
+        ]
+        # What another row uses too is shared; past its tokens a row may have pages that nobody else may use.
+        for i, row in enumerate(rows):
+            if i != row:
+                for page in self._rows[i]:
+                    self._users[page] += 1
+        for i, row in enumerate(rows):
+            if i != row:
+                for page in before[i]:
+                    self._drop(page)
+        device = self.table_BP.device
+        index = torch.tensor(list(rows), device=device)
+        owned_B1 = torch.tensor([len(mine) for mine in self._rows], device=device)[:, None]
+        is_owned_BP = torch.arange(self.pages_per_row, device=device) < owned_B1
+        self.table_BP.copy_(torch.where(is_owned_BP, self.table_BP.index_select(0, index), self._blank))
+        self.in_order = False
+
+    def headroom(self, lengths: Sequence[int]) -> int:
+        """Tokens that can be appended to every row without taking pages."""
+        size = self.page_tokens
+
+        def of_row(mine: list[int], length: int) -> int:
+            number, used = divmod(length, size)
+            may_write = not used or (number < len(mine) and self._users[mine[number]] == 1)
+            return len(mine) * size - length if may_write else 0
+
+        return min(of_row(mine, length) for mine, length in zip(self._rows, lengths, strict=True))
+
+    def adopt(self, other: "PageTable", rows: Sequence[int], lengths: Sequence[int]) -> PageCopies:
+        """Become, from empty, a table whose row i holds what `other` holds in row rows[i]: the pages to copy there.
+
+        lengths: of the rows of `other`. Pages that rows share there are shared here, unless all are reserved.
+        """
+        if self.reserved:
+            used = [(i, row, self._pages_of(lengths[row])) for i, row in enumerate(rows)]
+            return PageCopies(
+                [page for _, row, n in used for page in other._rows[row][:n]],
+                [page for i, _, n in used for page in self._rows[i][:n]],
+                [],
+            )
+        mine_of: dict[int, int] = {}
+        needed = {page for row in rows for page in other._rows[row][: self._pages_of(lengths[row])]}
+        if len(needed) > self.n_free:
+            raise ConfigError(
+                f"the pool has {self.n_pages} pages and {len(needed)} are needed for the rows that it takes over. "
+                f"Make the cache with pages={len(needed)} or more."
+            )
+        for i, row in enumerate(rows):
+            for page in other._rows[row][: self._pages_of(lengths[row])]:
+                if page not in mine_of:
+                    mine_of[page] = self._free.pop()
+                self._users[mine_of[page]] += 1
+                self._rows[i].append(mine_of[page])
+            self.table_BP[i, : len(self._rows[i])] = torch.tensor(self._rows[i], dtype=torch.int32)
+        return PageCopies(list(mine_of), list(mine_of.values()), [])
+
+    def _reserve_in_order(self) -> None:
+        for row in range(len(self._rows)):
+            begin = row * self.pages_per_row
+            self._rows[row] = list(range(begin, begin + self.pages_per_row))
+        self._users, self._free, self.in_order = [1] * self.n_pages, [], True
+        self.table_BP.copy_(torch.arange(self.n_pages, dtype=torch.int32).view(self.table_BP.shape))
+
+    def _pages_of(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.page_tokens)
+
+    def _missing(self, row: int, begin: int, end: int, left: dict[int, int]) -> list[int]:
+        """Numbers of the pages that the row must be given to write the tokens from `begin` to `end`."""
+        mine, found = self._rows[row], []
+        for number in range(begin // self.page_tokens, self._pages_of(end)):
+            if number < len(mine):
+                page = mine[number]
+                left[page] = left.get(page, self._users[page]) - 1
+                if not left[page]:  # nobody else uses it
+                    continue
+            found.append(number)
+        return found
+
+    def _drop(self, page: int) -> None:
+        self._users[page] -= 1
+        if not self._users[page]:
+            self._free.append(page)
