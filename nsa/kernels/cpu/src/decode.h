@@ -1,8 +1,10 @@
 // Decode step, one new token per row: the three branches, the selection and the gates in one call, reading the cache in place.
 //
 // Keys are cut into pieces of a fixed length, each a softmax of its own; pieces are merged in order. So threads share
-// the reading even at batch 1, and how many there are changes no bit.
+// the reading even at batch 1, and how many there are changes no bit. With many rows a thread computes whole groups.
 #pragma once
+#include <numeric>
+
 #include "decode_piece.h"
 #include "top_blocks.h"
 
@@ -10,6 +12,7 @@ namespace nsa {
 namespace NSA_NAMESPACE {
 
 constexpr int64_t kPieceKeys = 256;
+constexpr int64_t kGroupsPerThread = 4;  // so many, and a thread computes whole groups: threads meet once, not three times
 
 class Decode {
  public:
@@ -37,6 +40,7 @@ class Decode {
   void run() {
     for (int64_t i = 0; i < groups_ * p_.R; ++i)
       widen_row(p_.dtype, row(p_, p_.q, i / p_.R / p_.G, 0, i / p_.R % p_.G, i % p_.R), q_ + i * K_, p_.K, K_);
+    if (groups_ >= kGroupsPerThread * p_.threads) return by_group();
     const int64_t first = groups_ * n_compressed_;
     parallel<Scratch>(first + groups_ * n_window_, p_.threads, [&](Scratch scratch, int64_t item) {
       item < first ? attend_compressed(item, scratch) : attend_window(item - first, scratch);
@@ -49,6 +53,28 @@ class Decode {
   }
 
  private:
+  // One item per row and group, the longest rows first, so that threads end together. Pieces and their order are the
+  // same as where threads share a group, and so are all bits.
+  void by_group() {
+    std::vector<int64_t> rows(p_.B);
+    std::iota(rows.begin(), rows.end(), 0);
+    std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) { return p_.pos[a] > p_.pos[b]; });
+    parallel<Scratch>(groups_, p_.threads, [&](Scratch scratch, int64_t item) {
+      const int64_t group = rows[item / p_.G] * p_.G + item % p_.G;
+      const auto each = [&](int64_t n, auto&& attend_piece) {
+        for (int64_t i = group * n; i < (group + 1) * n; ++i) {
+          Scratch of_piece = scratch;
+          attend_piece(i, of_piece);
+        }
+      };
+      each(n_compressed_, [&](int64_t i, Scratch& of_piece) { attend_compressed(i, of_piece); });
+      each(n_window_, [&](int64_t i, Scratch& of_piece) { attend_window(i, of_piece); });
+      each(1, [&](int64_t i, Scratch& of_piece) { choose(i, of_piece); });
+      each(n_chosen_, [&](int64_t i, Scratch& of_piece) { attend_chosen(i, of_piece); });
+      mix(group);
+    });
+  }
+
   // Memory of the calling thread that outlives the call: at batch 1 asking the system for it would take longer than the
   // attention. The threads' Scratch begins anew with each item, so it cannot serve.
   class Area {
