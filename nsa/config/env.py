@@ -37,7 +37,7 @@ VARIABLES: dict[str, EnvVariable] = {
     "NSA_FWE_Q": EnvVariable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
     "NSA_FWE_WARMUP_BATCHES": EnvVariable(("data.warmup_batches",), "Batches to have ready before step 1."),
     "NSA_FWE_WARMUP_TIMEOUT": EnvVariable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
-    "NSA_PREFILL_TILE": EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per prefill pass when generating."),
+    "NSA_PREFILL_TILE": EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per forward pass when generating."),
     "NSA_ROPE_SCALE": EnvVariable(("model.rope_scale",), "Divisor of positions before rotation."),
     "NSA_SDPA_NO_FLASH": EnvVariable(
         ("runtime.use_flash",), "A true value restricts kernels=auto to the portable backend.", negated=True

@@ -188,7 +188,7 @@ class RuntimeConfig(ConfigSection):
         default=True, description="Let kernels=auto select fused kernels; false restricts it to the portable backend."
     )
     prefill_chunk: Changeable[Tokens] = Field(
-        default=2048, description="Prompt tokens per prefill pass when generating; no command reads it yet."
+        default=2048, description="Prompt tokens per forward pass of `nsa generate` and `nsa serve`."
     )
     threads: Changeable[Count | None] = Field(
         default=None,

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -19,32 +17,15 @@ from nsa.infer import load_model
 from nsa.infer.serve import free_port
 from tests.infer.trained_runs import write_run
 from tests.train.runs import environment
+from tools.compare_generation import ServerProcess
 
 # The second one is read in several chunks.
 PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
 
 
-class RunningServer:
-    def __init__(self, model: Path, *words: str) -> None:
-        command = [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0", *words]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.process = subprocess.Popen(command, env=environment(HF_HUB_OFFLINE="1"), **pipes)
-        assert self.process.stdout is not None
-        self.lines: list[str] = []
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if "Uvicorn running on " in line:
-                self.url = line.split("Uvicorn running on ")[1].split()[0]
-                break
-        else:
-            raise AssertionError("".join(self.lines))
-        threading.Thread(target=self.lines.extend, args=(self.process.stdout,), daemon=True).start()
-
-    def post(self, path: str, **body) -> bytes:
-        content = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, content, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=100) as answer:
-            return answer.read()
+class RunningServer(ServerProcess):
+    def __init__(self, model: Path) -> None:
+        super().__init__(model, env=environment(HF_HUB_OFFLINE="1"))
 
     def complete(self, prompt: str, **body) -> dict:
         return json.loads(self.post("/v1/completions", prompt=prompt, **{"temperature": 0, "max_tokens": 24} | body))
@@ -52,10 +33,6 @@ class RunningServer:
     def get(self, path: str) -> dict:
         with urllib.request.urlopen(self.url + path, timeout=100) as answer:
             return json.loads(answer.read())
-
-    def stop(self, number: int) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
