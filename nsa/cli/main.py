@@ -13,6 +13,7 @@ from nsa.cli import (
     doctor,
     drill,
     estimate,
+    eval,
     exporter,
     generate,
     gpu_check,
@@ -37,6 +38,7 @@ EXTRA_OF = {
     "zstandard": "data",
     "prometheus_client": "ops",
     "transformers": "hf",
+    "lm_eval": "eval",
     **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
     "triton": "dev",
 }
@@ -73,6 +75,7 @@ app.command()(monitor.monitor)
 app.command()(report.report)
 app.command()(report.compare)
 app.command()(drill.drill)
+app.command("eval", context_settings=eval.HARNESS_CONTEXT)(eval.evaluate)
 app.command()(gpu_check.gpu_check)
 
 

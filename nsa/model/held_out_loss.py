@@ -47,8 +47,8 @@ class LossSums:
     nats: float = 0.0
     tokens: float = 0.0
     rows: int = 0
-    _sums: Tensor = field(default_factory=lambda: torch.zeros(7, len(_ENDS) + 1, dtype=torch.float64))
-    """By bucket: nats, tokens, bytes, rows, and over rows nats², nats × tokens, tokens²."""
+    _sums: Tensor = field(default_factory=lambda: torch.zeros(7, len(_ENDS) + 2, dtype=torch.float64))
+    """By bucket, and last for all: nats, tokens, bytes, rows, and over rows nats², nats × tokens, tokens²."""
 
     def add(self, losses_BS: Tensor, labels_BS: Tensor, position_BS: Tensor) -> None:
         counted_BS = labels_BS != IGNORE
@@ -72,13 +72,18 @@ class LossSums:
         return self.nats / max(1.0, self.tokens)
 
     @property
+    def standard_error(self) -> float | None:
+        nats, tokens, _, *more = self._sums[:, -1].tolist()
+        return _standard_error(nats, tokens, *more)
+
+    @property
     def bits_per_byte(self) -> float | None:
-        return _bits_per_byte(self.nats, float(self._sums[2].sum()))
+        return _bits_per_byte(self.nats, float(self._sums[2, -1]))
 
     def by_position(self) -> list[PositionLoss]:
         """Buckets that hold tokens, nearest position first."""
         found = []
-        for place, sums in enumerate(self._sums.T.tolist()):
+        for place, sums in enumerate(self._sums.T[:-1].tolist()):
             nats, tokens, n_bytes = sums[:3]
             if tokens:
                 begin, end = FIRST_BUCKET << place >> 1 if place else 0, FIRST_BUCKET << place
@@ -103,6 +108,13 @@ def held_out_loss(
     return sums
 
 
+def batch_inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Token ids [B, S] and cumulative document lengths, rows end to end; None if every row is one document."""
+    tokens_BS = torch.from_numpy(batch.tokens.astype(np.int64))
+    packed = any(len(cu) > 2 for cu in batch.cu_doc_lens)
+    return tokens_BS, torch.from_numpy(batch.flat_cu_doc_lens()) if packed else None
+
+
 def next_token_labels(batch: Batch) -> Tensor:
     """Labels [B, S]: the next token of the row, or IGNORE where there is none or it does not count in the loss."""
     tokens_BS = torch.from_numpy(batch.tokens.astype(np.int64))
@@ -122,7 +134,9 @@ def positions_in_documents(batch: Batch) -> Tensor:
 
 
 def _by_bucket(values_BS: Tensor, bucket_BS: Tensor) -> Tensor:
-    return values_BS.new_zeros(len(values_BS), len(_ENDS) + 1).scatter_add_(1, bucket_BS, values_BS)
+    """Sums of each row by bucket, and of the whole row."""
+    sums_BP = values_BS.new_zeros(len(values_BS), len(_ENDS) + 1).scatter_add_(1, bucket_BS, values_BS)
+    return torch.cat([sums_BP, values_BS.sum(1, keepdim=True)], 1)
 
 
 def _bits_per_byte(nats: float, n_bytes: float) -> float | None:

@@ -14,7 +14,7 @@ from nsa.core.kv_cache import LayerCache, NSACache
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
-from nsa.model.loss import linear_cross_entropy
+from nsa.model.loss import linear_cross_entropy, linear_token_losses
 
 
 def run_blocks(
@@ -88,6 +88,13 @@ class NSATransformer(nn.Module):
         """Mean cross-entropy in fp32 over the labels that are not −100; the full logits never exist."""
         x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options))
         return linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
+
+    @torch.no_grad()
+    def token_losses(self, tokens_BS: Tensor, labels_BS: Tensor, **options: Unpack[SequenceOptions]) -> Tensor:
+        """Cross-entropy [B, S] of each label in fp32, 0 where it is −100; no gradient, the full logits never exist."""
+        x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options))
+        losses_N = linear_token_losses(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
+        return losses_N.view(labels_BS.shape)
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> NSACache:
         """An empty cache for `batch` rows of at most `max_len` tokens; arguments as for `NSAAttention.new_cache`, pages

@@ -27,7 +27,8 @@ _POSITION = {
 }  # fmt: skip
 _HELD_OUT = {
     "data": records.text, "seq_len": records.whole, "rows": records.whole, "tokens": records.whole,
-    "loss": records.number, "bits_per_byte": records.number, "by_position": records.anything,
+    "loss": records.number, "standard_error": records.number, "bits_per_byte": records.number,
+    "by_position": records.anything,
 }  # fmt: skip
 _CELL = {
     "length": records.whole, "depth": records.amount, "examples": records.whole, "chance": records.amount,
@@ -100,17 +101,14 @@ def _read(path: Path) -> dict[str, Any]:
     return content or {}
 
 
-def _checked(step: int | None, path: Path) -> ModelEvaluation:
-    content, damaged = records.read_section(path)
-    content = content or {}
-    made = ModelEvaluation(step, records.text(content.get("model")) or "", unreadable=int(damaged))
-    if damaged or content.get("format") != FORMAT:
-        made.unreadable = 1
-        return made
-    for name, result in (records.section(content.get("results")) or {}).items():
-        result = records.section(result) or {}
+def checked_results(step: int | None, results: Mapping[str, Any], model: str = "") -> ModelEvaluation:
+    """Results as they are written to a file, with every value checked."""
+    made = ModelEvaluation(step, model)
+    for name, value in results.items():
+        result = records.section(value) or {}
         if name == HELD_OUT:
-            kept, _ = records.fields(result, _HELD_OUT, required=("loss", "tokens"))
+            kept, damaged = records.fields(result, _HELD_OUT, required=("loss", "tokens"))
+            made.unreadable += int(damaged)
             if kept is not None:
                 kept["by_position"] = _rows(kept.get("by_position"), _POSITION, ("begin", "end", "loss"))
             made.held_out = kept
@@ -123,6 +121,14 @@ def _checked(step: int | None, path: Path) -> ModelEvaluation:
         else:
             made.unreadable += 1
     return made
+
+
+def _checked(step: int | None, path: Path) -> ModelEvaluation:
+    content, damaged = records.read_section(path)
+    if damaged or content is None or content.get("format") != FORMAT:
+        return ModelEvaluation(step, unreadable=1)
+    results = records.section(content.get("results")) or {}
+    return checked_results(step, results, records.text(content.get("model")) or "")
 
 
 def _rows(value: Any, checks: Mapping[str, records.Check], required: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
         ("olmo_core", ["train", "configs/cpu_quickstart.yaml"], "train"),
         ("numpy", ["data", "stats", "nowhere"], "data"),
         ("transformers", ["export", "hf", "run", "out"], "hf"),
+        ("lm_eval", ["eval", "nowhere", "--lm-eval", "lambada"], "eval"),
     ],
 )
 def test_a_missing_extra_is_named(missing, words, extra):

@@ -62,6 +62,7 @@ def test_equals_sums_by_hand(masked):
     assert sums.loss == pytest.approx(np.mean([loss for _, _, loss, _ in expected]), rel=1e-6)
     total_bits = sum(loss for _, _, loss, _ in expected) / math.log(2)
     assert sums.bits_per_byte == pytest.approx(total_bits / sum(label for *_, label in expected), rel=1e-6)
+    assert sums.standard_error == pytest.approx(error_by_hand([(row, loss) for row, _, loss, _ in expected]), rel=1e-6)
     found = sums.by_position()
     assert [(each.begin, each.end) for each in found] == [(0, 128), (128, 256), (256, 512), (512, 1024)]
     assert sum(each.tokens for each in found) == len(expected)
@@ -98,7 +99,7 @@ def test_the_total_is_the_plain_sum_in_double_precision():
 
 def test_one_row_has_no_standard_error_and_no_rows_no_loss():
     sums = LossSums()
-    assert (sums.loss, sums.by_position()) == (0.0, [])
+    assert (sums.loss, sums.standard_error, sums.by_position()) == (0.0, None, [])
     sums.add(torch.ones(1, 4), torch.tensor([[1, 2, 3, IGNORE]]), torch.arange(4)[None])
     assert [(each.loss, each.tokens, each.standard_error) for each in sums.by_position()] == [(1.0, 3, None)]
 

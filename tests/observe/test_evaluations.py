@@ -89,7 +89,7 @@ def test_values_of_other_types_are_left_out(tmp_path):
     assert found.held_out is None
     assert [row["length"] for row in found.far_tasks["needle"]] == [2048]
     assert found.lm_eval == {"x": {"c": 1.0}}
-    assert found.unreadable == 1
+    assert found.unreadable == 2
     assert "<script>" not in evaluation_section([found])
 
 

@@ -31,9 +31,9 @@ class FarCell:
         return asdict(self) | {
             "chance": 1 / self.candidates,
             "accuracy": self.chosen / self.examples,
-            "accuracy_interval": wilson_interval(self.chosen, self.examples),
+            "accuracy_interval": list(wilson_interval(self.chosen, self.examples)),
             "exact_match": self.exact / self.examples,
-            "exact_match_interval": wilson_interval(self.exact, self.examples),
+            "exact_match_interval": list(wilson_interval(self.exact, self.examples)),
         }
 
 

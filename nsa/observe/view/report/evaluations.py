@@ -1,7 +1,7 @@
 """Report section of `nsa eval`: held-out loss by position, far tasks by length and depth, lm-evaluation-harness."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nsa.observe.evaluations import ModelEvaluation
@@ -21,10 +21,18 @@ def evaluation_section(evaluations: Sequence[ModelEvaluation]) -> str:
     parts = []
     if figures := [chart for chart in (_loss_chart(evaluations), _far_chart(evaluations)) if chart is not None]:
         parts.append(f'<div class="charts">{"".join(map(chart_figure, figures))}</div>')
+    for title, heads, numbers, rows in result_tables(evaluations):
+        parts += [f"<h3>{title}</h3>", table(("model", *heads), rows, numbers=[place + 1 for place in numbers])]
+    return "\n".join(parts) or _NONE
+
+
+def result_tables(
+    evaluations: Sequence[ModelEvaluation],
+) -> Iterator[tuple[str, tuple[str, ...], range, list[tuple[str, ...]]]]:
+    """Title, heads, places of numbers among them, and rows, whose first cell names the model."""
     for title, heads, numbers, rows_of in _TABLES:
         if rows := [row for each in evaluations for row in rows_of(each)]:
-            parts += [f"<h3>{title}</h3>", table(("model", *heads), rows, numbers=numbers)]
-    return "\n".join(parts) or _NONE
+            yield title, heads, numbers, rows
 
 
 def evaluation_name(evaluation: ModelEvaluation) -> str:
@@ -108,11 +116,11 @@ def _harness_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     ]
 
 
-_TABLES = (
+_TABLES: tuple[tuple[str, tuple[str, ...], range, Callable[[ModelEvaluation], list[tuple[str, ...]]]], ...] = (
     ("held-out loss by position in the document",
-     ("position", "tokens", "nats per token", "± 95 %", "bits per byte"), range(2, 6), _position_rows),
+     ("position", "tokens", "nats per token", "± 95 %", "bits per byte"), range(1, 5), _position_rows),
     ("far tasks",
-     ("task", "length", "depth", "examples", "chance", "accuracy", "95 % interval", "exact match"), range(2, 9),
+     ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact"), range(1, 8),
      _far_rows),
-    ("lm-evaluation-harness", ("task", "metric", "value"), range(3, 4), _harness_rows),
+    ("lm-evaluation-harness", ("task", "metric", "value"), range(2, 3), _harness_rows),
 )  # fmt: skip

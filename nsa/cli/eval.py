@@ -1,0 +1,161 @@
+"""`nsa eval`: held-out loss by position, far tasks and lm-evaluation-harness on a trained model."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
+from nsa.cli.outputs import print_error, print_line, require_writable_file
+from nsa.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nsa.infer.evaluation.run import EvaluationRequest
+    from nsa.infer.load_model import LoadedModel
+
+HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def evaluate(
+    context: typer.Context,
+    model: Path = MODEL,
+    tasks: str = typer.Option(
+        None,
+        "--tasks",
+        metavar="A,B",
+        help="held_out_loss, needle, needle_multikey, variable_tracking, associative_recall (default: all).",
+    ),
+    lengths: str = typer.Option(
+        None, "--lengths", metavar="1k,4k", help="Tokens of far tasks (default: the training length, at least 1k)."
+    ),
+    depths: str = typer.Option("0,25,50,75,100", "--depths", metavar="0,50,100", help="Where the answer lies, in %."),
+    limit: int = typer.Option(None, "--limit", min=1, help="Examples for every length and depth (default 20)."),
+    rows: int = typer.Option(256, "--rows", min=0, help="Rows for the held-out loss; 0: all there are."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Random seed of far tasks."),
+    data: str = typer.Option(None, "--data", help="Held-out data (default: the run's own): a prepared set, or files."),
+    seq_len: str = typer.Option(None, "--seq-len", metavar="4k", help="Row length of held-out data."),
+    hay: str = typer.Option(
+        None, "--hay", help="Text around far tasks: a file, or built-in (default: the held-out documents)."
+    ),
+    lm_eval: str = typer.Option(
+        None,
+        "--lm-eval",
+        metavar="TASKS",
+        help="Tasks of lm-evaluation-harness instead; more options are passed to it.",
+    ),
+    out: Path = typer.Option(None, "--out", help="Results file (default: RUN/evaluations/stepN.json)."),
+    as_json: bool = typer.Option(False, "--json", help="Print the results as JSON and nothing else on stdout."),
+    device: str = DEVICE,
+    dtype: str = DTYPE,
+    tokenizer: str = TOKENIZER,
+    key_file: Path = KEY,
+) -> None:
+    """Evaluate a trained model: held-out loss by position, far tasks, or tasks of lm-evaluation-harness.
+
+    Accuracy of a far task: how often the right answer is more likely than the other candidates; chance is printed
+    beside it. Exact match: how often greedy decoding gives it. Results are added to a JSON file beside the checkpoint,
+    which `nsa report` shows.
+
+    **Examples:**
+
+    `nsa eval artifacts/run`
+
+    `nsa eval artifacts/run --tasks needle,variable_tracking --lengths 4k,16k --depths 0,50,100 --limit 50`
+
+    `nsa eval artifacts/run/checkpoints/step2000 --tasks held_out_loss --rows 0 --json`
+
+    `nsa eval exported --lm-eval niah_single_1,ruler_fwe --metadata '{"max_seq_lengths":[4096]}' --limit 20`
+    """
+    if context.args and lm_eval is None:
+        raise ConfigError(f"unknown option {context.args[0]}. Options of the harness need --lm-eval TASKS.")
+    if lm_eval is not None:
+        from nsa.infer.evaluation.lm_eval import evaluate_with_harness
+    from nsa.infer.evaluation.run import EvaluationRequest, results_folder
+    from nsa.observe.evaluations import evaluation_file, merge_results, require_mergeable
+
+    request = EvaluationRequest(
+        tasks=_words(tasks),
+        lengths=None if lengths is None else [_count(word) for word in _words(lengths) or ()],
+        depths=[_percent(word) for word in _words(depths) or ()],
+        limit=limit or EvaluationRequest.limit,
+        rows=rows or None,
+        seed=seed,
+        data=data,
+        seq_len=None if seq_len is None else _count(seq_len),
+        hay=hay,
+    )
+    loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
+    path = out or evaluation_file(results_folder(loaded.source), loaded.source.step)
+    require_writable_file(path)
+    require_mergeable(path)
+    if lm_eval is None:
+        results = _run(loaded, request)
+    else:
+        words = [*context.args, *(["--limit", str(limit)] if limit else [])]
+        results = evaluate_with_harness(loaded, lm_eval, words)
+    merge_results(path, step=loaded.source.step, model=loaded.source.path.name, results=results)
+    if as_json:
+        print(json.dumps(results, indent=1, sort_keys=True))
+    else:
+        _show(results)
+        print_line(f"wrote {path}")
+
+
+def _run(loaded: "LoadedModel", request: "EvaluationRequest") -> dict[str, dict[str, Any]]:
+    """With a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from nsa.infer.evaluation.run import evaluate_model
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        shown: dict[str, Any] = {}
+
+        def progress(task: str, done: int, total: int | None) -> None:
+            if task not in shown:
+                shown[task] = bar.add_task(task, total=total)
+            bar.update(shown[task], completed=done)
+
+        return evaluate_model(loaded, request, progress=progress, note=lambda text: print_error(f"note: {text}"))
+
+
+def _show(results: dict[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nsa.observe.evaluations import checked_results
+    from nsa.observe.view.report.evaluations import result_tables
+
+    console = Console(highlight=False, markup=False)
+    for title, heads, numbers, table_rows in result_tables([checked_results(None, results)]):
+        made = Table(
+            title=title, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title_justify="left"
+        )
+        for place, head in enumerate(heads):
+            made.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
+        for row in table_rows:
+            made.add_row(*map(Text, row[1:]))
+        console.print(made)
+        console.print()
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word for word in text.replace(",", " ").split() if word]
+
+
+def _count(word: str) -> int:
+    """4096 or 4k."""
+    number, factor = (word[:-1], 1024) if word[-1:] in ("k", "K") else (word, 1)
+    if not number.isdecimal():
+        raise ConfigError(f"{word!r} is not a number of tokens. Write e.g. 4096 or 4k.")
+    return int(number) * factor
+
+
+def _percent(word: str) -> float:
+    try:
+        return float(word.removesuffix("%")) / 100
+    except ValueError:
+        raise ConfigError(f"{word!r} is not a depth. Write percentages, e.g. 0,50,100.") from None

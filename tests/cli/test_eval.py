@@ -1,0 +1,91 @@
+"""`nsa eval`: output, results file, report; what is refused before a model is loaded."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("transformers", reason="in the hf extra")
+
+from typer.testing import CliRunner
+
+from nsa import names
+from nsa.cli.main import app
+from nsa.errors import ConfigError, OutputError
+from nsa.infer.evaluation.hay import BUILT_IN
+from nsa.observe.evaluations import read_evaluations
+from tests.hf.trained_runs import save_run, settings
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "held.jsonl").write_text(
+        "".join(json.dumps(dict(id=str(n), text=BUILT_IN[n:])) + "\n" for n in range(20))
+    )
+    folder = tmp_path / "run"
+    save_run(folder, settings(data={"dataset": "local", "path": str(tmp_path / "held.jsonl"), "held_out": 0.4}))
+    (folder / names.EVENTS).write_text("")
+    return folder
+
+
+def evaluate(*words):
+    return CliRunner().invoke(app, ["eval", *map(str, words)], env={"COLUMNS": "100"})
+
+
+FAST = ["--lengths", "700", "--depths", "0,100", "--limit", "2", "--rows", "3", "--device", "cpu"]
+
+
+def test_results_are_printed_written_merged_and_reported(run):
+    done = evaluate(run, "--tasks", "held_out_loss,needle", *FAST)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"0–127\s+\d+", done.stdout)
+    assert re.search(r"needle\s+700\s+100 %\s+2\s+12 %", done.stdout)
+    done = evaluate(run, "--tasks", "associative_recall", *FAST, "--json")
+    assert done.exit_code == 0, done.output
+    assert set(json.loads(done.stdout)) == {"associative_recall"}
+    (found,) = read_evaluations(run)
+    assert found.step == 20
+    assert found.held_out["rows"] == 3
+    assert set(found.far_tasks) == {"needle", "associative_recall"}
+    assert (run / "evaluations" / "step20.json").is_file()
+
+    done = CliRunner().invoke(app, ["report", str(run)])
+    assert done.exit_code == 0, done.output
+    html = (run / "report.html").read_text()
+    assert 'id="evaluations"' in html
+    assert "associative_recall" in html
+
+
+def test_the_same_seed_gives_the_same_results(run, tmp_path):
+    found = []
+    for name in ("a", "b"):
+        done = evaluate(run, "--tasks", "needle", *FAST, "--hay", "built-in", "--out", tmp_path / f"{name}.json")
+        assert done.exit_code == 0, done.output
+        found.append(json.loads((tmp_path / f"{name}.json").read_text())["results"]["needle"]["cells"])
+    assert found[0] == found[1]
+    assert not (run / "evaluations").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tasks", "needles"],
+        ["--depths", "0,150"],
+        ["--depths", "middle"],
+        ["--lengths", "4x"],
+        ["--tasks", "needle", "--lengths", "50"],
+        ["--num_fewshot", "5"],
+        ["--lm-eval", "ruler_vt"],
+    ],
+)
+def test_wrong_options_are_refused(run, words):
+    done = evaluate(run, *words, "--device", "cpu")
+    assert isinstance(done.exception, ConfigError), done.output
+    assert not (run / "evaluations").exists()
+
+
+def test_a_file_that_is_not_ours_is_never_replaced(run, tmp_path):
+    (tmp_path / "notes.json").write_text("[1, 2]")
+    done = evaluate(run, *FAST, "--out", tmp_path / "notes.json")
+    assert isinstance(done.exception, OutputError), done.output
+    assert (tmp_path / "notes.json").read_text() == "[1, 2]"
