@@ -37,7 +37,6 @@ EXTRA_OF = {
     "transformers": "hf",
     "zstandard": "data",
     "prometheus_client": "ops",
-    "transformers": "hf",
     "lm_eval": "eval",
     **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
     "triton": "dev",

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from nsa.hf.export_folder import export_folder
 
 import nsa.infer
 from nsa.checkpoint.load import export as export_weights
@@ -18,6 +17,7 @@ from nsa.checkpoint.manifest import read_key
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.data.tokenizer import ByteTokenizer, train_bpe
 from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.hf.export_folder import export_folder
 from nsa.infer import load_model
 from nsa.model.build import build_model
 from tests.infer.trained_runs import write_run
