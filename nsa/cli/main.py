@@ -34,7 +34,6 @@ from nsa.errors import ConfigError, NSAError
 EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
-    "transformers": "hf",
     "zstandard": "data",
     "prometheus_client": "ops",
     "lm_eval": "eval",
