@@ -98,7 +98,15 @@ def _table(rows: dict[str, str]) -> Iterator[str]:
 def _cell(text: str) -> str:
     """Text that may come from anyone, as one cell: no control character, no markup that a page would execute."""
     shown = "".join(character if character.isprintable() else " " for character in text)
-    for special, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["), ("`", "\\`")):
+    for special, entity in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "\\|"),
+        ("[", "\\["),
+        ("]", "\\]"),
+        ("`", "\\`"),
+    ):
         shown = shown.replace(special, entity)
     return shown
 
