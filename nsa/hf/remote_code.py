@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import nsa
+from nsa import __version__
 
 _PACKAGE = "nsa"
-_ROOT = Path(nsa.__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _FILES = {"nsa.hf.configuration": "configuration_nsa", "nsa.hf.modeling": "modeling_nsa"}
 """Modules whose files have the names that Transformers' own models use."""
 _LEFT_OUT = ("nsa.kernels.cpu", "nsa.kernels.triton", "nsa.kernels.self_check")
@@ -103,7 +103,7 @@ def _rewrite(source: str, module: str) -> str:
         assert node.end_lineno is not None
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [f"{indent}{line}\n" for line in _relative(node)]
-    head = f"# Generated from {_source(module).relative_to(_ROOT)} of nsa-train {nsa.__version__} (Apache-2.0).\n"
+    head = f"# Generated from {_source(module).relative_to(_ROOT)} of nsa-train {__version__} (Apache-2.0).\n"
     return head + _with_own_operators("".join(lines))
 
 
