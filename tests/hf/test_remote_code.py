@@ -53,7 +53,7 @@ print(json.dumps({"tokens": tokens.tolist(), "class": type(model).__module__, "l
 
 
 def without_package(folder: Path, resaved: Path, cache: Path) -> dict:
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CONFIG")}
+    environ = {name: value for name, value in os.environ.items() if name != "CONFIG"}
     environ |= {"HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WITHOUT_PACKAGE, str(folder), str(resaved), PROMPT]
     done = subprocess.run(command, cwd=cache, env=environ, capture_output=True, text=True, timeout=280)
