@@ -155,21 +155,21 @@ def _run_batch(
             progress.update(f"{which}reading the prompt: {done:,} of {columns:,} tokens")
 
         def on_text(row: int, piece: str) -> None:
+            if streamed and not counts[row]:
+                progress.stop()
+                write_text(prompts[row])  # not before, or the progress line would overwrite it
             counts[row] += len(piece)
             if streamed:
-                progress.stop()
                 write_text(piece)
             else:
                 progress.update(f"{which}{max(counts):,} characters of text")
 
-        if streamed:
-            write_text(prompts[0])
         result = generate_batch(loaded, encoded, settings, on_text=on_text, on_prefill=on_prefill)
     for row, (prompt, completion) in enumerate(zip(prompts, result.completions, strict=True)):
         if as_json:
             print(json.dumps(_record(loaded, prompt, completion, result)), flush=True)
         elif streamed:
-            print(flush=True)
+            write_text("\n" if counts[row] else f"{prompt}\n")
         else:
             print(f"=== {first + row + 1} of {total}", flush=True)
             write_text(prompt + completion.text + "\n")
