@@ -122,6 +122,21 @@ def test_rows_go_on_as_the_rows_they_were(change, rows):
     torch.testing.assert_close(got, whole(all_ids, attention_mask=all_mask)[:, -3:], atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("crop", "left"), [(-7, 33), (-12, 28)], ids=str)
+def test_what_is_cropped_of_moved_rows_is_what_those_rows_had(crop, left):
+    cache, (ids, mask) = new_cache(), padded([40, 13, 35])
+    cache.activate_past_recording()
+    run(ids, cache, attention_mask=mask)
+    cache.reorder_cache(torch.tensor([1, 0, 0]))
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    ids, mask = padded([40, 13])
+    cache.crop(crop)
+    ids, mask, new = ids[:, :left], mask[:, :left], prompts(2, 3, seed=8)
+    all_ids, all_mask = torch.cat([ids, new], 1), torch.nn.functional.pad(mask, (0, 3), value=1)
+    got = run(new, cache, attention_mask=all_mask)
+    torch.testing.assert_close(got, whole(all_ids, attention_mask=all_mask)[:, -3:], atol=1e-3, rtol=1e-4)
+
+
 def test_a_copy_goes_its_own_way_and_a_reset_cache_is_as_new():
     cache, ids = new_cache(), prompts(2, 60)
     run(ids[:, :40], cache)
