@@ -37,6 +37,7 @@ EXTRA_OF = {
     "zstandard": "data",
     "prometheus_client": "ops",
     "lm_eval": "eval",
+    "transformers": "hf",
     **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
     "triton": "dev",
 }

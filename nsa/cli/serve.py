@@ -7,6 +7,7 @@ import typer
 
 from nsa.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
 from nsa.cli.outputs import print_error
+from nsa.cli.progress_line import ProgressLine
 from nsa.cli.sigterm import sigterm_as_interrupt
 
 
@@ -33,10 +34,10 @@ def serve(
     """
     from nsa.observe.export.exporter import is_loopback
 
+    with ProgressLine("loading the server"):
+        from nsa.infer.serve import serve_model
+
     loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
-
-    from nsa.infer.serve import serve_model
-
     if not is_loopback(host):
         print_error(
             f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can use the "

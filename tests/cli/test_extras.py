@@ -12,6 +12,8 @@ import pytest
         ("olmo_core", ["train", "configs/cpu_quickstart.yaml"], "train"),
         ("numpy", ["data", "stats", "nowhere"], "data"),
         ("transformers", ["export", "hf", "run", "out"], "hf"),
+        ("transformers", ["generate", "nowhere", "-p", "text"], "hf"),
+        ("fastapi", ["serve", "nowhere"], "serve"),
         ("lm_eval", ["eval", "nowhere", "--lm-eval", "lambada"], "eval"),
     ],
 )
