@@ -61,6 +61,8 @@ def _lines(
             "licence": record.license or "not stated: ask whoever gave you this model",
         }
     )
+    if record.evaluations:
+        yield from ("", "## Evaluation", "", *_table(dict(record.evaluations)))
     yield from ("", "## Model", "")
     yield from _table(
         {

@@ -6,7 +6,7 @@ Taken from the run's own records at the first export and kept through import, so
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -15,7 +15,9 @@ from nsa import __version__, names
 from nsa.checkpoint.trained_model import TrainedModel
 from nsa.config.schema import RunConfig
 from nsa.errors import CheckpointError, ConfigError
+from nsa.observe.evaluations import read_evaluations
 from nsa.observe.view import run_data
+from nsa.observe.view.report.evaluations import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
 FORMAT = 1
@@ -45,6 +47,8 @@ class TrainingRecord:
     license: str | None
     settings: Mapping[str, Any]
     """Settings of the run by section, without private ones."""
+    evaluations: Mapping[str, str] = field(default_factory=dict)
+    """Results of `nsa eval` for this step: name and figure."""
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
@@ -58,6 +62,7 @@ class TrainingRecord:
         expected = {
             "format": int, "step": int, "tokens": int, "loss": (float, int, None), "held_out_step": (int, None),
             "held_out_loss": (float, int, None), "data": str, "version": str, "license": (str, None), "settings": dict,
+            "evaluations": dict,
         }  # fmt: skip
         for key in values.keys() | expected.keys():
             kinds = expected.get(key)
@@ -71,6 +76,9 @@ class TrainingRecord:
                 raise CheckpointError(f"{where} has {key}={value!r:.80}: it must be a number of 0 or more.")
         if values["format"] != FORMAT:
             raise CheckpointError(f"{where} has format {values['format']}, this version reads {FORMAT}.")
+        for name, figure in values["evaluations"].items():
+            if not (type(figure) is str and name.isprintable() and figure.isprintable() and len(name + figure) < 1000):
+                raise CheckpointError(f"{where} has an unreadable evaluation: {name!r:.80}={figure!r:.80}.")
         if values["license"] is not None:
             require_license(values["license"])
         return cls(**{key: value for key, value in values.items() if key != "format"})
@@ -105,7 +113,13 @@ def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord
         version=__version__,
         license=license_name,
         settings=public_settings(config),
+        evaluations=_evaluations(trained.path, step),
     )
+
+
+def _evaluations(checkpoint: Path, step: int) -> dict[str, str]:
+    found = [each for each in read_evaluations(checkpoint.parent.parent) if each.step == step]
+    return evaluation_summary(found[0]) if found else {}
 
 
 def _losses(checkpoint: Path, step: int) -> tuple[float | None, float | None, int | None]:

@@ -12,9 +12,11 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from huggingface_hub import ModelCard
 
 from nsa.checkpoint.trained_model import open_trained_model
+from nsa.errors import CheckpointError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.model_card import model_card
 from nsa.hf.training_record import TrainingRecord, public_settings, record_of
+from nsa.observe.evaluations import evaluation_file, merge_results
 from tests.hf.trained_runs import save_run, settings
 
 
@@ -47,6 +49,27 @@ def test_a_checkpoint_alone_has_a_record_without_losses(tmp_path):
     card = render(record)
     assert "not recorded" in card
     assert "not stated" in card
+
+
+def test_results_of_evaluations_are_shown_and_kept(run):
+    cells = [
+        dict(length=1024, depth=depth, examples=10, chance=0.125, accuracy=accuracy, exact_match=0.1)
+        for depth, accuracy in ((0.0, 0.3), (1.0, 0.9))
+    ]
+    held_out = dict(tokens=4096, loss=2.5, bits_per_byte=3.6, by_position=[])
+    harness = dict(metrics={"acc,none": 0.25})
+    results = {"held_out_loss": held_out, "needle": dict(cells=cells), "lm_eval/x|<b>": harness}
+    merge_results(evaluation_file(run, 20), step=20, model="step20", results=results)
+    merge_results(evaluation_file(run, 30), step=30, model="step30", results={"held_out_loss": held_out})
+    record = record_of(open_trained_model(run), None)
+    assert TrainingRecord.parse(json.loads(record.to_json()), "here") == record
+    card = render(record)
+    assert "| held-out loss of 4,096 tokens | 2.500 nats per token, 3.600 bits per byte |" in card
+    assert "| needle, 1,024 tokens | accuracy 60 % (chance 12 %), exact match 10 %, 20 examples |" in card
+    assert "lm-eval x\\|&lt;b&gt;, acc,none" in card
+    for wrong in ({"a": 1}, {"a": "b\n"}, {"a\x1b": "b"}, {"a": "b" * 1000}):
+        with pytest.raises(CheckpointError):
+            TrainingRecord.parse({**record.as_dict(), "evaluations": wrong}, "here")
 
 
 def render(record: TrainingRecord, **changes: object) -> str:

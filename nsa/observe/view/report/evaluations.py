@@ -35,6 +35,31 @@ def result_tables(
             yield title, heads, numbers, rows
 
 
+def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
+    """Result → figure as text, far tasks by length: what a model card shows."""
+    rows = {}
+    if (held_out := evaluation.held_out) is not None:
+        per_byte = held_out.get("bits_per_byte")
+        rows[f"held-out loss of {held_out['tokens']:,} tokens"] = f"{number(held_out['loss'])} nats per token" + (
+            "" if per_byte is None else f", {number(per_byte)} bits per byte"
+        )
+    for task, cells in sorted(evaluation.far_tasks.items()):
+        for length in sorted({cell["length"] for cell in cells}):
+            chosen = [cell for cell in cells if cell["length"] == length]
+            examples = sum(cell["examples"] for cell in chosen) or 1
+            accuracy, exact = (
+                math.fsum(cell[name] * cell["examples"] for cell in chosen) / examples
+                for name in ("accuracy", "exact_match")
+            )
+            rows[f"{plain(task)}, {length:,} tokens"] = (
+                f"accuracy {share(accuracy)} (chance {share(chosen[0].get('chance'))}), exact match {share(exact)}, "
+                f"{examples:,} examples"
+            )
+    for _, task, metric, value in _harness_rows(evaluation):
+        rows[f"lm-eval {task}, {metric}"] = value
+    return rows
+
+
 def evaluation_name(evaluation: ModelEvaluation) -> str:
     return "model" if evaluation.step is None else f"step {evaluation.step:,}"
 
