@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from nsa import names
 from nsa.cli.main import app
 from nsa.errors import ConfigError, OutputError
+from nsa.hf.export_folder import export_folder
+from nsa.hf.import_folder import import_folder
 from nsa.infer.evaluation.hay import BUILT_IN
 from nsa.observe.evaluations import read_evaluations
 from tests.hf.trained_runs import save_run, settings
@@ -54,6 +56,21 @@ def test_results_are_printed_written_merged_and_reported(run):
     html = (run / "report.html").read_text()
     assert 'id="evaluations"' in html
     assert "associative_recall" in html
+
+
+def test_an_exported_folder_is_evaluated_and_still_loads(run, tmp_path):
+    export_folder(run, tmp_path / "exported")
+    for task in ("needle", "needle_multikey"):
+        done = evaluate(tmp_path / "exported", "--tasks", task, *FAST)
+        assert done.exit_code == 0, done.output
+    done = evaluate(tmp_path / "exported", *FAST, "--tasks", "held_out_loss", "--data", tmp_path / "held.jsonl")
+    assert done.exit_code == 0, done.output
+    (found,) = read_evaluations(tmp_path / "exported")
+    assert set(found.far_tasks) == {"needle", "needle_multikey"}
+    assert found.held_out["tokens"] > 0
+    import_folder(tmp_path / "exported", tmp_path / "imported")
+    export_folder(tmp_path / "imported", tmp_path / "again")
+    assert (tmp_path / "again" / "README.md").read_bytes() == (tmp_path / "exported" / "README.md").read_bytes()
 
 
 def test_the_same_seed_gives_the_same_results(run, tmp_path):

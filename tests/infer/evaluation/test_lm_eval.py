@@ -139,7 +139,7 @@ def test_ruler_gives_the_same_answers_through_transformers_and_through_our_own_m
     save_run(tmp_path / "run", config, tokenizer=tokenizer)
     export_folder(tmp_path / "run", tmp_path / "exported")
     options = dict(
-        task_manager=TaskManager(), limit=2, gen_kwargs="max_gen_toks=24",
+        task_manager=TaskManager(), limit=4, gen_kwargs="max_gen_toks=24",
         metadata={"max_seq_lengths": [4096], "tokenizer": str(tmp_path / "exported")},
     )  # fmt: skip
     exported = str(tmp_path / "exported")
@@ -148,6 +148,7 @@ def test_ruler_gives_the_same_answers_through_transformers_and_through_our_own_m
     (scores_hf, answers_hf), (scores_own, answers_own) = (samples(m, RULER, **options) for m in (through_hf, own))
     assert answers_hf == answers_own
     assert scores_hf == scores_own
+    assert len({str(resps) for task in RULER for _, resps in answers_hf[task]}) > 6
     for task in RULER:
         assert 0 <= scores_hf[task]["4096,none"] <= 1
 
