@@ -28,6 +28,7 @@ from nsa.core.nsa_attention import NSAAttention
 
 STEPS = 40
 FILLED_AT_ONCE = 1024
+CHUNKS = 32  # in which rows of a pool are filled: appending to pages that are not in order copies them for the kernels
 
 
 def uniform(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -47,7 +48,7 @@ def nsa_step(
     batch, room = len(lengths), max(lengths) + 2 * STEPS
     pages = sum(g.n_blocks(n + 2 * STEPS) + 1 for n in lengths) if pooled else None
     cache = module.new_cache(batch, room, pages=pages)
-    at_once = g.l_sel if pooled else FILLED_AT_ONCE  # rows take pages in turns
+    at_once = g.l_sel * max(1, max(lengths) // (CHUNKS * g.l_sel)) if pooled else FILLED_AT_ONCE  # rows take turns
     for begin in range(0, max(lengths), at_once):
         new = torch.tensor([min(max(n - begin, 0), at_once) for n in lengths])
         cache.append(streams(shape, batch, int(new.max()), dtype), new, module._compress)
