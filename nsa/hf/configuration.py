@@ -14,7 +14,7 @@ from nsa.attention_rules import (
     broken_rope_compressed_rules,
     broken_rope_scaling_rules,
 )
-from nsa.errors import BrokenRule, require_rules
+from nsa.errors import BrokenRule, ConfigError, require_rules
 from nsa.geometry import Geometry, broken_rules, default_ffn_dim
 from nsa.options import Gate, GatePer, KVProjections, Phi, RopeCompressed
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # pydantic is not needed to load a model
     from nsa.config.schema import RunConfig
 
 LAYER_TYPE = "nsa_attention"
+MOST_LAYERS = 10_000
+"""Transformers makes lists with an entry per layer before anything else is checked."""
 
 _COUNTS = (
     "vocab_size",
@@ -95,6 +97,11 @@ class NSAConfig(PreTrainedConfig):
             self.intermediate_size = default_ffn_dim(self.hidden_size)
         if self.v_head_dim is None:
             self.v_head_dim = self.head_dim
+        if isinstance(self.num_hidden_layers, int) and self.num_hidden_layers > MOST_LAYERS:
+            raise ConfigError(
+                f"num_hidden_layers is {self.num_hidden_layers:.3g}: a config may have up to {MOST_LAYERS:,}. Correct "
+                f"config.json."
+            )
         super().__post_init__(**kwargs)
 
     @property

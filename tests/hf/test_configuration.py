@@ -99,3 +99,9 @@ def test_transformers_makes_our_cache_for_this_config():
     """`layer_types` and the registry of cache layers are Transformers' own business: an upgrade may change it."""
     cache = DynamicCache(config=tiny_config(num_hidden_layers=3))
     assert [type(layer) for layer in cache.layers] == [NSACacheLayer] * 3
+
+
+def test_a_config_with_a_billion_layers_is_refused_before_lists_of_them_are_made(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nsa", "num_hidden_layers": 1000000000}')
+    with pytest.raises(ConfigError, match="up to 10,000"):
+        AutoConfig.from_pretrained(tmp_path)
