@@ -53,7 +53,7 @@ class Streams:
             made[row, tokens % n] = x[row, tokens]
         return made
 
-    def view(self, paged: bool) -> CacheView:
+    def view(self, paged: bool, ours: bool = False) -> CacheView:
         """Paged: each stream in blocks of its own, tokens at their positions. Else whole rows, and the tail's ring."""
         g = self.g
         length = torch.tensor(LENGTHS)
@@ -62,7 +62,7 @@ class Streams:
         if paged:
             first, page = g.l // g.d - 1, 2 * g.l_sel
             tail, window = ([self.filled(x, n) for x in self.raw[i : i + 2]] for i, n in ((0, g.l), (4, g.w)))
-            places = [scattered(states, seed) for seed, states in enumerate((page, page // g.d, page, page))]
+            places = [scattered(states, seed, ours) for seed, states in enumerate((page, page // g.d, page, page))]
             places[1] = same_table(places[1], page // g.d)
         else:
             first = 0
@@ -78,8 +78,8 @@ class Streams:
             done,
         )
 
-    def outputs(self, paged: bool):
-        view = self.view(paged)
+    def outputs(self, paged: bool, ours: bool = False):
+        view = self.view(paged, ours)
         sizes = dict(heads_per_group=3, geometry=self.g, scale=0.2)
         decoder = CpuDecoder(view._replace(compressed=view.compressed._replace(pos_B1=view.selected.pos_B1)),
                              means=True, **sizes)  # fmt: skip
@@ -106,9 +106,10 @@ def same_table(place, states):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("geometry", "K", "V"), [("showcase", 32, 16), ("odd", 24, 40), ("seed", 64, 64)])
-def test_pages_of_another_engine_give_the_same_bits(geometry, K, V, dtype):
+@pytest.mark.parametrize("ours", [False, True], ids=["another engine's pages", "our pages"])
+def test_pages_in_any_order_give_the_same_bits(geometry, K, V, dtype, ours):
     streams = Streams(geometry, dtype, K, V)
-    for (got, blocks), (want, same_blocks) in zip(streams.outputs(True), streams.outputs(False), strict=True):
+    for (got, blocks), (want, same_blocks) in zip(streams.outputs(True, ours), streams.outputs(False), strict=True):
         assert got.isfinite().all()
         assert torch.equal(blocks, same_blocks)
         assert torch.equal(got, want)
