@@ -150,7 +150,7 @@ def test_forked_rows_share_their_pages_until_they_part(pages):
     module = make()
     cache = module.new_cache(4, 80, pages=pages)
     x = torch.randn(1, 60, 24).expand(4, -1, -1).clone()
-    x[:, 44:] = torch.randn(4, 16, 24)
+    x[:, 43:] = torch.randn(4, 17, 24)  # they complete a compressed block that began in a page they share
     with torch.no_grad():
         module(x[:, :43], cache=cache, new_lens_B=torch.tensor([43, 0, 0, 0]))
         cache.reorder([0, 0, 0, 0])
