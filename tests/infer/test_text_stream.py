@@ -71,12 +71,19 @@ def test_words_of_a_bpe_keep_their_spaces(bpe):
         ("one two", ("twox",), "one two"),
         ("ein € zwei", ("€ z",), "ein "),
         ("stop", ("stop",), ""),
+        ("xab", ("b", "ab"), "x"),
     ],
 )
 def test_text_ends_before_a_stop_string_and_none_of_it_is_ever_shown(text, stop, shown):
     stream, pieces = streamed([*text.encode(), *b" more"], stop=stop)
     assert "".join(pieces).removesuffix(" more") == stream.text.removesuffix(" more") == shown
     assert (stream.stopped_by in stop) == (stream.text == shown)
+
+
+def test_the_beginning_of_a_stop_string_is_text_if_nothing_follows():
+    stream, pieces = streamed(b"one tw", stop=["two"])
+    assert "".join(pieces) == stream.text == "one tw"
+    assert stream.stopped_by is None
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back():
