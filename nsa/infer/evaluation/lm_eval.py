@@ -100,7 +100,7 @@ def _read_results(folder: Path) -> dict[str, dict[str, Any]]:
     shots, samples = content.get("n-shot", {}), content.get("n-samples", {})
     found = {}
     for task, values in content["results"].items():
-        metrics = {name: value for name, value in values.items() if type(value) in (int, float)}
+        metrics = {name: v for name, v in values.items() if type(v) in (int, float) and name != "sample_len"}
         metrics = {name: v for name, v in metrics.items() if not (name[:1].isdigit() and v == _NOT_RUN)}
         settings = {"lm_eval": content.get("lm_eval_version"), "num_fewshot": shots.get(task),
                     "samples": (samples.get(task) or {}).get("effective")}  # fmt: skip
