@@ -138,10 +138,10 @@ def test_ruler_gives_the_same_answers_through_transformers_and_through_our_own_m
     config = settings(train={"seq_len": 4096}, model={"dim": 64, "d_k": 16, "d_v": 16})
     save_run(tmp_path / "run", config, tokenizer=tokenizer)
     export_folder(tmp_path / "run", tmp_path / "exported")
+    metadata = {"max_seq_lengths": [4096], "tokenizer": str(tmp_path / "exported")}
     options = dict(
-        task_manager=TaskManager(), limit=4, gen_kwargs="max_gen_toks=24",
-        metadata={"max_seq_lengths": [4096], "tokenizer": str(tmp_path / "exported")},
-    )  # fmt: skip
+        task_manager=TaskManager(metadata=metadata), limit=4, gen_kwargs="max_gen_toks=24", metadata=metadata
+    )
     exported = str(tmp_path / "exported")
     through_hf = HFLM(pretrained=exported, device="cpu", backend="causal", dtype="float32", max_length=8192)
     own = OwnHarnessModel(str(tmp_path / "run"), device="cpu", max_length=8192)
