@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tools.ptx_emulator.ptx_snippets import lanes
+from tests.tools.ptx_emulator.ptx_snippets import at, lanes, run
 from tools.ptx_emulator.instructions.conversions import bf16_bits, f16_bits, tf32_bits
 
 VALUES = np.concatenate(
@@ -56,10 +56,14 @@ def test_a_wider_register_gives_its_low_bits():
     assert lanes("cvt.u32.u8", [bytes_], np.dtype(np.uint32)).tolist() == [251, 7] * 16
 
 
+def test_signed_loads_fill_a_wider_register_with_the_sign():
+    a, out = np.array([-5, 7] * 16, np.int32), np.zeros(32, np.int64)
+    run(at(0, 4) + "\tld.global.s32 %rd1, [%rd80];\n" + at(1, 8) + "\tst.global.b64 [%rd80], %rd1;\n", a, out)
+    assert out.tolist() == a.tolist()
+
+
 def test_moves_unpack_and_pack():
     a = np.arange(32, dtype=np.uint32) * 65537 + 3
-    from tests.tools.ptx_emulator.ptx_snippets import at, run
-
     out = np.zeros(32, np.uint32)
     run(
         at(0, 4)

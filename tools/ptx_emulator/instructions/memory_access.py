@@ -33,8 +33,8 @@ def build_parameter(unit: ExecutionUnit, at: Instruction) -> Run:
 
 
 def _sizes(opcode: str) -> tuple[int, int]:
-    """Elements and bytes of each, from .v2/.v4 and .b8 to .b64."""
-    match = re.fullmatch(r"(?:ld|st)\.(?:global|shared)(?:\.v([24]))?\.[bu](8|16|32|64)", opcode)
+    """Elements and bytes of each, from .v2/.v4 and .b8 to .b64; a load may also be of .s8 to .s32."""
+    match = re.fullmatch(r"(?:ld|st)\.(?:global|shared)(?:\.v([24]))?\.[bus](8|16|32|64)", opcode)
     if match is None:
         raise UnsupportedPtx(opcode)
     return int(match.group(1) or 1), int(match.group(2)) // 8
@@ -52,7 +52,8 @@ def build_load(unit: ExecutionUnit, at: Instruction) -> Run:
     in_shared, mask = ".shared" in at.opcode, state.mask(at)
     address = unit.address(source, "b32" if in_shared else "b64")
     load = unit.shared.load if in_shared else unit.memory.load
-    read = np.dtype(f"u{size}")
+    # `astype` repeats the sign of a signed number in a wider register.
+    read = np.dtype(f"{'i' if at.opcode.rpartition('.')[2].startswith('s') else 'u'}{size}")
 
     def run() -> None:
         chosen = mask()
@@ -137,6 +138,7 @@ _WIDTHS = [
 BUILDERS: dict[str, Builder] = {
     **{f"ld.param.{t}": build_parameter for t in ("b32", "b64", "u32", "s32", "u64", "s64", "f32")},
     **{f"ld.{space}{width}": build_load for space in ("global", "shared") for width in _WIDTHS},
+    **{f"ld.{space}.s{bits}": build_load for space in ("global", "shared") for bits in (8, 16, 32)},
     **{f"st.{space}{width}": build_store for space in ("global", "shared") for width in _WIDTHS},
     "cp.async.ca.shared.global": build_copy,
     "cp.async.cg.shared.global": build_copy,
