@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from nsa import names
 from nsa.config.layer import flatten
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 from nsa.hf.configuration import NSAConfig
@@ -122,7 +123,7 @@ def _loss(value: float | None, step: int | None = None) -> str:
 def _kind(tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "without a tokenizer"
-    return "UTF-8 bytes" if isinstance(tokenizer, ByteTokenizer) else "tokenizer.json"
+    return "UTF-8 bytes" if isinstance(tokenizer, ByteTokenizer) else names.TOKENIZER
 
 
 def _plain(value: Any) -> str:

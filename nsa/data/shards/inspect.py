@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nsa.data.saved_tokenizer import read_from_set
 from nsa.data.shards.manifest import ShardManifest
 from nsa.data.shards.writer import check_sha256, decode_ids, read_index
-from nsa.errors import DataError
+from nsa.errors import ConfigError, DataError
+from nsa.names import TOKENIZER
 from nsa.storage import StorageFolder
 
 _CHUNK_BYTES = 4 * 2**20
@@ -23,7 +25,7 @@ class DamagedFile:
 def verify_set(
     folder: StorageFolder, manifest: ShardManifest, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Iterator[DamagedFile]:
-    """Compare size and SHA-256 of every file of the set; yields those that differ."""
+    """Compare size and SHA-256 of every shard, and the fingerprint of the tokenizer; yields the files that differ."""
     for shards in manifest.splits.values():
         for shard in shards:
             for name, size, sha256 in shard.files():
@@ -36,6 +38,10 @@ def verify_set(
                     yield DamagedFile(name, f"{read} bytes instead of {size}")
                 elif digest != sha256:
                     yield DamagedFile(name, f"SHA-256 {digest[:16]}… instead of {sha256[:16]}…")
+    try:
+        read_from_set(folder, manifest)
+    except (DataError, ConfigError, OSError) as error:
+        yield DamagedFile(TOKENIZER, str(error))
 
 
 def _hash_file(folder: StorageFolder, name: str, on_bytes: Callable[[int], None]) -> tuple[int, str]:
