@@ -1,6 +1,11 @@
-"""Two test processes share two cores: one thread each, or they spin against each other."""
+"""Settings of the test processes: one thread each, and SIGINT as in a terminal."""
 
 import os
+import signal
 
+# Two test processes share two cores: with more threads they spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts background jobs with SIGINT ignored, which their children inherit: tests that send it would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tools.ptx_emulator.pytest_plugin"]  # active if NSA_EMULATE names a GPU
