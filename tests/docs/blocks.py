@@ -79,8 +79,8 @@ def nsa_commands(code: str) -> list[list[str]]:
 
 
 def tokenizer_command(path: Path) -> tuple[str, str]:
-    """Corpus and file of the one `nsa data tokenizer train` in a text, also in a comment; it has no other words."""
+    """Corpus and file of the one `nsa data tokenizer train` in a text, also in a comment; no other word but a size."""
     text = path.read_text(encoding="utf-8")
     (words,) = re.findall(r"nsa data tokenizer train ([^#\n`]*)", text)
-    source, file = words.split()
+    source, file = re.sub(r" --vocab-size \d+", "", words).split()
     return source, file

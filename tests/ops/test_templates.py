@@ -189,6 +189,7 @@ WITH_A_TOKENIZER = {
     "ops/kubernetes/jobset.yaml",
     "ops/skypilot/train.yaml",
     "docs/RUNBOOK.md",
+    "docs/GENERATE.md",
 }
 
 

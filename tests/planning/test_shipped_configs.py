@@ -26,6 +26,7 @@ INTENDED = {
     "base_125m_8k": "a100-80gb",
     "base_1b_32k": "h100-80gb:8",
     "base_7b_128k": "h200:8",
+    "cpu_half_hour": "cpu",
     "cpu_quickstart": "cpu",
     "m7c_125m_1xa100_prod_v1": "a100-80gb",
     "m7c_125m_24g": "rtx3090",
@@ -40,9 +41,9 @@ INTENDED = {
 
 
 def verdicts(name: str, target: str, *changes: str):
-    # The quickstart's data is made by the command in its header, so its vocabulary is given here.
-    given = ["model.vocab_size=257"] if name == "cpu_quickstart" else []
-    config = load(CONFIGS / f"{name}.yaml", overrides=[*given, *changes])
+    # Prepared data is made by the commands in the config's header, so its vocabulary is given here.
+    vocabulary = {"cpu_quickstart": ["model.vocab_size=257"], "cpu_half_hour": ["model.vocab_size=2048"]}
+    config = load(CONFIGS / f"{name}.yaml", overrides=[*vocabulary.get(name, []), *changes])
     facts = gather(config, parse_target(target), try_it=False)
     return judge(facts), facts
 
@@ -153,6 +154,9 @@ def test_a_config_says_how_its_tokenizer_is_made(file):
         return
     source, path = tokenizer_command(file)
     assert path == config.data.tokenizer
+    if config.data.dataset == "prepared":
+        assert f"nsa data prepare {source} {config.data.path} --tokenizer {path} " in file.read_text()
+        return
     assert source == (config.data.path or FINEWEB_EDU)
     default = inspect.signature(train_tokenizer).parameters["vocab_size"].default.default
     assert default <= config.model.vocab_size
