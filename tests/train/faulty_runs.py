@@ -47,7 +47,7 @@ def run_faulty(*pairs: tuple[Job, Fault], timeout_s: float = 240) -> list[list[i
         raise
     assert process.returncode == 0, err[-3000:]
     codes: list[list[int]] = json.loads(out.splitlines()[-1])
-    assert not any(code in (1, 20) or code < 0 for ranks in codes for code in ranks), f"{codes}\n{err[-5000:]}"
+    assert not any(code in (1, 20) or code < 0 for ranks in codes for code in ranks), f"{codes}\n{err[-20000:]}"
     return codes
 
 

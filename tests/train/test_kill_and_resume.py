@@ -130,7 +130,7 @@ def test_twenty_kills_around_background_saves(tmp_path):
     assert same(broken, whole)
 
 
-@pytest.mark.parametrize(("ask", "code"), [("term", 10), ("halt", 11)])
+@pytest.mark.parametrize(("ask", "code"), [pytest.param("term", 10, marks=pytest.mark.slow), ("halt", 11)])
 def test_asked_to_leave_and_resumed(tmp_path, calm, ask, code):
     folder = tmp_path / "run"
     process = start(folder)

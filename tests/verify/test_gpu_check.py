@@ -61,6 +61,7 @@ def planted(tmp_path: Path, **bugs: str) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.mark.slow  # parts of it run in the tests below
 @pytest.mark.timeout(600)
 def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path):
     code, record, output = rehearsed(tmp_path, "--full")
