@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -53,13 +54,18 @@ class LocalFiles:
         return str(self.path)
 
     def files(self) -> dict[str, int]:
+        """Size by name. A file that disappears meanwhile, e.g. the temporary one of another rank, is left out."""
         found = {}
         for folder, subfolders, names in os.walk(self.path):
             here = Path(folder)
             links = [name for name in subfolders if (here / name).is_symlink()]  # os.walk does not enter them
             for path in (here / name for name in (*names, *links)):
-                regular = path.is_file() and not path.is_symlink()
-                found[path.relative_to(self.path).as_posix()] = path.stat().st_size if regular else IRREGULAR
+                try:
+                    facts = path.lstat()
+                except FileNotFoundError:
+                    continue
+                regular = stat.S_ISREG(facts.st_mode)
+                found[path.relative_to(self.path).as_posix()] = facts.st_size if regular else IRREGULAR
         return found
 
     def chunks(self, name: str) -> Iterator[bytes]:

@@ -130,3 +130,16 @@ def test_a_manifest_whose_blocks_do_not_fit_is_refused(checkpoint):
         other = {**manifest.files, NAME: type(entry)(entry.bytes, blocks)}
         with pytest.raises(CheckpointError):
             decode(encode(type(manifest)(7, "now", other)))
+
+
+def test_a_temporary_file_that_disappears_during_the_listing_is_left_out(tmp_path, monkeypatch):
+    """While a rank lists the folder of a checkpoint, another one replaces state.json.new by state.json."""
+    listed = os.walk
+
+    def walk(path):
+        for folder, subfolders, files in listed(path):
+            yield folder, subfolders, [*files, "state.json.new"]
+
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setattr(os, "walk", walk)
+    assert VerifiedFiles(tmp_path, None).sizes == {"state.json": 2}
