@@ -114,6 +114,15 @@ def test_the_end_of_a_document_ends_a_row(loaded, tmp_path):
     assert result.completions[1].tokens[:5] == tokens(loaded.generate_batch(PROMPTS[1:2], **GREEDY))[0][:5]
 
 
+@pytest.fixture
+def _interruptible():
+    """As in a new process: a run that ended in this one leaves SIGINT at its default, which ends the process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_keeps_what_was_made(loaded):
     def interrupt(row: int, piece: str) -> None:
         made.append(piece)
