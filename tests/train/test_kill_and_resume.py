@@ -111,6 +111,7 @@ def test_a_rank_killed_in_the_middle_of_a_step(tmp_path, calm):
     assert same(tmp_path / "run", calm)
 
 
+@pytest.mark.slow
 def test_ranks_killed_around_background_saves(tmp_path, calm):
     process = start(tmp_path / "run")
     assert kill_now_and_then(tmp_path / "run", process, kills=3, steps=STEPS, seed=1) == 3
