@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.cli.model_options import KEY
 from nsa.cli.outputs import print_line, require_writable_folder
 from nsa.errors import CheckpointError
 
@@ -14,11 +15,10 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, verify and export the checkpoints of a run.", no_args_is_help=True)
 
 _RUN = typer.Argument(..., metavar="RUN", help="A run folder, or its checkpoints folder.")
-_KEY = typer.Option(None, "--key-file", help="File with the key that signs the checkpoints.")
 
 
 @app.command("ls")
-def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
+def list_checkpoints(run: Path = _RUN, key_file: Path = KEY) -> None:
     """List checkpoints, newest last, with the reason each was saved and is kept; checks names and sizes, not hashes.
 
     **Example:** `nsa checkpoint ls artifacts/run`
@@ -47,7 +47,7 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = _KEY) -> None:
 @app.command()
 def verify(
     path: Path = typer.Argument(..., metavar="RUN|CHECKPOINT", help="A run folder, or one checkpoint in it."),
-    key_file: Path = _KEY,
+    key_file: Path = KEY,
 ) -> None:
     """Compare every file with its SHA-256 and scan every pickle without executing it; exit 0 if all are good, else 22.
 
@@ -86,7 +86,7 @@ def verify(
 def export(
     checkpoint: Path = typer.Argument(..., help="A checkpoint, or a run folder to export its newest valid checkpoint."),
     out: Path = typer.Option(Path(), "--out", help="Folder for model.pt and model.safetensors."),
-    key_file: Path = _KEY,
+    key_file: Path = KEY,
     allow_foreign: bool = typer.Option(
         False,
         "--allow-foreign",
@@ -116,7 +116,7 @@ def export(
 def push(
     checkpoint: Path = typer.Argument(..., help="A checkpoint, e.g. RUN/checkpoints/latest."),
     url: str = typer.Argument(..., help="s3://BUCKET/PATH of the checkpoints of this run."),
-    key_file: Path = _KEY,
+    key_file: Path = KEY,
 ) -> None:
     """Upload a verified checkpoint to an object store; COMMIT.json is written last, so a partial upload is ignored.
 
@@ -133,7 +133,7 @@ def push(
 def pull(
     url: str = typer.Argument(..., help="s3://BUCKET/PATH of the checkpoints of a run."),
     run: Path = typer.Argument(..., metavar="RUN", help="The run folder to download the newest valid checkpoint into."),
-    key_file: Path = _KEY,
+    key_file: Path = KEY,
     max_gib: float = typer.Option(None, "--max-gib", help="Refuse checkpoints larger than this.", min=0.0),
     allow_empty: bool = typer.Option(
         False, "--allow-empty", help="Exit code 0 if the store has no checkpoint yet; damaged ones remain an error."

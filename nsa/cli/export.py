@@ -5,12 +5,11 @@ from pathlib import Path
 import typer
 
 from nsa.cli.checkpoint import print_rejected
+from nsa.cli.model_options import KEY
 from nsa.cli.outputs import print_line, require_writable_folder
 
 export_app = typer.Typer(help="Export a checkpoint for other software.", no_args_is_help=True)
 import_app = typer.Typer(help="Import a model of other software as a checkpoint.", no_args_is_help=True)
-
-_KEY = typer.Option(None, "--key-file", help="File with the key that signs checkpoints.")
 
 
 @export_app.callback()
@@ -38,7 +37,7 @@ def export_hf(
         False, "--remote-code", help="Add modelling code, for machines without this package (trust_remote_code=True)."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export in OUT."),
-    key_file: Path = _KEY,
+    key_file: Path = KEY,
 ) -> None:
     """Write a verified checkpoint as a folder that Transformers loads: weights, config, tokenizer and model card.
 
@@ -67,7 +66,7 @@ def export_hf(
 def import_hf(
     folder: Path = typer.Argument(..., metavar="DIR", help="A folder that `nsa export hf` or Transformers wrote."),
     out: Path = typer.Argument(..., metavar="OUT", help="The run folder to write; it must not exist or be empty."),
-    key_file: Path = _KEY,
+    key_file: Path = KEY,
 ) -> None:
     """Write a folder in Transformers' format as a run folder with one checkpoint, for `nsa train --init-from OUT`.
 

@@ -43,5 +43,10 @@ def serve(
             f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can use the "
             f"model, without a password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
         )
+
+    def say(url: str) -> None:
+        print(f"serving {loaded.source} as model {str(model)!r} at {url}", flush=True)
+        print("requests are answered one after another, in the order of their arrival; stop with Ctrl-C", flush=True)
+
     with suppress(KeyboardInterrupt), sigterm_as_interrupt():
-        serve_model(loaded, name=str(model), host=host, port=port)
+        serve_model(loaded, name=str(model), host=host, port=port, on_start=say)

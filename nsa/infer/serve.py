@@ -4,7 +4,7 @@ vLLM is the server for production; this one answers requests one after another.
 """
 
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -36,12 +36,16 @@ class FixedModelManager(model_manager.ModelManager):
         """Nothing: the model lives as long as the process."""
 
 
-def serve_model(loaded: LoadedModel, *, name: str, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM; requests that are being answered are finished first."""
+def serve_model(
+    loaded: LoadedModel, *, name: str, host: str, port: int, on_start: Callable[[str], None] = lambda url: None
+) -> None:
+    """Serve until SIGINT or SIGTERM; requests that are being answered are finished first.
+
+    on_start: called with the address just before the server listens there.
+    """
     port = free_port(host, port)
     set_server_defaults(loaded)
-    print(f"serving {loaded.source} as model {name!r} at http://{_in_url(host)}:{port}/v1", flush=True)
-    print("requests are answered one after another, in the order of their arrival; stop with Ctrl-C", flush=True)
+    on_start(f"http://{_in_url(host)}:{port}/v1")
     with _instead_of_model_manager(FixedModelManager(loaded, name)):
         transformers_serve.Serve(host=host, port=port, log_level="error")
 
