@@ -2,6 +2,7 @@
 
 import os
 import signal
+from importlib.util import find_spec
 
 # Two test processes share two cores: with more threads they spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,3 +10,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tools.ptx_emulator.pytest_plugin"]  # active if NSA_EMULATE names a GPU
+# vLLM has an environment of its own (.ci/install-vllm), in which CI runs these.
+collect_ignore = [] if find_spec("vllm") else ["vllm"]

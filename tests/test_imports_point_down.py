@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("cli",),
     ("drill", "verify", "infer"),  # drill injects faults into runs; nothing that trains may import it
-    ("train", "bench", "hf"),
+    ("train", "bench", "hf", "vllm"),
     ("planning",),
     ("model", "observe", "checkpoint"),
     ("core", "data", "config"),
@@ -29,11 +29,13 @@ LAYERS = (
 # Packages of one row do not import each other, with these exceptions.
 NEIGHBOURS = {
     ("verify", "bench"),  # the GPU check times kernels with the benchmark
+    ("vllm", "hf"),  # vLLM reads a model's config with Transformers
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 OUTSIDE = ("tools", "tests", "scripts")
 ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
+VLLM, IMPORTS_VLLM = "vllm", "nsa.vllm"
 TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.infer")
 # Private members of these may be used in nsa.train outside the adapter.
 NOT_ENGINE = {"self", "cls", "torch"}
@@ -132,6 +134,8 @@ def mistakes(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}: only {ENGINE_ADAPTER} imports the engine, so that it can be replaced"
         if name.partition(".")[0] in TRANSFORMERS and not inside(module, IMPORTS_TRANSFORMERS):
             yield f"{module} imports {name}: only {' and '.join(IMPORTS_TRANSFORMERS)} import Transformers"
+        if name.partition(".")[0] == VLLM and not inside(module, (IMPORTS_VLLM,)):
+            yield f"{module} imports {name}: only {IMPORTS_VLLM} imports vLLM"
         if there is None or there == here or (here, there) in NEIGHBOURS:
             continue
         if there not in LEVEL:
@@ -181,6 +185,8 @@ def test_the_package_is_looked_at():
         ("nsa.model.build", "from transformers import PreTrainedConfig"),
         ("nsa.train.run", "import nsa.hf"),
         ("nsa.hf.modeling", "from nsa.infer import load_model"),
+        ("nsa.hf.modeling", "from nsa.vllm.step import PagedStep"),
+        ("nsa.infer.serve", "from vllm import LLM"),
         ("nsa.planning.preflight", "from olmo_core.train import Trainer"),
         ("nsa.cli.main", "from olmo_core import x"),
         ("nsa.train.run", "from olmo_core.train import Trainer"),

@@ -51,7 +51,7 @@ def nsa_step(
     at_once = g.l_sel * max(1, max(lengths) // (CHUNKS * g.l_sel)) if pooled else FILLED_AT_ONCE  # rows take turns
     for begin in range(0, max(lengths), at_once):
         new = torch.tensor([min(max(n - begin, 0), at_once) for n in lengths])
-        cache.append(streams(shape, batch, int(new.max()), dtype), new, module._compress)
+        cache.append(streams(shape, batch, int(new.max()), dtype), new, module.compress)
     token = streams(shape, batch, 1, dtype)
     return lambda: attended(module, cache, token, *heads)
 

@@ -1,17 +1,20 @@
-"""Greedy tokens of one model by every way of running it, as a table: `nsa generate`, Transformers, `nsa serve`.
+"""Greedy tokens of one model by every way of running it: `nsa generate`, Transformers, `nsa serve`, vLLM.
 
-python -m tools.compare_generation RUN_OR_CHECKPOINT [--new-tokens 32] [--lengths 1,100,8000]
+python -m tools.compare_generation RUN_OR_CHECKPOINT [--new-tokens 32] [--lengths 1,100,8000] [--vllm PYTHON]
 
 Prompts are this repository's own documentation, cut to the lengths. `nsa generate` gets them in batches of rows of
 different lengths and reads them in chunks; Transformers' `generate` gets them one by one and whole, from an exported
-folder; the server gets them over HTTP. Where two ways part, the table has the position and the margin between the two
+folder; the servers get them over HTTP, vLLM's all at once. PYTHON is the interpreter of the environment that has vLLM
+(`.ci/install-vllm` makes one for CPUs). Where two ways part, the table has the position and the margin between the two
 tokens' logits, which is rounding if it is tiny.
 """
 
 import argparse
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,20 +22,29 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 64, 100, 128, 200, 333, 500, 777, 1000, 2000, 3000, 5000, 8000)
+VLLM_LENGTH = 16_384
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # longer than in training, as the other ways allow it too
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 _START_S = 300.0
+_ADDRESS = re.compile(r"(?:Uvicorn running on|[Ss]tarting vLLM .*server.* on) (http://\S+)")
 
 
 class ServerProcess:
-    """`nsa serve` of a model in a process of its own, on a free port."""
+    """A server in a process of its own; it prints its address when it listens."""
 
-    def __init__(self, model: Path, *words: str, env: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0", *words]
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             command, env=dict(env or os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -49,9 +61,9 @@ class ServerProcess:
     def _wait_for_address(self) -> str:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and (self.process.poll() is None or self._reader.is_alive()):
-            for line in self.lines:
-                if "Uvicorn running on " in line:
-                    return line.split("Uvicorn running on ")[1].split()[0]
+            found = _ADDRESS.search("".join(self.lines))
+            if found and any("startup complete" in line for line in self.lines):
+                return found[1]
             time.sleep(0.05)
         self.process.kill()
         raise RuntimeError(f"the server did not start: {''.join(self.lines)}")
@@ -68,6 +80,20 @@ class ServerProcess:
         code = self.process.wait(120)
         self._reader.join(10)
         return code
+
+
+def nsa_serve(model: Path, *words: str) -> list[str]:
+    """The command that serves a model with `nsa serve` on a free port."""
+    return [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0", *words]
+
+
+def vllm_serve(python: str, folder: Path, *words: str) -> list[str]:
+    """The command that serves an exported folder with vLLM on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1"]
+    return [*command, "--port", str(port), "--dtype", "float32", "--enforce-eager", *words]
 
 
 @dataclass(frozen=True)
@@ -168,7 +194,7 @@ def ask_nsa_generate(model: Path, prompts: Sequence[str], new_tokens: int) -> li
 
 
 def ask_nsa_serve(model: Path, prompts: Sequence[str], new_tokens: int) -> list[GreedyAnswer]:
-    server = ServerProcess(model, "--dtype", "fp32")
+    server = ServerProcess(nsa_serve(model, "--dtype", "fp32"))
     try:
         answers = []
         for prompt in prompts:
@@ -178,6 +204,27 @@ def ask_nsa_serve(model: Path, prompts: Sequence[str], new_tokens: int) -> list[
         return answers
     finally:
         server.stop()
+
+
+def ask_vllm(python: str, folder: Path, prompts: Sequence[str], new_tokens: int) -> list[GreedyAnswer]:
+    """All prompts at once, over HTTP."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    server = ServerProcess(
+        vllm_serve(python, folder, "--block-size", str(config["l_sel"]), "--max-model-len", str(VLLM_LENGTH)),
+        env={**os.environ, **VLLM_ENVIRONMENT},
+    )
+
+    def ask(prompt: str) -> GreedyAnswer:
+        body = dict(model=str(folder), prompt=prompt, temperature=0, max_tokens=new_tokens, return_token_ids=True)
+        answer = json.loads(server.post("/v1/completions", **body))
+        (choice,) = answer["choices"]
+        return GreedyAnswer(choice["text"], answer["usage"]["completion_tokens"], choice["token_ids"])
+
+    try:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))
+    finally:
+        server.stop(signal.SIGINT)
 
 
 def table(reference: Sequence[ReferenceAnswer], ways: Mapping[str, Sequence[GreedyAnswer]], encode: Any) -> str:
@@ -195,6 +242,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="A run folder or a checkpoint.")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="Prompt tokens, separated by commas.")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Also through vLLM's server, with this Python.")
     given = parser.parse_args()
 
     from nsa.hf.export_folder import export_folder
@@ -210,10 +258,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         export_folder(given.model, Path(folder) / "exported")
         reference = ask_transformers(Path(folder) / "exported", prompts, given.new_tokens)
-    ways = {
-        "`nsa generate`": ask_nsa_generate(given.model, prompts, given.new_tokens),
-        "`nsa serve`": ask_nsa_serve(given.model, prompts, given.new_tokens),
-    }
+        ways = {
+            "`nsa generate`": ask_nsa_generate(given.model, prompts, given.new_tokens),
+            "`nsa serve`": ask_nsa_serve(given.model, prompts, given.new_tokens),
+        }
+        if given.vllm:
+            ways["vLLM"] = ask_vllm(given.vllm, Path(folder) / "exported", prompts, given.new_tokens)
     print(table(reference, ways, encode))
 
 

@@ -191,7 +191,7 @@ class NSAAttention(nn.Module):
     def fill_cache(self, cache: LayerCache, new: BranchStreams) -> None:
         """Append tokens to a cache without attending to anything."""
         with torch.no_grad():
-            cache.append(new, None, self._compress)
+            cache.append(new, None, self.compress)
 
     def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
         """The backend that computes each branch there, and why."""
@@ -217,19 +217,19 @@ class NSAAttention(nn.Module):
         """A cached forward between its projections, for a caller that holds `cache.exclusive`: append the new tokens,
         attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
         decoder = self._decoder(cache, q_BSGRK)
-        keys = cache.append_held(new, new_lens_B, self._compress, decoder)
-        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self._attend(q_BSGRK, gates, *keys)
+        keys = cache.append_held(new, new_lens_B, self.compress, decoder)
+        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self.attend(q_BSGRK, gates, *keys)
         return mixed_BSGRV, idx_BSGN, keys
 
     def _forward(self, x_BSD: Tensor, where: Positions, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
         padding = where.padding
         if padding is not None:
             x_BSD, new_lens_B = padding.to_front(x_BSD), padding.lengths_for(cache, new_lens_B)
-        q_BSGRK, streams = self._project(x_BSD, where.tables)
+        q_BSGRK, streams = self.project(x_BSD, where.tables)
         gates = self.gates(x_BSD)
         if cache is None:
             keys = self._lay_out(streams, where.layout_for(x_BSD, self.geometry), where.tables)
-            mixed_BSGRV, idx_BSGN = self._attend(q_BSGRK, gates, *keys)
+            mixed_BSGRV, idx_BSGN = self.attend(q_BSGRK, gates, *keys)
         else:
             if where.layout is not None:
                 raise ConfigError(
@@ -243,7 +243,7 @@ class NSAAttention(nn.Module):
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))
         return out_BSD if padding is None else padding.back(out_BSD)
 
-    def _project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
+    def project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
         heads = (self.n_kv_groups, -1)
         if tables[0].shape != (*x_BSD.shape[:2], self.d_k // 2):
             raise ConfigError(
@@ -268,14 +268,14 @@ class NSAAttention(nn.Module):
 
     def _lay_out(self, new: BranchStreams, layout: DocumentLayout, tables: Tables) -> _THREE_BRANCHES:
         pos, start, first, begin, block_pos = layout
-        k_cmp, v_cmp = self._compress(new.k_cmp, new.v_cmp, begin, block_pos, tables)
+        k_cmp, v_cmp = self.compress(new.k_cmp, new.v_cmp, begin, block_pos, tables)
         return (
             BranchKeys(k_cmp, v_cmp, pos, first),
             BranchKeys(new.k_sel, new.v_sel, pos, start),
             BranchKeys(new.k_win, new.v_win, pos, start),
         )
 
-    def _compress(
+    def compress(
         self, k: Tensor, v: Tensor, begin_BC: Tensor, block_pos_BC: Tensor, tables: Tables | None = None
     ) -> tuple[Tensor, Tensor]:
         """Entries of the blocks that begin at `begin` in k and v. A key rotated afterwards is rotated as its block's
@@ -332,7 +332,7 @@ class NSAAttention(nn.Module):
             cache.prepared = self, decoder
         return decoder
 
-    def _attend(
+    def attend(
         self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
     ) -> tuple[Tensor, Tensor]:
         """The three branches mixed by the gates, and the chosen blocks."""

@@ -488,7 +488,7 @@ def mixing_what_does_not_fit(which: str) -> None:
 def a_decoder_given_what_does_not_fit(which: str) -> None:
     module = make()
     cache = filled(module, 2)
-    q, streams = module._project(torch.randn(2, 1, 24), module.rotary.tables(cache.positions(1)))
+    q, streams = module.project(torch.randn(2, 1, 24), module.rotary.tables(cache.positions(1)))
     gates = module.gates(torch.randn(2, 1, 24))
     decoder = module._decoder(cache, q)
     assert decoder is not None

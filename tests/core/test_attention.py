@@ -262,7 +262,7 @@ def test_qk_norm_under_autocast_gives_the_dtype_of_autocast_without_a_warning():
     try:
         with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
             warnings.simplefilter("error")
-            q, streams = module._project(x, module.locate(x).tables)
+            q, streams = module.project(x, module.locate(x).tables)
             assert module(x).dtype == q.dtype == streams.k_sel.dtype == torch.bfloat16
     finally:
         torch.set_warn_always(before)

@@ -215,7 +215,7 @@ def test_the_module_is_a_layer_over_it():
     module = NSAAttention(**attention_args("tiny")).double()
     x = torch.randn(B, S, 24, dtype=torch.float64)
     tables = module.rotary.tables(torch.arange(S).expand(B, -1))
-    q, streams = module._project(x, tables)
+    q, streams = module.project(x, tables)
     k, v = ((streams[i], streams[i + 2], streams[i + 4]) for i in (0, 1))
     out = nsa_attention(q.flatten(2, 3), k, v, module.gates(x).flatten(2, 3), geometry=module.geometry)
     torch.testing.assert_close(module.w_out(out.flatten(2)), module(x), atol=1e-12, rtol=1e-12)

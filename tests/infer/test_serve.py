@@ -17,7 +17,7 @@ from nsa.infer import load_model
 from nsa.infer.serve import free_port
 from tests.infer.trained_runs import write_run
 from tests.train.runs import environment
-from tools.compare_generation import ServerProcess
+from tools.compare_generation import ServerProcess, nsa_serve
 
 # The second one is read in several chunks.
 PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
@@ -25,7 +25,7 @@ PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
 
 class RunningServer(ServerProcess):
     def __init__(self, model: Path) -> None:
-        super().__init__(model, env=environment(HF_HUB_OFFLINE="1"))
+        super().__init__(nsa_serve(model), env=environment(HF_HUB_OFFLINE="1"))
 
     def complete(self, prompt: str, **body) -> dict:
         return json.loads(self.post("/v1/completions", prompt=prompt, **{"temperature": 0, "max_tokens": 24} | body))

@@ -188,9 +188,9 @@ def test_decode_has_the_same_bits_for_any_number_of_threads(isa, set_threads):
         set_threads(1)  # the projections around the kernel are torch's
         cache = module.new_cache(2, 701)
         module(x[:, :700], cache=cache)
-        q, streams = module._project(x[:, 700:], module.rotary.tables(cache.positions(1)))
+        q, streams = module.project(x[:, 700:], module.rotary.tables(cache.positions(1)))
         decoder = module._decoder(cache, q)
-        cache.append(streams, None, module._compress, decoder)
+        cache.append(streams, None, module.compress, decoder)
         set_threads(threads)
         outputs.append(decoder.attend(q.detach(), module.gates(x[:, 700:]).detach()))
     for got in outputs[1:]:

@@ -11,6 +11,7 @@ PURPOSE = {
     "train": "training on OLMo-core",
     "bench": "benchmarks",
     "hf": "the model in Transformers",
+    "vllm": "the model in vLLM",
     "planning": "estimate and preflight",
     "model": "blocks and language model",
     "observe": "heartbeat, health, reports",

@@ -46,10 +46,10 @@ class RecordingAttention(NSAAttention):
     def idx_BSGN(self) -> Tensor:
         return self.probe.idx_BSGN
 
-    def _attend(self, q_BSGRK: Tensor, *rest: Any) -> Any:
+    def attend(self, q_BSGRK: Tensor, *rest: Any) -> Any:
         compressed = next(x for x in rest if isinstance(x, BranchKeys))
         self.q_BSGRK, self.k_BCGK = q_BSGRK.detach(), compressed.k.detach()
-        return super()._attend(q_BSGRK, *rest)
+        return super().attend(q_BSGRK, *rest)
 
 
 @dataclass(frozen=True)

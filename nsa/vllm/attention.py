@@ -1,0 +1,157 @@
+"""`PagedAttention`: `NSAAttention` over vLLM's pages, for the tokens of many requests at once.
+
+N tokens of a step · B decoding requests · S tokens of a chunk · G kv groups · R heads per group · K, V key, value dim
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
+
+from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.rope import Tables
+from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
+from nsa.vllm.page_streams import PageStream
+from nsa.vllm.step import Chunk, PagedStep, StepBuffers
+
+
+class PagedAttention(NSAAttention):
+    """The groups of one tensor-parallel rank, with page streams in place of a `LayerCache`.
+
+    n_heads, n_kv_groups and the other arguments are those of the rank's share; `w_out` gives a partial sum, which is
+    added up over the ranks.
+    """
+
+    def __init__(self, *args: Any, prefix: str, buffers: StepBuffers, n_ranks: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        g, (shared_window, shared_tail) = self.geometry, self._shared_streams
+        sizes = dict(n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v, l_sel=g.l_sel)
+        streams = {
+            "selected": PageStream(f"{prefix}.selected", **sizes),
+            "compressed": PageStream(f"{prefix}.compressed", tokens_per_entry=g.d, **sizes),
+        }
+        if not shared_window:
+            streams["window"] = PageStream(f"{prefix}.window", last=g.w, **sizes)
+        if not shared_tail:
+            streams["tail"] = PageStream(f"{prefix}.tail", last=g.l, **sizes)
+        self.streams = nn.ModuleDict(streams)
+        self._stream: dict[str, PageStream] = {
+            **streams,
+            "window": streams.get("window", streams["selected"]),
+            "tail": streams.get("tail", streams["selected"]),
+        }
+        self._window_table, self._tail_table = (
+            "selected" if s else n for s, n in ((shared_window, "window"), (shared_tail, "tail"))
+        )
+        self._first_entry = g.l // g.d - 1  # the place of compressed entry 0: where its block ends
+        self._step_buffers, self._n_ranks = buffers, n_ranks
+        self._decoders: dict[int, tuple[tuple[object, ...], TokenDecoder]] = {}
+
+    def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:  # type: ignore[override]
+        """Attend; `tables` rotate the step's tokens by their positions."""
+        q_1NGRK, streams = self.project(x_ND[None], tables)
+        gates_1NGX3 = self.gates(x_ND[None])
+        step = self._step()
+        out_1NGRV = q_1NGRK.new_zeros(*q_1NGRK.shape[:-1], self.d_v)
+        if step is not None:
+            self._append(streams, step)
+            if step.n_decoding:
+                self._decode(q_1NGRK, gates_1NGX3, out_1NGRV, step)
+            for chunk in step.chunks:
+                new = slice(chunk.first, chunk.first + chunk.end - chunk.begin)
+                keys = self._keys_of(chunk, step)
+                out_1NGRV[:, new] = self.attend(q_1NGRK[:, new], gates_1NGX3[:, new], *keys)[0]
+        return self._summed(out_1NGRV[0].flatten(1))
+
+    def _summed(self, mixed_NH: Tensor) -> Tensor:
+        """`w_out` over all ranks; its bias once."""
+        if self._n_ranks == 1:
+            return self.w_out(mixed_NH)
+        out_ND = tensor_model_parallel_all_reduce(torch.nn.functional.linear(mixed_NH, self.w_out.weight))
+        return out_ND if self.w_out.bias is None else out_ND + self.w_out.bias
+
+    def _step(self) -> PagedStep | None:
+        """What the layers share of this step; None while vLLM measures the memory that a step needs."""
+        every = get_forward_context().attn_metadata
+        if every is None:
+            return None
+        selected = every[self._stream["selected"].prefix]
+        if selected.made is None:
+            own = {name: every[stream.prefix] for name, stream in self.streams.items() if name != "compressed"}
+            pages = self._stream["selected"].kv_cache
+            self._step_buffers.first_entry_B1.fill_(self._first_entry)
+            decode = self.plan(pages.device, pages.dtype).decoder is not None
+            selected.made = PagedStep(own, pages.shape[2], self.geometry, self._step_buffers, decode)
+        return selected.made
+
+    def _append(self, new: BranchStreams, step: PagedStep) -> None:
+        given = dict(selected=(new.k_sel, new.v_sel), window=(new.k_win, new.v_win), tail=(new.k_cmp, new.v_cmp))
+        for name, slots in step.token_slots.items():
+            k, v = given[name]
+            self._stream[name].write(slots, k[0, : step.n_tokens], v[0, : step.n_tokens])
+        if step.n_entries:
+            k_ElGK, v_ElGV = self._stream["tail"].entries(step.entry_tokens)
+            zero_E1 = torch.zeros_like(step.entry_begin_E[:, None])
+            k_E1GK, v_E1GV = self.compress(k_ElGK, v_ElGV, zero_E1, step.entry_begin_E[:, None])
+            self._stream["compressed"].write(step.entry_slots, k_E1GK[:, 0], v_E1GV[:, 0])
+
+    def _decode(self, q_1NGRK: Tensor, gates_1NGX3: Tensor, out_1NGRV: Tensor, step: PagedStep) -> None:
+        """All requests that decode one token, in one call."""
+        at_B = step.decode_token_B
+        q, gates = (q_1NGRK[0], gates_1NGX3[0]) if at_B is None else (q_1NGRK[0, at_B], gates_1NGX3[0, at_B])
+        n = step.n_decoding
+        made_BGRV = self._decoder_for(n).attend(q[:n, None], gates[:n, None])[0][:, 0]
+        if at_B is None:
+            out_1NGRV[0, :n] = made_BGRV
+        else:
+            out_1NGRV[0, at_B] = made_BGRV
+
+    def _decoder_for(self, n: int) -> TokenDecoder:
+        """For n requests; made once for as long as its pages and tables stay where they are."""
+        buffers, tables = self._step_buffers, self._step_buffers.tables
+        valid = (*(stream.generation for stream in self._stream.values()), *map(id, tables.values()))
+        known = self._decoders.get(n)
+        if known is not None and known[0] == valid:
+            return known[1]
+        pos_B1, zero_B1, first_B1 = (x[:n] for x in (buffers.pos_B1, buffers.zero_B1, buffers.first_entry_B1))
+        selected, window, tail = (tables[name][:n] for name in ("selected", self._window_table, self._tail_table))
+        stream = self._stream
+        view = CacheView(
+            stream["tail"].key_pages(tail),
+            CachedKeys(stream["compressed"].key_pages(selected), pos_B1, first_B1),
+            CachedKeys(stream["selected"].key_pages(selected), pos_B1, zero_B1),
+            CachedKeys(stream["window"].key_pages(window), pos_B1, zero_B1),
+            buffers.zero_B[:n],
+            buffers.zero_B[:n],
+        )
+        pages = stream["selected"].kv_cache
+        make = self.plan(pages.device, pages.dtype).decoder
+        assert make is not None, "a step decodes only if its backend has a decoder"
+        decoder = make(
+            view,
+            heads_per_group=self.shape.heads_per_group,
+            means=False,
+            geometry=self.geometry,
+            scale=self.scale,
+        )
+        self._decoders[n] = valid, decoder
+        return decoder
+
+    def _keys_of(self, chunk: Chunk, step: PagedStep) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+        """What the chunk's tokens attend over, gathered from its request's pages."""
+        g, stream = self.geometry, self._stream
+        pos_1S = torch.arange(chunk.begin, chunk.end, device=self._step_buffers.pos_B1.device)[None]
+        zero_1S = torch.zeros_like(pos_1S[:, :1]).expand_as(pos_1S)
+        blocks, _ = step.blocks("selected", chunk, 0)
+        entries = self._first_entry, self._first_entry + g.n_compressed(chunk.end)
+        oldest = max(0, chunk.begin - g.w + 1)
+        window_blocks, at = step.blocks(self._window_table, chunk, oldest)
+        k_win, v_win = stream["window"].rows(window_blocks, oldest - at, chunk.end - at)
+        return (
+            BranchKeys(*stream["compressed"].rows(blocks, *entries), pos_1S, zero_1S),
+            BranchKeys(*stream["selected"].rows(blocks, 0, chunk.end), pos_1S, zero_1S),
+            BranchKeys(k_win, v_win, pos_1S, (zero_1S[:, :1] - oldest).expand_as(pos_1S)),
+        )
