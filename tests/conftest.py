@@ -1,14 +1,37 @@
-"""Settings of the test processes: one thread each, and SIGINT as in a terminal."""
+"""Settings of the test processes: one thread each, SIGINT as in a terminal; the longest files first under xdist."""
 
 import os
 import signal
 from importlib.util import find_spec
+
+import pytest
 
 # Two test processes share two cores: with more threads they spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored, which their children inherit: tests that send it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# More than half a minute each. The scheduler hands out files in order: one of these at the end would run alone.
+LONGEST = (
+    "tests/docs/test_runbook.py",
+    "tests/train/test_parallel.py",
+    "tests/train/test_kill_and_resume.py",
+    "tests/ops/test_slurm.py",
+    "tests/ops/test_ssh.py",
+    "tests/drill/test_drill.py",
+    "tests/docs/test_first_gpu.py",
+    "tests/kernels/test_backends.py",
+    "tests/kernels/test_triton_drill.py",
+    "tests/verify/test_gpu_check.py",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
 pytest_plugins = ["tools.ptx_emulator.pytest_plugin"]  # active if NSA_EMULATE names a GPU
 # vLLM has an environment of its own (.ci/install-vllm), in which CI runs these.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
