@@ -20,7 +20,7 @@ _FENCE = re.compile(r"^```bash ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 class Block:
     line: int
     needs: str
-    """Empty: runs anywhere. gpu, host (another machine, a network), install: cannot run in a test."""
+    """Empty: runs anywhere. slow: too, but repeats what a shorter test shows. gpu, host, install: not in a test."""
     code: str
 
 
@@ -29,8 +29,8 @@ def blocks(path: Path) -> list[Block]:
     return [Block(text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in _FENCE.finditer(text)]
 
 
-def run_blocks(page: Path, folder: Path, timeout_s: float) -> None:
-    """Run every block that needs nothing, in order, in one shell, in a folder that looks like a checkout."""
+def run_blocks(page: Path, folder: Path, timeout_s: float, needs: tuple[str, ...] = ("",)) -> None:
+    """Run every block with one of these needs, in order, in one shell, in a folder that looks like a checkout."""
     for name in ("configs", "scripts", "tests", "ops"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
@@ -40,7 +40,7 @@ def run_blocks(page: Path, folder: Path, timeout_s: float) -> None:
         command.chmod(0o755)
     script = "set -euo pipefail\n"
     for block in blocks(page):
-        if not block.needs:
+        if block.needs in needs:
             script += f"echo '== {page.name} line {block.line}' >&2\n{block.code}\n"
     (folder / "page.sh").write_text(script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}

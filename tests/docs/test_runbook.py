@@ -11,7 +11,7 @@ from tests.docs.blocks import blocks, nsa_commands, run_blocks, unknown_words
 ROOT = Path(__file__).parents[2]
 RUNBOOK = ROOT / "docs" / "RUNBOOK.md"
 BLOCKS = blocks(RUNBOOK)
-NEEDS = {"", "gpu", "host", "install"}
+NEEDS = {"", "gpu", "host", "install", "slow"}
 
 
 def test_blocks_say_what_they_need_in_words_we_know():
@@ -22,6 +22,12 @@ def test_blocks_say_what_they_need_in_words_we_know():
 @pytest.mark.timeout(600)
 def test_every_block_that_can_run_here_does(tmp_path):
     run_blocks(RUNBOOK, tmp_path, timeout_s=580)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_block_that_can_run_here_does_also_what_shorter_tests_show(tmp_path):
+    run_blocks(RUNBOOK, tmp_path, timeout_s=880, needs=("", "slow"))
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.needs], ids=lambda b: f"line{b.line}-{b.needs}")
