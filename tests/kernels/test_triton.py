@@ -109,9 +109,15 @@ WIDE_RANGES = {
 }
 
 
+# Selected blocks are 16 keys in each layout: whole tiles of them are in the other two as well.
 @interpreted
-@pytest.mark.parametrize("branch", ATTENTION)
-@pytest.mark.parametrize("layout", WIDE_RANGES)
+@pytest.mark.parametrize(
+    ("layout", "branch"),
+    [
+        pytest.param(layout, branch, marks=[pytest.mark.slow] * ((layout, branch) == ("whole tiles", "selected")))
+        for layout, branch in product(WIDE_RANGES, ATTENTION)
+    ],
+)
 def test_tiles_that_every_row_sees_are_computed_without_masks(layout, branch):
     geometry, length, documents = WIDE_RANGES[layout]
     sizes = KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents)

@@ -11,7 +11,7 @@ from nsa.observe.heartbeat import read_beats
 from tests.attention_options import OPTIONS
 from tests.train.runs import Job, run_all
 
-STEPS = 20
+STEPS = 8
 
 
 def losses_and_norms(folder):
@@ -49,6 +49,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ways")
     for name, job in WAYS.items():
         job.out_dir = str(folder / name)
+        job.changes = [f"train.steps={STEPS}", *job.changes]
     codes = run_all(*WAYS.values())
     assert codes == [[0] * job.world for job in WAYS.values()]
     return folder
