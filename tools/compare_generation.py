@@ -35,6 +35,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # longer than in training, as the other ways allow it too
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "INFO",  # its address is a line of this level
     "VLLM_NO_USAGE_STATS": "1",
 }
 _START_S = 300.0
@@ -46,7 +47,12 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            command, env=dict(env or os.environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=dict(env or os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that its own children can be killed with it
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -65,7 +71,7 @@ class ServerProcess:
             if found and any("startup complete" in line for line in self.lines):
                 return found[1]
             time.sleep(0.05)
-        self.process.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)
         raise RuntimeError(f"the server did not start: {''.join(self.lines)}")
 
     def post(self, path: str, **body: Any) -> bytes:
