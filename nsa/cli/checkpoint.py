@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.cli.model_options import KEY
-from nsa.cli.outputs import print_line, require_writable_folder
+from nsa.cli.outputs import print_line, print_rejected, require_writable_folder
 from nsa.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -184,7 +184,3 @@ def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
     from nsa.checkpoint.trained_model import open_folder
 
     return open_folder(run, key=read_key(key_file) if key_file else None)
-
-
-def print_rejected(finding: object) -> None:
-    print_line(f"WARNING: passed over {finding}")

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import typer
 
-from nsa.cli.checkpoint import print_rejected
 from nsa.cli.model_options import KEY
-from nsa.cli.outputs import print_line, require_writable_folder
+from nsa.cli.outputs import print_line, print_rejected, require_writable_folder
 
 export_app = typer.Typer(help="Export a checkpoint for other software.", no_args_is_help=True)
 import_app = typer.Typer(help="Import a model of other software as a checkpoint.", no_args_is_help=True)

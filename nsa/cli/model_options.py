@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nsa.cli.outputs import print_error
+from nsa.cli.outputs import print_rejected
 from nsa.cli.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -38,5 +38,5 @@ def open_model(
             dtype=dtype,
             tokenizer=tokenizer,
             key=read_key(key_file) if key_file else None,
-            on_rejected=lambda finding: print_error(f"WARNING: passed over {finding}"),
+            on_rejected=print_rejected,
         )

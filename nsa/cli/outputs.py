@@ -23,6 +23,11 @@ def print_error(text: object) -> None:
     print(printable(text, keep_newlines=True), file=sys.stderr, flush=True)
 
 
+def print_rejected(finding: object) -> None:
+    """Report on stderr a checkpoint that was passed over for an older one."""
+    print_error(f"WARNING: passed over {finding}")
+
+
 def require_writable_file(*paths: Path | None) -> None:
     """Raise if one of these files, or its folder, is not writable; None means no output."""
     for path in paths:

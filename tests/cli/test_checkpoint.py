@@ -164,10 +164,11 @@ def test_verify_with_a_key_refuses_unsigned(run, tmp_path):
 
 def test_export_takes_the_newest_good_one_and_says_so(run, tmp_path):
     damage(run)
-    code, text = nsa("export", run, "--out", tmp_path / "out")
-    assert code == 0, text
-    assert "WARNING: passed over step20" in text
-    assert "from step10" in text
+    result = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "WARNING: passed over step20" in result.stderr
+    assert "WARNING" not in result.stdout
+    assert "from step10" in result.stdout
     state = torch.load(tmp_path / "out/model.pt", weights_only=True)
     assert {name: tensor.dtype for name, tensor in state.items()} == {"a.weight": torch.float32, "b": torch.bfloat16}
     assert torch.equal(state["a.weight"], WEIGHTS["a.weight"] + 10)
