@@ -1,6 +1,8 @@
 """Entry point of the `nsa` command: registers the subcommands and maps errors to messages and exit codes."""
 
 import sys
+from contextlib import redirect_stdout
+from typing import TextIO, cast
 
 import typer
 
@@ -27,7 +29,7 @@ from nsa.cli import (
 )
 from nsa.cli.data import data_app
 from nsa.cli.export import export_app, import_app
-from nsa.cli.outputs import explain, print_error
+from nsa.cli.outputs import PipedStdout, explain, print_error
 from nsa.errors import ConfigError, NSAError
 
 # Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
@@ -92,8 +94,16 @@ def _root(
 
 
 def main() -> None:
+    with redirect_stdout(cast(TextIO, PipedStdout(sys.stdout))):
+        _run()
+
+
+def _run() -> None:
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except NSAError as error:
         print_error(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_code)

@@ -1,8 +1,13 @@
-"""Printing with escaped control characters, writability checks of output paths, and messages for disk errors."""
+"""Printing with escaped control characters or into a closed pipe, checks of output paths, messages for disk errors."""
 
 import errno
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 from nsa.errors import OutputError
 from nsa.files import NO_ROOM
@@ -11,6 +16,38 @@ from nsa.terminal_text import printable
 _WRONG_PATH = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
+
+
+class PipedStdout:
+    """stdout whose reader may close it, as `nsa … | head -1` does: the next write ends the command without a trace.
+
+    The exit code is the shell's for SIGPIPE. The signal itself stays ignored: commands also write to sockets and to
+    pipes of their children, whose errors they handle.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._until_closed():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._until_closed():
+            self._stream.flush()
+
+    @contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # for what is in the buffer, which Python writes when it exits
+            os.close(nowhere)
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def print_line(text: object) -> None:
