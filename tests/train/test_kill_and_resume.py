@@ -15,7 +15,7 @@ from nsa import names
 from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 from tests.train.runs import environment, write_config
 
-STEPS, SAVE_EVERY = 40, 4
+STEPS, SAVE_EVERY = 16, 4
 SETTINGS = [f"train.steps={STEPS}", f"train.save_every={SAVE_EVERY}", "train.lr_schedule=constant", "train.seq_len=128"]
 PATIENCE_S = 240
 
@@ -112,21 +112,13 @@ def test_a_rank_killed_in_the_middle_of_a_step(tmp_path, calm):
 
 
 @pytest.mark.slow
-def test_ranks_killed_around_background_saves(tmp_path, calm):
-    process = start(tmp_path / "run")
-    assert kill_now_and_then(tmp_path / "run", process, kills=3, steps=STEPS, seed=1) == 3
-    assert finish(process) == 0
-    assert same(tmp_path / "run", calm)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_around_background_saves(tmp_path):
-    steps = 240
+@pytest.mark.parametrize(("kills", "steps"), [(3, 40), (20, 240)])
+def test_ranks_killed_around_background_saves(tmp_path, kills, steps):
     whole, broken = tmp_path / "whole" / "run", tmp_path / "broken" / "run"
     assert finish(start(whole, steps=steps)) == 0
     process = start(broken, steps=steps)
-    assert kill_now_and_then(broken, process, kills=20, steps=steps, seed=2) == 20
+    assert kill_now_and_then(broken, process, kills=kills, steps=steps, seed=kills) == kills
     assert finish(process) == 0
     assert same(broken, whole)
 
