@@ -21,10 +21,11 @@ from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.bench.dense import DECODE_FORMS, fastest_decode_form
-from nsa.bench.shapes import SHAPES, BenchShape, parse_lengths, spell
+from nsa.bench.shapes import SHAPES, BenchShape
 from nsa.core.branches import BranchStreams
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
+from nsa.token_counts import parse_lengths, spell
 
 STEPS = 40
 FILLED_AT_ONCE = 1024

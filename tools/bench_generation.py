@@ -28,12 +28,12 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from nsa.bench.machine import available_bytes, describe_machine, pinned
-from nsa.bench.shapes import parse_lengths, spell
 from nsa.bench.timing import interleave, ratio, spread
 from nsa.core.branches import BranchStreams
 from nsa.hf import NSAConfig, NSAForCausalLM
 from nsa.hf.cache import cache_layers
 from nsa.model.transformer import run_blocks
+from nsa.token_counts import parse_lengths, spell
 
 VOCABULARY = 32_000
 MEMORY_SHARE = 0.6  # of the available memory, for the caches of both models

@@ -8,8 +8,8 @@ import torch
 from nsa.bench import dense, nsa_backends, peers
 from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask
 from nsa.bench.machine import free_bytes
-from nsa.bench.shapes import spell
 from nsa.kernels.registry import BACKENDS, BRANCHES
+from nsa.token_counts import spell
 
 DENSE = "dense SDPA"
 

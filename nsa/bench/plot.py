@@ -4,7 +4,7 @@ from math import log2
 from pathlib import Path
 
 from nsa.bench.report import BenchReport
-from nsa.bench.shapes import spell
+from nsa.token_counts import spell
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 320, 52, 200, 22, 44
 COLOURS = ("#3b6ea8", "#d98032", "#4f9a5b", "#a35a9c", "#b8484a", "#7a7a3c")

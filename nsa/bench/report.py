@@ -7,8 +7,8 @@ from typing import Any
 
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.shapes import spell
 from nsa.bench.timing import TimingSpread
+from nsa.token_counts import spell
 
 SCHEMA = 1
 COLUMNS = (

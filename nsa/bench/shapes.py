@@ -50,18 +50,3 @@ def shape_named(name: str) -> BenchShape:
     if name not in SHAPES:
         raise ConfigError(f"--shape is {name!r}: there is no such shape. Use one of: {', '.join(SHAPES)}.")
     return SHAPES[name]
-
-
-def parse_lengths(text: str) -> list[int]:
-    """'2k,4096' → [2048, 4096]; k is 1,024."""
-    lengths = []
-    for word in text.lower().split(","):
-        number, thousands = (word.strip()[:-1], 1024) if word.strip().endswith("k") else (word.strip(), 1)
-        if not number.isdigit() or int(number) < 1:
-            raise ConfigError(f"--lengths has {word!r}: a length is a number of tokens. Write e.g. --lengths 2k,4k.")
-        lengths.append(int(number) * thousands)
-    return lengths
-
-
-def spell(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

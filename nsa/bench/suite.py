@@ -9,9 +9,10 @@ from nsa.bench.measurement import BenchMeasurement, Log, choose_implementations,
 from nsa.bench.memory import measure_memory
 from nsa.bench.report import BenchReport
 from nsa.bench.roofline import MachinePeaks, measure_peaks
-from nsa.bench.shapes import DTYPES, PARTS, parse_lengths, shape_named, spell
+from nsa.bench.shapes import DTYPES, PARTS, shape_named
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
+from nsa.token_counts import parse_lengths, spell
 
 
 @dataclass(frozen=True)

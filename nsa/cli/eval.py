@@ -9,41 +9,32 @@ import typer
 from nsa.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
 from nsa.cli.outputs import print_error, print_line, require_writable_file
 from nsa.errors import ConfigError
+from nsa.token_counts import parse_count, parse_lengths
 
 if TYPE_CHECKING:
     from nsa.infer.evaluation.run import EvaluationRequest
     from nsa.infer.load_model import LoadedModel
 
+TASKS_HELP = "held_out_loss, needle, needle_multikey, variable_tracking, associative_recall (default: all)."
+LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
+HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
+LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def evaluate(
     context: typer.Context,
     model: Path = MODEL,
-    tasks: str = typer.Option(
-        None,
-        "--tasks",
-        metavar="A,B",
-        help="held_out_loss, needle, needle_multikey, variable_tracking, associative_recall (default: all).",
-    ),
-    lengths: str = typer.Option(
-        None, "--lengths", metavar="1k,4k", help="Tokens of far tasks (default: the training length, at least 1k)."
-    ),
+    tasks: str = typer.Option(None, "--tasks", metavar="A,B", help=TASKS_HELP),
+    lengths: str = typer.Option(None, "--lengths", metavar="1k,4k", help=LENGTHS_HELP),
     depths: str = typer.Option("0,25,50,75,100", "--depths", metavar="0,50,100", help="Where the answer lies, in %."),
     limit: int = typer.Option(None, "--limit", min=1, help="Examples for every length and depth (default 20)."),
     rows: int = typer.Option(256, "--rows", min=0, help="Rows for the held-out loss; 0: all there are."),
     seed: int = typer.Option(0, "--seed", min=0, help="Random seed of far tasks."),
     data: str = typer.Option(None, "--data", help="Held-out data (default: the run's own): a prepared set, or files."),
     seq_len: str = typer.Option(None, "--seq-len", metavar="4k", help="Row length of held-out data."),
-    hay: str = typer.Option(
-        None, "--hay", help="Text around far tasks: a file, or built-in (default: the held-out documents)."
-    ),
-    lm_eval: str = typer.Option(
-        None,
-        "--lm-eval",
-        metavar="TASKS",
-        help="Tasks of lm-evaluation-harness instead; more options are passed to it.",
-    ),
+    hay: str = typer.Option(None, "--hay", help=HAY_HELP),
+    lm_eval: str = typer.Option(None, "--lm-eval", metavar="TASKS", help=LM_EVAL_HELP),
     out: Path = typer.Option(None, "--out", help="Results file (default: RUN/evaluations/stepN.json)."),
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON and nothing else on stdout."),
     device: str = DEVICE,
@@ -76,13 +67,13 @@ def evaluate(
 
     request = EvaluationRequest(
         tasks=_words(tasks),
-        lengths=None if lengths is None else [_count(word) for word in _words(lengths) or ()],
+        lengths=None if lengths is None else parse_lengths(lengths),
         depths=[_percent(word) for word in _words(depths) or ()],
         limit=limit or EvaluationRequest.limit,
         rows=rows or None,
         seed=seed,
         data=data,
-        seq_len=None if seq_len is None else _count(seq_len),
+        seq_len=None if seq_len is None else parse_count(seq_len, "--seq-len"),
         hay=hay,
     )
     loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
@@ -95,11 +86,7 @@ def evaluate(
         words = [*context.args, *(["--limit", str(limit)] if limit else [])]
         results = evaluate_with_harness(loaded, lm_eval, words)
     merge_results(path, step=loaded.source.step, model=loaded.source.path.name, results=results)
-    if as_json:
-        print(json.dumps(results, indent=1, sort_keys=True))
-    else:
-        _show(results)
-        print_line(f"wrote {path}")
+    _print(results, path, as_json)
 
 
 def _run(loaded: "LoadedModel", request: "EvaluationRequest") -> dict[str, dict[str, Any]]:
@@ -119,6 +106,14 @@ def _run(loaded: "LoadedModel", request: "EvaluationRequest") -> dict[str, dict[
             bar.update(shown[task], completed=done)
 
         return evaluate_model(loaded, request, progress=progress, note=lambda text: print_error(f"note: {text}"))
+
+
+def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(results, indent=1, sort_keys=True))
+    else:
+        _show(results)
+        print_line(f"wrote {path}")
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
@@ -144,14 +139,6 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
 
 def _words(text: str | None) -> list[str] | None:
     return None if text is None else [word for word in text.replace(",", " ").split() if word]
-
-
-def _count(word: str) -> int:
-    """4096 or 4k."""
-    number, factor = (word[:-1], 1024) if word[-1:] in ("k", "K") else (word, 1)
-    if not number.isdecimal():
-        raise ConfigError(f"{word!r} is not a number of tokens. Write e.g. 4096 or 4k.")
-    return int(number) * factor
 
 
 def _percent(word: str) -> float:

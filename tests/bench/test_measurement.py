@@ -17,7 +17,7 @@ from nsa.bench.machine import available_cores, describe_machine, pinned
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult, choose_implementations, finish
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.shapes import SHAPES, parse_lengths, shape_named, spell
+from nsa.bench.shapes import SHAPES, shape_named
 from nsa.bench.timing import ratio
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
@@ -114,13 +114,6 @@ def test_threads_are_held_to_as_many_cores_and_given_back():
     assert (available_cores(), torch.get_num_threads()) == (cores, threads)
     with pytest.raises(ConfigError, match="--threads"), pinned(len(cores) + 1):
         pass
-
-
-def test_lengths_are_read_as_written():
-    assert parse_lengths("2k, 100,64K") == [2048, 100, 65_536]
-    assert [spell(n) for n in (2048, 100)] == ["2k", "100"]
-    with pytest.raises(ConfigError, match="--lengths"):
-        parse_lengths("2k,long")
 
 
 def test_a_training_step_is_judged_and_timed_against_the_dense_model():

@@ -2,7 +2,7 @@
 
 from tests.test_imports_point_down import LAYERS
 
-WIDTH, ROW, TOP, GAP, LABEL = 960, 54, 44, 12, 110
+WIDTH, ROW, TOP, GAP, LABEL = 1080, 54, 44, 12, 110
 PURPOSE = {
     "cli": "the nsa command",
     "drill": "fault injection",
@@ -27,6 +27,7 @@ PURPOSE = {
     "attention_rules": "heads, φ, RoPE",
     "names": "file names of a run",
     "terminal_text": "escaping",
+    "token_counts": "4k",
     "kernel_variables": "NSA_KERNEL",
     "errors": "exceptions, exit codes",
     "options": "enumerated settings",

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.bench.machine import describe_machine
-from nsa.bench.shapes import spell
 from nsa.cli.bench import Data, Dtype, JsonFile, Lengths, MarkdownFile, PlotFile, ShapeName, progress, stdout_console
 from nsa.cli.outputs import require_writable_file
 from nsa.config.load import load
 from nsa.errors import NSAError
 from nsa.options import Checkpointing
+from nsa.token_counts import spell
 from tools.perf_model import report as reports
 from tools.perf_model.gpus import GpuModel, gpu_named
 from tools.perf_model.selection_overlap import measure_overlap

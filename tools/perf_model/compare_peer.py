@@ -9,8 +9,9 @@ coarser. Lengths above 64k are modelled on blocks chosen at random: measuring th
 from collections.abc import Iterator
 
 from nsa.bench.report import to_markdown_table
-from nsa.bench.shapes import BASE_GEOMETRY, BenchShape, spell
+from nsa.bench.shapes import BASE_GEOMETRY, BenchShape
 from nsa.geometry import Geometry
+from nsa.token_counts import spell
 from tools.perf_model.prediction import LayerPrediction, predict
 from tools.perf_model.selection_overlap import SelectionOverlap, measure_overlap, random_overlap
 

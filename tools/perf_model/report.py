@@ -7,8 +7,9 @@ from typing import Any
 
 from nsa.bench import plot
 from nsa.bench.report import seconds, to_markdown_table
-from nsa.bench.shapes import DTYPES, parse_lengths, shape_named, spell
+from nsa.bench.shapes import DTYPES, shape_named
 from nsa.errors import ConfigError
+from nsa.token_counts import parse_lengths, spell
 from tools.perf_model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, gpu_named
 from tools.perf_model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
 from tools.perf_model.selection_overlap import measure_overlap
