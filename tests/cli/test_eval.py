@@ -16,7 +16,7 @@ from nsa.hf.export_folder import export_folder
 from nsa.hf.import_folder import import_folder
 from nsa.infer.evaluation.hay import BUILT_IN
 from nsa.observe.evaluations import read_evaluations
-from tests.hf.trained_runs import save_run, settings
+from tests.trained_runs import save_run, settings
 
 
 @pytest.fixture

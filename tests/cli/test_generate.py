@@ -21,8 +21,8 @@ from nsa.cli.main import app
 from nsa.cli.progress_line import ProgressLine
 from nsa.errors import CheckpointError, ConfigError
 from nsa.infer import load_model
-from tests.infer.trained_runs import write_run
 from tests.train.runs import environment
+from tests.trained_runs import write_run
 
 SHORT = ("--greedy", "-n", "12")
 

@@ -12,7 +12,7 @@ from nsa.infer.evaluation.far_tasks import CANDIDATES, CHAINS, FAR_TASKS, HOPS, 
 from nsa.infer.evaluation.hay import BUILT_IN
 from nsa.observe.evaluations import read_evaluations
 from tests.docs.blocks import blocks, nsa_commands, unknown_words
-from tests.hf.trained_runs import save_run, settings
+from tests.trained_runs import save_run, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "EVAL.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
 from tests.docs.blocks import ROOT, blocks, nsa_commands, run_blocks, unknown_words
-from tests.infer.trained_runs import write_run
+from tests.trained_runs import write_run
 
 PAGE = ROOT / "docs" / "GENERATE.md"
 BLOCKS = blocks(PAGE)

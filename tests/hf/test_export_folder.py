@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import nsa.hf
 from nsa.hf.export_folder import export_folder
-from tests.hf.trained_runs import files_of, save_run, settings
+from tests.trained_runs import files_of, save_run, settings
 
 KEY = b"0123456789abcdef"
 VARIANTS = {

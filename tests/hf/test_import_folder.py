@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from nsa.hf.export_folder import export_folder
 from nsa.hf.import_folder import import_folder, open_exported
 from tests.hf.test_export_folder import KEY, VARIANTS
-from tests.hf.trained_runs import files_of, save_run, settings
+from tests.trained_runs import files_of, save_run, settings
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])

@@ -17,7 +17,7 @@ from nsa.hf.configuration import NSAConfig
 from nsa.hf.model_card import model_card
 from nsa.hf.training_record import TrainingRecord, public_settings, record_of
 from nsa.observe.evaluations import evaluation_file, merge_results
-from tests.hf.trained_runs import save_run, settings
+from tests.trained_runs import save_run, settings
 
 
 def beat(step: int, loss: float, msg: str = "progress") -> str:

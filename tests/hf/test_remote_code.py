@@ -18,7 +18,7 @@ from nsa.hf.configuration import NSAConfig
 from nsa.hf.export_folder import export_folder
 from nsa.hf.import_folder import import_folder
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
-from tests.hf.trained_runs import files_of, save_run, settings
+from tests.trained_runs import files_of, save_run, settings
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a prompt long enough to leave the window of twenty-four tokens behind, and to fill selection blocks"

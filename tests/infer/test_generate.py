@@ -8,7 +8,7 @@ import torch
 from nsa.errors import ConfigError
 from nsa.infer import SamplingSettings, load_model
 from nsa.infer.generate import generate_batch
-from tests.infer.trained_runs import write_run
+from tests.trained_runs import write_run
 
 GREEDY = dict(temperature=0, max_new_tokens=24)
 PROMPTS = ["A", "Install the package with apt and read the manual first, " * 3, "Größe: 12 €", ""]

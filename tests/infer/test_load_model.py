@@ -20,7 +20,7 @@ from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.hf.export_folder import export_folder
 from nsa.infer import load_model
 from nsa.model.build import build_model
-from tests.infer.trained_runs import write_run
+from tests.trained_runs import write_run
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 FIXTURES = Path(__file__).parents[1] / "checkpoint" / "fixtures"

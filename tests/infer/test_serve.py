@@ -15,8 +15,8 @@ pytest.importorskip("fastapi", reason="the server is in the serve extra")
 from nsa.errors import ConfigError
 from nsa.infer import load_model
 from nsa.infer.serve import free_port
-from tests.infer.trained_runs import write_run
 from tests.train.runs import environment
+from tests.trained_runs import write_run
 from tools.compare_generation import ServerProcess, nsa_serve
 
 # The second one is read in several chunks.

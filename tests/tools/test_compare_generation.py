@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
-from tests.infer.trained_runs import write_run
+from tests.trained_runs import write_run
 from tools.compare_generation import GreedyAnswer, ReferenceAnswer, make_prompts, table
 
 LOGITS = torch.tensor([[5.0, 1.0, 0.0], [0.0, 2.0, 1.75], [0.0, 0.0, 9.0]])

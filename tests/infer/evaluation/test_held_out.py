@@ -19,8 +19,8 @@ from nsa.infer.evaluation.run import EvaluationRequest, evaluate_model, results_
 from nsa.infer.load_model import load_model
 from nsa.model.build import build_model
 from nsa.model.held_out_loss import batch_inputs, held_out_loss, next_token_labels
-from tests.hf.trained_runs import save_run, settings
 from tests.train.runs import ROOT, Job, run_all
+from tests.trained_runs import save_run, settings
 
 CORPUS = ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet"
 ROWS = 8

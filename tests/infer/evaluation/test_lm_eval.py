@@ -17,8 +17,8 @@ from nsa.hf.export_folder import export_folder
 from nsa.infer.evaluation.hay import BUILT_IN, hay_of_file
 from nsa.infer.evaluation.lm_eval import NSAHarnessModel, evaluate_with_harness, require_finite
 from nsa.infer.load_model import load_model
-from tests.hf.trained_runs import save_run, settings
 from tests.infer.evaluation.own_model import OwnHarnessModel
+from tests.trained_runs import save_run, settings
 
 ROOT = Path(__file__).parents[3]
 CORPUS = ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet"

@@ -5,7 +5,7 @@ import torch
 
 from nsa.infer.evaluation.score_answers import TransformersScorer, candidate_scores
 from nsa.infer.load_model import load_model
-from tests.hf.trained_runs import save_run
+from tests.trained_runs import save_run
 
 PROMPT = list(b"One sentence of some length that ends here, and the number of it is")
 

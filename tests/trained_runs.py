@@ -1,5 +1,6 @@
-"""Checkpoints for tests of exports, made without training: random weights in the format of a run."""
+"""Run folders with checkpoints of a tiny model for tests, made without training: random weights in a run's format."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,45 @@ def save_run(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
+    save_checkpoint(folder, model, config, tokenizer, step=step, key=key, keep_tokenizer=keep_tokenizer)
+    return model.eval()
+
+
+GENERATION = {"train": {"seq_len": 64}, "runtime": {"prefill_chunk": 48}}
+
+
+def write_run(
+    folder: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    keep_tokenizer: bool = True,
+    steps: Sequence[int] = (10,),
+    key: bytes | None = None,
+    **model: Any,
+) -> Path:
+    """A run folder with these checkpoints, to generate with: weights far from zero, so that every branch matters."""
+    config, tokenizer = settings(**GENERATION, model=model), tokenizer or ByteTokenizer()
+    for step in steps:
+        net = build_model(config, tokenizer.vocab_size)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(step)
+            for name, parameter in net.named_parameters():
+                if "norm" not in name:
+                    parameter.normal_(std=0.3, generator=generator)
+        save_checkpoint(folder, net, config, tokenizer, step=step, key=key, keep_tokenizer=keep_tokenizer)
+    return folder
+
+
+def save_checkpoint(
+    folder: Path,
+    model: NSATransformer,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    *,
+    step: int,
+    key: bytes | None,
+    keep_tokenizer: bool,
+) -> None:
     checkpoints = CheckpointFolder(folder / names.CHECKPOINTS, key=key)
     saving = checkpoints.begin(step)
     dist_cp.save({"model": model.state_dict()}, checkpoint_id=names.tensors_of(saving), no_dist=True)
@@ -53,7 +93,6 @@ def save_run(
         (saving / names.TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     RunRecord(step, 1, config.model_dump(mode="json"), {}, more=more).write(saving)
     checkpoints.commit(step)
-    return model.eval()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
