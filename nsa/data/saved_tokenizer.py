@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.data.shards.manifest import ShardManifest
-from nsa.data.tokenizer import Tokenizer, check_same, parse_tokenizer
+from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer, parse_tokenizer
 from nsa.errors import DataError
 from nsa.names import TOKENIZER
 from nsa.storage import StorageFolder
@@ -31,6 +31,16 @@ def parse_saved(raw: bytes | bytearray, where: Path, record: Mapping[str, Any]) 
     tokenizer = parse_tokenizer(raw, where, eos_token=eos_id)
     check_same(vocab_size, fingerprint, tokenizer)
     return tokenizer
+
+
+def choose_tokenizer(given: str | Path | None, kept: Tokenizer | None) -> Tokenizer | None:
+    """The tokenizer that was kept with the model; one that was given must be the same, or stand in for none."""
+    if given is None:
+        return kept
+    chosen = load_tokenizer(str(given))
+    if kept is not None:
+        check_same(kept.vocab_size, kept.fingerprint, chosen)
+    return chosen
 
 
 def save_with_set(out: StorageFolder, tokenizer: Tokenizer, vocab_size: int, fingerprint: str) -> None:

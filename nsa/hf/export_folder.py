@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 
 from nsa.checkpoint.folder import CheckpointFinding
 from nsa.checkpoint.trained_model import TrainedModel, open_trained_model
-from nsa.data.tokenizer import Tokenizer, load_tokenizer
+from nsa.data.saved_tokenizer import choose_tokenizer
+from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.folder_files import read_json
@@ -118,18 +119,15 @@ def exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[s
 
 
 def _tokenizer(trained: TrainedModel, given: str | None) -> Tokenizer | None:
-    """The checkpoint's own tokenizer, else the given one; None only for a run whose data had none."""
-    if (kept := trained.tokenizer()) is not None:
-        return kept
-    data = trained.config.data
-    if given is None and data.dataset == "synthetic":
+    """Of the checkpoint, or the given one; None only for a run whose data had none."""
+    tokenizer, data = choose_tokenizer(given, trained.tokenizer()), trained.config.data
+    if tokenizer is None and data.dataset == "synthetic":
         return None
-    if given is None:
+    if tokenizer is None:
         raise ConfigError(
             f"{trained.path} was saved without a tokenizer, by an earlier version or from a prepared set of one: the "
             f"export could not read text. Give the tokenizer of its data, e.g. --tokenizer {data.tokenizer}."
         )
-    tokenizer = load_tokenizer(given)
     if tokenizer.vocab_size > trained.vocab_size:
         raise ConfigError(
             f"tokenizer {given} has {tokenizer.vocab_size} ids and the model {trained.vocab_size}: ids beyond have no "

@@ -18,7 +18,8 @@ from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.model_sections import RuntimeConfig
 from nsa.config.schema import RunConfig
-from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
+from nsa.data.saved_tokenizer import choose_tokenizer
+from nsa.data.tokenizer import Tokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.export_folder import CONFIG, DTYPES
@@ -149,7 +150,7 @@ def _from_checkpoint(
     folder: Path, tokenizer: str | Path | None, key: bytes | None, on_rejected: Callable[[CheckpointFinding], None]
 ) -> LoadedModel:
     trained = open_trained_model(folder, key=key, on_rejected=on_rejected)
-    chosen = _chosen_tokenizer(tokenizer, trained.tokenizer(), trained.path)
+    chosen = _require_tokenizer(tokenizer, trained.tokenizer(), trained.path)
     source = ModelSource(trained.path, trained.record.step)
     return _of_run(trained.config, trained.tensors, chosen, source)
 
@@ -174,12 +175,12 @@ def _from_weights_file(folder: Path, tokenizer: str | Path | None) -> LoadedMode
             f"with `nsa checkpoint export`."
         ) from error
     kept = load_tokenizer(str(folder)) if (folder / names.TOKENIZER).exists() else None
-    return _of_run(config, tensors, _chosen_tokenizer(tokenizer, kept, path), ModelSource(path, step))
+    return _of_run(config, tensors, _require_tokenizer(tokenizer, kept, path), ModelSource(path, step))
 
 
 def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
     exported = open_exported(folder)
-    chosen = _chosen_tokenizer(tokenizer, exported.tokenizer, folder)
+    chosen = _require_tokenizer(tokenizer, exported.tokenizer, folder)
     source = ModelSource(folder, exported.record.step if exported.record is not None else None)
     loaded = _assemble(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
     loaded.tokenizer.chat_template = _chat_template(folder)
@@ -196,18 +197,13 @@ def _chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _chosen_tokenizer(given: str | Path | None, kept: Tokenizer | None, where: Path) -> Tokenizer:
-    """The tokenizer that was kept with the model; one that was given must be the same, or stand in for none."""
-    if given is None:
-        if kept is None:
-            raise CheckpointError(
-                f"{where} was saved without its tokenizer, as by earlier versions, so its ids mean no text. Name the "
-                f"one it was trained with: --tokenizer byte, or --tokenizer FILE.json (in Python tokenizer=…)."
-            )
-        return kept
-    chosen = load_tokenizer(str(given))
-    if kept is not None:
-        check_same(kept.vocab_size, kept.fingerprint, chosen)
+def _require_tokenizer(given: str | Path | None, kept: Tokenizer | None, where: Path) -> Tokenizer:
+    chosen = choose_tokenizer(given, kept)
+    if chosen is None:
+        raise CheckpointError(
+            f"{where} was saved without its tokenizer, as by earlier versions, so its ids mean no text. Name the "
+            f"one it was trained with: --tokenizer byte, or --tokenizer FILE.json (in Python tokenizer=…)."
+        )
     return chosen
 
 

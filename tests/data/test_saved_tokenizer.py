@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.saved_tokenizer import parse_saved, read_from_set, save_with_set, tokenizer_record
+from nsa.data.saved_tokenizer import choose_tokenizer, parse_saved, read_from_set, save_with_set, tokenizer_record
 from nsa.data.shards.manifest import ShardManifest
 from nsa.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
 from nsa.errors import ConfigError, DataError
@@ -131,3 +131,16 @@ def test_a_set_does_not_keep_or_read_another_tokenizer(bpe, tmp_path):
     save_with_set(folder, bpe, bpe.vocab_size, bpe.fingerprint)
     with pytest.raises(DataError):
         read_from_set(folder, manifest_of(ByteTokenizer()))
+
+
+def test_a_given_tokenizer_stands_in_for_none_and_must_else_be_the_kept_one(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer.to_json())
+    assert choose_tokenizer(None, None) is None
+    assert choose_tokenizer(None, tokenizer) is tokenizer
+    same = "byte" if isinstance(tokenizer, ByteTokenizer) else path
+    for kept in (None, tokenizer):
+        assert choose_tokenizer(same, kept).fingerprint == tokenizer.fingerprint
+    other = ByteTokenizer() if same is path else train_bpe(TEXTS * 20, 400, path)
+    with pytest.raises(DataError, match="fingerprint"):
+        choose_tokenizer(same, other)

@@ -9,7 +9,7 @@ import torch
 
 from nsa.checkpoint.manifest import LocalFiles
 from nsa.data.tokenizer import ByteTokenizer, train_bpe
-from nsa.errors import CheckpointError, ConfigError, NSAError, OutputError
+from nsa.errors import CheckpointError, ConfigError, DataError, NSAError, OutputError
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -138,6 +138,13 @@ def test_a_run_without_a_tokenizer_asks_for_it(tmp_path):
     export_folder(tmp_path / "synthetic", tmp_path / "ids")
     assert not (tmp_path / "ids" / "tokenizer.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "ids")
+
+
+def test_another_tokenizer_than_the_kept_one_is_refused(tmp_path):
+    train_bpe(["some words, some more words"] * 9, 280, tmp_path / "bpe.json")
+    save_run(tmp_path / "run")
+    with pytest.raises(DataError, match="fingerprint"):
+        export_folder(tmp_path / "run", tmp_path / "out", tokenizer=str(tmp_path / "bpe.json"))
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
