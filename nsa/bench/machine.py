@@ -15,7 +15,7 @@ import torch
 from nsa import __version__
 from nsa.bench.timing import Now
 from nsa.errors import ConfigError
-from nsa.kernels.self_check.record import architecture_of, driver_version, runtime_version
+from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
 
 # The instruction sets that decide how fast attention can be.
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ import torch
 from nsa.errors import ConfigError
 from nsa.files import file_lock, hash_of_files, write_atomic
 from nsa.geometry import Geometry
+from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
 from nsa.kernels.interface import KernelShape
 from nsa.kernels.self_check.comparison import CheckedFigure
 
@@ -155,33 +155,3 @@ def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, boo
 def source_hash() -> str:
     files = [file for name in SOURCES for file in list((KERNELS / name).rglob("*.py")) or [KERNELS / name]]
     return hash_of_files(files, KERNELS)
-
-
-def architecture_of(device: torch.device) -> str:
-    """E.g. sm_80, or gfx942 with its features."""
-    properties = torch.cuda.get_device_properties(device)
-    return str(properties.gcnArchName) if torch.version.hip else f"sm_{properties.major}{properties.minor}"
-
-
-def runtime_version() -> str:
-    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-
-
-@cache
-def driver_version() -> str:
-    """From the kernel module, else from the vendor's tool; PyTorch does not have it."""
-    module = Path("/sys/module") / ("amdgpu" if torch.version.hip else "nvidia") / "version"
-    if module.is_file():
-        return module.read_text(encoding="utf-8").strip()
-    commands = (
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        ["rocm-smi", "--showdriverversion", "--csv"],
-    )
-    for words in commands[1:] if torch.version.hip else commands[:1]:
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0 and done.stdout.strip():
-            return done.stdout.strip().splitlines()[-1].rpartition(",")[2].strip()
-    return "unknown"

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from nsa.gpus import ARCHITECTURES, GpuArchitecture
+from nsa.kernels.gpu_versions import architecture_of
 from nsa.kernels.triton.tile_store import TileSizes as TileSizes
 
 _NARROW = {
@@ -158,10 +159,7 @@ def limits_here() -> GpuArchitecture:
 
 @cache
 def _architecture(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        return str(properties.gcnArchName).partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+    return architecture_of(index).partition(":")[0]  # without an AMD GPU's features
 
 
 def candidates(kernel: str) -> tuple[TileSizes, ...]:

@@ -1,0 +1,37 @@
+"""Architecture, driver and runtime version of a GPU, as records of checks and benchmarks name them."""
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+def architecture_of(device: torch.device | int) -> str:
+    """E.g. sm_80, or gfx942 with its features."""
+    properties = torch.cuda.get_device_properties(device)
+    return str(properties.gcnArchName) if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+
+
+def runtime_version() -> str:
+    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+
+
+@cache
+def driver_version() -> str:
+    """From the kernel module, else from the vendor's tool; PyTorch does not have it."""
+    module = Path("/sys/module") / ("amdgpu" if torch.version.hip else "nvidia") / "version"
+    if module.is_file():
+        return module.read_text(encoding="utf-8").strip()
+    commands = (
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        ["rocm-smi", "--showdriverversion", "--csv"],
+    )
+    for words in commands[1:] if torch.version.hip else commands[:1]:
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()[-1].rpartition(",")[2].strip()
+    return "unknown"
