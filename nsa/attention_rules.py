@@ -11,6 +11,7 @@ from nsa.options import PHIS, ROPE_COMPRESSED, ROPE_TYPES
 
 CHANNEL_MIXING_PHIS = ("linear", "mlp")
 
+_BRANCHES = 3
 _LARGEST_SUGGESTION = 1024
 _ROPE_SCALING = "model.rope_scaling"
 _REQUIRED_BY_ROPE_TYPE: dict[str, tuple[str, ...]] = {
@@ -61,6 +62,11 @@ def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:
             "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
             "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
         )
+
+
+def kv_streams(kv: str) -> tuple[int, int]:
+    """How many projections of the keys, and of the values, each kv group has for the three branches."""
+    return (_BRANCHES if kv == "per_branch" else 1), (1 if kv == "shared" else _BRANCHES)
 
 
 def resolve_rope_compressed(phi: str, rope_compressed: str) -> str:

@@ -8,6 +8,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, b
 OPTIONS: dict[str, dict[str, dict]] = {
     "plain": {},
     "shared": {"nsa": dict(kv="shared")},
+    "shared_keys": {"nsa": dict(kv="shared_keys")},
     "shared_after": {"nsa": dict(kv="shared", phi="mlp")},
     "qk_norm": {"model": dict(qk_norm=True)},
     "qkv_bias": {"model": dict(qkv_bias=True)},

@@ -124,11 +124,12 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
     for g in range(n_kv_groups):
         keys, values = {}, {}
         for b, branch in enumerate(("cmp", "sel", "win")):
-            place = g if kv == "shared" else g * 3 + b
-            raw = [projected("w_k", place * d_k, d_k, x[t]) for t in range(n_tokens)]
+            key_place = g * 3 + b if kv == "per_branch" else g
+            value_place = g if kv == "shared" else g * 3 + b
+            raw = [projected("w_k", key_place * d_k, d_k, x[t]) for t in range(n_tokens)]
             straight = branch == "cmp" and rope_compressed == "after"
             keys[branch] = raw if straight else [turn(k, t) for t, k in enumerate(raw)]
-            values[branch] = [projected("w_v", place * d_v, d_v, x[t]) for t in range(n_tokens)]
+            values[branch] = [projected("w_v", value_place * d_v, d_v, x[t]) for t in range(n_tokens)]
 
         phi_k = {name[6:]: value for name, value in weights.items() if name.startswith("phi_k.")}
         phi_v = {name[6:]: value for name, value in weights.items() if name.startswith("phi_v.")}

@@ -144,7 +144,8 @@ class SparseAttentionConfig(ConfigSection):
     )
     kv: KVProjections = Field(
         default="per_branch",
-        description="Keys and values: one projection per branch as in the paper, or one shared by the three branches.",
+        description="Keys and values: one projection per branch as in the paper, shared keys with a value per branch, "
+        "or one of both shared by the three branches.",
     )
 
     @property

@@ -15,9 +15,10 @@ from nsa.attention_rules import (
     broken_head_rules,
     broken_option,
     broken_rope_compressed_rules,
+    kv_streams,
     resolve_rope_compressed,
 )
-from nsa.core.branches import BRANCH_ORDER, BranchGates, BranchKeys, BranchStreams, attend_branches
+from nsa.core.branches import BranchGates, BranchKeys, BranchStreams, attend_branches
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
@@ -41,7 +42,8 @@ class NSAAttention(nn.Module):
     the projections is `nsa.core.branches`.
 
     kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
-        (group, branch, width) so that they shard by group. `shared` has one set for all branches, in the cache too.
+        (group, branch, width) so that they shard by group. `shared_keys` has one key for all branches and three values.
+        `shared` has one set for all branches, in the cache too. Each branch rotates the key as it would its own.
     qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
@@ -91,10 +93,10 @@ class NSAAttention(nn.Module):
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
 
-        n_kv = n_kv_groups * (1 if kv == "shared" else len(BRANCH_ORDER))
+        key_streams, value_streams = kv_streams(kv)
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=bias)
-        self.w_k = nn.Linear(dim, n_kv * d_k, bias=bias)
-        self.w_v = nn.Linear(dim, n_kv * d_v, bias=bias)
+        self.w_k = nn.Linear(dim, n_kv_groups * key_streams * d_k, bias=bias)
+        self.w_v = nn.Linear(dim, n_kv_groups * value_streams * d_v, bias=bias)
         self.q_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
         self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
@@ -256,15 +258,15 @@ class NSAAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSGRK, k_BSGbK = _normed(self.q_norm, q_BSGRK), _normed(self.k_norm, k_BSGbK)
         q_BSGRK = rotate(q_BSGRK, tables)
-        if self.kv == "shared":
-            k, v = k_BSGbK.squeeze(-2), v_BSGbV.squeeze(-2)
-            rotated = rotate(k, tables)
-            return q_BSGRK, BranchStreams(rotated if self.rope_compressed == "before" else k, v, rotated, v, rotated, v)
-        k_cmp, k_sel, k_win = k_BSGbK.unbind(-2)
-        v_cmp, v_sel, v_win = v_BSGbV.unbind(-2)
-        if self.rope_compressed == "before":
-            k_cmp = rotate(k_cmp, tables)
-        return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
+        v_cmp, v_sel, v_win = [v_BSGbV.squeeze(-2)] * 3 if self.kv == "shared" else v_BSGbV.unbind(-2)
+        if self.kv == "per_branch":
+            k_cmp, k_sel, k_win = k_BSGbK.unbind(-2)
+            k_cmp = rotate(k_cmp, tables) if self.rope_compressed == "before" else k_cmp
+            return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
+        k = k_BSGbK.squeeze(-2)
+        rotated = rotate(k, tables)
+        k_cmp = rotated if self.rope_compressed == "before" else k
+        return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotated, v_sel, rotated, v_win)
 
     def _lay_out(self, new: BranchStreams, layout: DocumentLayout, tables: Tables) -> _THREE_BRANCHES:
         pos, start, first, begin, block_pos = layout

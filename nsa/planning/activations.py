@@ -9,6 +9,7 @@ D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H h
 
 from dataclasses import dataclass
 
+from nsa.attention_rules import kv_streams
 from nsa.config.schema import RunConfig
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
@@ -102,8 +103,7 @@ class _BlockTensors:
         self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
         self.blocks = geometry.n_compressed(one.seq_len)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
-        self.shared, self.qk_norm = nsa.kv == "shared", model.qk_norm
-        self.kv_heads = self.groups * (1 if self.shared else _BRANCHES)
+        self.qk_norm, (self.key_streams, self.value_streams) = model.qk_norm, kv_streams(nsa.kv)
 
     def saved(self) -> int:
         """Saved by the forward pass for the backward pass."""
@@ -147,15 +147,15 @@ class _BlockTensors:
         width = self.one.width
         return (
             width * self.keys  # q
-            + (1 if self.shared else 2) * width * self.groups * self.d_k  # k of the selected and the sliding branch
-            + width * self.kv_heads * self.d_v  # v of all branches is one tensor
+            + min(self.key_streams, 2) * width * self.groups * self.d_k  # k of the selected and the sliding branch
+            + width * self.groups * self.value_streams * self.d_v  # v of all branches is one tensor
             + (self._qk_norm() if self.qk_norm else 0)
             + _BRANCHES * FP32 * self.gates
         )
 
     def _qk_norm(self) -> int:
         """Input and normalised input in fp32, and a scale per head; a fused kernel on a GPU saves less."""
-        heads = self.heads + self.kv_heads
+        heads = self.heads + self.groups * self.key_streams
         return 2 * FP32 * heads * self.d_k + FP32 * heads
 
     def _compressed(self) -> int:

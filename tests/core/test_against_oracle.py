@@ -49,6 +49,8 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
         (90, attention_args("tiny", gate_per="group", gate_temperature=2.0)),
         (40, attention_args("tiny", (16, 1), dim=32, d_k=192, d_v=128)),  # the paper's group
         (90, attention_args("tiny", kv="shared", bias=True)),
+        (90, attention_args("tiny", kv="shared_keys", bias=True)),
+        (90, attention_args("tiny", kv="shared_keys", phi="mlp", qk_norm=True)),
         (90, attention_args("tiny", kv="shared", phi="linear", qk_norm=True, out_bias=True)),
         (90, attention_args("long_blocks", qk_norm=True, qk_norm_eps=0.1, bias=True)),
         (3, attention_args("tiny")),
@@ -78,7 +80,7 @@ def cases(draw):
         n_sel=draw(st.integers(3, 6)),
         w=draw(st.integers(1, 20)),
         phi=draw(st.sampled_from(["avg", "linear", "mlp"])),
-        kv=draw(st.sampled_from(["per_branch", "shared"])),
+        kv=draw(st.sampled_from(["per_branch", "shared_keys", "shared"])),
         qk_norm=draw(st.booleans()),
         bias=draw(st.booleans()),
     )

@@ -34,6 +34,7 @@ VARIANTS = [
     dict(),
     dict(phi="mlp", phi_pos_emb=True),
     dict(kv="shared"),
+    dict(kv="shared_keys", phi="linear"),
     dict(kv="shared", phi="linear", qk_norm=True, bias=True, out_bias=True),
 ]
 

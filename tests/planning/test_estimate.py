@@ -81,7 +81,7 @@ def test_recomputing_costs_one_more_forward_pass_of_the_blocks():
     assert again.step_s == plain.step_s  # efficiency counts the model's own FLOPs
 
 
-@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+@pytest.mark.parametrize("kv", ["per_branch", "shared_keys", "shared"])
 def test_the_cache_is_as_large_as_the_one_that_is_made(kv):
     config = changed(nsa=dict(kv=kv))
     cache = build_model(config, VOCAB).new_cache(1, config.train.seq_len)

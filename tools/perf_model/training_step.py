@@ -10,6 +10,7 @@ D model dim · F feed-forward dim · K key dim · V value dim
 from dataclasses import dataclass
 from functools import partial
 
+from nsa.attention_rules import kv_streams
 from nsa.bench.shapes import BenchShape
 from nsa.config.schema import RunConfig
 from nsa.core.branches import ATTENTION_PARTS
@@ -114,8 +115,8 @@ def _block_bytes(config: RunConfig, mode: Checkpointing) -> float:
     """Of a token in one block, forward and backward. The residual stream is fp32, everything else bf16."""
     m = config.model
     D, F = m.dim, m.ffn_size
-    streams = 1 if config.nsa.kv == "shared" else 3
-    rotated = m.n_heads * m.d_k + streams * m.n_kv_groups * m.d_k
+    key_streams, _ = kv_streams(config.nsa.kv)
+    rotated = m.n_heads * m.d_k + key_streams * m.n_kv_groups * m.d_k
     pooled = m.n_kv_groups * (m.d_k + m.d_v)
     # Twice a residual sum with the norm after it: reads both and writes the sum, and its norm for the products.
     forward = 2 * 12 * D + 4 * rotated + 2 * pooled + 6 * F
