@@ -163,6 +163,7 @@ UNITS = {
     "sel_k_mean": "tokens per query",
     "sel_k_max": "tokens per query",
     "sel_pct_at_max": "share of the queries; depends on positions only (the last of a block), not on health",
+    "selector_loss": "nats per sampled query, mean over layers, before its weight; only if nsa.selector_loss is set",
     "reads_pred": "keys, all layers of the last forward pass of this rank",
     "reads_act_total": "keys, all layers of the last forward pass of this rank",
     "tokens_seen": "tokens since step 0, all ranks together",

@@ -147,6 +147,14 @@ class SparseAttentionConfig(ConfigSection):
         description="Keys and values: one projection per branch as in the paper, shared keys with a value per branch, "
         "or one of both shared by the three branches.",
     )
+    selector_loss: Changeable[Annotated[float, Field(ge=0)]] = Field(
+        default=0.0,
+        description="Weight of an auxiliary loss that trains the compressed keys to score blocks by the attention mass "
+        "that the selected branch gives them. Not part of the logged loss; 0: none.",
+    )
+    selector_loss_share: Changeable[Annotated[float, Field(gt=0, le=1)]] = Field(
+        default=0.25, description="Share of the queries that the selector loss samples at each step."
+    )
 
     @property
     def geometry(self) -> Geometry:

@@ -48,7 +48,7 @@ class BranchesOutput(NamedTuple):
     """[B, S, G, R, V]."""
     blocks: Tensor
     """int32 [B, S, G, N]."""
-    lse: tuple[Tensor, Tensor, Tensor] | None
+    lse: tuple[Tensor, Tensor, Tensor]
     """[B, S, G, R] per branch."""
 
 
@@ -63,25 +63,21 @@ def attend_branches(
     geometry: Geometry,
     scale: float,
     blocks: Tensor | None = None,
-    return_lse: bool = False,
 ) -> BranchesOutput:
     """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
 
     `nsa_attention` and `NSAAttention` (with and without a cache) both end here.
     """
     options: ScoreOptions = {"geometry": geometry, "scale": scale}
-    lse_cmp = None
-    if blocks is None and not return_lse:
-        compressed_out, blocks = run.compressed_and_select(q_BSGRK, *compressed, **options)
+    if blocks is None:
+        compressed_out, blocks, lse_cmp = run.compressed_and_select(q_BSGRK, *compressed, **options, return_lse=True)
     else:
         compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
-        k, _, pos, first = compressed
-        blocks = run.functions.select(q_BSGRK, k, pos, first, **options) if blocks is None else blocks
     k, v, pos, start = selected
     selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, pos, start, **options, return_lse=True)
     sliding_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
     mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
-    return BranchesOutput(mixed, blocks, None if lse_cmp is None else (lse_cmp, lse_sel, lse_win))
+    return BranchesOutput(mixed, blocks, (lse_cmp, lse_sel, lse_win))
 
 
 class BranchGates(nn.Module):

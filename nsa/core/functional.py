@@ -102,12 +102,11 @@ def nsa_attention(
         batch.raw_keys("sliding", k_win, v_win),
         **batch.scoring,
         blocks=None if blocks is None else batch.blocks(blocks),
-        return_lse=return_lse,
     )
     out = batch.by_head(found.out)
     if not return_lse and not return_blocks:
         return out
-    lse = BranchLse(*(batch.by_head(x) for x in found.lse)) if found.lse else None
+    lse = BranchLse(*(batch.by_head(x) for x in found.lse)) if return_lse else None
     return NSAOutput(out, lse, batch.by_row(found.blocks) if return_blocks else None)
 
 

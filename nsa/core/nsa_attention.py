@@ -18,7 +18,7 @@ from nsa.attention_rules import (
     kv_streams,
     resolve_rope_compressed,
 )
-from nsa.core.branches import BranchGates, BranchKeys, BranchStreams, attend_branches
+from nsa.core.branches import BranchesOutput, BranchGates, BranchKeys, BranchStreams, attend_branches
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
@@ -26,6 +26,7 @@ from nsa.core.kv_cache import LayerCache
 from nsa.core.positions import PositionOptions, Positions, locate
 from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
+from nsa.core.selector_loss import attach_loss, sampled_queries, selector_loss
 from nsa.errors import ConfigError, require_rules
 from nsa.geometry import Geometry
 from nsa.kernels.interface import TokenDecoder
@@ -44,6 +45,8 @@ class NSAAttention(nn.Module):
     kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
         (group, branch, width) so that they shard by group. `shared_keys` has one key for all branches and three values.
         `shared` has one set for all branches, in the cache too. Each branch rotates the key as it would its own.
+    selector_loss: weight of the selector loss (`nsa.core.selector_loss`), which a backward pass adds in training mode,
+        without a cache and without padding; selector_loss_share: the share of the queries it samples.
     qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
@@ -74,6 +77,8 @@ class NSAAttention(nn.Module):
         rope_compressed: str = "auto",
         rope_scaling: Mapping[str, Any] | None = None,
         kv: str = "per_branch",
+        selector_loss: float = 0.0,
+        selector_loss_share: float = 0.25,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         bias: bool = False,
@@ -92,6 +97,8 @@ class NSAAttention(nn.Module):
         self.kernels, self.kv = backend_request(kernels), kv
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
+        self.selector_loss, self.selector_loss_share = selector_loss, selector_loss_share
+        self.selector_weight, self.selector_step = selector_loss, 0  # a model of several layers divides the weight
 
         key_streams, value_streams = kv_streams(kv)
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=bias)
@@ -170,7 +177,14 @@ class NSAAttention(nn.Module):
         **given: Unpack[PositionOptions],
     ) -> Positions:
         """The positions of these tokens. Arguments as for `forward`."""
-        return locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
+        where = locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
+        if not self.selector_loss or not self.training or not torch.is_grad_enabled():
+            return where
+        if where.layout is None or where.padding is not None:
+            return where
+        n_tokens = where.layout.pos_BS.shape[1]
+        sampled_Q = sampled_queries(n_tokens, self.selector_loss_share, self.selector_step, x_BSD.device)
+        return where._replace(sampled_Q=sampled_Q)
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
@@ -220,7 +234,7 @@ class NSAAttention(nn.Module):
         attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
         decoder = self._decoder(cache, q_BSGRK)
         keys = cache.append_held(new, new_lens_B, self.compress, decoder)
-        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self.attend(q_BSGRK, gates, *keys)
+        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self.attend(q_BSGRK, gates, *keys)[:2]
         return mixed_BSGRV, idx_BSGN, keys
 
     def _forward(self, x_BSD: Tensor, where: Positions, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
@@ -228,10 +242,15 @@ class NSAAttention(nn.Module):
         if padding is not None:
             x_BSD, new_lens_B = padding.to_front(x_BSD), padding.lengths_for(cache, new_lens_B)
         q_BSGRK, streams = self.project(x_BSD, where.tables)
-        gates = self.gates(x_BSD)
+        gates, loss = self.gates(x_BSD), None
         if cache is None:
-            keys = self._lay_out(streams, where.layout_for(x_BSD, self.geometry), where.tables)
-            mixed_BSGRV, idx_BSGN = self.attend(q_BSGRK, gates, *keys)
+            layout = where.layout_for(x_BSD, self.geometry)
+            keys = self._lay_out(streams, layout, where.tables)
+            made = self.attend(q_BSGRK, gates, *keys)
+            mixed_BSGRV, idx_BSGN = made.out, made.blocks
+            if where.sampled_Q is not None:
+                loss = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, made, keys, layout, where.tables)
+                mixed_BSGRV = attach_loss(mixed_BSGRV, loss * self.selector_weight)
         else:
             if where.layout is not None:
                 raise ConfigError(
@@ -242,6 +261,8 @@ class NSAAttention(nn.Module):
         if self.probe is not None:
             reads_BSG = count_reads(idx_BSGN, *keys, self.geometry)
             self.probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry)
+            if loss is not None:
+                self.probe.figures["selector_loss"] = loss.detach()
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))
         return out_BSD if padding is None else padding.back(out_BSD)
 
@@ -253,11 +274,9 @@ class NSAAttention(nn.Module):
                 f"these are the positions of other tokens. Pass what this module's locate gives for this input."
             )
         q_BSGRK = self.w_q(x_BSD).unflatten(-1, (*heads, self.d_k))
-        k_BSGbK = self.w_k(x_BSD).unflatten(-1, (*heads, self.d_k))  # b: one per branch, or one for all
+        k_BSGbK = self._project_keys(x_BSD)
         v_BSGbV = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSGRK, k_BSGbK = _normed(self.q_norm, q_BSGRK), _normed(self.k_norm, k_BSGbK)
-        q_BSGRK = rotate(q_BSGRK, tables)
+        q_BSGRK = rotate(q_BSGRK if self.q_norm is None else _normed(self.q_norm, q_BSGRK), tables)
         v_cmp, v_sel, v_win = [v_BSGbV.squeeze(-2)] * 3 if self.kv == "shared" else v_BSGbV.unbind(-2)
         if self.kv == "per_branch":
             k_cmp, k_sel, k_win = k_BSGbK.unbind(-2)
@@ -267,6 +286,11 @@ class NSAAttention(nn.Module):
         rotated = rotate(k, tables)
         k_cmp = rotated if self.rope_compressed == "before" else k
         return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotated, v_sel, rotated, v_win)
+
+    def _project_keys(self, x_BSD: Tensor) -> Tensor:
+        """Not rotated yet; b: one per branch, or one for all."""
+        k_BSGbK = self.w_k(x_BSD).unflatten(-1, (self.n_kv_groups, -1, self.d_k))
+        return k_BSGbK if self.k_norm is None else _normed(self.k_norm, k_BSGbK)
 
     def _lay_out(self, new: BranchStreams, layout: DocumentLayout, tables: Tables) -> _THREE_BRANCHES:
         pos, start, first, begin, block_pos = layout
@@ -282,7 +306,10 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Entries of the blocks that begin at `begin` in k and v. A key rotated afterwards is rotated as its block's
         last token: as `tables` rotate that token, or by its position in the document."""
-        k_BCGK, v_BCGV = self.phi_k(k, begin_BC), self.phi_v(v, begin_BC)
+        return self._compress_keys(k, begin_BC, block_pos_BC, tables), self.phi_v(v, begin_BC)
+
+    def _compress_keys(self, k: Tensor, begin_BC: Tensor, block_pos_BC: Tensor, tables: Tables | None) -> Tensor:
+        k_BCGK = self.phi_k(k, begin_BC)
         if self.rope_compressed == "after":
             if tables is None:
                 last_BC, wide = block_pos_BC + self.geometry.l - 1, torch.promote_types(k.dtype, torch.float32)
@@ -292,7 +319,19 @@ class NSAAttention(nn.Module):
                 cos, sin = (x.gather(1, last_token_BC1.expand(-1, -1, x.shape[-1])) for x in tables)
                 tables = cos, sin
             k_BCGK = rotate(k_BCGK, tables)
-        return k_BCGK, v_BCGV
+        return k_BCGK
+
+    def _selector_loss(
+        self, sampled_Q: Tensor, x_BSD: Tensor, q_BSGRK: Tensor, made: BranchesOutput, keys: _THREE_BRANCHES,
+        layout: DocumentLayout, tables: Tables,
+    ) -> Tensor:  # fmt: skip
+        """Of the sampled queries. Its gradient reaches `w_k`, its norm and φ through the compressed keys, which are
+        made once more of detached hidden states, and nothing else."""
+        k_BSGK = self._project_keys(x_BSD.detach()).select(-2, 0)
+        k_BSGK = rotate(k_BSGK, tables) if self.rope_compressed == "before" else k_BSGK
+        k_BCGK = self._compress_keys(k_BSGK, layout.begin_BC, layout.block_pos_BC, tables)
+        options = dict(geometry=self.geometry, scale=self.scale)
+        return selector_loss(sampled_Q, q_BSGRK, k_BCGK, made, *keys[:2], **options)
 
     def _check_cache(self, x_BSD: Tensor, cache: LayerCache, cu_doc_lens: object = None) -> None:
         """Refuse a cache that was made for other sizes: what is kept there would be read with ours."""
@@ -336,12 +375,11 @@ class NSAAttention(nn.Module):
 
     def attend(
         self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
-    ) -> tuple[Tensor, Tensor]:
-        """The three branches mixed by the gates, and the chosen blocks."""
+    ) -> BranchesOutput:
+        """The three branches mixed by the gates, the chosen blocks, and the branches' log-sum-exps."""
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
         keys = compressed, selected, window
-        made = attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
-        return made.out, made.blocks
+        return attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
 
 
 def _normed(norm: nn.RMSNorm, x_BSHK: Tensor) -> Tensor:

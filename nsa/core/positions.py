@@ -64,6 +64,8 @@ class Positions(NamedTuple):
     tables: Tables
     padding: RowPadding | None = None
     """Of an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
+    sampled_Q: Tensor | None = None
+    """Queries of the selector loss, as indices of tokens of a row; None: there is no such loss in this pass."""
 
     def layout_for(self, x_BSD: Tensor, geometry: Geometry) -> DocumentLayout:
         """The layout, which must be of this input's tokens."""

@@ -158,7 +158,7 @@ def _around_batches(
         if hit:
             after(module)
 
-    StepSkippingTrainModule.train_batch = faulty
+    StepSkippingTrainModule.train_batch = faulty  # type: ignore[method-assign, assignment]
 
 
 def _config(words: list[str]) -> "RunConfig":

@@ -84,6 +84,9 @@ class NSAConfig(PreTrainedConfig):
     rope_scale: float | int = 1.0
     rope_compressed: RopeCompressed = "auto"
     kv: KVProjections = "per_branch"
+    selector_loss: float | int = 0.0
+    """This and the next are settings of `nsa train`, kept for a run that goes on from an export; not used here."""
+    selector_loss_share: float | int = 0.25
     qk_norm: bool = False
     qk_norm_eps: float | int = 1e-6
     bias: bool = False

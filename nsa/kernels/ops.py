@@ -62,14 +62,15 @@ def bind(name: str, kernels: BackendKernels) -> KernelFunctions:
     return KernelFunctions(compressed_attention, select_blocks, selected_attention, sliding_attention)
 
 
-def bind_fused(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A bound backend's `compressed_and_select` as one function: the compressed branch's output, the chosen blocks."""
+def bind_fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A bound backend's `compressed_and_select` as one function: the compressed branch's output, the chosen blocks, and
+    with `return_lse` the branch's log-sum-exps."""
 
-    def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *,
-                              geometry: Geometry, scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry,
+                              scale: float, return_lse: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, _, idx = _compressed_and_select(q, k, v, pos, first, geometry.ints, scale, name)
-        return out, idx
+        out, lse, idx = _compressed_and_select(q, k, v, pos, first, geometry.ints, scale, name)
+        return (out, idx, lse) if return_lse else (out, idx)
 
     return compressed_and_select
 

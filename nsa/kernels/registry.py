@@ -48,7 +48,7 @@ class KernelBackend:
     """Whether 'auto' takes it without a check."""
     verify: Callable[[torch.device, torch.dtype, KernelShape], Verification] | None = None
     """Checks it on the device at hand: on a GPU, 'auto' also takes a backend that passes."""
-    compressed_and_select: Callable[..., tuple[Tensor, Tensor]] | None = None
+    compressed_and_select: Callable[..., tuple[Tensor, ...]] | None = None
     """Both in one pass: they need the same probabilities."""
     decoder: Callable[..., TokenDecoder] | None = None
     """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients."""
@@ -88,8 +88,9 @@ class BackendChoice:
 class KernelPlan(NamedTuple):
     functions: KernelFunctions
     choices: tuple[BackendChoice, ...]
-    compressed_and_select: Callable[..., tuple[Tensor, Tensor]]
-    """The compressed branch's output and the selected blocks: in one pass if one backend computes both and can."""
+    compressed_and_select: Callable[..., tuple[Tensor, ...]]
+    """The compressed branch's output and the selected blocks, with `return_lse` also the branch's log-sum-exps: in one
+    pass if one backend computes both and can."""
     decoder: Callable[..., TokenDecoder] | None
     """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
     mix: Mixing
@@ -164,11 +165,11 @@ _plan_once = functools.cache(_plan)  # called by every layer at every step
 
 def _compressed_then_select(
     run: KernelFunctions, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = run.compressed(q, k, v, pos, first, geometry=geometry, scale=scale)
-    assert isinstance(out, Tensor)
-    return out, run.select(q, k, pos, first, geometry=geometry, scale=scale)
+    scale: float, return_lse: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out, lse = run.compressed(q, k, v, pos, first, geometry=geometry, scale=scale, return_lse=True)
+    idx = run.select(q, k, pos, first, geometry=geometry, scale=scale)
+    return (out, idx, lse) if return_lse else (out, idx)
 
 
 def backend_request(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:

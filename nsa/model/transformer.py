@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache, NSACache
 from nsa.core.positions import PositionOptions, SequenceOptions
+from nsa.core.selector_loss import average_over_layers
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import linear_cross_entropy, linear_token_losses
@@ -77,6 +78,7 @@ class NSATransformer(nn.Module):
         if tie_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight
         init_weights(self, n_layers)
+        average_over_layers(self)
 
     def forward(
         self, tokens_BS: Tensor, *, cache: NSACache | None = None, **options: Unpack[SequenceOptions]

@@ -55,6 +55,7 @@ class HeartbeatRecord:
     sel_k_mean: float | None = None
     sel_k_max: float | None = None
     sel_pct_at_max: float | None = None
+    selector_loss: float | None = None
     reads_pred: int | None = None
     reads_act_total: int | None = None
     kernel_compressed: str | None = None

@@ -85,6 +85,7 @@ FIGURES: Mapping[str, FieldMetric] = {
     "sel_k_mean": _gauge("nsa_selection_keys_mean", "Keys per query that the selected branch reads, mean."),
     "sel_k_max": _gauge("nsa_selection_keys_max", "Keys per query that the selected branch reads, largest."),
     "sel_pct_at_max": _gauge("nsa_selection_at_max_ratio", "Share of the queries at the maximum number of keys."),
+    "selector_loss": _gauge("nsa_selector_loss_nats", "Selector loss of the last recorded step, mean over layers."),
     "reads_pred": _gauge("nsa_reads_predicted", "Predicted key reads of a forward pass, all layers."),
     "reads_act_total": _gauge("nsa_reads_counted", "Counted key reads of a forward pass, all layers."),
     **{

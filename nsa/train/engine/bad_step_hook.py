@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nsa import names
 from nsa.config.schema import RunConfig
+from nsa.core.selector_loss import selector_layers, set_sampling_step
 from nsa.errors import NonFiniteError
 from nsa.observe.events import EventKind
 from nsa.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
@@ -178,6 +179,11 @@ class StepSkippingTrainModule(TransformerTrainModule):
     """The engine's train module, with a check between the gradients and the optimizer if `bad_steps` is set."""
 
     bad_steps: BadStepCallback | None = None
+
+    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
+        """The selector loss samples its queries by the step, so that a resumed run samples the same ones."""
+        set_sampling_step(selector_layers(self.model), self.trainer.global_step)
+        super().train_batch(batch, dry_run)
 
     def optim_step(self) -> None:
         with suppress(_SkipStep):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nsa.config.schema import RunConfig
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.selector_loss import average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.train.engine.mixer import SharedPositions, transformer_config
 
@@ -68,6 +69,7 @@ def build_transformer(config: RunConfig, vocab_size: int) -> EngineTransformer:
     model = transformer_config(config, vocab_size).build(init_device="meta")
     model.__class__ = EngineTransformer  # the engine's config builds no subclass
     assert isinstance(model, EngineTransformer)
+    average_over_layers(model)
     if config.runtime.gradient_checkpointing == "selective":
         for name, block in list(model.blocks.items()):
             model.blocks.register_module(name, SelectiveCheckpoint(block))

@@ -1,0 +1,221 @@
+"""Selector loss: an auxiliary loss that trains block selection on the attention mass of the blocks it chose.
+
+For a sample of the queries, the KL divergence from the selected branch's attention mass per chosen block to the block
+scores by which they were chosen, both summed over the heads of a group and renormalised over the chosen blocks that end
+at or before the query. Only the compressed keys get a gradient. The log-sum-exps that normalise each head's scores come
+from the attention kernels and are constants, so nothing outside the chosen blocks is read: time and memory are linear
+in the queries, whatever the backend.
+
+B batch · S tokens · Q sampled queries · M = B·Q · c queries of a chunk · T raw keys · C compressed keys · N chosen
+blocks · t tokens of a block · m compressed entries that overlap a block · G kv groups · R heads per group · K key dim
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa.core.branches import BranchesOutput, BranchKeys
+from nsa.geometry import Geometry
+from nsa.kernels.portable.chunk import budget
+from nsa.kernels.precision import without_autocast
+
+_GOLDEN_RATIO = 0.6180339887498949
+
+
+def sampled_queries(n_tokens: int, share: float, step: int, device: torch.device) -> Tensor:
+    """Indices [Q] of this share of the tokens, evenly spaced; the first one moves with the step, so that over the steps
+    every token is sampled, and a resumed run samples as an uninterrupted one does."""
+    count = min(n_tokens, max(1, round(share * n_tokens)))
+    offset = step * _GOLDEN_RATIO % 1
+    places = (torch.arange(count, dtype=torch.float64, device=device) + offset) * (n_tokens / count)
+    return places.long().clamp(max=n_tokens - 1)
+
+
+def selector_layers(model: nn.Module) -> list[Any]:
+    """The layers of a model that have a selector loss."""
+    return [module for module in model.modules() if getattr(module, "selector_loss", 0)]
+
+
+def average_over_layers(model: nn.Module) -> None:
+    """Divide the weight of the loss among a model's layers, so that they add their mean to the gradient."""
+    layers = selector_layers(model)
+    for layer in layers:
+        layer.selector_weight = layer.selector_loss / len(layers)
+
+
+def set_sampling_step(layers: Iterable[Any], step: int) -> None:
+    """The training step from which the next forward pass derives its sample."""
+    for layer in layers:
+        layer.selector_step = step
+
+
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x unchanged; the backward pass through it also starts at `loss`, with gradient 1. The value of the model's own
+    loss stays what it is, and recomputation, compilation and sharding see one more node of a layer's graph."""
+    attached: Tensor = _AttachedLoss.apply(x, loss)
+    return attached
+
+
+class _AttachedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.of_loss = dict(dtype=loss.dtype, device=loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, torch.ones((), **ctx.of_loss)
+
+
+def selector_loss(
+    queries_Q: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, made: BranchesOutput, compressed: BranchKeys,
+    selected: BranchKeys, *, geometry: Geometry, scale: float,
+) -> Tensor:  # fmt: skip
+    """The mean over sampled queries (and groups) with two comparable blocks or more; has a gradient in k_BCGK alone.
+
+    k_BCGK: the compressed keys once more, made of detached hidden states.
+    """
+    lse_compressed, lse_selected, _ = made.lse
+    per_query = (q_BSGRK, made.blocks, lse_compressed, lse_selected, selected.pos_BS, selected.start_BS)
+    sampled = [x.detach().index_select(1, queries_Q) for x in (*per_query, compressed.start_BS)]
+    need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
+    loss: Tensor = _selector_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)[0]
+    return loss
+
+
+class _Chunk(NamedTuple):
+    """Some of the sampled queries, in fp32 or wider; rows of the batch one after the other."""
+
+    q_cGRK: Tensor
+    """Times the scale of the scores."""
+    blocks_cGN: Tensor
+    lse_cmp_cGR: Tensor
+    lse_sel_cGR: Tensor
+    pos_c: Tensor
+    start_c: Tensor
+    """Index of the document's position 0 among the raw keys of all rows of the batch."""
+    first_c: Tensor
+    """And of its block 0 among their compressed keys."""
+
+    def log_mass_read(self, k_sel_TGK: Tensor, geometry: Geometry) -> Tensor:
+        """Of the selected branch, per chosen block [c, G, N]; anything where the block is not complete."""
+        token_t = torch.arange(geometry.l_sel, device=self.pos_c.device)
+        at_cGNt = self.start_c[:, None, None, None] + self.blocks_cGN[..., None] * geometry.l_sel + token_t
+        scores_cGRNt = self._scores(_rows_of(k_sel_TGK, at_cGNt), self.lse_sel_cGR)
+        return scores_cGRNt.logsumexp((2, 4))
+
+    def selector_scores(self, k_cmp_CGK: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Logarithms of what the entries add to the scores of the chosen blocks, [c, G, R, N, m], −inf where an entry
+        is not visible to the query; and where those entries lie, [c, G, N, m]."""
+        g = geometry
+        entry_m = torch.arange((g.l + g.l_sel) // g.d - 1, device=self.pos_c.device)
+        begin_m = (entry_m + 1) * g.d - g.l  # relative to the block
+        overlap_m = ((begin_m + g.l).clamp(max=g.l_sel) - begin_m.clamp(min=0)) // g.d  # as `reference.overlap`
+        log_overlap_m = overlap_m.to(self.q_cGRK.dtype).log()
+        number_cGNm = self.blocks_cGN[..., None] * (g.l_sel // g.d) + begin_m // g.d
+        hidden_cGNm = (number_cGNm < 0) | (number_cGNm * g.d + g.l - 1 > self.pos_c[:, None, None, None])
+        at_cGNm = self.first_c[:, None, None, None] + number_cGNm
+        scores_cGRNm = self._scores(_rows_of(k_cmp_CGK, at_cGNm), self.lse_cmp_cGR) + log_overlap_m
+        return scores_cGRNm.masked_fill_(hidden_cGNm[:, :, None], -torch.inf), at_cGNm
+
+    def complete_cGN(self, geometry: Geometry) -> Tensor:
+        """Whether a chosen block ends at or before the query."""
+        ends_cGN = (self.blocks_cGN + 1) * geometry.l_sel
+        return (self.blocks_cGN >= 0) & (ends_cGN <= self.pos_c[:, None, None] + 1)
+
+    def _scores(self, k_cGNxK: Tensor, lse_cGR: Tensor) -> Tensor:
+        scores = torch.einsum("cgrk,cgnxk->cgrnx", self.q_cGRK, k_cGNxK.to(self.q_cGRK.dtype))
+        return scores.sub_(lse_cGR[..., None, None])
+
+
+def _rows_of(k_XGK: Tensor, at_cGNx: Tensor) -> Tensor:
+    """Keys of each query's own group at these places; places outside are moved inside."""
+    n, n_groups, width = k_XGK.shape
+    rows = _row_numbers(at_cGNx, n, n_groups)
+    return k_XGK.reshape(-1, width).index_select(0, rows.flatten()).view(*rows.shape, width)
+
+
+def _row_numbers(at_cGNx: Tensor, n: int, n_groups: int) -> Tensor:
+    group_G11 = torch.arange(n_groups, device=at_cGNx.device)[:, None, None]
+    return at_cGNx.clamp(0, n - 1) * n_groups + group_G11
+
+
+def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: Tensor, dk_cmp: Tensor | None) -> None:
+    """Add the chunk's loss and number of queries to `sums`, and its gradient to `dk_cmp`."""
+    scores_cGRNm, at_cGNm = chunk.selector_scores(k_cmp, g)
+    log_score_cGN = scores_cGRNm.logsumexp((2, 4))
+    compared_cGN = chunk.complete_cGN(g) & (log_score_cGN > -torch.inf)
+    counted_cG1 = compared_cGN.sum(-1, keepdim=True) > 1
+    compared_cGN = compared_cGN & counted_cG1
+    lowest = torch.finfo(log_score_cGN.dtype).min
+    log_p_cGN = log_score_cGN.masked_fill(~compared_cGN, lowest).log_softmax(-1)
+    log_target_cGN = chunk.log_mass_read(k_sel, g).masked_fill(~compared_cGN, lowest).log_softmax(-1)
+    target_cGN = log_target_cGN.exp()
+    sums += torch.stack([
+        (target_cGN * (log_target_cGN - log_p_cGN)).where(compared_cGN, 0).sum(), counted_cG1.sum().to(sums.dtype)
+    ])  # fmt: skip
+    if dk_cmp is None:
+        return
+    # Of log P: P − target per block, divided among the block's entries and heads by what each adds to its score.
+    dlog_cGN = (log_p_cGN.exp() - target_cGN).where(compared_cGN, 0)
+    parts_cGRNm = (scores_cGRNm - log_score_cGN.where(compared_cGN, 0)[:, :, None, :, None]).exp_()
+    dscores_cGRNm = parts_cGRNm.mul_(dlog_cGN[:, :, None, :, None]).where(compared_cGN[:, :, None, :, None], 0)
+    dk_cGNmK = torch.einsum("cgrnm,cgrk->cgnmk", dscores_cGRNm, chunk.q_cGRK)
+    rows = _row_numbers(at_cGNm, *k_cmp.shape[:2])
+    # Not `index_add_`: on a GPU its sums depend on the order of threads.
+    dk_cmp.view(-1, dk_cmp.shape[-1]).index_put_((rows.flatten(),), dk_cGNmK.flatten(0, -2), accumulate=True)
+
+
+@torch.library.custom_op("nsa::selector_loss", mutates_args=())
+def _selector_loss(
+    k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
+    start: Tensor, first: Tensor, sizes: list[int], scale: float, need_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return without_autocast(
+        q, _compute, k_cmp, k_sel, (q, blocks, lse_cmp, lse_sel, pos, start, first), Geometry.from_ints(sizes), scale,
+        need_grad,
+    )  # fmt: skip
+
+
+def _compute(
+    k_cmp: Tensor, k_sel: Tensor, per_query: tuple[Tensor, ...], g: Geometry, scale: float, need_grad: bool
+) -> tuple[Tensor, Tensor]:
+    q, blocks, lse_cmp, lse_sel, pos, start, first = per_query
+    wide = torch.promote_types(q.dtype, torch.float32)
+    row_B1 = torch.arange(len(q), device=q.device)[:, None]
+    start, first = start + row_B1 * k_sel.shape[1], first + row_B1 * k_cmp.shape[1]
+    k_cmp_rows, k_sel_rows = k_cmp.flatten(0, 1), k_sel.flatten(0, 1)
+    sums, dk_cmp = q.new_zeros(2, dtype=wide), torch.zeros_like(k_cmp_rows, dtype=wide) if need_grad else None
+    if len(k_cmp_rows):
+        chunk = max(1, budget(q) // max(1, blocks.shape[2] * blocks.shape[3] * g.l_sel * q.shape[-1]))
+        given = [x.flatten(0, 1).split(chunk) for x in (q, blocks.long(), lse_cmp, lse_sel, pos, start, first)]
+        for q_c, *rest in zip(*given, strict=True):
+            _add_chunk(_Chunk(q_c.to(wide) * scale, *rest), k_cmp_rows, k_sel_rows, g, sums, dk_cmp)
+    loss_sum, count = sums.unbind()
+    count = count.clamp(min=1)
+    if dk_cmp is None:
+        return loss_sum / count, k_cmp.new_empty(0)
+    return loss_sum / count, (dk_cmp / count).to(k_cmp.dtype).view(k_cmp.shape)
+
+
+@_selector_loss.register_fake
+def _(
+    k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
+    start: Tensor, first: Tensor, sizes: list[int], scale: float, need_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((), dtype=wide), k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    (dk_cmp,) = ctx.saved_tensors
+    return (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * 11
+
+
+_selector_loss.register_autograd(_differentiate, setup_context=_save)
