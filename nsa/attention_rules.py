@@ -64,6 +64,19 @@ def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:
         )
 
 
+def broken_selector_loss_rules(weight: float, share: float) -> Iterator[BrokenRule]:
+    if not weight >= 0:
+        yield BrokenRule(
+            ("nsa.selector_loss",), f"nsa.selector_loss ({weight}) must be at least 0: it is a weight. Set e.g. 1.0."
+        )
+    if not 0 < share <= 1:
+        yield BrokenRule(
+            ("nsa.selector_loss_share",),
+            f"nsa.selector_loss_share ({share}) must be above 0 and at most 1: it is a share of the queries. Set e.g. "
+            f"nsa.selector_loss_share=0.25.",
+        )
+
+
 def kv_streams(kv: str) -> tuple[int, int]:
     """How many projections of the keys, and of the values, each kv group has for the three branches."""
     return (_BRANCHES if kv == "per_branch" else 1), (1 if kv == "shared" else _BRANCHES)

@@ -15,6 +15,7 @@ from nsa.attention_rules import (
     broken_head_rules,
     broken_option,
     broken_rope_compressed_rules,
+    broken_selector_loss_rules,
     kv_streams,
     resolve_rope_compressed,
 )
@@ -26,7 +27,7 @@ from nsa.core.kv_cache import LayerCache
 from nsa.core.positions import PositionOptions, Positions, locate
 from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
-from nsa.core.selector_loss import attach_loss, sampled_queries, selector_loss
+from nsa.core.selector_loss import attach_loss, selector_loss, with_sampled_queries
 from nsa.errors import ConfigError, require_rules
 from nsa.geometry import Geometry
 from nsa.kernels.interface import TokenDecoder
@@ -89,6 +90,7 @@ class NSAAttention(nn.Module):
         require_rules(broken_head_rules(n_heads, n_kv_groups, d_k))
         require_rules(broken_rope_compressed_rules(phi, rope_compressed))
         require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
+        require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
@@ -178,13 +180,7 @@ class NSAAttention(nn.Module):
     ) -> Positions:
         """The positions of these tokens. Arguments as for `forward`."""
         where = locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
-        if not self.selector_loss or not self.training or not torch.is_grad_enabled():
-            return where
-        if where.layout is None or where.padding is not None:
-            return where
-        n_tokens = where.layout.pos_BS.shape[1]
-        sampled_Q = sampled_queries(n_tokens, self.selector_loss_share, self.selector_step, x_BSD.device)
-        return where._replace(sampled_Q=sampled_Q)
+        return with_sampled_queries(where, self) if self.selector_loss else where
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.

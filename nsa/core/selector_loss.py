@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.core.branches import BranchesOutput, BranchKeys
+from nsa.core.positions import Positions
 from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import budget
 from nsa.kernels.precision import without_autocast
@@ -31,6 +32,15 @@ def sampled_queries(n_tokens: int, share: float, step: int, device: torch.device
     offset = step * _GOLDEN_RATIO % 1
     places = (torch.arange(count, dtype=torch.float64, device=device) + offset) * (n_tokens / count)
     return places.long().clamp(max=n_tokens - 1)
+
+
+def with_sampled_queries(where: Positions, layer: Any) -> Positions:
+    """With the queries of a training pass; unchanged in evaluation, with a cache, and for padded rows."""
+    if where.layout is None or where.padding is not None or not layer.training or not torch.is_grad_enabled():
+        return where
+    pos_BS = where.layout.pos_BS
+    sampled_Q = sampled_queries(pos_BS.shape[1], layer.selector_loss_share, layer.selector_step, pos_BS.device)
+    return where._replace(sampled_Q=sampled_Q)
 
 
 def selector_layers(model: nn.Module) -> list[Any]:

@@ -13,6 +13,7 @@ from nsa.attention_rules import (
     broken_phi_rules,
     broken_rope_compressed_rules,
     broken_rope_scaling_rules,
+    broken_selector_loss_rules,
 )
 from nsa.errors import BrokenRule, ConfigError, require_rules
 from nsa.geometry import Geometry, broken_rules, default_ffn_dim
@@ -39,6 +40,7 @@ _COUNTS = (
 _SAME_NAMES = (
     *("l", "d", "l_sel", "n_sel", "w", "phi", "phi_pos_emb", "gate", "gate_per", "gate_temperature"),
     *("rope_scale", "rope_compressed", "rope_scaling", "kv", "qk_norm", "qk_norm_eps", "bias", "out_bias"),
+    *("selector_loss", "selector_loss_share"),
 )
 
 
@@ -85,7 +87,6 @@ class NSAConfig(PreTrainedConfig):
     rope_compressed: RopeCompressed = "auto"
     kv: KVProjections = "per_branch"
     selector_loss: float | int = 0.0
-    """This and the next are settings of `nsa train`, kept for a run that goes on from an export; not used here."""
     selector_loss_share: float | int = 0.25
     qk_norm: bool = False
     qk_norm_eps: float | int = 1e-6
@@ -130,6 +131,7 @@ class NSAConfig(PreTrainedConfig):
                 *broken_rope_scaling_rules(scaling, self.rope_scale),
                 *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
                 *broken_phi_rules(self.phi, self.phi_pos_emb),
+                *broken_selector_loss_rules(self.selector_loss, self.selector_loss_share),
                 *broken_rope_compressed_rules(self.phi, self.rope_compressed),
             )
         )

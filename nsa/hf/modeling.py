@@ -20,6 +20,7 @@ from transformers.utils.generic import can_return_tuple
 from nsa.core.init import init_module
 from nsa.core.kv_cache import LayerCache
 from nsa.core.positions import checked_position_ids, padding_of
+from nsa.core.selector_loss import average_over_layers
 from nsa.errors import ConfigError
 from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
@@ -66,6 +67,7 @@ class NSAModel(NSAPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(NSADecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        average_over_layers(self)
         self.gradient_checkpointing = False
         self.post_init()
 

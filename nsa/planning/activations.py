@@ -103,12 +103,14 @@ class _BlockTensors:
         self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
         self.blocks = geometry.n_compressed(one.seq_len)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
+        self.selector_loss = nsa.selector_loss > 0
         self.qk_norm, (self.key_streams, self.value_streams) = model.qk_norm, kv_streams(nsa.kv)
 
     def saved(self) -> int:
         """Saved by the forward pass for the backward pass."""
         per_token = self._norm(readers=4) + self._attention() + self._norm(readers=2) + self._feed_forward()
-        return self.one.tokens * per_token + self.one.rows * self._compressed() + self.operator_results()
+        per_row = self._compressed() + (self._selector_loss() if self.selector_loss else 0)
+        return self.one.tokens * per_token + self.one.rows * per_row + self.operator_results()
 
     def operator_results(self) -> int:
         """What the attention operators return: part of `saved`."""
@@ -149,26 +151,34 @@ class _BlockTensors:
             width * self.keys  # q
             + min(self.key_streams, 2) * width * self.groups * self.d_k  # k of the selected and the sliding branch
             + width * self.groups * self.value_streams * self.d_v  # v of all branches is one tensor
-            + (self._qk_norm() if self.qk_norm else 0)
+            + (self._qk_norm(self.heads + self.groups * self.key_streams) if self.qk_norm else 0)
             + _BRANCHES * FP32 * self.gates
         )
 
-    def _qk_norm(self) -> int:
+    def _qk_norm(self, heads: int) -> int:
         """Input and normalised input in fp32, and a scale per head; a fused kernel on a GPU saves less."""
-        heads = self.heads + self.groups * self.key_streams
         return 2 * FP32 * heads * self.d_k + FP32 * heads
 
     def _compressed(self) -> int:
-        """Per row: token indices of each block, the compressed keys and values, and what φ saves."""
-        width = self.one.width
-        per_block = 2 * INT64 * self.l + width * self.groups * (self.d_k + self.d_v)
-        if self.after:
-            per_block += FP32 * self.d_k
+        """Per row: the compressed keys and values, and what making them saves."""
+        made = self.one.width * self.groups * (self.d_k + self.d_v)
+        return self.blocks * (made + self._phi(self.d_k, self.after) + self._phi(self.d_v, False))
+
+    def _phi(self, channels: int, rotated: bool) -> int:
+        """Of one block: its tokens' indices, and what φ and a rotation after it save."""
+        width, per_block = self.one.width, INT64 * self.l + (FP32 * self.d_k if rotated else 0)
         if self.phi != "avg":
-            per_block += width * self.l * self.groups * (self.d_k + self.d_v)  # the gathered tokens
+            per_block += width * self.l * self.groups * channels  # the gathered tokens
         if self.phi == "mlp":
-            per_block += 2 * width * self.groups * 2 * (self.d_k + self.d_v)  # before and after the GELU
-        return self.blocks * per_block
+            per_block += 2 * width * self.groups * 2 * channels  # before and after the GELU
+        return per_block
+
+    def _selector_loss(self) -> int:
+        """Per row: the compressed keys made once more, of a cast of the same hidden states, and their gradient."""
+        per_token = self.one.width * self.dim if self.one.autocast else 0
+        per_token += self._qk_norm(self.groups * self.key_streams) if self.qk_norm else 0
+        gradient = self.one.width * self.groups * self.d_k
+        return self.one.seq_len * per_token + self.blocks * (gradient + self._phi(self.d_k, self.after))
 
     def _feed_forward(self) -> int:
         return 4 * self.one.width * self.ffn

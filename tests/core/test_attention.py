@@ -193,6 +193,8 @@ def test_compiles_without_graph_breaks():
         (dict(rope_compressed="never"), "nsa.rope_compressed"),
         (dict(rope_scaling=dict(rope_type="never")), "rope_scaling"),
         (dict(kv="two"), "kv"),
+        (dict(selector_loss=-0.1), "selector_loss"),
+        (dict(selector_loss_share=1.5), "selector_loss_share"),
         *(
             (changes, "must be")
             for changes in (dict(n_kv_groups=0), dict(n_heads=0), dict(d_k=0), dict(n_kv_groups=-2))

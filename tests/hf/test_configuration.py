@@ -83,6 +83,8 @@ def test_whole_numbers_in_a_file_serve_as_real_ones(tmp_path):
         dict(phi="mlp", rope_compressed="before"),
         dict(phi_pos_emb=True),
         dict(kv="none"),
+        dict(selector_loss=-1.0),
+        dict(selector_loss_share=0.0),
         dict(tie_word_embeddings="yes"),
         dict(rope_scaling={"rope_type": "linear"}),
         dict(rope_scaling={"rope_type": "unknown"}),

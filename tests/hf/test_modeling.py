@@ -221,3 +221,15 @@ def test_bf16_generates():
     model = tiny_model().to(torch.bfloat16)
     made = model.generate(prompts(2, 40), max_new_tokens=10, do_sample=False)
     assert made.shape == (2, 50)
+
+
+def test_the_selector_loss_trains_and_leaves_the_loss_as_it_is():
+    ids, found = prompts(2, 90), []
+    for weight in (0.0, 1.0):
+        model = tiny_model(selector_loss=weight).train()
+        assert all(layer.attention.selector_weight == weight / len(model.model.layers) for layer in model.model.layers)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.item(), model.model.layers[0].attention.w_k.weight.grad))
+    assert found[0][0] == found[1][0]
+    assert not torch.equal(found[0][1], found[1][1])
