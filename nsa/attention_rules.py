@@ -3,11 +3,11 @@
 Needs no torch. A rule that does not hold is a `BrokenRule` with the settings concerned and a message.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nsa.errors import BrokenRule
-from nsa.options import PHIS, ROPE_COMPRESSED, ROPE_TYPES
+from nsa.options import ATTENTION_KINDS, PHIS, ROPE_COMPRESSED, ROPE_TYPES, AttentionKind
 
 CHANNEL_MIXING_PHIS = ("linear", "mlp")
 
@@ -52,6 +52,26 @@ def broken_head_rules(n_heads: int, n_kv_groups: int, d_k: int) -> Iterator[Brok
 def _divisor_up_to(limit: int, number: int) -> int:
     """The largest divisor worth suggesting, found in bounded time for numbers of any size."""
     return next(divisor for divisor in range(min(limit, _LARGEST_SUGGESTION), 0, -1) if number % divisor == 0)
+
+
+def broken_pattern_rules(pattern: Sequence[str], n_layers: int) -> Iterator[BrokenRule]:
+    """Rules of `model.attention`: kinds of attention, repeated over the layers."""
+    key = "model.attention"
+    if not pattern:
+        yield BrokenRule((key,), f"{key} is an empty list: every layer needs a kind of attention. Set e.g. {key}=nsa.")
+    for kind in dict.fromkeys(pattern):
+        yield from broken_option(key, kind, ATTENTION_KINDS)
+    if len(pattern) > n_layers >= 1:
+        yield BrokenRule(
+            (key, "model.n_layers"),
+            f"{key} lists {len(pattern)} layers ([{', '.join(pattern)}]) and model.n_layers is {n_layers}: the last "
+            f"{len(pattern) - n_layers} would not exist. Set model.n_layers={len(pattern)} or shorten the list.",
+        )
+
+
+def layer_kinds(pattern: Sequence[AttentionKind], n_layers: int) -> list[AttentionKind]:
+    """The kind of attention of every layer: the pattern, repeated and cut."""
+    return [pattern[layer % len(pattern)] for layer in range(n_layers)]
 
 
 def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:

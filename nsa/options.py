@@ -5,6 +5,8 @@ The schema takes the `Literal` types, the code that checks an argument takes the
 
 from typing import Literal, get_args
 
+AttentionKind = Literal["nsa", "dense", "window", "global"]
+Preset = Literal["base", "paper"]
 Phi = Literal["avg", "linear", "mlp"]
 Gate = Literal["softmax", "sigmoid"]
 GatePer = Literal["head", "group"]
@@ -22,6 +24,7 @@ OnDataEnd = Literal["epoch", "error"]
 SyntheticTask = Literal["uniform", "copy", "needle"]
 
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 PHIS: tuple[Phi, ...] = get_args(Phi)
 GATES: tuple[Gate, ...] = get_args(Gate)
 GATES_PER: tuple[GatePer, ...] = get_args(GatePer)

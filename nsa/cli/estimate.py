@@ -60,7 +60,11 @@ def as_dict(found: "RunEstimate") -> dict[str, Any]:
     return {
         "target": str(found.target),
         "vocab_size": found.vocab_size,
-        "parameters": {**vars(parameters), "total": parameters.total},
+        "parameters": {
+            **vars(parameters),
+            "attention_per_layer": dict(parameters.attention_per_layer),
+            "total": parameters.total,
+        },
         "flops_per_token": dict(found.flops_per_token),
         "recomputed_flops_per_token": found.recomputed_flops_per_token,
         "memory_bytes": {
@@ -150,6 +154,9 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     yield from (("", "", ""), ("parameters", f"{parameters.total:,}", "exact"))
     for part in ("embeddings", "attention", "feed_forward", "norms", "head"):
         yield f"  {part}", f"{getattr(parameters, part):,}", _share(getattr(parameters, part), parameters.total)
+        if part == "attention":
+            for kind, each in parameters.attention_per_layer.items():
+                yield f"    {kind} layer", f"{each:,}", "each; model.attention"
     total = sum(flops.values())
     yield from (("", "", ""), ("MFLOP per token", f"{total / 1e6:,.1f}", "forward and backward"))
     for part, count in flops.items():

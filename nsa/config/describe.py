@@ -32,6 +32,8 @@ def plain(value: Any) -> str:
     """A value as it is written in a config."""
     if value is None:
         return "null"
+    if isinstance(value, tuple):
+        return plain(value[0]) if len(value) == 1 else f"[{', '.join(map(plain, value))}]"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 

@@ -9,6 +9,7 @@ from nsa.config import rules
 from nsa.config.setting_types import (
     OFF_OR_FULL,
     OFF_OR_ON,
+    TEXT_OR_LIST,
     Changeable,
     ConfigSection,
     Count,
@@ -20,6 +21,7 @@ from nsa.config.setting_types import (
 )
 from nsa.geometry import Geometry, default_ffn_dim
 from nsa.options import (
+    AttentionKind,
     Checkpointing,
     Compilation,
     Gate,
@@ -27,9 +29,16 @@ from nsa.options import (
     KVProjections,
     Phi,
     Precision,
+    Preset,
     RopeCompressed,
     RopeType,
 )
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "paper": {"phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "kv": "per_branch", "selector_loss": 0.0},
+}
+"""Values of settings in `nsa` that differ from their defaults, by `nsa.preset`."""
 
 
 class RopeScalingConfig(ConfigSection):
@@ -77,6 +86,13 @@ class ModelConfig(ConfigSection):
 
     dim: Count = Field(default=768, description="Width of the residual stream.")
     n_layers: Count = Field(default=12, description="Number of transformer blocks.")
+    attention: Annotated[
+        tuple[AttentionKind, ...], TEXT_OR_LIST, ValueDescription("nsa, dense, window or global, or a list of them")
+    ] = Field(
+        default=("nsa",),
+        description="Kind of attention, or a list that is repeated over the layers, e.g. [dense, nsa, nsa, nsa]. "
+        "dense: all tokens; window: the last nsa.w; global: compressed and selected branch without the window.",
+    )
     n_heads: Count = Field(default=12, description="Query heads per block.")
     n_kv_groups: Count = Field(
         default=2, description="Key/value groups; the heads of a group share keys, values and selected blocks."
@@ -113,12 +129,17 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         heads, rope = (self.n_heads, self.n_kv_groups, self.d_k), (self.rope_scaling.given, self.rope_scale)
-        return rules.enforce(self, rules.check_model(*heads, *rope))
+        return rules.enforce(self, rules.check_model(*heads, *rope, self.attention, self.n_layers))
 
 
 class SparseAttentionConfig(ConfigSection):
     """Native Sparse Attention: the three branches and the gate that mixes them."""
 
+    preset: Changeable[Preset] = Field(
+        default="base",
+        description="Defaults of the settings below. paper: phi mlp with phi_pos_emb, gate sigmoid and kv per_branch, "
+        "as published; a setting that is given wins over it.",
+    )
     l: Tokens = Field(default=Geometry.l, description="Length of a compression block.")
     d: Tokens = Field(default=Geometry.d, description="Stride between compression blocks; divides l and l_sel.")
     l_sel: Tokens = Field(default=Geometry.l_sel, description="Length of a selection block.")
@@ -155,6 +176,19 @@ class SparseAttentionConfig(ConfigSection):
     selector_loss_share: Changeable[Annotated[float, Field(gt=0, le=1)]] = Field(
         default=0.25, description="Share of the queries that the selector loss samples at each step."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        name = given.get("preset")
+        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As `NSAAttention` takes them."""
+        return self.model_dump(exclude={"preset"})
 
     @property
     def geometry(self) -> Geometry:

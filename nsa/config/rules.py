@@ -1,12 +1,13 @@
 """Rules between the settings of a section, as pure functions of values; the loader adds where each value came from."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
 
 from nsa.attention_rules import (
     broken_head_rules,
+    broken_pattern_rules,
     broken_phi_rules,
     broken_rope_compressed_rules,
     broken_rope_scaling_rules,
@@ -28,10 +29,17 @@ def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
 
 
 def check_model(
-    n_heads: int, n_kv_groups: int, d_k: int, rope_scaling: Mapping[str, Any], rope_scale: float
+    n_heads: int,
+    n_kv_groups: int,
+    d_k: int,
+    rope_scaling: Mapping[str, Any],
+    rope_scale: float,
+    attention: Sequence[str],
+    n_layers: int,
 ) -> Iterator[BrokenRule]:
     yield from broken_head_rules(n_heads, n_kv_groups, d_k)
     yield from broken_rope_scaling_rules(rope_scaling, rope_scale)
+    yield from broken_pattern_rules(attention, n_layers)
 
 
 def check_nsa(sizes: Mapping[str, int], phi: str, phi_pos_emb: bool, rope_compressed: str) -> Iterator[BrokenRule]:

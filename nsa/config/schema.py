@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from nsa.config.model_sections import (
+    PRESETS,
     KernelsConfig,
     ModelConfig,
     RopeScalingConfig,
@@ -94,6 +95,8 @@ class RunConfig(ConfigSection):
         section: ConfigSection = self
         for part in path:
             section = getattr(section, part)
+        if key.startswith("nsa.") and name in PRESETS[self.nsa.preset]:
+            return f"nsa.preset={self.nsa.preset}"
         given = name in section.model_fields_set
         return "code" if given and value != settings()[key].default else "default"
 

@@ -49,6 +49,19 @@ def _read_bool(off: str, on: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def _read_list(value: Any) -> Any:
+    """Text such as `dense` or `[dense, nsa]`, with or without brackets, as a list."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [part.strip() for part in bare.split(",")]
+
+
+TEXT_OR_LIST = BeforeValidator(_read_list)
+"""A setting that is one word or a list of words; a config file may write the list in YAML's way."""
+
+
 OFF_OR_FULL = _read_bool("off", "full")
 OFF_OR_ON = _read_bool("off", "on")
 

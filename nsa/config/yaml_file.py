@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from nsa.config.layer import SettingsLayer, nearest, section_hint
-from nsa.config.schema import sections
+from nsa.config.schema import sections, settings
+from nsa.config.setting_types import TEXT_OR_LIST
 
 _MOST_BYTES = 1 << 18
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -98,11 +99,22 @@ def _pairs(
 def _add_value(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
     if isinstance(node, yaml.ScalarNode):
         layer.add(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
+    elif isinstance(node, yaml.SequenceNode) and _takes_list(key) and _is_flat(node):
+        text = f"[{', '.join(item.value for item in node.value)}]"
+        layer.add(key, text, origin=origin or where, where=where)
     elif isinstance(node, yaml.MappingNode) and "." not in key:
         layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
     else:
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         layer.problems.append(f"{where}: {key} takes one value, not {found}.")
+
+
+def _takes_list(key: str) -> bool:
+    return key in settings() and TEXT_OR_LIST in settings()[key].metadata
+
+
+def _is_flat(node: yaml.SequenceNode) -> bool:
+    return all(isinstance(item, yaml.ScalarNode) for item in node.value)
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -19,6 +19,8 @@ from nsa.options import GATES, GATES_PER
 BRANCH_ORDER = ("compressed", "selected", "sliding")
 ATTENTION_PARTS = ("select", *BRANCH_ORDER)
 """What NSA computes between projections, as FLOPs and times are counted."""
+DENSE_PART = "dense"
+"""The same of a layer that attends to all tokens."""
 
 
 class BranchStreams(NamedTuple):
@@ -46,9 +48,9 @@ class BranchesOutput(NamedTuple):
 
     out: Tensor
     """[B, S, G, R, V]."""
-    blocks: Tensor
-    """int32 [B, S, G, N]."""
-    lse: tuple[Tensor, Tensor, Tensor]
+    blocks: Tensor | None
+    """int32 [B, S, G, N]; None of a layer that selects nothing."""
+    lse: tuple[Tensor, ...]
     """[B, S, G, R] per branch."""
 
 
@@ -58,7 +60,7 @@ def attend_branches(
     gates_BSGX3: Tensor,
     compressed: BranchKeys,
     selected: BranchKeys,
-    window: BranchKeys,
+    window: BranchKeys | None,
     *,
     geometry: Geometry,
     scale: float,
@@ -66,7 +68,8 @@ def attend_branches(
 ) -> BranchesOutput:
     """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
 
-    `nsa_attention` and `NSAAttention` (with and without a cache) both end here.
+    `nsa_attention` and `NSAAttention` (with and without a cache) both end here. Without a window the first two branches
+    are mixed by their gates, and the window's log-sum-exp is missing.
     """
     options: ScoreOptions = {"geometry": geometry, "scale": scale}
     if blocks is None:
@@ -75,26 +78,49 @@ def attend_branches(
         compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
     k, v, pos, start = selected
     selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, pos, start, **options, return_lse=True)
+    if window is None:
+        mixed = _mix_two(gates_BSGX3, compressed_out, selected_out)
+        return BranchesOutput(mixed, blocks, (lse_cmp, lse_sel))
     sliding_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
     mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
     return BranchesOutput(mixed, blocks, (lse_cmp, lse_sel, lse_win))
 
 
+def _mix_two(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor) -> Tensor:
+    compressed_BSGX1, selected_BSGX1 = gates_BSGX3[..., 0, None], gates_BSGX3[..., 1, None]
+    return (compressed_BSGX1 * compressed_BSGRV + selected_BSGX1 * selected_BSGRV).to(compressed_BSGRV.dtype)
+
+
 class BranchGates(nn.Module):
     """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. In fp32, also under autocast, but for
-    the projection, which is a linear layer like any other."""
+    the projection, which is a linear layer like any other.
 
-    def __init__(self, dim: int, n_groups: int, heads_per_group: int, kind: str, per: str, temperature: float) -> None:
+    n_branches: how many branches, the first of BRANCH_ORDER, have a gate; the others' are 0.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_groups: int,
+        heads_per_group: int,
+        kind: str,
+        per: str,
+        temperature: float,
+        n_branches: int = len(BRANCH_ORDER),
+    ) -> None:
         super().__init__()
         require_rules([*broken_option("nsa.gate", kind, GATES), *broken_option("nsa.gate_per", per, GATES_PER)])
         if temperature <= 0:
             raise ConfigError(f"nsa.gate_temperature is {temperature}: gates are divided by it. Set it above 0.")
         self.kind, self.temperature = kind, temperature
         self.n_groups, self.gates_per_group = n_groups, heads_per_group if per == "head" else 1
-        self.proj = nn.Linear(dim, n_groups * self.gates_per_group * len(BRANCH_ORDER))
+        self.n_branches = n_branches
+        self.proj = nn.Linear(dim, n_groups * self.gates_per_group * n_branches)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, G, R or 1, 3], fp32, branches in BRANCH_ORDER."""
-        logits = self.proj(x_BSD).unflatten(-1, (self.n_groups, self.gates_per_group, len(BRANCH_ORDER)))
+        logits = self.proj(x_BSD).unflatten(-1, (self.n_groups, self.gates_per_group, self.n_branches))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        return logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        gates = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        missing = len(BRANCH_ORDER) - self.n_branches
+        return nn.functional.pad(gates, (0, missing)) if missing else gates

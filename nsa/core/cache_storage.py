@@ -64,9 +64,10 @@ class LayerStorage:
         def ring(n: int) -> KeySlots:
             return KeySlots(*(CacheSlots(x) for x in both(batch, n_groups, n + 1)))
 
-        self.selected = paged(geometry.l_sel)
+        selected_states, compressed_states = self._states_per_page()
+        self.selected = paged(selected_states)
         self.window = self.selected if shared[0] else ring(geometry.w)
-        self.compressed = paged(geometry.l_sel // geometry.d)
+        self.compressed = paged(compressed_states)
         self.tail = self.selected if shared[1] else ring(geometry.l)
         # Longer rings of the same tokens, from which `crop` fills the short ones again.
         self._past_window = None if shared[0] or not rewind else ring(geometry.w + rewind)
@@ -84,6 +85,10 @@ class LayerStorage:
         # Kept here so that appending needs no transfer from the device:
         self._longest = 0  # never below the true maximum
         self._headroom = self.page_table.headroom([0] * batch)  # tokens that need no new page, never above the truth
+
+    def _states_per_page(self) -> tuple[int, int]:
+        """Slots of a page for the selected branch, and for the compressed branch."""
+        return self.geometry.l_sel, self.geometry.l_sel // self.geometry.d
 
     def n_bytes(self) -> int:
         return sum(slots.data.nbytes for slots in self._all_slots())

@@ -103,6 +103,7 @@ def nsa_attention(
         **batch.scoring,
         blocks=None if blocks is None else batch.blocks(blocks),
     )
+    assert found.blocks is not None
     out = batch.by_head(found.out)
     if not return_lse and not return_blocks:
         return out

@@ -61,8 +61,13 @@ class LayerCache(LayerStorage):
         self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
-        zero_BS = torch.zeros_like(pos_BS[:, :1]).expand_as(pos_BS)
+        return self._append_new(new, pos_BS, end_B1, compress, decoder)
 
+    def _append_new(
+        self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
+    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+        """Write tokens that are known to fit, `end` tokens in each row afterwards, and return what they attend over."""
+        n_new, zero_BS = pos_BS.shape[1], torch.zeros_like(pos_BS[:, :1]).expand_as(pos_BS)
         self._append_compressed(new.k_cmp, new.v_cmp, pos_BS, end_B1, compress)
         self.selected.write(pos_BS, pos_BS < end_B1, (new.k_sel, new.v_sel))
         window = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
@@ -142,15 +147,7 @@ class LayerCache(LayerStorage):
         branch's tail holds); to length 0 always. Refused otherwise, with nothing changed.
         """
         with self.exclusive:
-            before = self.length_B.tolist()
-            after = [
-                min(had, n) if n >= 0 else max(0, had + n)
-                for had, n in zip(before, lengths_per_row(length, self.batch), strict=True)
-            ]
-            highest = [max(pair) for pair in zip(self._highest_B.tolist(), before, strict=True)]
-            for row, (had, keep, high) in enumerate(zip(before, after, highest, strict=True)):
-                if keep < had:
-                    self._check_croppable(row, keep, high)
+            after, highest = self.check_crop(length)
             self._highest_B.copy_(torch.tensor([high if n else 0 for high, n in zip(highest, after, strict=True)]))
             self.length_B.copy_(torch.tensor(after))
             self.n_compressed_B.copy_(torch.tensor([self.geometry.n_compressed(n) for n in after]))
@@ -160,6 +157,19 @@ class LayerCache(LayerStorage):
             for row, keep in enumerate(after):
                 self.page_table.release(row, keep)
             self._longest, self._headroom = max(after), self.page_table.headroom(after)
+
+    def check_crop(self, length: int | Sequence[int] | Tensor) -> tuple[list[int], list[int]]:
+        """Raise if `crop` would refuse; else the rows' lengths after it, and the longest they have been."""
+        before = self.length_B.tolist()
+        after = [
+            min(had, n) if n >= 0 else max(0, had + n)
+            for had, n in zip(before, lengths_per_row(length, self.batch), strict=True)
+        ]
+        highest = [max(pair) for pair in zip(self._highest_B.tolist(), before, strict=True)]
+        for row, (had, keep, high) in enumerate(zip(before, after, highest, strict=True)):
+            if keep < had:
+                self._check_croppable(row, keep, high)
+        return after, highest
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Replace row i by row rows[i], as beam search needs it. Rows that were one row share its pages: only rings are
@@ -207,7 +217,7 @@ class LayerCache(LayerStorage):
     def _like(self, **changes: int) -> "LayerCache":
         """An empty cache of the same kind."""
         names = ("batch", "max_len", "n_groups", "d_k", "d_v", "device", "dtype", "rewind", "shared", "pages")
-        return LayerCache(self.geometry, **{name: getattr(self, name) for name in names} | changes)
+        return type(self)(self.geometry, **{name: getattr(self, name) for name in names} | changes)
 
     def _take_over(self, other: "LayerCache", rows: Sequence[int]) -> None:
         """Pages and counters of these rows of a cache of the same kind; rings are left to the caller."""
@@ -304,14 +314,17 @@ class NSACache:
 
     def crop(self, length: int | Sequence[int] | Tensor) -> None:
         """Keep the first `length` tokens of each row; see `LayerCache.crop`."""
-        self._each(lambda layer: layer.crop(length))
+        with self.exclusive:
+            for layer in self.layers:  # layers of several kinds refuse different lengths
+                layer.check_crop(length)
+            self._each(lambda layer: layer.crop(length))
 
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Replace row i by row rows[i], as beam search needs it."""
         self._each(lambda layer: layer.reorder(rows))
 
     def _each(self, change: Callable[[LayerCache], None]) -> None:
-        """All layers have the same sizes and lengths: what one refuses, the first refuses before anything changed."""
+        """All layers have the same lengths: what one refuses, the first refuses before anything changed."""
         with self.exclusive:
             for layer in self.layers:
                 change(layer)

@@ -6,7 +6,7 @@ C compressed blocks · N chosen blocks
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from nsa.attention_rules import (
     kv_streams,
     resolve_rope_compressed,
 )
-from nsa.core.branches import BranchesOutput, BranchGates, BranchKeys, BranchStreams, attend_branches
+from nsa.core.branches import BRANCH_ORDER, BranchesOutput, BranchGates, BranchKeys, BranchStreams, attend_branches
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
@@ -32,7 +32,7 @@ from nsa.errors import ConfigError, require_rules
 from nsa.geometry import Geometry
 from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
-from nsa.options import KV_PROJECTIONS
+from nsa.options import KV_PROJECTIONS, AttentionKind
 
 _THREE_BRANCHES = tuple[BranchKeys, BranchKeys, BranchKeys]
 
@@ -53,7 +53,14 @@ class NSAAttention(nn.Module):
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
         `nsa.core.rope`. rope_scale: divides positions.
     kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
+
+    `nsa.core.layer_kinds` has the layers with fewer branches; what they lack is in `branches`.
     """
+
+    kind: ClassVar[AttentionKind] = "nsa"
+    branches: ClassVar[tuple[str, ...]] = BRANCH_ORDER
+    cache_type: ClassVar[type[LayerCache]] = LayerCache
+    gates: BranchGates | None
 
     def __init__(
         self,
@@ -102,15 +109,18 @@ class NSAAttention(nn.Module):
         self.selector_loss, self.selector_loss_share = selector_loss, selector_loss_share
         self.selector_weight, self.selector_step = selector_loss, 0  # a model of several layers divides the weight
 
-        key_streams, value_streams = kv_streams(kv)
+        key_streams, value_streams = (min(n, len(self.branches)) for n in kv_streams(kv))
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=bias)
         self.w_k = nn.Linear(dim, n_kv_groups * key_streams * d_k, bias=bias)
         self.w_v = nn.Linear(dim, n_kv_groups * value_streams * d_v, bias=bias)
         self.q_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
         self.k_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
-        self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
-        self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
-        self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, gate, gate_per, gate_temperature)
+        self.gates = None
+        if "compressed" in self.branches:
+            self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
+            self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
+            options = (gate, gate_per, gate_temperature, len(self.branches))
+            self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, *options)
         self.w_out = nn.Linear(n_heads * d_v, dim, bias=out_bias)
         init_weights(self)
 
@@ -118,7 +128,8 @@ class NSAAttention(nn.Module):
         g, heads = self.geometry, f"dim={self.dim}, n_heads={self.n_heads}, n_kv_groups={self.n_kv_groups}"
         blocks = f"l={g.l}, d={g.d}, l_sel={g.l_sel}, n_sel={g.n_sel}, w={g.w}"
         rope = f"rope_compressed={self.rope_compressed!r}, rope_type={self.rotary.scaling['rope_type']!r}"
-        return f"{heads}, d_k={self.d_k}, d_v={self.d_v}, {blocks}, phi={self.phi_k.phi!r}, kv={self.kv!r}, {rope}"
+        phi = f"phi={self.phi_k.phi!r}, kv={self.kv!r}" if "compressed" in self.branches else f"kind={self.kind!r}"
+        return f"{heads}, d_k={self.d_k}, d_v={self.d_v}, {blocks}, {phi}, {rope}"
 
     def forward(
         self,
@@ -189,7 +200,7 @@ class NSAAttention(nn.Module):
         pages: of l_sel tokens, which the rows take as they grow and return when they end; default enough for all.
         """
         weight = self.w_k.weight
-        return LayerCache(
+        return self.cache_type(
             self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
             device=weight.device, dtype=weight.dtype, rewind=rewind, shared=self._shared_streams,
             pages=pages,
@@ -213,6 +224,7 @@ class NSAAttention(nn.Module):
         """Forward FLOPs per token by part, averaged over a sequence of seq_len tokens; multiply-adds count two."""
         g = self.geometry
         reads = {branch: total / seq_len for branch, total in g.total_reads(seq_len).items()}
+        assert self.gates is not None
         linear = (self.w_q, self.w_k, self.w_v, self.gates.proj, self.w_out)
         phi = self.phi_k.flops_per_block() + self.phi_v.flops_per_block()
         per_read = 2 * self.n_heads * (self.d_k + self.d_v)
@@ -220,31 +232,39 @@ class NSAAttention(nn.Module):
             "projections": 2.0 * sum(m.weight.numel() for m in linear),
             "compression": phi * g.n_compressed(seq_len) / seq_len,
             "select": 2 * self.n_heads * self.d_k * reads["compressed"],
-            **{branch: per_read * n for branch, n in reads.items()},
+            **{branch: per_read * n if branch in self.branches else 0.0 for branch, n in reads.items()},
         }
 
     def attend_cached(
-        self, q_BSGRK: Tensor, new: BranchStreams, gates: Tensor, cache: LayerCache, new_lens_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, _THREE_BRANCHES]:
+        self,
+        q_BSGRK: Tensor,
+        new: BranchStreams,
+        gates: Tensor | None,
+        cache: LayerCache,
+        new_lens_B: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, _THREE_BRANCHES]:
         """A cached forward between its projections, for a caller that holds `cache.exclusive`: append the new tokens,
         attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
         decoder = self._decoder(cache, q_BSGRK)
         keys = cache.append_held(new, new_lens_B, self.compress, decoder)
-        mixed_BSGRV, idx_BSGN = decoder.attend(q_BSGRK, gates) if decoder else self.attend(q_BSGRK, gates, *keys)[:2]
-        return mixed_BSGRV, idx_BSGN, keys
+        if decoder is not None:
+            assert gates is not None
+            return *decoder.attend(q_BSGRK, gates), keys
+        made = self.attend(q_BSGRK, gates, *keys)
+        return made.out, made.blocks, keys
 
     def _forward(self, x_BSD: Tensor, where: Positions, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
         padding = where.padding
         if padding is not None:
             x_BSD, new_lens_B = padding.to_front(x_BSD), padding.lengths_for(cache, new_lens_B)
         q_BSGRK, streams = self.project(x_BSD, where.tables)
-        gates, loss = self.gates(x_BSD), None
+        gates, loss = None if self.gates is None else self.gates(x_BSD), None
         if cache is None:
             layout = where.layout_for(x_BSD, self.geometry)
             keys = self._lay_out(streams, layout, where.tables)
             made = self.attend(q_BSGRK, gates, *keys)
             mixed_BSGRV, idx_BSGN = made.out, made.blocks
-            if where.sampled_Q is not None:
+            if where.sampled_Q is not None and self.gates is not None:
                 loss = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, made, keys, layout, where.tables)
                 mixed_BSGRV = attach_loss(mixed_BSGRV, loss * self.selector_weight)
         else:
@@ -255,12 +275,17 @@ class NSAAttention(nn.Module):
             q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else self._in_dtype_of(cache, q_BSGRK, x_BSD)
             mixed_BSGRV, idx_BSGN, keys = self.attend_cached(q_BSGRK, streams, gates, cache, new_lens_B)
         if self.probe is not None:
-            reads_BSG = count_reads(idx_BSGN, *keys, self.geometry)
-            self.probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry)
+            self._record(self.probe, gates, idx_BSGN, keys)
             if loss is not None:
                 self.probe.figures["selector_loss"] = loss.detach()
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))
         return out_BSD if padding is None else padding.back(out_BSD)
+
+    def _record(self, probe: Probe, gates: Tensor | None, idx_BSGN: Tensor | None, keys: _THREE_BRANCHES) -> None:
+        assert gates is not None
+        assert idx_BSGN is not None
+        reads_BSG = count_reads(idx_BSGN, *keys, self.geometry, self.branches)
+        probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry, self.branches)
 
     def project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
         heads = (self.n_kv_groups, -1)
@@ -273,15 +298,16 @@ class NSAAttention(nn.Module):
         k_BSGbK = self._project_keys(x_BSD)
         v_BSGbV = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v))
         q_BSGRK = rotate(q_BSGRK if self.q_norm is None else _normed(self.q_norm, q_BSGRK), tables)
-        v_cmp, v_sel, v_win = [v_BSGbV.squeeze(-2)] * 3 if self.kv == "shared" else v_BSGbV.unbind(-2)
-        if self.kv == "per_branch":
-            k_cmp, k_sel, k_win = k_BSGbK.unbind(-2)
-            k_cmp = rotate(k_cmp, tables) if self.rope_compressed == "before" else k_cmp
-            return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotate(k_sel, tables), v_sel, rotate(k_win, tables), v_win)
-        k = k_BSGbK.squeeze(-2)
-        rotated = rotate(k, tables)
-        k_cmp = rotated if self.rope_compressed == "before" else k
-        return q_BSGRK, BranchStreams(k_cmp, v_cmp, rotated, v_sel, rotated, v_win)
+        return q_BSGRK, self._streams(k_BSGbK, v_BSGbV, tables)
+
+    def _streams(self, k_BSGbK: Tensor, v_BSGbV: Tensor, tables: Tables) -> BranchStreams:
+        """Keys and values by branch, rotated. A branch that the layer lacks repeats those of the one before it."""
+        (k_cmp, *raw_keys), (v_cmp, *values) = k_BSGbK.unbind(-2), v_BSGbV.unbind(-2)
+        rotated = [rotate(k, tables) for k in raw_keys or [k_cmp]]
+        if self.rope_compressed == "before":
+            k_cmp = rotate(k_cmp, tables) if raw_keys else rotated[0]
+        values = values or [v_cmp]
+        return BranchStreams(k_cmp, v_cmp, rotated[0], values[0], rotated[-1], values[-1])
 
     def _project_keys(self, x_BSD: Tensor) -> Tensor:
         """Not rotated yet; b: one per branch, or one for all."""
@@ -336,8 +362,8 @@ class NSAAttention(nn.Module):
         if x_BSD.shape[0] == cache.batch:
             if cache.geometry is self.geometry and x_BSD.is_cpu:  # of this very module; the rest is seen in its shapes
                 return
-            if (cache.geometry, cache.n_groups, cache.d_k, cache.d_v, cache.shared, cache.device) == (
-                *(self.geometry, self.n_kv_groups, self.d_k, self.d_v, self._shared_streams),
+            if (type(cache), cache.geometry, cache.n_groups, cache.d_k, cache.d_v, cache.shared, cache.device) == (
+                *(self.cache_type, self.geometry, self.n_kv_groups, self.d_k, self.d_v, self._shared_streams),
                 x_BSD.device,
             ):
                 return
@@ -370,11 +396,17 @@ class NSAAttention(nn.Module):
         return decoder
 
     def attend(
-        self, q_BSGRK: Tensor, gates_BSGR3: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys
+        self,
+        q_BSGRK: Tensor,
+        gates_BSGR3: Tensor | None,
+        compressed: BranchKeys,
+        selected: BranchKeys,
+        window: BranchKeys,
     ) -> BranchesOutput:
-        """The three branches mixed by the gates, the chosen blocks, and the branches' log-sum-exps."""
+        """The branches mixed by the gates, and the chosen blocks."""
+        assert gates_BSGR3 is not None
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
-        keys = compressed, selected, window
+        keys = compressed, selected, window if "sliding" in self.branches else None
         return attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
 
 

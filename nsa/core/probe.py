@@ -3,7 +3,7 @@
 B batch · S tokens · G kv groups · N chosen blocks
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,18 +24,34 @@ class Probe:
     figures: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def record(self, gates: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, reads_BSG: Tensor, geometry: Geometry) -> None:
+    def record(
+        self,
+        gates: Tensor,
+        idx_BSGN: Tensor,
+        pos_BS: Tensor,
+        reads_BSG: Tensor,
+        geometry: Geometry,
+        branches: Sequence[str] = BRANCH_ORDER,
+    ) -> None:
         self.figures = {
             **_gate_figures(gates),
             **_selection_figures(idx_BSGN, pos_BS, geometry),
-            "reads_pred": _predicted_reads(pos_BS, geometry).sum(),
+            "reads_pred": _predicted_reads(pos_BS, geometry, branches).sum(),
             "reads_act_total": reads_BSG.double().mean(-1).sum().long(),
+        }
+
+    @torch.no_grad()
+    def record_tokens(self, keys: BranchKeys, w: int) -> None:
+        """Of a layer without gates and selection, whose queries read the last w tokens of their document."""
+        self.figures = {
+            "reads_pred": (keys.pos_BS + 1).clamp(max=w).sum(),
+            "reads_act_total": _sliding_reads(keys.pos_BS, keys.start_BS, keys.k.shape[1], w).sum(),
         }
 
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[dict[str, Probe]]:
-    """Attach a probe to every NSA layer of a model for the duration of the block: {module name: probe}."""
+    """Attach a probe to every attention layer of a model for the duration of the block: {module name: probe}."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "probe")}
     probes = {name: Probe() for name in layers}
     for name, module in layers.items():
@@ -48,11 +64,17 @@ def probing(model: nn.Module) -> Iterator[dict[str, Probe]]:
 
 
 def count_reads(
-    idx_BSGN: Tensor, compressed: BranchKeys, selected: BranchKeys, window: BranchKeys, g: Geometry
+    idx_BSGN: Tensor,
+    compressed: BranchKeys,
+    selected: BranchKeys,
+    window: BranchKeys,
+    g: Geometry,
+    branches: Sequence[str] = BRANCH_ORDER,
 ) -> Tensor:
     """Keys each query and group reads, counted from the kernels' arguments rather than from the formula: [B, S, G]."""
-    shared_BS = _sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
-    shared_BS = shared_BS + _compressed_reads(compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d)
+    shared_BS = _compressed_reads(compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d)
+    if "sliding" in branches:
+        shared_BS = shared_BS + _sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
     return shared_BS[..., None] + _selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
 
 
@@ -92,11 +114,12 @@ def _union_sizes(idx_BSGN: Tensor) -> Tensor:
     return (~_repeats(tiled) & (tiled >= 0)).sum(-1)
 
 
-def _predicted_reads(pos_BS: Tensor, g: Geometry) -> Tensor:
-    """`Geometry.reads` for a tensor of positions."""
+def _predicted_reads(pos_BS: Tensor, g: Geometry, branches: Sequence[str]) -> Tensor:
+    """`Geometry.reads` for a tensor of positions, without the window if the layer has none."""
     n = pos_BS + 1
     whole_blocks = (pos_BS // g.l_sel).clamp(max=g.n_sel - 1)
-    return n.clamp(max=g.w) + ((n - g.l) // g.d + 1).clamp(min=0) + whole_blocks * g.l_sel + pos_BS % g.l_sel + 1
+    reads_BS = ((n - g.l) // g.d + 1).clamp(min=0) + whole_blocks * g.l_sel + pos_BS % g.l_sel + 1
+    return reads_BS + n.clamp(max=g.w) if "sliding" in branches else reads_BS
 
 
 def _sliding_reads(pos_BS: Tensor, start_BS: Tensor, n_keys: int, w: int) -> Tensor:

@@ -50,7 +50,7 @@ def selector_layers(model: nn.Module) -> list[Any]:
 
 def average_over_layers(model: nn.Module) -> None:
     """Divide the weight of the loss among a model's layers, so that they add their mean to the gradient."""
-    layers = selector_layers(model)
+    layers = [layer for layer in selector_layers(model) if layer.gates is not None]  # others select nothing
     for layer in layers:
         layer.selector_weight = layer.selector_loss / len(layers)
 
@@ -87,7 +87,8 @@ def selector_loss(
 
     k_BCGK: the compressed keys once more, made of detached hidden states.
     """
-    lse_compressed, lse_selected, _ = made.lse
+    assert made.blocks is not None
+    lse_compressed, lse_selected, *_ = made.lse
     per_query = (q_BSGRK, made.blocks, lse_compressed, lse_selected, selected.pos_BS, selected.start_BS)
     sampled = [x.detach().index_select(1, queries_Q) for x in (*per_query, compressed.start_BS)]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad

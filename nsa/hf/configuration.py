@@ -10,14 +10,16 @@ from transformers import PreTrainedConfig
 
 from nsa.attention_rules import (
     broken_head_rules,
+    broken_pattern_rules,
     broken_phi_rules,
     broken_rope_compressed_rules,
     broken_rope_scaling_rules,
     broken_selector_loss_rules,
+    layer_kinds,
 )
 from nsa.errors import BrokenRule, ConfigError, require_rules
 from nsa.geometry import Geometry, broken_rules, default_ffn_dim
-from nsa.options import Gate, GatePer, KVProjections, Phi, RopeCompressed
+from nsa.options import AttentionKind, Gate, GatePer, KVProjections, Phi, RopeCompressed
 
 if TYPE_CHECKING:  # pydantic is not needed to load a model
     from nsa.config.schema import RunConfig
@@ -73,6 +75,7 @@ class NSAConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
+    attention: AttentionKind | list[AttentionKind] = "nsa"
     l: int = Geometry.l
     d: int = Geometry.d
     l_sel: int = Geometry.l_sel
@@ -108,9 +111,17 @@ class NSAConfig(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
 
+    def layer_kinds(self) -> list[AttentionKind]:
+        """The kind of attention of every layer."""
+        return layer_kinds(self._attention_pattern, self.num_hidden_layers)
+
+    @property
+    def _attention_pattern(self) -> list[AttentionKind]:
+        return [self.attention] if isinstance(self.attention, str) else self.attention
+
     @property
     def layer_types(self) -> list[str]:
-        """What Transformers looks up the class of each layer's cache by."""
+        """What Transformers looks up the class of each layer's cache by; `layer_kinds` says how a layer attends."""
         return [LAYER_TYPE] * self.num_hidden_layers
 
     def validate_layer_type(self) -> None:
@@ -128,6 +139,7 @@ class NSAConfig(PreTrainedConfig):
         require_rules(
             (
                 *broken_head_rules(*heads),
+                *broken_pattern_rules(self._attention_pattern, self.num_hidden_layers),
                 *broken_rope_scaling_rules(scaling, self.rope_scale),
                 *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
                 *broken_phi_rules(self.phi, self.phi_pos_emb),
@@ -172,5 +184,6 @@ class NSAConfig(PreTrainedConfig):
             qk_norm_eps=model.norm_eps,
             bias=model.qkv_bias,
             out_bias=model.attention_out_bias,
-            **config.nsa.model_dump(),
+            attention=model.attention[0] if len(model.attention) == 1 else list(model.attention),
+            **config.nsa.arguments,
         )

@@ -121,10 +121,11 @@ def run_config(exported: ExportedModel) -> RunConfig:
             f"{exported.path / CONFIG} has qk_norm_eps {config.qk_norm_eps} and rms_norm_eps {config.rms_norm_eps}: a "
             f"run has one epsilon for both. Import a model where they are equal."
         )
-    nsa = {name: getattr(config, name) for name in SparseAttentionConfig.model_fields}
+    nsa = {name: getattr(config, name) for name in SparseAttentionConfig().arguments}
     model = {
         "dim": config.hidden_size,
         "n_layers": config.num_hidden_layers,
+        "attention": config.attention,
         "n_heads": config.num_attention_heads,
         "n_kv_groups": config.num_key_value_heads,
         "d_k": config.head_dim,

@@ -26,16 +26,18 @@ from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import run_blocks
+from nsa.options import AttentionKind
 
 
 class NSADecoderLayer(GradientCheckpointingLayer, LlamaBlockNSA):
     """A block of `nsa.model` that Transformers can checkpoint."""
 
-    def __init__(self, config: NSAConfig) -> None:
+    def __init__(self, config: NSAConfig, kind: AttentionKind = "nsa") -> None:
         super().__init__(
             config.hidden_size,
             ffn_dim=config.intermediate_size,
             norm_eps=config.rms_norm_eps,
+            kind=kind,
             **config.attention_arguments(),
         )
 
@@ -65,7 +67,7 @@ class NSAModel(NSAPreTrainedModel):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(NSADecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(NSADecoderLayer(config, kind) for kind in config.layer_kinds())
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         average_over_layers(self)
         self.gradient_checkpointing = False

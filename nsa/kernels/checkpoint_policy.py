@@ -1,4 +1,4 @@
-"""Policy of selective activation checkpointing: results of our operators are kept, everything else is recomputed."""
+"""Policy of selective activation checkpointing: results of attention operators are kept, the rest is recomputed."""
 
 from typing import Any
 
@@ -6,12 +6,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 NAMESPACE = "nsa"
 """Of our custom operators."""
+TORCH_ATTENTION = "scaled_dot_product"
+"""In the names of PyTorch's own attention operators, which a dense layer may use."""
 
 
 def operator_policy(_: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Attention and selection are the expensive part of a block, and their results its smallest activations."""
-    ours = getattr(operator, "namespace", None) == NAMESPACE
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+    attends = getattr(operator, "namespace", None) == NAMESPACE or TORCH_ATTENTION in str(operator)
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_operators() -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ def attention_arguments(config: RunConfig) -> dict[str, Any]:
         qk_norm_eps=model.norm_eps,
         bias=model.qkv_bias,
         out_bias=model.attention_out_bias,
-        **config.nsa.model_dump(),
+        **config.nsa.arguments,
     )
 
 
@@ -50,6 +50,7 @@ def build_model(config: RunConfig, vocab_size: int) -> NSATransformer:
         ffn_dim=model.ffn_size,
         tie_embeddings=model.tie_embeddings,
         norm_eps=model.norm_eps,
+        layers=model.attention,
         kernels=wanted_kernels(config),
         **attention_arguments(config),
     )

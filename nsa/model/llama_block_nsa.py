@@ -1,4 +1,4 @@
-"""A pre-norm Llama block with NSA in place of dense attention. Parameters are named as in OLMo-core.
+"""A pre-norm Llama block with NSA, or another kind of attention. Parameters are named as in OLMo-core.
 
 B batch · S tokens · D model dim · F feed-forward dim
 """
@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.core.init import init_weights
-from nsa.core.nsa_attention import NSAAttention
+from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.positions import ForwardOptions
 from nsa.geometry import default_ffn_dim
+from nsa.options import AttentionKind
 
 
 class FeedForward(nn.Module):
@@ -30,10 +31,18 @@ class FeedForward(nn.Module):
 class LlamaBlockNSA(nn.Module):
     """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …"""
 
-    def __init__(self, dim: int, *, ffn_dim: int | None = None, norm_eps: float = 1e-5, **attention: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        ffn_dim: int | None = None,
+        norm_eps: float = 1e-5,
+        kind: AttentionKind = "nsa",
+        **attention: Any,
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = NSAAttention(dim, **attention)
+        self.attention = LAYER_CLASSES[kind](dim, **attention)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim))
         init_weights(self)

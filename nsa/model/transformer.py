@@ -9,13 +9,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from nsa.attention_rules import broken_pattern_rules, layer_kinds
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache, NSACache
+from nsa.core.layer_kinds import layer_of_kind
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss import average_over_layers
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, require_rules
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import linear_cross_entropy, linear_token_losses
+from nsa.options import AttentionKind
 
 
 def run_blocks(
@@ -55,7 +58,11 @@ class LMHead(nn.Module):
 
 
 class NSATransformer(nn.Module):
-    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …"""
+    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
+
+    layers: kinds of attention (`nsa.options.AttentionKind`), repeated over the layers. Parameters that two kinds share
+        start from the same values for the same random state; those of an NSA model do not depend on this argument.
+    """
 
     def __init__(
         self,
@@ -66,9 +73,11 @@ class NSATransformer(nn.Module):
         ffn_dim: int | None = None,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-5,
+        layers: Sequence[AttentionKind] = ("nsa",),
         **attention: Any,
     ) -> None:
         super().__init__()
+        require_rules(broken_pattern_rules(layers, n_layers))
         self.tie_embeddings = tie_embeddings
         self.embeddings = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
@@ -78,6 +87,8 @@ class NSATransformer(nn.Module):
         if tie_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight
         init_weights(self, n_layers)
+        for block, kind in zip(self._blocks(), layer_kinds(layers, n_layers), strict=True):
+            block.attention = layer_of_kind(kind, block.attention, **attention)
         average_over_layers(self)
 
     def forward(

@@ -7,20 +7,22 @@ for one rank's forward pass of B rows of S tokens. tests/planning/test_activatio
 D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H heads · G kv groups · K key dim
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.attention_rules import kv_streams
+from nsa.attention_rules import kv_streams, layer_kinds
 from nsa.config.schema import RunConfig
+from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.build import wanted_kernels
-from nsa.options import Checkpointing
+from nsa.options import AttentionKind, Checkpointing
 
 FP32 = 4
 INT32, INT64 = 4, 8
-_BRANCHES = 3
 
 
 @dataclass(frozen=True)
@@ -63,39 +65,50 @@ class ActivationMemory:
         return {"off": self.kept, "selective": self.selective, "full": self.recomputed}[gradient_checkpointing]
 
 
-def activations(config: RunConfig, one: ForwardPass, linear_weights: int, head_weights: int) -> ActivationMemory:
-    """Peak memory of a pass. `linear_weights`: weights of one block's matrix products; `head_weights`: of the head.
+def activations(
+    config: RunConfig, one: ForwardPass, linear_weights: Mapping[AttentionKind, int], head_weights: int
+) -> ActivationMemory:
+    """Peak memory of a pass. `linear_weights`: weights of one block's matrix products, by the kind of its attention;
+    `head_weights`: of the head.
 
     The peak is at one of three points: the loss, the backward pass of the last block's feed-forward, or that of its
-    attention. Which one depends on the vocabulary and the widths.
+    attention. Which one depends on the vocabulary and the widths. With several kinds of layers the last is taken to be
+    of the largest.
     """
-    layers, block = config.model.n_layers, _BlockTensors(config, one)
-    casts = one.width * linear_weights if one.autocast else 0
+    layers = config.model.n_layers
+    counts = Counter(layer_kinds(config.model.attention, layers))
+    blocks = {kind: _BlockTensors(config, one, kind) for kind in counts}
+    casts = {kind: one.width * linear_weights[kind] if one.autocast else 0 for kind in counts}
     head_casts = one.width * head_weights if one.autocast else 0
-    saved = block.saved() + casts
+    saved = {kind: block.saved() + casts[kind] for kind, block in blocks.items()}
+    results = {kind: block.operator_results() for kind, block in blocks.items()}
     workspace = workspace_bytes(config, one)
     head, logits = _head(config, one) + head_casts, one.tokens * one.vocab_size
     # Forward: logits, the same in fp32, log-probabilities. Backward: log-probabilities and two gradients of them.
     loss_forward, loss_backward = logits * (one.width + 2 * FP32), logits * 3 * FP32
-    during_block = max(block.feed_forward_backward(), block.attention_backward(workspace))
+    during = {
+        kind: max(block.feed_forward_backward(), block.attention_backward(workspace)) for kind, block in blocks.items()
+    }
+
+    def of_all(by_kind: Mapping[AttentionKind, int]) -> int:
+        return sum(count * by_kind[kind] for kind, count in counts.items())
 
     shared = one.tokens * (FP32 * config.model.d_k + 2 * INT64)  # of all blocks: RoPE tables, positions and starts
     inputs = shared + layers * one.tokens * config.model.dim * one.stream_width
-    all_casts = layers * casts  # autocast keeps them until it ends, after the loss and before the backward pass
+    all_casts = of_all(casts)  # autocast keeps them until it ends, after the loss and before the backward pass
     loss = max(all_casts + head + loss_forward, head + loss_backward)
-    results = block.operator_results()
     return ActivationMemory(
-        kept=shared + layers * saved + max(head + loss_forward, head + loss_backward, during_block),
-        selective=inputs + layers * results + max(loss, saved - results + during_block),
-        recomputed=inputs + max(loss, saved + during_block),
+        kept=shared + of_all(saved) + max(head + loss_forward, head + loss_backward, *during.values()),
+        selective=inputs + of_all(results) + max(loss, *(saved[k] - results[k] + during[k] for k in counts)),
+        recomputed=inputs + max(loss, *(saved[kind] + during[kind] for kind in counts)),
         workspace=workspace,
     )
 
 
 class _BlockTensors:
-    """Sizes of the tensors of one block, in bytes."""
+    """Sizes of the tensors of one block, whose attention is of this kind, in bytes."""
 
-    def __init__(self, config: RunConfig, one: ForwardPass) -> None:
+    def __init__(self, config: RunConfig, one: ForwardPass, kind: AttentionKind) -> None:
         model, nsa, geometry = config.model, config.nsa, config.nsa.geometry
         self.one, self.phi, self.after = one, nsa.phi, nsa.rope_compressed == "after"
         self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size, geometry.n_sel, geometry.l
@@ -103,12 +116,17 @@ class _BlockTensors:
         self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
         self.blocks = geometry.n_compressed(one.seq_len)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
-        self.selector_loss = nsa.selector_loss > 0
-        self.qk_norm, (self.key_streams, self.value_streams) = model.qk_norm, kv_streams(nsa.kv)
+        branches = LAYER_CLASSES[kind].branches
+        self.branches, self.selects = len(branches), "selected" in branches
+        self.selector_loss = nsa.selector_loss > 0 and self.selects
+        self.qk_norm = model.qk_norm
+        self.key_streams, self.value_streams = (min(n, self.branches) for n in kv_streams(nsa.kv))
+        self.raw_branches = min(self.key_streams, sum(branch in branches for branch in ("selected", "sliding")))
 
     def saved(self) -> int:
         """Saved by the forward pass for the backward pass."""
-        per_token = self._norm(readers=4) + self._attention() + self._norm(readers=2) + self._feed_forward()
+        readers = 4 if self.selects else 3  # queries, keys, values, and gates
+        per_token = self._norm(readers) + self._attention() + self._norm(readers=2) + self._feed_forward()
         per_row = self._compressed() + (self._selector_loss() if self.selector_loss else 0)
         return self.one.tokens * per_token + self.one.rows * per_row + self.operator_results()
 
@@ -116,8 +134,10 @@ class _BlockTensors:
         """What the attention operators return: part of `saved`."""
         width = self.one.width
         per_branch = width * self.values + FP32 * self.heads  # output and log-sum-exp
-        per_token = _BRANCHES * per_branch + INT32 * self.groups * self.n_sel + width * self.values  # the mixed output
-        return self.one.tokens * per_token
+        if not self.selects:
+            return self.one.tokens * per_branch
+        chosen_and_mixed = INT32 * self.groups * self.n_sel + width * self.values
+        return self.one.tokens * (self.branches * per_branch + chosen_and_mixed)
 
     def feed_forward_backward(self) -> int:
         """In addition to `saved` during the backward pass of the feed-forward, after its last product is freed."""
@@ -131,7 +151,7 @@ class _BlockTensors:
         width = self.one.width
         gradients = (
             self.one.stream_width * self.dim
-            + FP32 * self.values  # of the mixed branches
+            + (FP32 * self.values if self.selects else 0)  # of the mixed branches
             + width * self.values  # of one branch at a time
             + 2 * width * self.keys  # of the queries: from this branch, and from those before it
             + (FP32 + width) * self.groups * (self.d_k + self.d_v)  # of keys and values, summed in fp32
@@ -149,10 +169,10 @@ class _BlockTensors:
         width = self.one.width
         return (
             width * self.keys  # q
-            + min(self.key_streams, 2) * width * self.groups * self.d_k  # k of the selected and the sliding branch
+            + self.raw_branches * width * self.groups * self.d_k  # k of the selected and the sliding branch
             + width * self.groups * self.value_streams * self.d_v  # v of all branches is one tensor
             + (self._qk_norm(self.heads + self.groups * self.key_streams) if self.qk_norm else 0)
-            + _BRANCHES * FP32 * self.gates
+            + (3 * FP32 * self.gates if self.selects else 0)
         )
 
     def _qk_norm(self, heads: int) -> int:
@@ -161,6 +181,8 @@ class _BlockTensors:
 
     def _compressed(self) -> int:
         """Per row: the compressed keys and values, and what making them saves."""
+        if not self.selects:
+            return 0
         made = self.one.width * self.groups * (self.d_k + self.d_v)
         return self.blocks * (made + self._phi(self.d_k, self.after) + self._phi(self.d_v, False))
 
@@ -190,7 +212,9 @@ def _head(config: RunConfig, one: ForwardPass) -> int:
 
 
 def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
-    """Largest temporary memory of the kernels that will run: the backward pass of the selected branch."""
+    """Largest temporary memory of the kernels that will run: the backward pass of the selected branch, if any."""
+    if not {"nsa", "global"} & {*config.model.attention}:
+        return _packed_keys(config, one)
     if not one.on_gpu and wanted_kernels(config).selected in ("auto", "cpu"):
         return _packed_keys(config, one)
     if one.on_gpu and wanted_kernels(config).selected == "triton":

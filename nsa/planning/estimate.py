@@ -4,19 +4,21 @@ Weights, gradients and optimizer states are exact. The activation memory estimat
 tests/planning/test_activations.py. Time and price depend on the kernel backend (`nsa.planning.step_time`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from nsa.attention_rules import layer_kinds
 from nsa.config.schema import KernelsConfig, RunConfig, TrainConfig, settings
-from nsa.core.branches import ATTENTION_PARTS
+from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BackendChoice
 from nsa.model.build import build_model
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import NSATransformer
-from nsa.options import Checkpointing
+from nsa.options import AttentionKind, Checkpointing
 from nsa.planning.activations import FP32, ActivationMemory, ForwardPass, activations
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget
 from nsa.planning.step_time import BACKENDS, StepTime, StepWork, backend_that_will_run, step_time, time_at_efficiency
@@ -38,6 +40,9 @@ class ParameterCounts:
     head: int
     """0 if the head shares the embedding."""
     tensors: int
+    attention_per_layer: Mapping[AttentionKind, int]
+    """By the kind of attention; of one layer."""
+    feed_forward_per_layer: int
 
     @property
     def total(self) -> int:
@@ -46,6 +51,11 @@ class ParameterCounts:
     @property
     def in_blocks(self) -> int:
         return self.attention + self.feed_forward + self.norms
+
+    @property
+    def products_per_layer(self) -> dict[AttentionKind, int]:
+        """Weights of one block's attention and feed-forward."""
+        return {kind: count + self.feed_forward_per_layer for kind, count in self.attention_per_layer.items()}
 
 
 @dataclass(frozen=True)
@@ -147,12 +157,12 @@ def estimate(
     device-hour; `kernels`: backends as decided on the target, if it is this machine."""
     train, vocab_size = config.train, config.model.vocab_size or vocab_size
     try:
-        model = _one_layer(config, vocab_size)
-        cache_bytes = _cache_bytes(config, model)
+        models = _models_of_one_layer(config, vocab_size)
+        cache_bytes = _cache_bytes(config, models)
     except (RuntimeError, OverflowError, TypeError) as error:  # raised by torch for a size that does not fit in 64 bits
         raise _explain_impossible_size(config, error) from error
-    parameters = _parameters(config, model)
-    flops, recomputed_by_mode = _flops(config, model)
+    parameters = _parameters(config, models)
+    flops, recomputed_by_mode = _flops(config, models)
     tokens = train.batch_size * train.accumulate_grad_batches * train.seq_len
     mode = config.runtime.gradient_checkpointing
     moved = _ADAM_BYTES_MOVED * parameters.total / _shards(config, target)
@@ -198,11 +208,19 @@ def _with_kernels(config: RunConfig, backend: str) -> RunConfig:
     return config.model_copy(update={"kernels": kernels})
 
 
-def _one_layer(config: RunConfig, vocab_size: int) -> NSATransformer:
-    """The model with one block on the meta device: real shapes, no memory."""
-    short = config.model_copy(update={"model": config.model.model_copy(update={"n_layers": 1})})
-    with torch.device("meta"):
-        return build_model(short, vocab_size)
+def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKind, NSATransformer]:
+    """The model with one block of each kind that it has, on the meta device: real shapes, no memory."""
+    models = {}
+    for kind in _kind_counts(config):
+        one_layer = config.model.model_copy(update={"n_layers": 1, "attention": (kind,)})
+        with torch.device("meta"):
+            models[kind] = build_model(config.model_copy(update={"model": one_layer}), vocab_size)
+    return models
+
+
+def _kind_counts(config: RunConfig) -> Counter[AttentionKind]:
+    """How many layers of each kind the model has."""
+    return Counter(layer_kinds(config.model.attention, config.model.n_layers))
 
 
 def _explain_impossible_size(config: RunConfig, error: Exception) -> Exception:
@@ -215,37 +233,48 @@ def _explain_impossible_size(config: RunConfig, error: Exception) -> Exception:
     return ConfigError(f"{key} is {sizes[key]}: no tensor can be that large. Set a smaller value.")
 
 
-def _parameters(config: RunConfig, model: NSATransformer) -> ParameterCounts:
-    layers = config.model.n_layers
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    in_block = {name: size for name, size in sizes.items() if name.startswith("blocks.")}
+def _parameters(config: RunConfig, models: Mapping[AttentionKind, NSATransformer]) -> ParameterCounts:
+    counts = _kind_counts(config)
+    sizes = {kind: {name: p.numel() for name, p in model.named_parameters()} for kind, model in models.items()}
+    in_block = {kind: {n: size for n, size in of.items() if n.startswith("blocks.")} for kind, of in sizes.items()}
+    outside = {name: size for name, size in sizes[next(iter(sizes))].items() if not name.startswith("blocks.")}
+
+    def per_layer(part: str) -> dict[AttentionKind, int]:
+        return {kind: sum(size for name, size in of.items() if part in name) for kind, of in in_block.items()}
 
     def of_blocks(part: str) -> int:
-        return layers * sum(size for name, size in in_block.items() if part in name)
+        return sum(counts[kind] * size for kind, size in per_layer(part).items())
 
     return ParameterCounts(
-        embeddings=sizes["embeddings.weight"],
+        embeddings=outside["embeddings.weight"],
         attention=of_blocks(".attention."),
         feed_forward=of_blocks(".feed_forward."),
-        norms=of_blocks(".attention_norm.") + of_blocks(".feed_forward_norm.") + sizes["lm_head.norm.weight"],
-        head=sizes.get("lm_head.w_out.weight", 0),
-        tensors=layers * len(in_block) + len(sizes) - len(in_block),
+        norms=of_blocks(".attention_norm.") + of_blocks(".feed_forward_norm.") + outside["lm_head.norm.weight"],
+        head=outside.get("lm_head.w_out.weight", 0),
+        tensors=sum(counts[kind] * len(of) for kind, of in in_block.items()) + len(outside),
+        attention_per_layer=per_layer(".attention."),
+        feed_forward_per_layer=next(iter(per_layer(".feed_forward.").values())),
     )
 
 
-def _flops(config: RunConfig, model: NSATransformer) -> tuple[dict[str, float], dict[Checkpointing, float]]:
+def _flops(
+    config: RunConfig, models: Mapping[AttentionKind, NSATransformer]
+) -> tuple[dict[str, float], dict[Checkpointing, float]]:
     """FLOPs per token by part, forward and backward, over all layers; and those repeated by gradient checkpointing."""
-    layers, block = config.model.n_layers, model.blocks[0]
-    assert isinstance(block, LlamaBlockNSA)
-    attention = block.attention.flops(config.train.seq_len)
-    feed_forward = 2.0 * sum(p.numel() for p in block.feed_forward.parameters())
-    forward = {"feed_forward": feed_forward, **attention}
+    forward: Counter[str] = Counter()
+    for kind, layers in _kind_counts(config).items():
+        block = models[kind].blocks[0]
+        assert isinstance(block, LlamaBlockNSA)
+        feed_forward = 2.0 * sum(p.numel() for p in block.feed_forward.parameters())
+        for part, count in {"feed_forward": feed_forward, **block.attention.flops(config.train.seq_len)}.items():
+            forward[part] += layers * count  # type: ignore[assignment]
     # Backward costs twice the forward pass; block selection has no backward.
-    flops = {part: layers * count * (1 if part == "select" else 3) for part, count in forward.items()}
-    full = layers * sum(forward.values())
-    operators = layers * sum(forward[part] for part in ATTENTION_PARTS)
+    flops = {part: count * (1.0 if part == "select" else 3.0) for part, count in forward.items()}
+    full = float(sum(forward.values()))
+    operators = sum(forward[part] for part in (*ATTENTION_PARTS, DENSE_PART))
     repeated: dict[Checkpointing, float] = {"off": 0.0, "selective": full - operators, "full": full}
-    return {**flops, "head": 6.0 * model.lm_head.w_out.weight.numel()}, repeated
+    head = next(iter(models.values())).lm_head.w_out.weight.numel()
+    return {**flops, "head": 6.0 * head}, repeated
 
 
 def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, parameters: ParameterCounts) -> MemoryEstimate:
@@ -260,7 +289,7 @@ def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, paramete
         width=width,
         on_gpu=on_gpu,
     )
-    in_products = (parameters.attention + parameters.feed_forward) // config.model.n_layers
+    in_products = parameters.products_per_layer
     activation = activations(config, one, in_products, vocab_size * config.model.dim)
     weights, states = FP32 * parameters.total // shards, _state_bytes(parameters) // shards
     known = weights * 2 + states + activation.peak(config.runtime.gradient_checkpointing)
@@ -271,7 +300,7 @@ def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, paramete
         activations=activation,
         gradient_checkpointing=config.runtime.gradient_checkpointing,
         optimizer_step=weights if on_gpu else 0,
-        communication=_communication(config, target, parameters, width, in_products),
+        communication=_communication(config, target, parameters, width, max(in_products.values())),
         reserve=_CONTEXT_BYTES[on_gpu] + int(_FRAGMENTATION * known),
         available=target.memory_bytes,
     )
@@ -320,6 +349,7 @@ def _communication(
     return width * (2 * in_block + parameters.embeddings + parameters.head) + FP32 * in_block
 
 
-def _cache_bytes(config: RunConfig, model: NSATransformer) -> int:
+def _cache_bytes(config: RunConfig, models: Mapping[AttentionKind, NSATransformer]) -> int:
     width = FP32 if config.runtime.precision == "fp32" else 2
-    return model.new_cache(1, config.train.seq_len).n_bytes() * config.model.n_layers * width // FP32
+    of_kind = {kind: model.new_cache(1, config.train.seq_len).n_bytes() for kind, model in models.items()}
+    return sum(layers * of_kind[kind] for kind, layers in _kind_counts(config).items()) * width // FP32

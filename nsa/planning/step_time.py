@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from nsa.attention_rules import layer_kinds
 from nsa.config.schema import RunConfig
-from nsa.core.branches import ATTENTION_PARTS
+from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.geometry import Geometry
 from nsa.gpus import GPUS
 from nsa.kernels.registry import BackendChoice
@@ -55,8 +56,8 @@ class StepWork:
 
     @property
     def attention_flops(self) -> float:
-        """Of the three branches and the selection, recomputation included."""
-        parts = {part: self.flops_per_token[part] for part in ATTENTION_PARTS}
+        """Of the branches, the selection and dense layers, recomputation included."""
+        parts = {part: self.flops_per_token.get(part, 0.0) for part in (*ATTENTION_PARTS, DENSE_PART)}
         again = sum(count if part == "select" else count / 3 for part, count in parts.items())
         return sum(parts.values()) + (again if self.recomputes_attention else 0.0)
 
@@ -121,15 +122,20 @@ def portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
     """Through memory, all layers, by the portable backend, in fp32: passes × copied rows + passes × scores.
 
     In packed rows a selected block lies across two windows of keys, each with a copy of the query and its result. A
-    query scores all compressed keys, and up to two windows of the sliding branch.
+    query scores all compressed keys, and up to two windows of the sliding branch; in a dense layer every key.
     """
     model, geometry, length = config.model, config.nsa.geometry, config.train.seq_len
     windows = 2 * geometry.n_sel
-    rows = windows * (model.d_k + model.d_v)
-    scores = windows * geometry.l_sel + geometry.n_compressed(length) + 2 * min(geometry.w, length)
     row_passes = _ROW_PASSES + (_ROW_PASSES_FORWARD if recomputed else 0)
     score_passes = _SCORE_PASSES + (_SCORE_PASSES_FORWARD if recomputed else 0)
-    return model.n_layers * model.n_heads * _FP32 * (rows * row_passes + scores * score_passes)
+    selecting = windows * geometry.l_sel + geometry.n_compressed(length)
+    in_window = 2 * min(geometry.w, length)
+    scores = {"nsa": selecting + in_window, "global": selecting, "window": in_window, "dense": length}
+    total = 0
+    for kind in layer_kinds(model.attention, model.n_layers):
+        rows = windows * (model.d_k + model.d_v) if kind in ("nsa", "global") else 0
+        total += rows * row_passes + scores[kind] * score_passes
+    return model.n_heads * _FP32 * total
 
 
 def _triton_share(device_name: str, length: int) -> tuple[float, str]:

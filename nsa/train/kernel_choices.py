@@ -10,6 +10,7 @@ from nsa.kernels.registry import BackendChoice
 
 def kernel_choices(train_module: Any, device: torch.device) -> tuple[BackendChoice, ...]:
     """The backend of each branch and the reason, in the dtype that the attention of this train module computes in."""
-    layer = next(module for module in train_module.model.modules() if isinstance(module, NSAAttention))
+    layers = (module for module in train_module.model.modules() if isinstance(module, NSAAttention))
+    layer = max(layers, key=lambda layer: len(layer.branches))
     halved = train_module.autocast_precision or (train_module.dp_config and train_module.dp_config.param_dtype)
     return layer.plan(device, torch.bfloat16 if halved else torch.float32).choices

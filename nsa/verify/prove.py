@@ -89,6 +89,7 @@ def autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
 
 
 def _open_one_gate(module: NSAAttention, branch: str) -> None:
+    assert module.gates is not None
     module.gates.proj.weight.zero_()
     module.gates.proj.bias.view(-1, len(BRANCH_ORDER)).fill_(-1e4)[:, BRANCH_ORDER.index(branch)] = 1e4
 

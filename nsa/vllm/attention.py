@@ -53,6 +53,7 @@ class PagedAttention(NSAAttention):
     def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:  # type: ignore[override]
         """Attend; `tables` rotate the step's tokens by their positions."""
         q_1NGRK, streams = self.project(x_ND[None], tables)
+        assert self.gates is not None
         gates_1NGX3 = self.gates(x_ND[None])
         step = self._step()
         out_1NGRV = q_1NGRK.new_zeros(*q_1NGRK.shape[:-1], self.d_v)

@@ -90,6 +90,7 @@ class PagedModel(nn.Module):
         super().__init__()
         config: NSAConfig = vllm_config.model_config.hf_config
         n_ranks = get_tensor_model_parallel_world_size()
+        _check_layers(config)
         _check_ranks(config, n_ranks)
         device = vllm_config.device_config.device
         buffers = StepBuffers(vllm_config.scheduler_config.max_num_seqs, device)
@@ -147,6 +148,14 @@ class PagedForCausalLM(nn.Module):
 def feed_forward_dim(config: NSAConfig) -> int:
     assert config.intermediate_size is not None, "NSAConfig sets it"
     return config.intermediate_size
+
+
+def _check_layers(config: NSAConfig) -> None:
+    if others := sorted({*config.layer_kinds()} - {"nsa"}):
+        raise ConfigError(
+            f"the model has layers of other attention than NSA ({', '.join(others)}), whose keys this plugin does not "
+            f"page. Serve it with `nsa serve`."
+        )
 
 
 def _check_ranks(config: NSAConfig, n_ranks: int) -> None:

@@ -25,6 +25,7 @@ CHECKED = {
     "data.synthetic_task": options.SYNTHETIC_TASKS,
     "runtime.gradient_checkpointing": options.CHECKPOINTING,
 }
+APPLIED_BY_THE_SCHEMA = {"nsa.preset"}  # tests/config/test_attention_pattern.py
 USED_BY_THE_TRAINER = {
     "runtime.precision", "runtime.compile", "train.lr_schedule", "parallel.data", "data.dataset", "data.packing",
     "data.on_end",
@@ -32,7 +33,7 @@ USED_BY_THE_TRAINER = {
 
 
 def test_every_enumerated_setting_has_a_case():
-    assert ENUMERATED.keys() == CHECKED.keys() | USED_BY_THE_TRAINER
+    assert ENUMERATED.keys() == CHECKED.keys() | APPLIED_BY_THE_SCHEMA | USED_BY_THE_TRAINER
 
 
 @pytest.mark.parametrize("key", CHECKED)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.config.schema import RunConfig
+from nsa.config.schema import KernelsConfig, RunConfig
+from nsa.core import layer_kinds
 from nsa.core.document_layout import packed_layout
 from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
@@ -109,6 +110,16 @@ def test_other_ways_to_compress(nsa):
 )  # fmt: skip
 def test_options_of_the_attention(options, nsa, precision):
     config = config_of("blocks", precision=precision, options=options, **nsa)
+    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
+
+
+@pytest.mark.parametrize("attention", ["window", "global", "dense", "dense,nsa,window,global"])
+def test_other_kinds_of_layers(attention, monkeypatch):
+    monkeypatch.setattr(layer_kinds, "COMPILED_ON_CPU", "none")  # its memory is not heard; dense takes PyTorch's
+    config = config_of("blocks", options=dict(attention=attention))
+    automatic = KernelsConfig(**dict.fromkeys(("compressed", "select", "selected"), "portable"))
+    config = config.model_copy(update={"kernels": automatic if attention == "dense" else config.kernels})
     reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
     assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
 

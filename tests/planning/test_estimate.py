@@ -34,6 +34,8 @@ VARIANTS = {
     "mlp": dict(nsa=dict(phi="mlp", gate_per="group")),
     "linear": dict(nsa=dict(phi="linear", phi_pos_emb=True)),
     "vocabulary": dict(model=dict(vocab_size=300, ffn_dim=48)),
+    "dense": dict(model=dict(attention="dense")),
+    "mixed": dict(model=dict(attention=["window", "global", "dense"]), nsa=dict(phi="mlp")),
     **{name: sections for name, sections in OPTIONS.items() if name != "plain"},
 }
 

@@ -66,6 +66,12 @@ def test_settings_that_would_be_wrong_are_refused(tmp_path, options, said):
         pass
 
 
+def test_layers_of_other_attention_are_refused(tmp_path):
+    export_small_model(tmp_path, attention=["dense", "nsa"])
+    with pytest.raises(Exception, match="nsa serve"), engine(tmp_path):
+        pass
+
+
 def test_a_plugin_that_cannot_load_says_so_and_does_not_raise(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "nsa.hf", None)
     with caplog.at_level(logging.ERROR):

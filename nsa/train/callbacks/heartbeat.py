@@ -229,11 +229,11 @@ class HeartbeatCallback(Callback):
 
 
 def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:
-    """Sums of reads, maxima of maxima, means of the rest, over the probed layers."""
+    """Sums of reads, maxima of maxima, means of the rest, over the probed layers that have them."""
     combined = {}
     known = HeartbeatRecord.__dataclass_fields__
-    for name in [name for name in probes[0].figures if name in known] if probes else []:
-        stacked = torch.stack([probe.figures[name].double() for probe in probes])
+    for name in dict.fromkeys(name for probe in probes for name in probe.figures if name in known):
+        stacked = torch.stack([probe.figures[name].double() for probe in probes if name in probe.figures])
         if name.startswith("reads_"):
             combined[name] = stacked.sum(0)
         else:

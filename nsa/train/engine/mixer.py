@@ -13,14 +13,17 @@ from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nsa.attention_rules import layer_kinds
 from nsa.config.schema import RunConfig
 from nsa.core.init import init_weights
+from nsa.core.layer_kinds import LAYER_CLASSES, DenseAttention, GlobalAttention, WindowAttention, layer_parameters
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest
 from nsa.model.build import attention_arguments, wanted_kernels
+from nsa.options import AttentionKind
 
 _SEEDS = 2**62
 
@@ -63,31 +66,33 @@ class NSAMixerConfig(SequenceMixerConfig):
     qk_norm_eps: float = 1e-6
     bias: bool = False
     out_bias: bool = False
+    kind: AttentionKind = "nsa"
     kernel_compressed: str = "auto"
     kernel_select: str = "auto"
     kernel_selected: str = "auto"
     kernel_sliding: str = "auto"
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> "NSAMixerConfig":
+    def of_run(cls, config: RunConfig, kind: AttentionKind = "nsa") -> "NSAMixerConfig":
         kernels = {f"kernel_{branch}": name for branch, name in wanted_kernels(config)._asdict().items()}
-        return cls(**attention_arguments(config), **kernels)
+        return cls(**attention_arguments(config), **kernels, kind=kind)
 
     def arguments(self) -> dict[str, Any]:
-        """For `NSAAttention`."""
+        """For the class of this kind of layer."""
         given = asdict(self)
+        given.pop("kind")
         kernels = BackendRequest(**{branch: given.pop(f"kernel_{branch}") for branch in BackendRequest._fields})
         return {**given, "kernels": kernels}
 
     def num_params(self, d_model: int) -> int:
         with torch.device("meta"):
-            return sum(p.numel() for p in NSAAttention(d_model, **self.arguments()).parameters())
+            return sum(p.numel() for p in LAYER_CLASSES[self.kind](d_model, **self.arguments()).parameters())
 
     def build(
         self, d_model: int, *, layer_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None
     ) -> "NSAMixer":
         with torch.device(init_device):
-            return NSAMixer(d_model, self)
+            return MIXERS[self.kind](d_model, self)
 
 
 class NSAMixer(NSAAttention, SequenceMixer):
@@ -97,7 +102,8 @@ class NSAMixer(NSAAttention, SequenceMixer):
         super().__init__(dim, **config.arguments())
         self.config = config
         # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
-        self.phi_k.reset_parameters = self.phi_v.reset_parameters = _do_nothing  # type: ignore[method-assign]
+        if "compressed" in self.branches:
+            self.phi_k.reset_parameters = self.phi_v.reset_parameters = _do_nothing  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -132,7 +138,7 @@ class NSAMixer(NSAAttention, SequenceMixer):
         """As `nsa.core.init` does it for a whole model, whatever the engine's own method; equal for every sharding.
 
         The engine hands out one generator for all layers. A seed drawn from it makes a whole layer, of which each rank
-        keeps its part.
+        keeps its part. A layer of another kind takes its parameters from an NSA layer made so.
         """
         device = generator.device if generator is not None else torch.device("cpu")
         seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
@@ -140,7 +146,7 @@ class NSAMixer(NSAAttention, SequenceMixer):
             torch.manual_seed(seed)
             whole = nn.ModuleDict({"attention": NSAAttention(self.dim, **self.config.arguments())})
             init_weights(whole, num_blocks)
-        values = dict(whole["attention"].named_parameters())
+        values = layer_parameters(self, dict(whole["attention"].named_parameters()))
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 _fill(parameter, values[name].detach())
@@ -158,19 +164,42 @@ class NSAMixer(NSAAttention, SequenceMixer):
         )
 
 
+class DenseMixer(NSAMixer, DenseAttention):
+    """Causal attention over all tokens."""
+
+
+class WindowMixer(NSAMixer, WindowAttention):
+    """Causal attention over the last w tokens."""
+
+
+class GlobalMixer(NSAMixer, GlobalAttention):
+    """The compressed and the selected branch."""
+
+
+MIXERS: dict[AttentionKind, type[NSAMixer]] = {
+    mixer.kind: mixer for mixer in (NSAMixer, DenseMixer, WindowMixer, GlobalMixer)
+}
+
+
 def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
     """The run's model as the engine builds it: the same parameters, names and logits as `nsa.model.build_model`."""
     model = config.model
     norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
+    kinds = layer_kinds(model.attention, model.n_layers)
+    blocks = {
+        kind: TransformerBlockConfig(
+            sequence_mixer=NSAMixerConfig.of_run(config, kind),
+            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=False),
+            layer_norm=norm,
+        )
+        for kind in kinds
+    }
     return TransformerConfig(
         d_model=model.dim,
         vocab_size=model.vocab_size or vocab_size,
         n_layers=model.n_layers,
-        block=TransformerBlockConfig(
-            sequence_mixer=NSAMixerConfig.of_run(config),
-            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=False),
-            layer_norm=norm,
-        ),
+        block=blocks[kinds[0]],
+        block_overrides={layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]} or None,
         lm_head=LMHeadConfig(layer_norm=replace(norm), bias=False),
         tie_word_embeddings=model.tie_embeddings,
         init_seed=config.train.seed,

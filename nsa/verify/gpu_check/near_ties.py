@@ -15,7 +15,6 @@ from nsa.bench.correctness import LIMITS
 from nsa.core.branches import BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe
-from nsa.geometry import Geometry
 from nsa.kernels.self_check.comparison import FP32_LIMIT, blocks_error, relative_rms
 from nsa.verify.gpu_check.check_result import CheckResult, bounded
 
@@ -28,7 +27,7 @@ class _BlockRecorder(Probe):
 
     idx_BSGN: Tensor
 
-    def record(self, gates: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, reads_BSG: Tensor, geometry: Geometry) -> None:
+    def record(self, gates: Tensor, idx_BSGN: Tensor, *_: object) -> None:
         self.idx_BSGN = idx_BSGN
 
 
