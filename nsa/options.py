@@ -21,7 +21,7 @@ DataParallel = Literal["ddp", "fsdp", "hsdp"]
 DatasetKind = Literal["fineweb_edu", "local", "prepared", "synthetic"]
 RowPacking = Literal["stream", "best_fit"]
 OnDataEnd = Literal["epoch", "error"]
-SyntheticTask = Literal["uniform", "copy", "needle"]
+SyntheticTask = Literal["uniform", "copy", "needle", "recall", "recall_pairs", "tracking"]
 
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)

@@ -160,7 +160,8 @@ class DataConfig(ConfigSection):
         default=16.0, description="Largest size of the download cache."
     )
     synthetic_task: SyntheticTask = Field(
-        default="copy", description="Synthetic task: random tokens, a sequence to copy, or a value to retrieve."
+        default="copy",
+        description="Random tokens, a copy, a value to retrieve, far recall (two forms), or variable tracking.",
     )
     synthetic_on_fail: Changeable[bool] = Field(
         default=False,

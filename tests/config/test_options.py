@@ -60,7 +60,7 @@ def test_synthetic_data_accepts_every_task_and_refuses_others(task):
     pytest.importorskip("numpy", reason="in the data extra")
     from nsa.data.rows.synthetic import SyntheticRows
 
-    SyntheticRows(task, vocab_size=64, seq_len=64, seed=0)
+    SyntheticRows(task, vocab_size=320, seq_len=128, seed=0)
     with pytest.raises(ConfigError):
         SyntheticRows(f"no_{task}", vocab_size=64, seq_len=64, seed=0)
 

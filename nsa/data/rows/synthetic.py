@@ -5,6 +5,13 @@ Row i is a function of (task, vocabulary, length, seed, i) alone.
 - `uniform`: independent random tokens; nothing to learn but the vocabulary size.
 - `copy`:    random tokens, a separator, the same tokens again; only the repetition counts in the loss.
 - `needle`:  a marked key and value in random tokens, then a query with the key; only the value counts in the loss.
+
+Three tasks of far recall put 16 facts anywhere in random tokens, then at least an eighth of the row without facts, then
+16 questions with their answers, which alone count in the loss (chance 1/16):
+
+- `recall`:       a fact is one token that stands for a key and a value; the question is the key.
+- `recall_pairs`: a fact is two tokens, key and value.
+- `tracking`:     a fact sets a variable to a value or to an earlier variable (two tokens); chains of four.
 """
 
 import numpy as np
@@ -17,6 +24,14 @@ from nsa.options import SYNTHETIC_TASKS, SyntheticTask
 
 _SMALLEST_VOCAB = 8
 _KEY_LEN = 2
+FACTS = 16
+_HOPS = 4  # facts of a chain of `tracking`
+_NO_FACTS = 8  # the share of a row, one in so many, between the last fact and the first question
+# Ids: facts of one token, then keys (or variables), then values; the rest is filler.
+_FUSED, _KEYS, _VALUES = FACTS * FACTS, FACTS, FACTS
+
+
+_FAR = ("recall", "recall_pairs", "tracking")
 
 
 class SyntheticRows:
@@ -27,7 +42,13 @@ class SyntheticRows:
             raise ConfigError(f"synthetic task {task!r} is unknown. Choose one of {list(SYNTHETIC_TASKS)}.")
         if vocab_size < _SMALLEST_VOCAB:
             raise ConfigError(f"vocab_size is {vocab_size}: synthetic tasks need at least {_SMALLEST_VOCAB}.")
-        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}[task]
+        far = task in _FAR
+        if far and vocab_size <= _FUSED + _KEYS + _VALUES:
+            raise ConfigError(
+                f"vocab_size is {vocab_size}: the {task} task needs more than {_FUSED + _KEYS + _VALUES} ids. Set e.g. "
+                f"model.vocab_size=320."
+            )
+        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}.get(task, 8 * FACTS)
         if seq_len < shortest:
             raise ConfigError(f"seq_len is {seq_len}: the {task} task needs at least {shortest}.")
         self.task = task
@@ -79,6 +100,49 @@ class SyntheticRows:
         tokens[:length] = payload
         tokens[length + 1 : 2 * length + 1] = payload
         mask[length + 1 : 2 * length + 1] = True
+
+    def _fill_recall(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        value = rng.integers(0, _VALUES, FACTS)
+        facts = (np.arange(FACTS) * _VALUES + value)[:, None]
+        self._hide_and_ask(rng, tokens, mask, facts, value)
+
+    def _fill_recall_pairs(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        value = rng.integers(0, _VALUES, FACTS)
+        facts = np.stack((_FUSED + np.arange(FACTS), _FUSED + _KEYS + value), 1)
+        self._hide_and_ask(rng, tokens, mask, facts, value)
+
+    def _fill_tracking(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """Variables in random order; each chain's first one is set to a value, every other to the one before it."""
+        variable = rng.permutation(FACTS).reshape(-1, _HOPS)
+        value = rng.integers(0, _VALUES, len(variable))
+        first = np.stack((variable[:, 0], _KEYS + value), 1)
+        links = np.stack((variable[:, 1:], variable[:, :-1]), 2).reshape(-1, 2)
+        number = np.arange(FACTS).reshape(-1, _HOPS)
+        facts = np.empty((FACTS, 2), dtype=np.int64)
+        facts[number[:, 0]], facts[number[:, 1:].ravel()] = first, links
+        answer = np.empty(FACTS, dtype=np.int64)
+        answer[variable] = value[:, None]
+        # Chains are mixed, but within a chain a variable is set before it is read.
+        order = np.argsort(rng.permutation(np.repeat(np.arange(len(variable)), _HOPS)), kind="stable")
+        mixed = np.empty_like(facts)
+        mixed[order] = facts
+        self._hide_and_ask(rng, tokens, mask, _FUSED + mixed, answer)
+
+    def _hide_and_ask(
+        self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray, facts: np.ndarray, answer: np.ndarray
+    ) -> None:
+        """Facts in the order given, at random places; then the keys 0 to 15 in random order, each with its answer."""
+        questions = self.seq_len - 2 * FACTS
+        room = questions - self.seq_len // _NO_FACTS
+        tokens[:] = rng.integers(_FUSED + _KEYS + _VALUES, self.vocab_size, self.seq_len)
+        width = facts.shape[1]
+        place = np.sort(rng.choice(room // width, FACTS, replace=False)) * width
+        for i in range(width):
+            tokens[place + i] = facts[:, i]
+        asked = rng.permutation(FACTS)
+        tokens[questions::2] = _FUSED + asked
+        tokens[questions + 1 :: 2] = _FUSED + _KEYS + answer[asked]
+        mask[questions + 1 :: 2] = True
 
     def _fill_needle(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
         marker, query = self.vocab_size - 1, self.vocab_size - 2

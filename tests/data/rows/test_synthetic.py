@@ -48,13 +48,60 @@ def test_needle_is_hidden_once_and_asked_for_at_the_end() -> None:
     assert max(places) > 76
 
 
+def _facts_and_questions(task: str, tokens: np.ndarray, mask: np.ndarray) -> tuple[list[int], dict[int, int]]:
+    """Ids before the questions that are not filler, and key → answer."""
+    questions = len(tokens) - 32
+    assert np.flatnonzero(mask).tolist() == list(range(questions + 1, len(tokens), 2))
+    asked = {int(k) - 256: int(v) - 272 for k, v in tokens[questions:].reshape(-1, 2).astype(int)}
+    assert sorted(asked) == list(range(16))
+    places = np.flatnonzero(tokens[:questions] < 288)
+    assert places.max() < questions - len(tokens) // 8
+    return tokens[places].astype(int).tolist(), asked
+
+
+@pytest.mark.parametrize("seq_len", [128, 512, 515])
+def test_recall_asks_for_every_fact(seq_len: int) -> None:
+    batch = _rows("recall", seq_len, 320).rows(np.arange(20))
+    assert batch.loss_mask is not None
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        facts, asked = _facts_and_questions("recall", tokens, mask)
+        assert {fact // 16: fact % 16 for fact in facts} == asked
+
+
+def test_recall_pairs_puts_the_value_behind_its_key() -> None:
+    batch = _rows("recall_pairs", 512, 320).rows(np.arange(20))
+    assert batch.loss_mask is not None
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        facts, asked = _facts_and_questions("recall_pairs", tokens, mask)
+        assert {key - 256: value - 272 for key, value in zip(facts[::2], facts[1::2], strict=True)} == asked
+
+
+def test_tracking_follows_chains_of_four_variables() -> None:
+    batch = _rows("tracking", 512, 320).rows(np.arange(50))
+    assert batch.loss_mask is not None
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        facts, asked = _facts_and_questions("tracking", tokens, mask)
+        known: dict[int, int] = {}
+        hops: dict[int, int] = {}
+        for variable, given in zip(facts[::2], facts[1::2], strict=True):
+            known[variable - 256] = given - 272 if given >= 272 else known[given - 256]
+            hops[variable - 256] = 1 if given >= 272 else hops[given - 256] + 1
+        assert known == asked
+        assert sorted(hops.values()) == sorted([1, 2, 3, 4] * 4)
+
+
+def test_far_recall_needs_ids_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="vocab_size=320"):
+        _rows("recall", 512, 257)
+
+
 def test_there_is_always_another_row() -> None:
     stream = IndexedRowStream(_rows("uniform"))
     stream.load_state_dict(stream.state_dict() | {"next_row": 2**60})
     assert stream.next_batch(2).row_ids.tolist() == [2**60, 2**60 + 1]
 
 
-@pytest.mark.parametrize(("task", "seq_len"), [("copy", 2), ("needle", 13), ("uniform", 0)])
+@pytest.mark.parametrize(("task", "seq_len"), [("copy", 2), ("needle", 13), ("uniform", 0), ("recall", 127)])
 def test_rows_too_short_for_the_task_are_refused(task: str, seq_len: int) -> None:
     with pytest.raises(ConfigError):
         _rows(task, seq_len)
