@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nsa.infer.evaluation.run import EvaluationRequest
     from nsa.infer.load_model import LoadedModel
 
-TASKS_HELP = "held_out_loss, needle, needle_multikey, variable_tracking, associative_recall (default: all)."
+TASKS_HELP = "held_out_loss, selection, needle, needle_multikey, variable_tracking, associative_recall (default: all)."
 LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
 HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
 LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."

@@ -276,6 +276,8 @@ class NSAAttention(nn.Module):
             mixed_BSGRV, idx_BSGN, keys = self.attend_cached(q_BSGRK, streams, gates, cache, new_lens_B)
         if self.probe is not None:
             self._record(self.probe, gates, idx_BSGN, keys)
+            if idx_BSGN is not None and q_BSGRK.shape[1] > 1:  # a decoder reads keys that are not at hand here
+                self.probe.record_selection(q_BSGRK, idx_BSGN, keys[1], self.geometry, self.scale)
             if loss is not None:
                 self.probe.figures["selector_loss"] = loss.detach()
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))

@@ -3,9 +3,10 @@
 B batch · S tokens · G kv groups · N chosen blocks
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,11 @@ class Probe:
             "reads_act_total": reads_BSG.double().mean(-1).sum().long(),
         }
 
+    def record_selection(
+        self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: BranchKeys, geometry: Geometry, scale: float
+    ) -> None:
+        """Called with the queries, the chosen blocks and the selected branch's keys; see `SelectionProbe`."""
+
     @torch.no_grad()
     def record_tokens(self, keys: BranchKeys, w: int) -> None:
         """Of a layer without gates and selection, whose queries read the last w tokens of their document."""
@@ -49,11 +55,18 @@ class Probe:
         }
 
 
+AnyProbe = TypeVar("AnyProbe", bound=Probe)
+
+
+@overload
+def probing(model: nn.Module) -> AbstractContextManager[dict[str, Probe]]: ...
+@overload
+def probing(model: nn.Module, make: Callable[[], AnyProbe]) -> AbstractContextManager[dict[str, AnyProbe]]: ...
 @contextmanager
-def probing(model: nn.Module) -> Iterator[dict[str, Probe]]:
+def probing(model: nn.Module, make: Callable[[], Any] = Probe) -> Iterator[dict[str, Any]]:
     """Attach a probe to every attention layer of a model for the duration of the block: {module name: probe}."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "probe")}
-    probes = {name: Probe() for name in layers}
+    probes = {name: make() for name in layers}
     for name, module in layers.items():
         module.probe = probes[name]
     try:

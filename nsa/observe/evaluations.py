@@ -18,6 +18,7 @@ from nsa.observe import records
 
 FORMAT = 1
 HELD_OUT = "held_out_loss"
+SELECTION = "selection"
 LM_EVAL = "lm_eval/"
 """Results of lm-evaluation-harness are named by this and the task."""
 
@@ -30,10 +31,15 @@ _HELD_OUT = {
     "loss": records.number, "standard_error": records.number, "bits_per_byte": records.number,
     "by_position": records.anything,
 }  # fmt: skip
+_LAYER = {
+    "layer": records.whole, "queries": records.whole, "hit_rate": records.amount, "chance": records.amount,
+    "mass_caught": records.amount,
+}  # fmt: skip
 _CELL = {
     "length": records.whole, "depth": records.amount, "examples": records.whole, "chance": records.amount,
     "accuracy": records.amount, "accuracy_interval": records.numbers, "exact_match": records.amount,
-    "exact_match_interval": records.numbers, "answer_nats": records.number,
+    "exact_match_interval": records.numbers, "answer_nats": records.number, "needle_hit": records.amount,
+    "needle_hit_by_layer": records.numbers, "accuracy_if_hit": records.amount, "accuracy_if_missed": records.amount,
 }  # fmt: skip
 _CELL_REQUIRED = ("length", "depth", "examples", "accuracy", "exact_match")
 
@@ -48,6 +54,8 @@ class ModelEvaluation:
     """data, seq_len, rows, tokens, loss, bits_per_byte and by_position: rows of begin, end, tokens, loss, …"""
     far_tasks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Task → rows of length, depth, examples, chance, accuracy, accuracy_interval, exact_match, …"""
+    selection: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of layer, queries, hit_rate, chance, mass_caught."""
     lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)
     """Task → metric → value."""
     unreadable: int = 0
@@ -112,6 +120,8 @@ def checked_results(step: int | None, results: Mapping[str, Any], model: str = "
             if kept is not None:
                 kept["by_position"] = _rows(kept.get("by_position"), _POSITION, ("begin", "end", "loss"))
             made.held_out = kept
+        elif name == SELECTION:
+            made.selection = _rows(result.get("layers"), _LAYER, ("layer", "hit_rate", "mass_caught"))
         elif name.startswith(LM_EVAL):
             metrics = records.section(result.get("metrics")) or {}
             checked = {metric: records.number(value) for metric, value in metrics.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from nsa.infer.evaluation.far_tasks import make_example
 from nsa.infer.evaluation.hay import HayText
-from nsa.infer.evaluation.score_answers import AnswerScorer, Encode, score_example
+from nsa.infer.evaluation.score_answers import AnswerScorer, Encode, needle_blocks, score_example
 
 _Z = 1.959963984540054  # two-sided 95 %
 
@@ -26,15 +26,33 @@ class FarCell:
     """Examples whose right answer is what greedy decoding gives."""
     answer_nats: float
     """Negative log-likelihood of the right answer, mean."""
+    hits_by_layer: tuple[int, ...] = ()
+    """Examples in which the prompt's last token chose a block of the needle, for every layer that selects."""
+    found: int = 0
+    """Examples in which some layer did."""
+    chosen_if_found: int = 0
+    """Of those, examples whose right answer is the most likely candidate."""
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "chance": 1 / self.candidates,
-            "accuracy": self.chosen / self.examples,
-            "accuracy_interval": list(wilson_interval(self.chosen, self.examples)),
-            "exact_match": self.exact / self.examples,
-            "exact_match_interval": list(wilson_interval(self.exact, self.examples)),
+        missed = self.examples - self.found
+        selection = {
+            "needle_hit_by_layer": [hits / self.examples for hits in self.hits_by_layer],
+            "needle_hit": self.found / self.examples,
+            "accuracy_if_hit": self.chosen_if_found / self.found if self.found else None,
+            "accuracy_if_missed": (self.chosen - self.chosen_if_found) / missed if missed else None,
         }
+        counts = {k: v for k, v in asdict(self).items() if k not in ("hits_by_layer", "found", "chosen_if_found")}
+        return (
+            counts
+            | (selection if self.hits_by_layer else {})
+            | {
+                "chance": 1 / self.candidates,
+                "accuracy": self.chosen / self.examples,
+                "accuracy_interval": list(wilson_interval(self.chosen, self.examples)),
+                "exact_match": self.exact / self.examples,
+                "exact_match_interval": list(wilson_interval(self.exact, self.examples)),
+            }
+        )
 
 
 def evaluate_far_task(
@@ -47,23 +65,33 @@ def evaluate_far_task(
     depths: Sequence[float],
     limit: int,
     seed: int = 0,
+    l_sel: int = 1,
+    chosen_by_layer: Callable[[], Sequence[set[int]]] = lambda: (),
     after_example: Callable[[], None] = lambda: None,
 ) -> list[FarCell]:
-    """`limit` examples for every length and depth."""
+    """`limit` examples for every length and depth.
+
+    chosen_by_layer: called after each example, the blocks of l_sel tokens that the prompt's last token chose.
+    """
     cells = []
     for length in lengths:
         for depth in depths:
-            outcomes, candidates = [], 1
+            outcomes, hits, candidates = [], [], 1
             for number in range(limit):
                 example = make_example(
                     task, hay, lambda text: len(encode(text)), length=length, depth=depth, number=number, seed=seed
                 )
                 outcomes.append(score_example(example, scorer, encode))
+                wanted = needle_blocks(example, encode, l_sel)
+                hits.append([not wanted.isdisjoint(blocks) for blocks in chosen_by_layer()])
                 candidates = len(example.candidates)
                 after_example()
             chosen, exact = sum(each.chosen for each in outcomes), sum(each.exact for each in outcomes)
             nats = math.fsum(each.nats for each in outcomes) / limit
-            cells.append(FarCell(length, depth, limit, candidates, chosen, exact, nats))
+            by_layer = tuple(sum(layer) for layer in zip(*hits, strict=True))
+            found = [any(layers) for layers in hits]
+            right = sum(each.chosen for each, hit in zip(outcomes, found, strict=True) if hit)
+            cells.append(FarCell(length, depth, limit, candidates, chosen, exact, nats, by_layer, sum(found), right))
     return cells
 
 

@@ -19,11 +19,14 @@ from nsa.infer.evaluation.held_out import (
     rows_of,
 )
 from nsa.infer.evaluation.score_answers import TransformersScorer
+from nsa.infer.evaluation.selection import selection_by_layer, selection_record
 from nsa.infer.load_model import LoadedModel, ModelSource
 from nsa.model.held_out_loss import held_out_loss
-from nsa.observe.evaluations import HELD_OUT
+from nsa.observe.evaluations import HELD_OUT, SELECTION
 
-TASKS = (HELD_OUT, *FAR_TASKS)
+TASKS = (HELD_OUT, SELECTION, *FAR_TASKS)
+SELECTION_ROWS = 32
+"""At most: dense attention is computed beside the model's own."""
 SHORTEST = 1024
 """Default length of far tasks for models that were trained on shorter rows: all tasks fit."""
 BUILT_IN_HAY = "built-in"
@@ -77,6 +80,8 @@ def evaluate_model(
     tasks = request.tasks or TASKS
     if HELD_OUT in tasks and data is not None:
         results[HELD_OUT] = _held_out(loaded, data, request.rows, progress)
+    if SELECTION in tasks and data is not None:
+        results[SELECTION] = _selection(loaded, data, request.rows, progress)
     far = [task for task in tasks if task in FAR_TASKS]
     if not far:
         return results
@@ -94,6 +99,8 @@ def evaluate_model(
             depths=request.depths,
             limit=request.limit,
             seed=request.seed,
+            l_sel=loaded.model.config.l_sel,
+            chosen_by_layer=lambda: scorer.chosen_by_layer,
             after_example=_TaskProgress(progress, task, total),
         )
         settings = {"hay": hay.name, "seed": request.seed, "examples": request.limit}
@@ -111,11 +118,11 @@ def results_folder(source: ModelSource) -> Path:
 
 class _TaskProgress:
     def __init__(self, progress: Progress, task: str, total: int | None) -> None:
-        self._progress, self._task, self._total, self._done = progress, task, total, 0
+        self._progress, self._task, self._total, self.done = progress, task, total, 0
 
     def __call__(self) -> None:
-        self._done += 1
-        self._progress(self._task, self._done, self._total)
+        self.done += 1
+        self._progress(self._task, self.done, self._total)
 
 
 def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
@@ -130,14 +137,21 @@ def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Pr
     return held_out_record(sums, data)
 
 
+def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
+    most = SELECTION_ROWS if rows is None else min(rows, SELECTION_ROWS)
+    after_row = _TaskProgress(progress, SELECTION, most)
+    found = selection_by_layer(loaded.model, rows_of(data, most), after_row)
+    return selection_record(found, str(data), data.seq_len, after_row.done)
+
+
 def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:
     """The held-out data; None, with a note, if there is none and nobody asked for it."""
     try:
         return held_out_data(loaded, request.data, request.seq_len)
     except NSAError as error:
-        if request.data is not None or HELD_OUT in (request.tasks or ()):
+        if request.data is not None or {HELD_OUT, SELECTION} & set(request.tasks or ()):
             raise
-        note(f"held-out loss left out: {error}")
+        note(f"held-out loss and selection left out: {error}")
         return None
 
 

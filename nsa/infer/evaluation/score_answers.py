@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nsa.core.probe import probing
+from nsa.core.selection_quality import SelectionProbe
 from nsa.infer.evaluation.far_tasks import FarExample
 
 Encode = Callable[[str], list[int]]
@@ -50,15 +52,28 @@ def score_example(example: FarExample, scorer: AnswerScorer, encode: Encode) -> 
     return AnswerOutcome(scores[best] is right, right.greedy, -right.log_likelihood)
 
 
+def needle_blocks(example: FarExample, encode: Encode, l_sel: int) -> set[int]:
+    """The selection blocks that hold the sentence with the answer."""
+    before, after = (
+        len(encode(example.prompt[:end])) for end in (example.needle_at, example.needle_at + len(example.needle))
+    )
+    return set(range(before // l_sel, (max(before, after - 1)) // l_sel + 1))
+
+
 class TransformersScorer:
     """Through a Transformers model with a cache."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.chosen_by_layer: list[set[int]] = []
+        """Blocks that the last token of the last prompt chose, all groups together, for layers that select."""
 
     @torch.inference_mode()
     def __call__(self, prompt: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[CandidateScore]:
-        first = self._model(input_ids=self._tensor([prompt]), use_cache=True, logits_to_keep=1)
+        with probing(self._model, lambda: SelectionProbe(every=len(prompt) + 1)) as probes:
+            first = self._model(input_ids=self._tensor([prompt]), use_cache=True, logits_to_keep=1)
+        chosen = [probe.last_chosen_BGN for probe in probes.values() if probe.last_chosen_BGN is not None]
+        self.chosen_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
         cache = first.past_key_values
         cache.batch_repeat_interleave(len(candidates))
         longest = max(map(len, candidates))

@@ -123,9 +123,20 @@ def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
             *(evaluation_name(evaluation), plain(task), f"{cell['length']:,}", share(cell["depth"])),
             *(f"{cell['examples']:,}", share(cell.get("chance")), share(cell["accuracy"])),
             *(interval_text(cell.get("accuracy_interval")), share(cell["exact_match"])),
+            *(share(cell.get("needle_hit")), share(cell.get("accuracy_if_hit"))),
         )
         for task, cells in sorted(evaluation.far_tasks.items())
         for cell in cells
+    ]
+
+
+def _selection_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    return [
+        (
+            *(evaluation_name(evaluation), str(row["layer"]), f"{row['queries']:,}" if "queries" in row else UNKNOWN),
+            *(share(row.get("chance")), share(row["hit_rate"]), share(row["mass_caught"])),
+        )
+        for row in evaluation.selection
     ]
 
 
@@ -145,7 +156,10 @@ _TABLES: tuple[tuple[str, tuple[str, ...], range, Callable[[ModelEvaluation], li
     ("held-out loss by position in the document",
      ("position", "tokens", "nats per token", "± 95 %", "bits per byte"), range(1, 5), _position_rows),
     ("far tasks",
-     ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact"), range(1, 8),
+     ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact", "needle hit", "accuracy if hit"),
+     range(1, 10),
      _far_rows),
+    ("selection of blocks",
+     ("layer", "queries", "chance", "hit rate", "attention mass caught"), range(5), _selection_rows),
     ("lm-evaluation-harness", ("task", "metric", "value"), range(2, 3), _harness_rows),
 )  # fmt: skip

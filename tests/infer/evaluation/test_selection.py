@@ -1,0 +1,80 @@
+"""`nsa eval`'s figures of selection: by layer on held-out rows, and of the needle's block in far tasks."""
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.data.rows.batch import Batch
+from nsa.hf import NSAConfig, NSAForCausalLM
+from nsa.infer.evaluation.far_evaluation import evaluate_far_task
+from nsa.infer.evaluation.far_tasks import make_example
+from nsa.infer.evaluation.hay import built_in_hay
+from nsa.infer.evaluation.score_answers import CandidateScore, TransformersScorer, needle_blocks
+from nsa.infer.evaluation.selection import selection_by_layer, selection_record
+
+
+def small_model(**options) -> NSAForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    geometry = dict(head_dim=8, l=8, d=4, l_sel=16, n_sel=4, w=24, max_position_embeddings=2048)
+    return NSAForCausalLM(NSAConfig(**sizes, **geometry, **options)).eval()
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_the_needle_lies_in_its_blocks():
+    example = make_example("needle", built_in_hay(), lambda text: len(encode(text)), length=800, depth=0.5, number=0)
+    blocks = needle_blocks(example, encode, 16)
+    text = "".join(example.prompt[block * 16 : block * 16 + 16] for block in sorted(blocks))
+    assert example.needle in text
+    assert len(blocks) <= len(example.needle) // 16 + 2
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_accuracy_is_divided_by_whether_the_needle_was_found(everything):
+    def scorer(prompt, candidates):
+        return [CandidateScore(float(-place), False, 1) for place in range(len(candidates))]
+
+    cells = evaluate_far_task(
+        "needle",
+        scorer,
+        encode,
+        built_in_hay(),
+        lengths=[800],
+        depths=[0.5],
+        limit=6,
+        l_sel=16,
+        chosen_by_layer=lambda: [set(), set(range(60)) if everything else set()],
+    )
+    record = cells[0].as_record()
+    assert record["needle_hit_by_layer"] == [0.0, 1.0 if everything else 0.0]
+    assert record["needle_hit"] == (1.0 if everything else 0.0)
+    known, unknown = ("accuracy_if_hit", "accuracy_if_missed")[:: 1 if everything else -1]
+    assert record[known] == record["accuracy"]
+    assert record[unknown] is None
+
+
+def test_a_models_choices_are_those_of_the_prompts_last_token():
+    model = small_model()
+    scorer = TransformersScorer(model)
+    prompt = torch.randint(0, 256, (300,)).tolist()
+    scorer(prompt, [[1, 2], [3, 4, 5]])
+    assert len(scorer.chosen_by_layer) == 2
+    for chosen in scorer.chosen_by_layer:
+        assert {0, 17, 18} <= chosen <= set(range(19))  # the first block and the two nearest; 300 tokens are 19 blocks
+        assert len(chosen) <= 2 * 4
+
+
+def test_every_layer_that_selects_has_a_row():
+    ends = (np.array([0, 257], dtype=np.int32),)
+    tokens = torch.randint(0, 256, (2, 1, 257)).numpy().astype(np.uint16)
+    rows = [Batch(row, ends, None, np.zeros(1, np.int64), 0, 1) for row in tokens]
+    found = selection_by_layer(small_model(attention=["nsa", "dense"]), rows)
+    assert [layer for layer, _ in found] == [0]
+    record = selection_record(found, "rows", 256, 2)
+    (row,) = record["layers"]
+    # An untrained model hits about as often as chance.
+    assert abs(row["hit_rate"] - row["chance"]) < 0.35
+    assert 0 < row["mass_caught"] < 1

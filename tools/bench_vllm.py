@@ -1,0 +1,177 @@
+"""Decode speed and time to first token in vLLM: our model beside vLLM's own Llama of the same size.
+
+    FOLDER/bin/python -m tools.bench_vllm --batches 1,8,32 --contexts 2k,8k,32k [--layers 4] [--json FILE]
+
+FOLDER is an environment with vLLM (`.ci/install-vllm FOLDER`). Each model has an engine in a process of its own; the two
+take turns, so that other load on the machine affects both. The shape is the 125M one with fewer layers (fp32, random
+weights). The rows of a batch share all but the last token of their prompt: it is read once and found in the prefix cache
+by the others, and a row reads as many keys as if its pages were its own.
+
+decode: tokens per second of the whole batch after the first token. first token: seconds for a prompt that is not cached.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from nsa.token_counts import parse_lengths, spell
+
+Json = dict[str, Any]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ANSWER = "MEASURED "
+VOCABULARY = 32_000
+
+
+class EngineProcess:
+    """One model in an engine of its own; measures what it is asked to."""
+
+    def __init__(self, folder: Path, max_len: int, batch: int) -> None:
+        command = [sys.executable, "-m", "tools.bench_vllm", "--engine", str(folder), str(max_len), str(batch)]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.measure(kind="ready")
+
+    def measure(self, **request: Any) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return float(line.removeprefix(ANSWER))
+        raise RuntimeError(f"the engine ended with code {self.process.wait()}")
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def serve_requests(folder: str, max_len: int, batch: int) -> None:
+    """The other side of `EngineProcess`."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=64,
+        max_model_len=max_len,
+        max_num_seqs=batch,
+        max_num_batched_tokens=2048,
+        distributed_executor_backend="uni",
+    )
+
+    def seconds(prompts: list[list[int]], n_new: int) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    def ids(n: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        found = 0.0
+        if request["kind"] == "first":
+            found = seconds([ids(request["context"], request["seed"])], 1)
+        elif request["kind"] == "decode":
+            prefix = ids(request["context"] - 1, 0)
+            prompts = [[*prefix, row + 1] for row in range(request["batch"])]
+            if request["warm"]:
+                seconds(prompts[:1], 1)
+            found = seconds(prompts, 1 + request["tokens"]) - seconds(prompts, 1)
+        print(f"{ANSWER}{found}", flush=True)
+
+
+def save_models(folder: Path, layers: int, max_len: int) -> dict[str, Path]:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from nsa.hf import NSAConfig, NSAForCausalLM
+    from tools.bench_generation import llama
+
+    torch.manual_seed(0)
+    config = NSAConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=max_len)
+    NSAForCausalLM(config).save_pretrained(folder / "nsa")
+    theirs: LlamaForCausalLM = llama(layers)
+    theirs.save_pretrained(folder / "llama")
+    return {name: folder / name for name in ("nsa", "llama")}
+
+
+def compare(engines: dict[str, EngineProcess], given: argparse.Namespace) -> list[Json]:
+    cells: list[Json] = []
+
+    def add(cell: Json) -> None:
+        cells.append(cell)
+        figures = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in cell.items())
+        print(figures, flush=True)
+
+    for context in given.contexts:
+        first = {
+            name: min(engine.measure(kind="first", context=context, seed=round_) for round_ in range(given.rounds))
+            for name, engine in engines.items()
+        }
+        ratio = first["llama"] / first["nsa"]
+        add({"measured": "first token", "context": spell(context), **_named(first, "s"), "ratio": ratio})
+        for batch in given.batches:
+            times: dict[str, list[float]] = {name: [] for name in engines}
+            for round_ in range(given.rounds + 1):
+                for name, engine in engines.items():
+                    request = dict(kind="decode", context=context, batch=batch, tokens=given.tokens, warm=not round_)
+                    times[name].append(engine.measure(**request))
+            best = {name: batch * given.tokens / min(values[1:]) for name, values in times.items()}
+            cell = {"measured": "decode", "context": spell(context), "batch": batch, **_named(best, "tokens_per_s")}
+            add(cell | {"ratio": best["nsa"] / best["llama"]})
+    return cells
+
+
+def _named(values: dict[str, float], unit: str) -> Json:
+    return {f"{name}_{unit}": value for name, value in values.items()}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--engine"]:
+        return serve_requests(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--contexts", type=parse_lengths, default=parse_lengths("2k,8k,32k"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16, help="generated per row")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args()
+    max_len = max(given.contexts) + 64 * (1 + given.tokens // 64 + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        models = save_models(Path(folder), given.layers, max_len)
+        engines = {name: EngineProcess(path, max_len, max(given.batches)) for name, path in models.items()}
+        try:
+            cells = compare(engines, given)
+        finally:
+            for engine in engines.values():
+                engine.stop()
+    if given.json:
+        given.json.write_text(json.dumps({"layers": given.layers, "cells": cells}, indent=2) + "\n", encoding="utf-8")
+    return None
+
+
+if __name__ == "__main__":
+    main()
