@@ -61,7 +61,7 @@ def unknown_words(words: list[str]) -> str | None:
         if words[0] not in command.commands:
             return f"nsa has no {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
-    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
     used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
     return f"no such option: {used - known}" if used - known else None
 
