@@ -2,12 +2,12 @@
 
     FOLDER/bin/python -m tools.bench_vllm --batches 1,8,32 --contexts 2k,8k,32k [--layers 4] [--json FILE]
 
-FOLDER is an environment with vLLM (`.ci/install-vllm FOLDER`). Each model has an engine in a process of its own; the two
+FOLDER is an environment with vLLM (`.ci/install-vllm FOLDER`). Each model has an engine in a process of its own; they
 take turns, so that other load on the machine affects both. The shape is the 125M one with fewer layers (fp32, random
-weights). The rows of a batch share all but the last token of their prompt: it is read once and found in the prefix cache
-by the others, and a row reads as many keys as if its pages were its own.
+weights). The rows of a batch share all but the last token of their prompt: it is read once, the others find it in the
+prefix cache, and a row reads as many keys as if its pages were its own.
 
-decode: tokens per second of the whole batch after the first token. first token: seconds for a prompt that is not cached.
+decode: tokens per second of the whole batch after the first token. first token: seconds, for a prompt not cached.
 """
 
 import argparse
