@@ -140,14 +140,14 @@ def test_heads_of_a_group_share_their_blocks_and_groups_do_not():
     torch.manual_seed(0)
     module = NSAAttention(**attention_args("tiny", (6, 2)))
     chosen = []
-    run = module._attend
+    run = module.attend
 
     def spy(*args):
         out = run(*args)
         chosen.append(out[1])
         return out
 
-    module._attend = spy
+    module.attend = spy
     module(torch.randn(1, N, 24))
     assert chosen[0].shape == (1, N, 2, 4)  # one list per group, not per head
     assert (chosen[0][:, :, 0] != chosen[0][:, :, 1]).any()
