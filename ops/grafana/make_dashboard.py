@@ -32,8 +32,9 @@ ROWS: dict[str, list[Panel]] = {
         ]),
     ],
     "Gates and selection": [
-        ("Gate entropy (nats; 1.0986 is uniform, 0.3 low, 0.2 critical)", "none", [
+        ("Gate entropy (1.0986 is uniform, 0.3 low, 0.2 critical), selector loss; nats", "none", [
             (f"nsa_gate_entropy_nats{{{RANK}}}", "{{run}} rank {{rank}}"),
+            (f"nsa_selector_loss_nats{{{RANK}}}", "{{run}} rank {{rank}} selector loss"),
         ]),
         ("Collapsed gates, largest gate", "percentunit", [
             (f"nsa_gate_collapse_ratio{{{RANK}}}", "{{run}} rank {{rank}} collapsed"),
