@@ -3,6 +3,7 @@
 Needs no torch. A rule that does not hold is a `BrokenRule` with the settings concerned and a message.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,15 @@ def broken_pattern_rules(pattern: Sequence[str], n_layers: int) -> Iterator[Brok
 def layer_kinds(pattern: Sequence[AttentionKind], n_layers: int) -> list[AttentionKind]:
     """The kind of attention of every layer: the pattern, repeated and cut."""
     return [pattern[layer % len(pattern)] for layer in range(n_layers)]
+
+
+def kind_counts(pattern: Sequence[AttentionKind], n_layers: int) -> Counter[AttentionKind]:
+    """How many layers of each kind there are; the number of layers may be any."""
+    whole, rest = divmod(n_layers, len(pattern))
+    counts: Counter[AttentionKind] = Counter()
+    for place, kind in enumerate(pattern):
+        counts[kind] += whole + (place < rest)
+    return +counts
 
 
 def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:

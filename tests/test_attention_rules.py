@@ -1,7 +1,10 @@
 """A mistake gets one message, whether it is made in a config or in the arguments of `NSAAttention`."""
 
+from collections import Counter
+
 import pytest
 
+from nsa.attention_rules import kind_counts, layer_kinds
 from nsa.config import load
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
@@ -47,3 +50,13 @@ def test_sizes_below_one_are_refused_before_anything_is_divided_by_them():
     with pytest.raises(ConfigError) as refused:
         NSAAttention(64, n_heads=4, n_kv_groups=0, d_k=-2, d_v=8)
     assert [line.split()[0] for line in str(refused.value).splitlines()] == ["model.n_kv_groups", "model.d_k"]
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 5, 12])
+@pytest.mark.parametrize("pattern", [("nsa",), ("dense", "nsa"), ("window", "global", "window")])
+def test_layers_are_counted_as_they_are_listed(pattern, n_layers):
+    assert kind_counts(pattern, n_layers) == Counter(layer_kinds(pattern, n_layers))
+
+
+def test_any_number_of_layers_is_counted():
+    assert kind_counts(("dense", "nsa"), 10**21 + 1) == {"dense": 5 * 10**20 + 1, "nsa": 5 * 10**20}

@@ -92,9 +92,9 @@ class HeartbeatRecord:
 PROGRESS_FIELDS = tuple(
     field.name
     for field in fields(HeartbeatRecord)
-    if field.default is None and field.name not in ("detail", "failure_code", "step_s")
+    if field.default is None and field.name not in ("detail", "failure_code", "step_s", "selector_loss")
 )
-"""Fields of every progress record."""
+"""Fields of every progress record of a model whose layers have gates."""
 
 
 class JsonLines:

@@ -7,11 +7,10 @@ for one rank's forward pass of B rows of S tokens. tests/planning/test_activatio
 D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H heads · G kv groups · K key dim
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.attention_rules import kv_streams, layer_kinds
+from nsa.attention_rules import kind_counts, kv_streams
 from nsa.config.schema import RunConfig
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
@@ -76,7 +75,7 @@ def activations(
     of the largest.
     """
     layers = config.model.n_layers
-    counts = Counter(layer_kinds(config.model.attention, layers))
+    counts = kind_counts(config.model.attention, layers)
     blocks = {kind: _BlockTensors(config, one, kind) for kind in counts}
     casts = {kind: one.width * linear_weights[kind] if one.autocast else 0 for kind in counts}
     head_casts = one.width * head_weights if one.autocast else 0

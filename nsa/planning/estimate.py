@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa.attention_rules import layer_kinds
+from nsa.attention_rules import kind_counts
 from nsa.config.schema import KernelsConfig, RunConfig, TrainConfig, settings
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.errors import ConfigError
@@ -220,7 +220,7 @@ def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKi
 
 def _kind_counts(config: RunConfig) -> Counter[AttentionKind]:
     """How many layers of each kind the model has."""
-    return Counter(layer_kinds(config.model.attention, config.model.n_layers))
+    return kind_counts(config.model.attention, config.model.n_layers)
 
 
 def _explain_impossible_size(config: RunConfig, error: Exception) -> Exception:

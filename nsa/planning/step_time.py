@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nsa.attention_rules import layer_kinds
+from nsa.attention_rules import kind_counts
 from nsa.config.schema import RunConfig
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.geometry import Geometry
@@ -132,9 +132,9 @@ def portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
     in_window = 2 * min(geometry.w, length)
     scores = {"nsa": selecting + in_window, "global": selecting, "window": in_window, "dense": length}
     total = 0
-    for kind in layer_kinds(model.attention, model.n_layers):
+    for kind, count in kind_counts(model.attention, model.n_layers).items():
         rows = windows * (model.d_k + model.d_v) if kind in ("nsa", "global") else 0
-        total += rows * row_passes + scores[kind] * score_passes
+        total += count * (rows * row_passes + scores[kind] * score_passes)
     return model.n_heads * _FP32 * total
 
 
