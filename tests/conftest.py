@@ -19,7 +19,6 @@ LONGEST = (
     "tests/ops/test_slurm.py",
     "tests/ops/test_ssh.py",
     "tests/drill/test_drill.py",
-    "tests/docs/test_first_gpu.py",
     "tests/kernels/test_backends.py",
     "tests/kernels/test_triton_drill.py",
     "tests/verify/test_gpu_check.py",

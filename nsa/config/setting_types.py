@@ -65,6 +65,12 @@ TEXT_OR_LIST = BeforeValidator(_read_list)
 OFF_OR_FULL = _read_bool("off", "full")
 OFF_OR_ON = _read_bool("off", "on")
 
+
+def as_json(value: Any) -> Any:
+    """A setting's value as a record of a run holds it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 T = TypeVar("T")
 Changeable = Annotated[T, MayChangeOnResume()]
 """A setting that may differ from the checkpoint that a run resumes from. Every other setting may not."""

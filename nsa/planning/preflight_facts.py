@@ -10,6 +10,7 @@ from typing import Any
 
 from nsa import names
 from nsa.config.schema import RunConfig, settings
+from nsa.config.setting_types import as_json
 from nsa.kernels.registry import BackendChoice
 from nsa.observe.run_folder import RunFolder
 from nsa.planning.estimate import RunEstimate
@@ -104,7 +105,7 @@ def _other_settings(config: RunConfig, env: Path) -> tuple[str, ...]:
         return ()
     found = []
     for key in settings():
-        then, now = _value(before, key), config.value(key)
+        then, now = _value(before, key), as_json(config.value(key))
         if key != "train.steps" and then is not _UNKNOWN and then != now:
             found.append(f"{key} {then} → {now}")
     return tuple(found)

@@ -16,6 +16,7 @@ from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.describe import may_change_on_resume, plain
 from nsa.config.layer import flatten
 from nsa.config.schema import RunConfig, default_ffn_dim, settings
+from nsa.config.setting_types import as_json
 from nsa.data.rows.specs import RowData
 from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.train import datasets
@@ -72,7 +73,7 @@ class SettingChange:
 
 def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> list[SettingChange]:
     """All differences, in the order of the schema. A setting newer than the checkpoint counts as its default."""
-    defaults = {key: _as_json(field.default) for key, field in settings().items()}
+    defaults = {key: as_json(field.default) for key, field in settings().items()}
     saved, now = defaults | flatten(record.config), flatten(config.model_dump(mode="json"))
     saved_vocab_size = record.more.get(VOCAB_SIZE) or saved[_VOCAB_KEY]
     if saved_vocab_size is not None:  # not in checkpoints of earlier versions, whose data cursor names the tokenizer
@@ -81,11 +82,6 @@ def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> l
         for values in (saved, now):
             values[_FFN_KEY] = values[_FFN_KEY] or default_ffn_dim(values["model.dim"])
     return [SettingChange(key, saved[key], now.get(key)) for key in saved if saved[key] != now.get(key)]
-
-
-def _as_json(value: Any) -> Any:
-    """A default as a record holds it."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def find_initial_weights(

@@ -123,7 +123,8 @@ def test_ranks_killed_around_background_saves(tmp_path, kills, steps):
     assert same(broken, whole)
 
 
-@pytest.mark.parametrize(("ask", "code"), [pytest.param("term", 10, marks=pytest.mark.slow), ("halt", 11)])
+@pytest.mark.slow  # test_signal_handlers has both, without the comparison of weights
+@pytest.mark.parametrize(("ask", "code"), [("term", 10), ("halt", 11)])
 def test_asked_to_leave_and_resumed(tmp_path, calm, ask, code):
     folder = tmp_path / "run"
     process = start(folder)

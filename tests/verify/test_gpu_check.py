@@ -138,6 +138,7 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
     assert code == 1
 
 
+@pytest.mark.slow  # the next one plants three other faults
 def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
     root = planted(
         tmp_path,

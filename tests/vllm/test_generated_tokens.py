@@ -26,7 +26,11 @@ N_NEW = 40
         pytest.param(
             {"phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "bias": True, "out_bias": True}, id="paper-bias"
         ),
-        pytest.param({"kv": "shared", "phi": "linear", "gate_per": "group", "qk_norm": True}, id="shared-linear"),
+        pytest.param(
+            {"kv": "shared", "phi": "linear", "gate_per": "group", "qk_norm": True},
+            id="shared-linear",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_same_tokens_in_batches_chunks_and_after_prefix_hits(tmp_path, options):
