@@ -80,6 +80,7 @@ def test_preempted_requests_are_computed_again(tmp_path):
     assert made == transformers_tokens(model, prompts, 120)
 
 
+@pytest.mark.slow  # numba compiles for most of a minute
 def test_rejected_drafts_leave_nothing_behind(tmp_path):
     model = export_small_model(tmp_path)
     prompts = [prompt * 3 for prompt in random_prompts((30, 101, 222))]
