@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from nsa.token_counts import parse_lengths, spell
+from tools.compare_generation import VLLM_ENVIRONMENT
 
 Json = dict[str, Any]
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
+    **VLLM_ENVIRONMENT,
     "VLLM_CPU_KVCACHE_SPACE": "4",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 ANSWER = "MEASURED "
 VOCABULARY = 32_000

@@ -52,7 +52,7 @@ def plain(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, shape: BenchShape) -> 
     return out.flatten(2, 3)
 
 
-class DenseAttention(nn.Module):
+class DenseBenchLayer(nn.Module):
     """A grouped-query attention layer: w_q, one w_k and w_v, RoPE, causal attention, w_out."""
 
     def __init__(self, nsa: NSAAttention, shape: BenchShape, attend: Attend) -> None:
@@ -84,7 +84,7 @@ def build(shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: 
     )  # fmt: skip
     if not isinstance(kernels, str):
         for block in model.blocks:
-            block.attention = DenseAttention(block.attention, s, kernels)  # type: ignore[arg-type]
+            block.attention = DenseBenchLayer(block.attention, s, kernels)  # type: ignore[arg-type]
     return model
 
 

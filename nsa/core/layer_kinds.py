@@ -91,10 +91,13 @@ class WindowAttention(NSAAttention):
         selected: BranchKeys,
         window: BranchKeys,
     ) -> BranchesOutput:
+        return BranchesOutput(self.attend_tokens(q_BSGRK, window), None, ())
+
+    def attend_tokens(self, q_BSGRK: Tensor, keys: BranchKeys) -> Tensor:
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype).functions
-        out = run.sliding(q_BSGRK, *window, geometry=self.geometry, scale=self.scale)
+        out = run.sliding(q_BSGRK, *keys, geometry=self.geometry, scale=self.scale)
         assert isinstance(out, Tensor)
-        return BranchesOutput(out, None, ())
+        return out
 
 
 class DenseAttention(WindowAttention):
@@ -113,17 +116,7 @@ class DenseAttention(WindowAttention):
     def _record(self, probe: Probe, gates: Tensor | None, idx_BSGN: Tensor | None, keys: _Keys) -> None:
         probe.record_tokens(keys[2], keys[2].k.shape[1])
 
-    def attend(
-        self,
-        q_BSGRK: Tensor,
-        gates_BSGR3: Tensor | None,
-        compressed: BranchKeys,
-        selected: BranchKeys,
-        window: BranchKeys,
-    ) -> BranchesOutput:
-        return BranchesOutput(self.attend_all(q_BSGRK, window), None, ())
-
-    def attend_all(self, q_BSGRK: Tensor, keys: BranchKeys) -> Tensor:
+    def attend_tokens(self, q_BSGRK: Tensor, keys: BranchKeys) -> Tensor:
         """Through the faster of PyTorch's attention and a sliding kernel whose window holds every key.
 
         On a CPU the compiled sliding kernel takes 0.13 to 0.8 of the time of PyTorch's (512 to 4,096 tokens, forward

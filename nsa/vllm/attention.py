@@ -83,7 +83,6 @@ class PagedAttention(NSAAttention):
         if selected.made is None:
             own = {name: every[stream.prefix] for name, stream in self.streams.items() if name != "compressed"}
             pages = self._stream["selected"].kv_cache
-            self._step_buffers.first_entry_B1.fill_(self._first_entry)
             decode = self.plan(pages.device, pages.dtype).decoder is not None
             selected.made = PagedStep(own, pages.shape[2], self.geometry, self._step_buffers, decode)
         return selected.made

@@ -93,7 +93,7 @@ class PagedModel(nn.Module):
         _check_layers(config)
         _check_ranks(config, n_ranks)
         device = vllm_config.device_config.device
-        buffers = StepBuffers(vllm_config.scheduler_config.max_num_seqs, device)
+        buffers = StepBuffers(vllm_config.scheduler_config.max_num_seqs, config.l // config.d - 1, device)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             PagedBlock(config, f"{prefix}.layers.{i}", buffers, n_ranks) for i in range(config.num_hidden_layers)

@@ -33,11 +33,12 @@ class Chunk(NamedTuple):
 class StepBuffers:
     """Tables and positions of decoding requests at addresses that stay: decoders keep them."""
 
-    def __init__(self, n_requests: int, device: torch.device) -> None:
+    def __init__(self, n_requests: int, first_entry: int, device: torch.device) -> None:
+        """first_entry: the place of compressed entry 0, where its block ends."""
         self.pos_B1 = torch.zeros(n_requests, 1, dtype=torch.int64, device=device)
         self.zero_B1 = torch.zeros_like(self.pos_B1)
         self.zero_B = torch.zeros(n_requests, dtype=torch.int64, device=device)
-        self.first_entry_B1 = torch.zeros_like(self.pos_B1)
+        self.first_entry_B1 = torch.full_like(self.pos_B1, first_entry)
         self.tables: dict[str, Tensor] = {}
 
     def table(self, name: str, given_BP: Tensor, rows: Tensor | None) -> None:
@@ -64,7 +65,7 @@ class PagedStep:
         device = selected.table.device
         begins, lengths = selected.begins.numpy().astype(np.int64), selected.lengths.numpy().astype(np.int64)
         new = np.diff(begins)
-        self.streams, self.block_size, self.buffers = streams, block_size, buffers
+        self.streams, self.block_size = streams, block_size
         self.n_tokens = int(begins[-1])
         single = (new == 1) & decode
         rows_B = np.flatnonzero(single)
