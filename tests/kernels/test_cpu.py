@@ -1,6 +1,10 @@
 """The compiled CPU kernels: every instruction set this machine has, any number of threads, one call for decode."""
 
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,3 +217,31 @@ def test_any_sizes_and_any_packing_equal_fp64(case):
         results.append((out, torch.autograd.grad(out.square().sum(), y)[0]))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), want, atol=2e-4 * want.abs().max().item(), rtol=1e-4)
+
+
+RUN_BESIDE_ANOTHER_RUNTIME = """
+import ctypes, os, sys
+import torch
+ctypes.CDLL(sys.argv[1])  # as scikit-learn does
+from nsa.geometry import Geometry
+from nsa.kernels.registry import BACKENDS
+torch.set_num_threads(2)
+torch.ones(1 << 22).mul(2)  # torch starts its threads
+before = len(os.listdir("/proc/self/task"))
+q, k = torch.randn(1, 512, 1, 4, 32), torch.randn(1, 512, 1, 32)
+rows = torch.arange(512)[None], torch.zeros(1, 512, dtype=torch.int64)
+sizes = dict(geometry=Geometry(l=16, d=8, l_sel=16, n_sel=4, w=64), scale=1.0)
+BACKENDS["cpu"].functions.sliding(q, k, k, *rows, **sizes)
+print(before, len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_kernels_start_no_threads_beside_torchs_own(tmp_path):
+    """Two pools compete for the cores: decoding took three times as long beside scikit-learn's OpenMP runtime."""
+    runtime = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    if not runtime.exists():
+        pytest.skip("this torch has no OpenMP runtime of its own to copy")
+    other = shutil.copy(runtime, tmp_path / "libgomp-another.so.1")
+    command = [sys.executable, "-c", RUN_BESIDE_ANOTHER_RUNTIME, other]
+    before, after = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert before == after

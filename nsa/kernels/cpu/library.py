@@ -213,15 +213,16 @@ def call(name: str, made: AttentionProblem | DecodeStep | GateMix) -> None:
 
 
 def _openmp_parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch loaded; GNU's has it, LLVM's and Intel's do too."""
-    try:
-        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if line.count(" ") >= 5 and "/" in line}
-    names = ("libgomp", "libomp", "libiomp5")
-    for path in sorted(p for p in paths if Path(p).name.startswith(names)):
-        function = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, c_void_p).value
+    """The address of GOMP_parallel as torch's own calls find it, None where torch has no OpenMP.
+
+    GNU's runtime has the function, LLVM's and Intel's do too. A process may hold several runtimes (scikit-learn brings
+    one): the loader's global order is asked first, because a preloaded runtime replaces torch's there.
+    """
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    for library in (None, str(torch_cpu)):
+        try:
+            function = ctypes.CDLL(library).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(function, c_void_p).value
     return None
