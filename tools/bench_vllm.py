@@ -4,15 +4,17 @@
 
 FOLDER is an environment with vLLM (`.ci/install-vllm FOLDER`). Each model has an engine in a process of its own; they
 take turns, so that other load on the machine affects both. The shape is the 125M one with fewer layers (fp32, random
-weights). The rows of a batch share all but the last token of their prompt: it is read once, the others find it in the
-prefix cache, and a row reads as many keys as if its pages were its own.
+weights). Every row of a batch has a prompt of its own, so that no row reads another one's pages from the processor's
+cache; later rounds find the prompts in the prefix cache.
 
-decode: tokens per second of the whole batch after the first token. first token: seconds, for a prompt not cached.
+decode: tokens per second of the whole batch, from the median engine step in which every row gets one token.
+first token: seconds, for a prompt not cached.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from tools.compare_generation import VLLM_ENVIRONMENT
 Json = dict[str, Any]
 ENVIRONMENT = {
     **VLLM_ENVIRONMENT,
-    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_CPU_KVCACHE_SPACE": "6",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -77,11 +79,22 @@ def serve_requests(folder: str, max_len: int, batch: int) -> None:
         distributed_executor_backend="uni",
     )
 
-    def seconds(prompts: list[list[int]], n_new: int) -> float:
+    engine = llm.llm_engine
+
+    def run(prompts: list[list[int]], n_new: int) -> tuple[float, list[float]]:
+        """Seconds in total, and of each step in which every row got a token that was not its first."""
         sampling = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        return time.perf_counter() - begin
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        steps, all_begun = [], False
+        while engine.has_unfinished_requests():
+            before = time.perf_counter()
+            outputs = engine.step()
+            if all_begun and len(outputs) == len(prompts):
+                steps.append(time.perf_counter() - before)
+            all_begun = all_begun or len(outputs) == len(prompts)
+        return time.perf_counter() - begin, steps
 
     def ids(n: int, seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -91,13 +104,11 @@ def serve_requests(folder: str, max_len: int, batch: int) -> None:
         request = json.loads(line)
         found = 0.0
         if request["kind"] == "first":
-            found = seconds([ids(request["context"], request["seed"])], 1)
+            found, _ = run([ids(request["context"], request["seed"])], 1)
         elif request["kind"] == "decode":
-            prefix = ids(request["context"] - 1, 0)
-            prompts = [[*prefix, row + 1] for row in range(request["batch"])]
-            if request["warm"]:
-                seconds(prompts[:1], 1)
-            found = seconds(prompts, 1 + request["tokens"]) - seconds(prompts, 1)
+            prompts = [ids(request["context"], -1 - row) for row in range(request["batch"])]
+            run(prompts, 1)  # fills the prefix cache; rows that wait for others would end before those begin
+            found = statistics.median(run(prompts, 1 + request["tokens"])[1])
         print(f"{ANSWER}{found}", flush=True)
 
 
@@ -133,11 +144,11 @@ def compare(engines: dict[str, EngineProcess], given: argparse.Namespace) -> lis
         add({"measured": "first token", "context": spell(context), **_named(first, "s"), "ratio": ratio})
         for batch in given.batches:
             times: dict[str, list[float]] = {name: [] for name in engines}
-            for round_ in range(given.rounds + 1):
+            for _ in range(given.rounds):
                 for name, engine in engines.items():
-                    request = dict(kind="decode", context=context, batch=batch, tokens=given.tokens, warm=not round_)
+                    request = dict(kind="decode", context=context, batch=batch, tokens=given.tokens)
                     times[name].append(engine.measure(**request))
-            best = {name: batch * given.tokens / min(values[1:]) for name, values in times.items()}
+            best = {name: batch / min(values) for name, values in times.items()}
             cell = {"measured": "decode", "context": spell(context), "batch": batch, **_named(best, "tokens_per_s")}
             add(cell | {"ratio": best["nsa"] / best["llama"]})
     return cells
