@@ -119,7 +119,7 @@ class _PlainProgress:
             print_line(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
     def evaluation(self, result: "EvaluationResult") -> None:
-        print(f"step {result.step} · held-out loss {result.val_loss:.4f} over {result.tokens} tokens", flush=True)
+        print(_evaluation(result), flush=True)
 
 
 class _LiveProgress(_PlainProgress):
@@ -145,7 +145,14 @@ class _LiveProgress(_PlainProgress):
             self._live.stop()
 
     def evaluation(self, result: "EvaluationResult") -> None:
-        self._console.print(f"step {result.step} · held-out loss {result.val_loss:.4f}")
+        self._console.print(_evaluation(result))
+
+
+def _evaluation(result: "EvaluationResult") -> str:
+    return (
+        f"step {result.step} · held-out loss {result.val_loss:.4f} over {result.tokens} tokens · accuracy "
+        f"{result.val_accuracy:.2%}"
+    )
 
 
 def _progress(beat: "HeartbeatRecord", steps: int) -> str:

@@ -1,6 +1,9 @@
-"""Held-out loss: the exact mean over rows of a data set, in total and by position in the document.
+"""Held-out loss and accuracy: exact means over rows of a data set, in total and by position in the document.
 
-The trainer's evaluations and `nsa eval` compute their loss here; they differ in the callable that runs the model.
+Accuracy is the share of counted tokens that are the model's most likely token. On rows whose loss mask marks answers
+it says how many tokens of the answers are right.
+
+The trainer's evaluations and `nsa eval` compute both here; they differ in the callable that runs the model.
 
 B rows · S tokens · P position buckets
 """
@@ -15,14 +18,14 @@ import torch
 from torch import Tensor
 
 from nsa.data.rows.batch import Batch
-from nsa.model.loss import IGNORE
+from nsa.model.loss import IGNORE, TokenScores
 
 FIRST_BUCKET = 128
 """Positions of the first bucket; every later one begins where the last ended and is as long as all before it."""
 _ENDS = torch.tensor([FIRST_BUCKET << shift for shift in range(48)])
 
-TokenLosses = Callable[[Batch, Tensor], Tensor]
-"""(batch, labels [B, S]) → cross-entropy of every token [B, S], in nats; values without a label are not read."""
+ScoreTokens = Callable[[Batch, Tensor], TokenScores]
+"""(batch, labels [B, S]) → scores of every token [B, S]; values without a label are not read."""
 
 
 class PositionLoss(NamedTuple):
@@ -36,25 +39,31 @@ class PositionLoss(NamedTuple):
     standard_error: float | None
     """Of the mean; rows are the independent samples, so one row has none."""
     bits_per_byte: float | None
+    accuracy: float
+    """Share of the tokens that are the model's most likely token."""
 
 
 @dataclass
 class LossSums:
-    """Running sums of losses; all means and errors are computed from them at the end."""
+    """Running sums of losses and hits; all means and errors are computed from them at the end."""
 
     bytes_per_token_V: Tensor | None = None
     """Bytes of text that each token id stands for; None if they are not known."""
     nats: float = 0.0
     tokens: float = 0.0
+    hits: float = 0.0
+    """Tokens that are the model's most likely token."""
     rows: int = 0
-    _sums: Tensor = field(default_factory=lambda: torch.zeros(7, len(_ENDS) + 2, dtype=torch.float64))
-    """By bucket, and last for all: nats, tokens, bytes, rows, and over rows nats², nats × tokens, tokens²."""
+    _sums: Tensor = field(default_factory=lambda: torch.zeros(8, len(_ENDS) + 2, dtype=torch.float64))
+    """By bucket, and last for all: nats, tokens, bytes, hits, rows, and over rows nats², nats × tokens, tokens²."""
 
-    def add(self, losses_BS: Tensor, labels_BS: Tensor, position_BS: Tensor) -> None:
+    def add(self, scores_BS: TokenScores, labels_BS: Tensor, position_BS: Tensor) -> None:
         counted_BS = labels_BS != IGNORE
-        losses_BS = losses_BS.double().cpu().masked_fill(~counted_BS, 0)
+        losses_BS = scores_BS.losses.double().cpu().masked_fill(~counted_BS, 0)
+        hits_BS = scores_BS.hits.cpu() & counted_BS
         self.nats += float(losses_BS.sum())
         self.tokens += float(counted_BS.sum())
+        self.hits += float(hits_BS.sum())
         self.rows += len(losses_BS)
         bucket_BS = torch.bucketize(position_BS, _ENDS, right=True)
         nats_BP = _by_bucket(losses_BS, bucket_BS)
@@ -63,7 +72,9 @@ class LossSums:
         if self.bytes_per_token_V is not None:
             bytes_BS = self.bytes_per_token_V[labels_BS.clamp(min=0)] * counted_BS
             bytes_BP = _by_bucket(bytes_BS.double(), bucket_BS)
-        parts = (nats_BP, tokens_BP, bytes_BP, (tokens_BP > 0).double(), nats_BP**2, nats_BP * tokens_BP, tokens_BP**2)
+        hits_BP, rows_BP = _by_bucket(hits_BS.double(), bucket_BS), (tokens_BP > 0).double()
+        squares = (nats_BP**2, nats_BP * tokens_BP, tokens_BP**2)
+        parts = (nats_BP, tokens_BP, bytes_BP, hits_BP, rows_BP, *squares)
         self._sums += torch.stack([part.sum(0) for part in parts])
 
     @property
@@ -72,8 +83,13 @@ class LossSums:
         return self.nats / max(1.0, self.tokens)
 
     @property
+    def accuracy(self) -> float:
+        """Share of the tokens that are the model's most likely token; 0 without any token."""
+        return self.hits / max(1.0, self.tokens)
+
+    @property
     def standard_error(self) -> float | None:
-        nats, tokens, _, *more = self._sums[:, -1].tolist()
+        nats, tokens, _, _, *more = self._sums[:, -1].tolist()
         return _standard_error(nats, tokens, *more)
 
     @property
@@ -84,26 +100,26 @@ class LossSums:
         """Buckets that hold tokens, nearest position first."""
         found = []
         for place, sums in enumerate(self._sums.T[:-1].tolist()):
-            nats, tokens, n_bytes = sums[:3]
+            nats, tokens, n_bytes, hits, *more = sums
             if tokens:
                 begin, end = FIRST_BUCKET << place >> 1 if place else 0, FIRST_BUCKET << place
-                error = _standard_error(nats, tokens, *sums[3:])
-                found.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, _bits_per_byte(nats, n_bytes)))
+                error, per_byte = _standard_error(nats, tokens, *more), _bits_per_byte(nats, n_bytes)
+                found.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, per_byte, hits / tokens))
         return found
 
 
 def held_out_loss(
     batches: Iterable[Batch],
-    token_losses: TokenLosses,
+    score_tokens: ScoreTokens,
     *,
     bytes_per_token_V: Tensor | None = None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> LossSums:
-    """Sums of the loss over `batches`; `after_batch` is called after each forward pass."""
+    """Sums over `batches`; `after_batch` is called after each forward pass."""
     sums = LossSums(bytes_per_token_V)
     for batch in batches:
         labels_BS = next_token_labels(batch)
-        sums.add(token_losses(batch, labels_BS), labels_BS, positions_in_documents(batch))
+        sums.add(score_tokens(batch, labels_BS), labels_BS, positions_in_documents(batch))
         after_batch()
     return sums
 

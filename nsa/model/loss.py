@@ -4,13 +4,22 @@ N tokens · n tokens of one chunk · D model dim · V vocabulary
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 1 << 22  # logits that exist at once
+
+
+class TokenScores(NamedTuple):
+    """How well each token was predicted, in any shape; no gradient."""
+
+    losses: Tensor
+    """Cross-entropy in nats; 0 where there is no label."""
+    hits: Tensor
+    """Whether the label is the most likely token; False where there is no label."""
 
 
 def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean") -> Tensor:
@@ -24,13 +33,15 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, redu
     return loss
 
 
-def linear_token_losses(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    """The same cross-entropy of every token [N], 0 where there is no label; has no gradient."""
-    with torch.no_grad():
-        return torch.cat(
-            [_chunk_losses(x_ND[at], weight_VD, labels_N[at])[0] for at in _chunks(x_ND, weight_VD)]
-            or [x_ND.new_empty(0, dtype=torch.promote_types(x_ND.dtype, torch.float32))]
-        )
+@torch.no_grad()
+def linear_token_scores(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> TokenScores:
+    """The same cross-entropy of every token [N], and whether its label has the largest of the logits x·Wᵀ."""
+    losses_N = x_ND.new_empty(len(labels_N), dtype=torch.promote_types(x_ND.dtype, torch.float32))
+    hits_N = torch.empty_like(labels_N, dtype=torch.bool)
+    for at in _chunks(x_ND, weight_VD):
+        losses_N[at], logits_nV, _ = _chunk_losses(x_ND[at], weight_VD, labels_N[at])
+        hits_N[at] = logits_nV.argmax(-1) == labels_N[at]
+    return TokenScores(losses_N, hits_N)
 
 
 def _chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:

@@ -17,7 +17,7 @@ from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss import average_over_layers
 from nsa.errors import ConfigError, require_rules
 from nsa.model.llama_block_nsa import LlamaBlockNSA
-from nsa.model.loss import linear_cross_entropy, linear_token_losses
+from nsa.model.loss import linear_cross_entropy, linear_token_scores
 from nsa.options import AttentionKind
 
 
@@ -106,8 +106,8 @@ class NSATransformer(nn.Module):
     def token_losses(self, tokens_BS: Tensor, labels_BS: Tensor, **options: Unpack[SequenceOptions]) -> Tensor:
         """Cross-entropy [B, S] of each label in fp32, 0 where it is −100; no gradient, the full logits never exist."""
         x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options))
-        losses_N = linear_token_losses(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
-        return losses_N.view(labels_BS.shape)
+        scores = linear_token_scores(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
+        return scores.losses.view(labels_BS.shape)
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> NSACache:
         """An empty cache for `batch` rows of at most `max_len` tokens; arguments as for `NSAAttention.new_cache`, pages

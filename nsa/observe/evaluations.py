@@ -24,12 +24,12 @@ LM_EVAL = "lm_eval/"
 
 _POSITION = {
     "begin": records.whole, "end": records.whole, "tokens": records.whole, "loss": records.number,
-    "standard_error": records.number, "bits_per_byte": records.number,
+    "standard_error": records.number, "bits_per_byte": records.number, "accuracy": records.amount,
 }  # fmt: skip
 _HELD_OUT = {
     "data": records.text, "seq_len": records.whole, "rows": records.whole, "tokens": records.whole,
     "loss": records.number, "standard_error": records.number, "bits_per_byte": records.number,
-    "by_position": records.anything,
+    "accuracy": records.amount, "by_position": records.anything,
 }  # fmt: skip
 _LAYER = {
     "layer": records.whole, "queries": records.whole, "hit_rate": records.amount, "chance": records.amount,
@@ -51,7 +51,7 @@ class ModelEvaluation:
     step: int | None
     model: str = ""
     held_out: dict[str, Any] | None = None
-    """data, seq_len, rows, tokens, loss, bits_per_byte and by_position: rows of begin, end, tokens, loss, …"""
+    """data, seq_len, rows, tokens, loss, bits_per_byte, accuracy and by_position: rows of begin, end, …"""
     far_tasks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Task → rows of length, depth, examples, chance, accuracy, accuracy_interval, exact_match, …"""
     selection: list[dict[str, Any]] = field(default_factory=list)

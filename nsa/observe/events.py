@@ -72,6 +72,7 @@ _CHECKS = {
     "event": records.text,
     "step": records.whole,
     **dict.fromkeys(("val_loss", "loss", "grad_norm"), records.number),
+    "val_accuracy": records.amount,
     **dict.fromkeys(("steps", "world", "tokens"), records.whole),
     "code": records.exit_status,
     **dict.fromkeys(

@@ -17,8 +17,8 @@ TRAINING_COLUMNS = (
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
     "reads_pred", "reads_act_total", "tokens_seen", "ts",
 )  # fmt: skip
-VAL_LOSS = "val/loss"
-VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts")
+VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
+VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
 
 
 def scalars(beat: HeartbeatRecord) -> dict[str, float]:
@@ -30,11 +30,14 @@ def scalars(beat: HeartbeatRecord) -> dict[str, float]:
 
 
 class CsvFile:
-    """Appends rows to a CSV file; the header is written once, a resumed run appends to its earlier rows."""
+    """Appends rows to a CSV file; the header is written once, a resumed run appends to its earlier rows.
+
+    A file that another version began keeps its own columns.
+    """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self._columns = columns
         new = not path.exists() or path.stat().st_size == 0
+        self._columns = columns if new else _header(path)
         self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file, lineterminator="\n")
         if new:
@@ -46,6 +49,11 @@ class CsvFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _header(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])
 
 
 class MetricWriters:
@@ -70,12 +78,16 @@ class MetricWriters:
         best = min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=None)
         self._write_metrics({**record, "best_loss": best})
 
-    def write_evaluation(self, *, step: int, val_loss: float, tokens: int, seconds: float, ts: float) -> None:
+    def write_evaluation(
+        self, *, step: int, val_loss: float, val_accuracy: float, tokens: int, seconds: float, ts: float
+    ) -> None:
         self._val = self._val or CsvFile(self._folder / names.VAL_CSV, VAL_COLUMNS)
-        self._val.add({"step": step, "val_loss": val_loss, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
-        self._tensorboard.add_scalar(VAL_LOSS, val_loss, step)
+        scores = {"val_loss": val_loss, "val_accuracy": val_accuracy}
+        self._val.add({"step": step, **scores, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
+        for name, value in ((VAL_LOSS, val_loss), (VAL_ACCURACY, val_accuracy)):
+            self._tensorboard.add_scalar(name, value, step)
         self._tensorboard.flush()
-        self._write_metrics({"val_loss": val_loss, "val_step": step})
+        self._write_metrics({**scores, "val_step": step})
 
     def close(self) -> None:
         self._training.close()

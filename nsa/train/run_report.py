@@ -22,7 +22,7 @@ from nsa.kernels.registry import BackendChoice
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.observe.metric_writers import VAL_LOSS, MetricWriters, scalars
+from nsa.observe.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, scalars
 from nsa.observe.run_folder import RunFolder
 from nsa.train import datasets
 from nsa.train.callbacks.evaluation import EvaluationResult
@@ -171,8 +171,9 @@ class RunReport:
     def evaluation(self, result: EvaluationResult) -> None:
         if self.metrics is not None and self.event_log is not None:
             self.metrics.write_evaluation(**result._asdict(), ts=time.time())
-            self._track(result.step, {VAL_LOSS: result.val_loss})
-            self.event_log.add(EventKind.EVALUATION, val_loss=result.val_loss, tokens=result.tokens)
+            self._track(result.step, {VAL_LOSS: result.val_loss, VAL_ACCURACY: result.val_accuracy})
+            scores = {"val_loss": result.val_loss, "val_accuracy": result.val_accuracy}
+            self.event_log.add(EventKind.EVALUATION, **scores, tokens=result.tokens)
         self.reporter.evaluation(result)
 
     def failed_evaluation(self, heartbeat: HeartbeatCallback, problem: str | None) -> None:

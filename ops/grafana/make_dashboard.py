@@ -21,8 +21,9 @@ ROWS: dict[str, list[Panel]] = {
             (f"nsa_eval_loss_nats{{{RUN}}}", "{{run}} held out"),
         ]),
         ("Tokens per second, all ranks", "short", [(f'nsa_tokens_per_second{{{RUN}, rank="0"}}', "{{run}}")]),
-        ("Step, share of train.steps", "percentunit", [
+        ("Step, share of train.steps; held-out accuracy", "percentunit", [
             (f"max by (run) (nsa_step{{{RUN}}}) / max by (run) (nsa_steps_target)", "{{run}}"),
+            (f"nsa_eval_accuracy_ratio{{{RUN}}}", "{{run}} held-out accuracy"),
         ]),
         ("Learning rate", "sci", [(f'nsa_learning_rate{{{RUN}, rank="0"}}', "{{run}}")]),
         ("Gradient norm, before clipping", "none", [(f'nsa_grad_norm{{{RUN}, rank="0"}}', "{{run}}")]),

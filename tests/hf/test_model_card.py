@@ -56,7 +56,7 @@ def test_results_of_evaluations_are_shown_and_kept(run):
         dict(length=1024, depth=depth, examples=10, chance=0.125, accuracy=accuracy, exact_match=0.1)
         for depth, accuracy in ((0.0, 0.3), (1.0, 0.9))
     ]
-    held_out = dict(tokens=4096, loss=2.5, bits_per_byte=3.6, by_position=[])
+    held_out = dict(tokens=4096, loss=2.5, bits_per_byte=3.6, accuracy=0.25, by_position=[])
     harness = dict(metrics={"acc,none": 0.25})
     results = {"held_out_loss": held_out, "needle": dict(cells=cells), "lm_eval/x|<b>": harness}
     merge_results(evaluation_file(run, 20), step=20, model="step20", results=results)
@@ -65,6 +65,7 @@ def test_results_of_evaluations_are_shown_and_kept(run):
     assert TrainingRecord.parse(json.loads(record.to_json()), "here") == record
     card = render(record)
     assert "| held-out loss of 4,096 tokens | 2.500 nats per token, 3.600 bits per byte |" in card
+    assert "| held-out accuracy of 4,096 tokens | 25 % |" in card
     assert "| needle, 1,024 tokens | accuracy 60 % (chance 12 %), exact match 10 %, 20 examples |" in card
     assert "lm-eval x\\|&lt;b&gt;, acc,none" in card
     for wrong in ({"a": 1}, {"a": "b\n"}, {"a\x1b": "b"}, {"a": "b" * 1000}):

@@ -1,4 +1,4 @@
-"""Held-out loss against sums by hand, one token at a time."""
+"""Held-out loss and accuracy against sums by hand, one token at a time."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from nsa.data.rows.batch import Batch
 from nsa.model.held_out_loss import LossSums, held_out_loss, next_token_labels, positions_in_documents
-from nsa.model.loss import IGNORE
+from nsa.model.loss import IGNORE, TokenScores
 
 S = 700
 
@@ -30,14 +30,15 @@ def batch(seed: int = 0, rows: int = 3, masked: bool = True) -> Batch:
     )
 
 
-def losses_of(given: Batch, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Deterministic, different for every token, and wrong where nothing may be read."""
-    made = torch.from_numpy(given.tokens.astype(np.float32)) / 32 + torch.arange(S) / S
-    return made.masked_fill(labels_BS == IGNORE, math.inf)
+def scores_of(given: Batch, labels_BS: torch.Tensor) -> TokenScores:
+    """Deterministic, different for every token, and wrong where nothing may be read; small tokens are hits."""
+    tokens = torch.from_numpy(given.tokens.astype(np.float32))
+    ignored = labels_BS == IGNORE
+    return TokenScores((tokens / 32 + torch.arange(S) / S).masked_fill(ignored, math.inf), (tokens < 77) | ignored)
 
 
-def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, int]]:
-    """(row, position in its document, loss, label) of every token that counts."""
+def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, bool, int]]:
+    """(row, position in its document, loss, hit, label) of every token that counts."""
     found = []
     for number, each in enumerate(batches):
         for r, (tokens, cu) in enumerate(zip(each.tokens, each.cu_doc_lens, strict=True)):
@@ -45,7 +46,7 @@ def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, int]]:
                 if each.loss_mask is None or each.loss_mask[r, at + 1]:
                     begin = max(int(edge) for edge in cu if edge <= at)
                     loss = float(np.float32(tokens[at]) / np.float32(32) + np.float32(at) / np.float32(S))
-                    found.append((1000 * number + r, at - begin, loss, int(tokens[at + 1])))
+                    found.append((1000 * number + r, at - begin, loss, tokens[at] < 77, int(tokens[at + 1])))
     return found
 
 
@@ -54,22 +55,26 @@ def test_equals_sums_by_hand(masked):
     batches = [batch(seed, rows, masked) for seed, rows in ((0, 3), (1, 4))]
     calls = []
     sums = held_out_loss(
-        batches, losses_of, bytes_per_token_V=torch.arange(256), after_batch=lambda: calls.append(None)
+        batches, scores_of, bytes_per_token_V=torch.arange(256), after_batch=lambda: calls.append(None)
     )
     expected = by_hand(batches)
     assert len(calls) == 2
     assert sums.tokens == len(expected)
-    assert sums.loss == pytest.approx(np.mean([loss for _, _, loss, _ in expected]), rel=1e-6)
-    total_bits = sum(loss for _, _, loss, _ in expected) / math.log(2)
+    assert sums.loss == pytest.approx(np.mean([loss for _, _, loss, _, _ in expected]), rel=1e-6)
+    assert sums.accuracy == pytest.approx(np.mean([hit for *_, hit, _ in expected]))
+    total_bits = sum(loss for _, _, loss, _, _ in expected) / math.log(2)
     assert sums.bits_per_byte == pytest.approx(total_bits / sum(label for *_, label in expected), rel=1e-6)
-    assert sums.standard_error == pytest.approx(error_by_hand([(row, loss) for row, _, loss, _ in expected]), rel=1e-6)
+    assert sums.standard_error == pytest.approx(error_by_hand([(row, loss) for row, _, loss, *_ in expected]), rel=1e-6)
     found = sums.by_position()
     assert [(each.begin, each.end) for each in found] == [(0, 128), (128, 256), (256, 512), (512, 1024)]
     assert sum(each.tokens for each in found) == len(expected)
     for each in found:
-        inside = [(row, loss, label) for row, at, loss, label in expected if each.begin <= at < each.end]
+        inside = [(row, loss, label) for row, at, loss, _, label in expected if each.begin <= at < each.end]
         assert each.tokens == len(inside)
         assert each.loss == pytest.approx(np.mean([loss for _, loss, _ in inside]), rel=1e-6)
+        assert each.accuracy == pytest.approx(
+            np.mean([hit for _, at, _, hit, _ in expected if each.begin <= at < each.end])
+        )
         bits = sum(loss for _, loss, _ in inside) / math.log(2)
         assert each.bits_per_byte == pytest.approx(bits / sum(label for *_, label in inside), rel=1e-6)
         assert each.standard_error == pytest.approx(error_by_hand([(row, loss) for row, loss, _ in inside]), rel=1e-6)
@@ -89,9 +94,9 @@ def test_the_total_is_the_plain_sum_in_double_precision():
     nats = tokens = 0.0
     for each in batches:
         labels = next_token_labels(each)
-        losses = losses_of(each, labels).double().masked_fill(labels == IGNORE, 0)
+        losses = scores_of(each, labels).losses.double().masked_fill(labels == IGNORE, 0)
         nats, tokens = nats + float(losses.sum()), tokens + float((labels != IGNORE).sum())
-    sums = held_out_loss(batches, losses_of)
+    sums = held_out_loss(batches, scores_of)
     assert (sums.nats, sums.tokens) == (nats, tokens)
     assert sums.bits_per_byte is None
     assert all(each.bits_per_byte is None for each in sums.by_position())
@@ -99,9 +104,11 @@ def test_the_total_is_the_plain_sum_in_double_precision():
 
 def test_one_row_has_no_standard_error_and_no_rows_no_loss():
     sums = LossSums()
-    assert (sums.loss, sums.standard_error, sums.by_position()) == (0.0, None, [])
-    sums.add(torch.ones(1, 4), torch.tensor([[1, 2, 3, IGNORE]]), torch.arange(4)[None])
-    assert [(each.loss, each.tokens, each.standard_error) for each in sums.by_position()] == [(1.0, 3, None)]
+    assert (sums.loss, sums.accuracy, sums.standard_error, sums.by_position()) == (0.0, 0.0, None, [])
+    scores = TokenScores(torch.ones(1, 4), torch.tensor([[True, False, False, True]]))
+    sums.add(scores, torch.tensor([[1, 2, 3, IGNORE]]), torch.arange(4)[None])
+    (found,) = sums.by_position()
+    assert (found.loss, found.tokens, found.standard_error, found.accuracy) == (1.0, 3, None, 1 / 3)
 
 
 def test_positions_restart_with_every_document():

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa.model import loss as loss_module
-from nsa.model.loss import linear_cross_entropy, linear_token_losses
+from nsa.model.loss import linear_cross_entropy, linear_token_scores
 
 
 def case(dtype=torch.float32, n=37, v=23):
@@ -60,10 +60,14 @@ def test_operator_is_well_formed():
 
 
 @pytest.mark.parametrize("elements", [1, 23 * 7, 1 << 22])
-def test_losses_by_token_equal_plain_cross_entropy(monkeypatch, elements):
+def test_scores_by_token_equal_those_of_all_logits(monkeypatch, elements):
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
     x, weight, labels = case(torch.float64)
-    ours = linear_token_losses(x, weight, labels)
-    assert not ours.requires_grad
-    torch.testing.assert_close(ours, F.cross_entropy(x @ weight.T, labels, reduction="none").detach())
-    assert linear_token_losses(x[:0], weight, labels[:0]).shape == (0,)
+    logits = (x @ weight.T).detach()
+    labels[1::5] = logits.argmax(-1)[1::5]
+    ours = linear_token_scores(x, weight, labels)
+    assert not ours.losses.requires_grad
+    torch.testing.assert_close(ours.losses, F.cross_entropy(logits, labels, reduction="none"))
+    assert ours.hits.tolist() == (logits.argmax(-1) == labels).tolist()
+    assert len(labels) > ours.hits.sum() >= len(labels[1::5])
+    assert [each.shape for each in linear_token_scores(x[:0], weight, labels[:0])] == [(0,), (0,)]

@@ -1,6 +1,7 @@
 """Results of evaluations: merged, atomic, and harmless to read when damaged."""
 
 import json
+import re
 
 import pytest
 
@@ -10,10 +11,11 @@ from nsa.observe.evaluations import evaluation_file, merge_results, read_evaluat
 from nsa.observe.view.report.evaluations import evaluation_section
 
 POSITIONS = [
-    dict(begin=0, end=128, tokens=128, loss=3.0, standard_error=0.1, bits_per_byte=4.3),
+    dict(begin=0, end=128, tokens=128, loss=3.0, standard_error=0.1, bits_per_byte=4.3, accuracy=0.23),
     dict(begin=128, end=256, tokens=100, loss=2.5, standard_error=None, bits_per_byte=None),
 ]
 HELD_OUT = dict(data="a set", seq_len=256, rows=1, tokens=228, loss=2.78, bits_per_byte=4.0, by_position=POSITIONS)
+HELD_OUT["accuracy"] = 0.41
 
 
 def cell(length, depth, accuracy=0.5):
@@ -36,7 +38,7 @@ def test_results_are_merged_by_name_and_cells_by_length_and_depth(tmp_path):
     add(tmp_path, **{"lm_eval/niah_single_1": dict(settings={}, metrics={"4096,none": 0.25})})
     (found,) = read_evaluations(tmp_path)
     assert (found.step, found.model, found.unreadable) == (20, "checkpoints/step20", 0)
-    assert found.held_out["loss"] == 2.78
+    assert (found.held_out["loss"], found.held_out["accuracy"]) == (2.78, 0.41)
     assert [row["loss"] for row in found.held_out["by_position"]] == [3.0, 2.5]
     cells = [(row["length"], row["depth"], row["accuracy"]) for row in found.far_tasks["needle"]]
     assert cells == [(1024, 0.5, 1.0), (1024, 1.0, 0.5), (4096, 0.5, 0.5)]
@@ -100,3 +102,4 @@ def test_the_report_shows_every_result(tmp_path):
     html = evaluation_section(read_evaluations(tmp_path))
     for text in ("step 20", "step 40", "128–255", "2.78", "needle", "4,096", "75", "ruler_fwe", "4096,none", "<svg"):
         assert text in html
+    assert {"23 %", "41 %"} <= set(re.findall(r"[\d.]+ %", html))

@@ -16,7 +16,7 @@ def take(folder, *steps: int) -> None:
         writers.write(
             HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg=names.PROGRESS, loss=10 / step, lr=0.1)
         )
-        writers.write_evaluation(step=step, val_loss=1.0 / step, tokens=7, seconds=0.5, ts=1.0)
+        writers.write_evaluation(step=step, val_loss=1.0 / step, val_accuracy=step / 8, tokens=7, seconds=0.5, ts=1.0)
     writers.close()
 
 
@@ -28,13 +28,23 @@ def test_csv_has_step_and_loss_first_and_goes_on_after_a_restart(tmp_path):
     assert rows[0][:2] == ["step", "loss"]
     assert [row[:2] for row in rows[1:]] == [["1", "10.0"], ["2", "5.0"], ["3", str(10 / 3)]]
     with (tmp_path / names.VAL_CSV).open() as file:
-        assert [row["val_loss"] for row in csv.DictReader(file)] == ["1.0", "0.5", str(1 / 3)]
+        found = [(row["val_loss"], row["val_accuracy"]) for row in csv.DictReader(file)]
+    assert found == [("1.0", "0.125"), ("0.5", "0.25"), (str(1 / 3), "0.375")]
+
+
+def test_a_file_of_an_older_version_keeps_its_columns(tmp_path):
+    (tmp_path / names.VAL_CSV).write_text("step,val_loss,tokens,seconds,ts\n1,1.0,7,0.5,1.0\n")
+    take(tmp_path, 2)
+    assert (tmp_path / names.VAL_CSV).read_text() == (
+        "step,val_loss,tokens,seconds,ts\n1,1.0,7,0.5,1.0\n2,0.5,7,0.5,1.0\n"
+    )
 
 
 def test_metrics_are_the_last_record_and_the_best_loss(tmp_path):
     take(tmp_path, 5, 2)
     metrics = json.loads((tmp_path / names.METRICS).read_text())
     assert (metrics["step"], metrics["loss"], metrics["best_loss"], metrics["val_loss"]) == (2, 5.0, 2.0, 0.5)
+    assert metrics["val_accuracy"] == 0.25
 
 
 def test_tensorboard_has_the_figures(tmp_path):
@@ -43,5 +53,5 @@ def test_tensorboard_has_the_figures(tmp_path):
     take(tmp_path, 1, 2)
     events = EventAccumulator(str(tmp_path / names.TENSORBOARD))
     events.Reload()
-    assert {"train/loss", "train/lr", "val/loss"} <= set(events.Tags()["tensors"])
+    assert {"train/loss", "train/lr", "val/loss", "val/accuracy"} <= set(events.Tags()["tensors"])
     assert "train/pid" not in events.Tags()["tensors"]

@@ -20,8 +20,9 @@ def write_run(
     *,
     config: dict[str, Any] | None = None,
     val: Iterable[tuple[int, float, float, float]] = (),
+    accuracy: float | None = None,
 ) -> Path:
-    """`val` rows: step, loss, seconds, ts."""
+    """`val` rows: step, loss, seconds, ts; without an accuracy they are those of an older version."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[int, JsonLines] = {}
     for beat in beats:
@@ -37,9 +38,10 @@ def write_run(
         "origins": {"train.steps": "default", "train.lr": "run.yaml:3"}, "world_size": max(1, len(files)),
     }  # fmt: skip
     (folder / names.ENV).write_text(json.dumps(env))
-    rows = "".join(f"{step},{loss},100,{seconds},{ts}\n" for step, loss, seconds, ts in val)
+    last, head = ("", "") if accuracy is None else (f",{accuracy}", ",val_accuracy")
+    rows = "".join(f"{step},{loss},100,{seconds},{ts}{last}\n" for step, loss, seconds, ts in val)
     if rows:
-        (folder / names.VAL_CSV).write_text("step,val_loss,tokens,seconds,ts\n" + rows)
+        (folder / names.VAL_CSV).write_text(f"step,val_loss,tokens,seconds,ts{head}\n{rows}")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Held-out loss of a loaded model: its data, and the forward pass that gives the loss of every token.
+"""Held-out loss of a loaded model: its data, and the forward pass that scores every token.
 
 B rows · S tokens · V vocabulary
 """
@@ -19,8 +19,8 @@ from nsa.data.shards.manifest import MANIFEST_NAME, VALIDATION
 from nsa.errors import ConfigError
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.infer.load_model import LoadedModel
-from nsa.model.held_out_loss import LossSums, TokenLosses, batch_inputs
-from nsa.model.loss import linear_token_losses
+from nsa.model.held_out_loss import LossSums, ScoreTokens, batch_inputs
+from nsa.model.loss import TokenScores, linear_token_scores
 from nsa.train import datasets
 
 DEFAULT_ROWS = 256
@@ -68,19 +68,19 @@ def rows_of(data: RowData, most: int | None) -> Iterator[Batch]:
         stream.close()
 
 
-def model_token_losses(model: NSAForCausalLM) -> TokenLosses:
-    """The loss of every token by a Transformers model, without ever holding all logits."""
+def model_token_scores(model: NSAForCausalLM) -> ScoreTokens:
+    """Scores of every token by a Transformers model, without ever holding all logits."""
 
     @torch.inference_mode()
-    def token_losses(batch: Batch, labels_BS: Tensor) -> Tensor:
+    def score_tokens(batch: Batch, labels_BS: Tensor) -> TokenScores:
         tokens_BS, cu_doc_lens = batch_inputs(batch)
         cu_doc_lens = None if cu_doc_lens is None else cu_doc_lens.to(model.device)
         made = model.model(input_ids=tokens_BS.to(model.device), cu_seq_lens_q=cu_doc_lens, use_cache=False)
         labels_N = labels_BS.flatten().to(model.device)
-        losses_N = linear_token_losses(made.last_hidden_state.flatten(0, 1), model.lm_head.weight, labels_N)
-        return losses_N.view(labels_BS.shape)
+        scores_N = linear_token_scores(made.last_hidden_state.flatten(0, 1), model.lm_head.weight, labels_N)
+        return TokenScores(*(each.view(labels_BS.shape) for each in scores_N))
 
-    return token_losses
+    return score_tokens
 
 
 def bytes_per_token(tokenizer: Any, vocab_size: int) -> Tensor | None:
@@ -108,5 +108,6 @@ def held_out_record(sums: LossSums, data: RowData) -> dict[str, Any]:
         "loss": sums.loss,
         "standard_error": sums.standard_error,
         "bits_per_byte": sums.bits_per_byte,
+        "accuracy": sums.accuracy,
         "by_position": [each._asdict() for each in sums.by_position()],
     }

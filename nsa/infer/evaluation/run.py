@@ -15,7 +15,7 @@ from nsa.infer.evaluation.held_out import (
     bytes_per_token,
     held_out_data,
     held_out_record,
-    model_token_losses,
+    model_token_scores,
     rows_of,
 )
 from nsa.infer.evaluation.score_answers import TransformersScorer
@@ -128,7 +128,7 @@ class _TaskProgress:
 def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
     sums = held_out_loss(
         rows_of(data, rows),
-        model_token_losses(loaded.model),
+        model_token_scores(loaded.model),
         bytes_per_token_V=bytes_per_token(loaded.tokenizer, loaded.model.config.vocab_size),
         after_batch=_TaskProgress(progress, HELD_OUT, rows),
     )

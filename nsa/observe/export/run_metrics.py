@@ -151,6 +151,9 @@ _SAVE_STEP = MetricDefinition(
 _SAVE_TS = MetricDefinition("nsa_last_checkpoint_timestamp_seconds", "Time at which the last checkpoint was complete.")
 _SAVE_EVERY = MetricDefinition("nsa_checkpoint_interval_steps", "train.save_every; not exported if it is 0.")
 _EVAL = MetricDefinition("nsa_eval_loss_nats", "Held-out loss per token of the last evaluation.")
+_EVAL_ACCURACY = MetricDefinition(
+    "nsa_eval_accuracy_ratio", "Share of held-out tokens that were the most likely token in the last evaluation."
+)
 _LIMIT = MetricDefinition(
     "nsa_heartbeat_limit_seconds", "Heartbeat age at which a rank counts as stalled at its current step."
 )
@@ -180,6 +183,7 @@ class CountedHistory(RunHistory):
     lost_steps: int = 0
     saved_ts: float | None = None
     eval_loss: float | None = None
+    eval_accuracy: float | None = None
 
     def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         super().add(beat, at, ahead_s)
@@ -200,6 +204,7 @@ class CountedHistory(RunHistory):
             self.saved_ts = event.ts
         elif event.kind == EventKind.EVALUATION:
             self.eval_loss = event.details.get("val_loss", self.eval_loss)
+            self.eval_accuracy = event.details.get("val_accuracy", self.eval_accuracy)
 
 
 def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iterator[MetricSample]:
@@ -252,6 +257,7 @@ def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample
         _START_TS: None if history.started_at is None else _wall_time(history.started_at, now),
         _SAVE_TS: history.saved_ts,
         _EVAL: history.eval_loss,
+        _EVAL_ACCURACY: history.eval_accuracy,
         _SAVE_EVERY: history.facts.save_every or None,
         _TARGET: history.facts.steps,
     }

@@ -114,11 +114,17 @@ def as_float(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
+def accuracy_text(accuracy: float) -> str:
+    """What follows a held-out loss; nothing if the accuracy was not recorded (NaN)."""
+    return "" if math.isnan(accuracy) else f", accuracy {share(accuracy)}"
+
+
 def event_text(event: RunEvent) -> str:
     """Details of an event beyond its kind and step, as one short line."""
     details = event.details
     if event.kind == EventKind.EVALUATION:
-        return f"held-out loss {number(as_float(details.get('val_loss')))}"
+        loss, accuracy = (as_float(details.get(name)) for name in ("val_loss", "val_accuracy"))
+        return f"held-out loss {number(loss)}{accuracy_text(accuracy)}"
     if event.kind == EventKind.LOST_STEPS:
         return f"{details.get('steps', '?')} steps to repeat"
     if event.kind in (EventKind.START, EventKind.RESTART):

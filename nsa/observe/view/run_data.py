@@ -47,6 +47,8 @@ class EvaluationRecord(NamedTuple):
     val_loss: float
     seconds: float
     ts: float
+    val_accuracy: float = math.nan
+    """NaN: not recorded."""
 
 
 class GateShares(NamedTuple):
@@ -291,14 +293,15 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
     for row in rows:
         try:
             step, loss, seconds, ts = int(row["step"]), float(row["val_loss"]), float(row["seconds"]), float(row["ts"])
+            accuracy = float(row.get("val_accuracy") or math.nan)
         except (KeyError, ValueError):
             bad += 1
             continue
         checked = (records.whole(step), records.number(loss), records.amount(seconds), records.time_stamp(ts))
-        if None in checked:
+        if None in checked or not (math.isnan(accuracy) or 0 <= accuracy <= 1):
             bad += 1
         else:
-            found.append(EvaluationRecord(step, loss, seconds, ts))
+            found.append(EvaluationRecord(step, loss, seconds, ts, accuracy))
     return found, bad
 
 

@@ -30,6 +30,7 @@ class RunSummary:
     best_step: int
     held_out: float
     held_out_step: int
+    held_out_accuracy: float
     best_held_out: float
     best_held_out_step: int
     tokens: float
@@ -70,6 +71,7 @@ def summarize(run: RunData) -> RunSummary:
         best_loss=best,
         best_step=int(best_step),
         held_out=evaluations[-1].val_loss if evaluations else math.nan,
+        held_out_accuracy=evaluations[-1].val_accuracy if evaluations else math.nan,
         held_out_step=evaluations[-1].step if evaluations else 0,
         best_held_out=best_held_out,
         best_held_out_step=best_held_out_step,
@@ -123,6 +125,7 @@ def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
         ("loss, mean of the last records", [_last_loss(each) for each in summaries]),
         ("lowest loss of a record", [at(each.best_loss, each.best_step) for each in summaries]),
         ("held-out loss, last", [at(each.held_out, each.held_out_step) for each in summaries]),
+        ("held-out accuracy, last", [share(each.held_out_accuracy) for each in summaries]),
         ("held-out loss, best", [at(each.best_held_out, each.best_held_out_step) for each in summaries]),
         ("tokens", [count(each.tokens) for each in summaries]),
         ("tokens per second, median", [count(each.toks_per_s) for each in summaries]),

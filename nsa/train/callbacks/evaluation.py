@@ -1,4 +1,4 @@
-"""Callback that evaluates the loss on held-out rows, the same rows every time.
+"""Callback that evaluates loss and accuracy on held-out rows, the same rows every time.
 
 An evaluation that fails is reported and training continues: the checkpoint of its step has been started before it, and
 the next evaluation tries again.
@@ -14,7 +14,8 @@ from torch import Tensor
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import RowData
 from nsa.errors import DataError, NSAError
-from nsa.model.held_out_loss import held_out_loss
+from nsa.model.held_out_loss import LossSums, held_out_loss
+from nsa.model.loss import TokenScores
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
 from nsa.train.engine.data_loader import to_engine
@@ -28,6 +29,8 @@ class EvaluationResult(NamedTuple):
     val_loss: float
     tokens: int
     seconds: float
+    val_accuracy: float
+    """Share of the tokens that are the model's most likely token."""
 
 
 @dataclass
@@ -60,25 +63,27 @@ class EvaluationCallback(Callback):
         self._last_step = self.step
         problem = self._read_once()
         (failed,) = self.collectives.any([problem is not None])
-        nats, tokens = 0.0, 0.0
+        sums = LossSums()
         if not failed:
             try:
-                sums = held_out_loss(self._kept, self._token_losses, after_batch=self.stay_alive)
-                nats, tokens = sums.nats, sums.tokens
+                sums = held_out_loss(self._kept, self._score_tokens, after_batch=self.stay_alive)
             except _FAILURES as error:
                 problem = _describe(error)
             (failed,) = self.collectives.any([problem is not None])
         if failed:
             self.report_failure(problem)
             return
-        nats, tokens = self.collectives.sum([nats, tokens])
-        self.emit(EvaluationResult(self.step, nats / max(1.0, tokens), int(tokens), time.perf_counter() - began))
+        nats, tokens, hits = self.collectives.sum([sums.nats, sums.tokens, sums.hits])
+        counted = max(1.0, tokens)
+        seconds = time.perf_counter() - began
+        self.emit(EvaluationResult(self.step, nats / counted, int(tokens), seconds, hits / counted))
 
-    def _token_losses(self, batch: Batch, labels_BS: Tensor) -> Tensor:
+    def _score_tokens(self, batch: Batch, labels_BS: Tensor) -> TokenScores:
+        """The engine computes the loss from all logits of the rank's rows, which it also returns."""
         tensors = to_engine(batch)
         del tensors["labels"]
-        losses_BS: Tensor = self.trainer.train_module.eval_batch(tensors, labels=labels_BS).ce_loss
-        return losses_BS
+        output = self.trainer.train_module.eval_batch(tensors, labels=labels_BS)
+        return TokenScores(output.ce_loss, output.logits.argmax(-1) == labels_BS.to(output.logits.device))
 
     def _read_once(self) -> str | None:
         """Fill `_kept`, completely or not at all; return why it could not be filled, or None."""

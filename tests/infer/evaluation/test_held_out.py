@@ -19,6 +19,7 @@ from nsa.infer.evaluation.run import EvaluationRequest, evaluate_model, results_
 from nsa.infer.load_model import load_model
 from nsa.model.build import build_model
 from nsa.model.held_out_loss import batch_inputs, held_out_loss, next_token_labels
+from nsa.model.loss import TokenScores
 from tests.train.runs import ROOT, Job, run_all
 from tests.trained_runs import save_run, settings
 
@@ -62,15 +63,22 @@ def test_equals_the_loss_in_val_csv_and_of_our_own_model(run, loaded):
     own = build_model(trained.config, trained.vocab_size)
     own.load_state_dict(trained.tensors)
 
-    def token_losses(batch, labels):
+    def score_tokens(batch, labels):
         tokens, cu_doc_lens = batch_inputs(batch)
-        return own.token_losses(tokens, labels, cu_doc_lens=cu_doc_lens)
+        losses = own.token_losses(tokens, labels, cu_doc_lens=cu_doc_lens)
+        with torch.no_grad():
+            return TokenScores(losses, own(tokens, cu_doc_lens=cu_doc_lens).argmax(-1) == labels)
 
-    sums = held_out_loss(rows_of(held_out_data(loaded, None, None), ROWS), token_losses)
+    sums = held_out_loss(rows_of(held_out_data(loaded, None, None), ROWS), score_tokens)
     assert sums.loss == pytest.approx(found["loss"], rel=1e-6)
+    assert found["accuracy"] > 0
+    one_token = 1.01 / found["tokens"]  # two nearly equal logits may be in another order
+    assert found["accuracy"] == pytest.approx(sums.accuracy, abs=one_token)
+    assert found["accuracy"] == pytest.approx(float(recorded["val_accuracy"]), abs=one_token)
     for ours, theirs in zip(sums.by_position(), found["by_position"], strict=True):
         assert ours.tokens == theirs["tokens"]
         assert ours.loss == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours.accuracy == pytest.approx(theirs["accuracy"], abs=1.01 / ours.tokens)
         assert ours.standard_error == pytest.approx(theirs["standard_error"], rel=1e-3)
 
 

@@ -150,11 +150,12 @@ def test_events_are_counted_over_all_starts(tmp_path):
     add_event(tmp_path, EventKind.RESTART, ts=3.0, step=5)
     add_event(tmp_path, EventKind.LOST_STEPS, ts=3.0, step=5, steps=4)
     add_event(tmp_path, EventKind.ROLLBACK, ts=4.0, step=9)
-    add_event(tmp_path, EventKind.EVALUATION, ts=5.0, step=9, val_loss=2.5)
+    add_event(tmp_path, EventKind.EVALUATION, ts=5.0, step=9, val_loss=2.5, val_accuracy=0.25)
     write(tmp_path, beat(step=10))
     served = Served(tmp_path)
     figures = ("nsa_restarts_total", "nsa_rollbacks_total", "nsa_lost_steps_total", "nsa_eval_loss_nats")
     assert [served(name) for name in figures] == [1, 1, 4, 2.5]
+    assert served("nsa_eval_accuracy_ratio") == 0.25
     assert (served("nsa_last_checkpoint_step"), served("nsa_last_checkpoint_timestamp_seconds")) == (5, 2.0)
 
 

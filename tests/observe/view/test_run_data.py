@@ -93,6 +93,17 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path):
     assert [each.step for each in run.evaluations] == [3]
 
 
+def test_an_accuracy_that_is_none_makes_a_row_unreadable(tmp_path):
+    folder = write_run(tmp_path, a_run(3))
+    rows = [f"{step},2.5,100,1.0,5,{accuracy}" for step, accuracy in enumerate(("0.5", "", "1.5", "-1", "inf", "x"))]
+    (folder / names.VAL_CSV).write_text("\n".join(["step,val_loss,tokens,seconds,ts,val_accuracy", *rows, ""]))
+    run = load(folder)
+    assert [(each.step, each.val_accuracy) for each in run.evaluations] == [
+        (0, 0.5), (1, pytest.approx(math.nan, nan_ok=True)),
+    ]  # fmt: skip
+    assert run.unreadable[names.VAL_CSV] == 4
+
+
 def test_every_rank_is_read_and_the_first_leads(tmp_path):
     run = load(write_run(tmp_path, of_ranks(12, 3)))
     assert sorted(run.ranks) == list(range(12))

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
+from nsa.observe.events import EventKind
 from nsa.observe.view.report.run_report import render
 from nsa.observe.view.run_data import load
 from nsa.observe.view.snapshot import take_snapshot
@@ -43,6 +44,24 @@ def test_a_run_that_ended_at_1_97_is_not_said_to_be_at_its_mean(tmp_path, steps)
     status = json.loads(nsa("status", folder, "--json"))
     assert status["loss"] == pytest.approx(found.loss)
     assert status["loss_records"] == found.loss_records
+
+
+def test_accuracy_is_shown_wherever_the_held_out_loss_is_if_it_was_recorded(tmp_path):
+    evaluated = [(10, 2.5, 1.0, 5.0), (20, 2.0, 1.0, 9.0)]
+    event = (EventKind.EVALUATION, 9.0, 20, {"val_loss": 2.0, "val_accuracy": 0.375})
+    new = write_run(tmp_path / "new", a_run(20), [event], val=evaluated, accuracy=0.375)
+    old = write_run(tmp_path / "old", a_run(20), val=evaluated)
+    assert summarize(load(new)).held_out_accuracy == 0.375
+    assert math.isnan(summarize(load(old)).held_out_accuracy)
+    shown, page = "accuracy 38 %", render(take_snapshot(new))
+    assert page.count(shown) >= 4  # tile, two marks of the chart, event
+    assert "<h3>held-out accuracy " in page
+    assert "accuracy" not in render(take_snapshot(old)).partition('id="configuration"')[0]
+    assert re.search(r"held-out accuracy, last +38 % +–", nsa("compare", new, old))
+    nsa("compare", new, old, "--out", tmp_path / "both.html")
+    assert (tmp_path / "both.html").read_text().count("<h3>held-out accuracy ") == 1
+    assert shown in nsa("monitor", new, "--once")
+    assert "accuracy" not in nsa("monitor", old, "--once")
 
 
 def test_the_last_tenth_is_averaged_at_most_20_records():

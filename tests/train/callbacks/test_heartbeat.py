@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nsa import names
+from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import PROGRESS_FIELDS, read_beats
 from tests.train.runs import Job, run_all
 
@@ -81,6 +82,9 @@ def test_csv_and_metrics_copy_the_heartbeat(runs):
     assert [int(row["step"]) for row in verdicts] == [4, 7]
     assert metrics["val_loss"] == float(verdicts[-1]["val_loss"])
     assert all(float(row["val_loss"]) < 6 for row in verdicts)
+    assert metrics["val_accuracy"] == float(verdicts[-1]["val_accuracy"])
+    told = [event.details for event in read_events(runs / "plain") if event.kind == EventKind.EVALUATION]
+    assert [each["val_accuracy"] for each in told] == [float(row["val_accuracy"]) for row in verdicts]
 
 
 def test_bf16_trains_fp32_weights(runs):

@@ -184,7 +184,7 @@ def test_wandb_has_the_curves_and_no_secret(runs):
     first, second = sorted((runs / "reached" / "wandb").glob("**/offline-run-*/run-*.wandb"))
     for file in (first, second):
         content = file.read_bytes()
-        for word in (b"train/loss", b"val/loss", b"gate_entropy_mean", b"n_kv_groups"):
+        for word in (b"train/loss", b"val/loss", b"val/accuracy", b"gate_entropy_mean", b"n_kv_groups"):
             assert word in content
         assert SECRET.encode() not in content, "neither from the configuration nor from the command line"
     assert first.name == second.name, "named after the id of the tracker's run, which both processes continue"

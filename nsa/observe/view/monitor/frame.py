@@ -12,7 +12,18 @@ from typing import NamedTuple
 from rich.text import Text
 
 from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.view.formatting import as_float, clock, count, duration, event_text, memory, number, plain, share
+from nsa.observe.view.formatting import (
+    accuracy_text,
+    as_float,
+    clock,
+    count,
+    duration,
+    event_text,
+    memory,
+    number,
+    plain,
+    share,
+)
 from nsa.observe.view.goodput import TimeCause
 from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
@@ -143,8 +154,8 @@ def _loss(run: RunData, width: int, height: int) -> list[Text]:
     about = line((number(loss), "bold cyan" if math.isfinite(loss) else "bold red"))
     about.append(f" avg {n}" if math.isfinite(loss) and n > 1 else " nats" if math.isfinite(loss) else "", QUIET)
     if evaluations:
-        held_out = number(evaluations[-1].val_loss)
-        about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (" held out", QUIET)))
+        held_out, accuracy = number(evaluations[-1].val_loss), accuracy_text(evaluations[-1].val_accuracy)
+        about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (f" held out{accuracy}", QUIET)))
     points = [(float(each.step), each.val_loss) for each in evaluations]
     skips = [event for event in run.events if event.kind == EventKind.SKIPPED_STEP]
     points += [(float(event.step), math.inf) for event in skips if event.step <= run.lead.last.get("step", 0)]

@@ -7,7 +7,7 @@ from math import isfinite
 from nsa.observe.view.downsample import buckets
 from nsa.observe.view.formatting import count, memory, number, plain, share
 from nsa.observe.view.report.html_page import chart_figure, page, section, table
-from nsa.observe.view.report.run_charts import time_unit, worst
+from nsa.observe.view.report.run_charts import OF_TOKENS, accuracy_line, time_unit, worst
 from nsa.observe.view.report.run_report import value_text
 from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
 from nsa.observe.view.run_data import RunData
@@ -46,6 +46,7 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
         _loss_over(runs, names, "tokens"),
         _loss_over(runs, names, "time"),
         _held_out(runs, names),
+        *_accuracy(runs, names),
         _over_steps(runs, names, "toks_per_s", "throughput", "tokens per second", count),
         _over_steps(runs, names, "grad_norm", "gradient norm", "before clipping", number),
         _over_steps(runs, names, "lr", "learning rate", "", number),
@@ -101,6 +102,13 @@ def _held_out(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:
         steps, losses = [float(each.step) for each in found], [each.val_loss for each in found]
         lines.append(ChartLine(name, buckets(steps, losses, _POINTS), _style(place)))
     return SvgChart("held-out loss", "nats per token", lines, (0.0, _last_step(runs)), from_zero=False)
+
+
+def _accuracy(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
+    """Of evaluations; no chart if no run has recorded it."""
+    lines = [accuracy_line(run, name, _style(place)) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
+    chart = SvgChart("held-out accuracy", OF_TOKENS, lines, (0.0, _last_step(runs)), format=share)
+    return [chart] if any(line.buckets for line in lines) else []
 
 
 def _memory(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:

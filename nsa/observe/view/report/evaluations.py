@@ -43,6 +43,8 @@ def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
         rows[f"held-out loss of {held_out['tokens']:,} tokens"] = f"{number(held_out['loss'])} nats per token" + (
             "" if per_byte is None else f", {number(per_byte)} bits per byte"
         )
+        if (accuracy := held_out.get("accuracy")) is not None:
+            rows[f"held-out accuracy of {held_out['tokens']:,} tokens"] = share(accuracy)
     for task, cells in sorted(evaluation.far_tasks.items()):
         for length in sorted({cell["length"] for cell in cells}):
             chosen = [cell for cell in cells if cell["length"] == length]
@@ -114,7 +116,7 @@ def _loss_cells(row: dict[str, Any]) -> tuple[str, ...]:
     error = row.get("standard_error")
     interval = UNKNOWN if error is None else number(_Z * error, 2)
     return (f"{row['tokens']:,}" if "tokens" in row else UNKNOWN, number(row["loss"]), interval,
-            number(row.get("bits_per_byte")))  # fmt: skip
+            number(row.get("bits_per_byte")), share(row.get("accuracy")))  # fmt: skip
 
 
 def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
@@ -154,7 +156,7 @@ def _harness_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
 
 _TABLES: tuple[tuple[str, tuple[str, ...], range, Callable[[ModelEvaluation], list[tuple[str, ...]]]], ...] = (
     ("held-out loss by position in the document",
-     ("position", "tokens", "nats per token", "± 95 %", "bits per byte"), range(1, 5), _position_rows),
+     ("position", "tokens", "nats per token", "± 95 %", "bits per byte", "accuracy"), range(1, 6), _position_rows),
     ("far tasks",
      ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact", "needle hit", "accuracy if hit"),
      range(1, 10),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from nsa.observe.events import EventKind
 from nsa.observe.view.downsample import ChartBucket, buckets
-from nsa.observe.view.formatting import count, duration, memory, number, plain, share
+from nsa.observe.view.formatting import accuracy_text, count, duration, memory, number, plain, share
 from nsa.observe.view.report.svg_chart import MOST_POINTS, ChartLine, ChartMark, SvgChart
 from nsa.observe.view.run_data import BRANCHES, RANK_COLUMNS, SHARES, RunData
 
@@ -20,11 +20,13 @@ _INK = (59, 110, 168)
 _NOT_FINITE = (200, 30, 30, 255)
 _FAINTEST = 20
 """Opacity of the smallest share, of 255: it stays distinguishable from a missing value."""
+OF_TOKENS = "share of the tokens that are the most likely ones"
 
 
 def charts(run: RunData) -> list[SvgChart]:
     made = [
         _loss(run),
+        *_accuracy(run),
         _one(run, "toks_per_s", "throughput", "tokens per second, all ranks", count),
         _grad_norm(run),
         _one(run, "lr", "learning rate", "", number),
@@ -114,7 +116,7 @@ def _one(run: RunData, name: str, title: str, unit: str, format_value: Callable[
 def _loss(run: RunData) -> SvgChart:
     points = [
         (float(each.step), each.val_loss if math.isfinite(each.val_loss) else math.inf,
-         f"held-out loss {number(each.val_loss)} at step {each.step:,}")
+         f"held-out loss {number(each.val_loss)}{accuracy_text(each.val_accuracy)} at step {each.step:,}")
         for each in run.counted_evaluations()
     ]  # fmt: skip
     bad = [
@@ -124,6 +126,18 @@ def _loss(run: RunData) -> SvgChart:
     ]
     lines = [*_superseded(run, "loss"), _line(run, "loss", "training loss")]
     return _chart(run, "loss", "nats per token", lines, number, points=points, bad=bad, from_zero=False)
+
+
+def _accuracy(run: RunData) -> list[SvgChart]:
+    """Of evaluations; no chart if none has recorded it."""
+    line = accuracy_line(run, "held-out accuracy", "c1")
+    return [_chart(run, "held-out accuracy", OF_TOKENS, [line], share)] if line.buckets else []
+
+
+def accuracy_line(run: RunData, label: str, style: str) -> ChartLine:
+    found = run.counted_evaluations()
+    values = buckets([float(each.step) for each in found], [each.val_accuracy for each in found], MOST_POINTS)
+    return ChartLine(label, values, style)
 
 
 def _grad_norm(run: RunData) -> SvgChart:

@@ -10,7 +10,18 @@ from nsa import names
 from nsa.config.layer import flatten
 from nsa.observe import records
 from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.view.formatting import UNKNOWN, count, duration, event_text, mean_of_last, moment, number, plain, share
+from nsa.observe.view.formatting import (
+    UNKNOWN,
+    accuracy_text,
+    count,
+    duration,
+    event_text,
+    mean_of_last,
+    moment,
+    number,
+    plain,
+    share,
+)
 from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause
 from nsa.observe.view.report.evaluations import evaluation_section
 from nsa.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
@@ -99,7 +110,8 @@ def _tiles(snapshot: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, s
          f"lowest {number(summary.best_loss)} at {summary.best_step:,}"
          if summary.loss_records else "no record yet"),
         ("held-out loss", number(summary.held_out),
-         f"at {summary.held_out_step:,} · best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
+         f"at {summary.held_out_step:,}{accuracy_text(summary.held_out_accuracy)} · "
+         f"best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
          if summary.held_out_step else "never evaluated"),
         ("tokens", count(summary.tokens), "seen, all ranks"),
         ("throughput", count(summary.toks_per_s), "tokens per second, median"),
