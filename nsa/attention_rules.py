@@ -1,8 +1,9 @@
-"""Validation of the attention's arguments (heads, φ, RoPE), shared by the settings of a run and `NSAAttention`.
+"""Validation of the attention's arguments (heads, φ, RoPE, …), shared by the settings of a run and `NSAAttention`.
 
 Needs no torch. A rule that does not hold is a `BrokenRule` with the settings concerned and a message.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from nsa.errors import BrokenRule
 from nsa.options import ATTENTION_KINDS, PHIS, ROPE_COMPRESSED, ROPE_TYPES, AttentionKind
 
 CHANNEL_MIXING_PHIS = ("linear", "mlp")
+INIT_STD = 0.02
+"""Default of `model.init_std`."""
 
 _BRANCHES = 3
 _LARGEST_SUGGESTION = 1024
@@ -91,6 +94,15 @@ def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:
             ("nsa.phi_pos_emb", "nsa.phi"),
             "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
             "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
+        )
+
+
+def broken_init_std_rules(std: float, key: str = "model.init_std") -> Iterator[BrokenRule]:
+    if not 0 < std < math.inf:
+        yield BrokenRule(
+            (key,),
+            f"{key} ({std}) must be above 0 and finite: it is the standard deviation of the initial weights. Set e.g. "
+            f"{key}={INIT_STD}.",
         )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from nsa.attention_rules import resolve_rope_compressed
+from nsa.attention_rules import INIT_STD, resolve_rope_compressed
 from nsa.config import rules
 from nsa.config.setting_types import (
     OFF_OR_FULL,
@@ -107,6 +107,11 @@ class ModelConfig(ConfigSection):
     )
     tie_embeddings: bool = Field(default=False, description="Share the input embedding with the output projection.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon inside RMSNorm.")
+    init_std: Positive = Field(
+        default=INIT_STD,
+        description="Standard deviation of the initial weights, divided by sqrt(2 · n_layers) for those that write to "
+        "the residual stream. A model with a small dim may need more, e.g. 0.08 at dim 64.",
+    )
     rope_base: Positive = Field(default=500_000.0, description="Base of the rotary frequencies.")
     rope_scale: Positive = Field(
         default=1.0, description="Positions are divided by this before rotation (linear RoPE scaling)."

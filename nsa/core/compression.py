@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.attention_rules import broken_phi_rules
+from nsa.attention_rules import INIT_STD, broken_phi_rules
 from nsa.errors import require_rules
 from nsa.kernels.precision import einsum
 
@@ -31,10 +31,10 @@ class BlockCompressor(nn.Module):
         self.w_out = nn.Parameter(torch.empty(n_groups, hidden, width)) if phi == "mlp" else None
         self.w_block = nn.Parameter(torch.empty(n_groups, l, width, width)) if phi == "linear" else None
 
-    def reset_parameters(self) -> None:
-        """`linear` starts as the mean, so that selection is sensible from the first step."""
+    def reset_parameters(self, std: float = INIT_STD) -> None:
+        """`linear` starts as the mean, so that selection is sensible from the first step. std: of `pos_emb`."""
         if self.pos_emb is not None:
-            nn.init.normal_(self.pos_emb, std=0.02)
+            nn.init.normal_(self.pos_emb, std=std)
         if self.w_block is not None:
             with torch.no_grad():
                 self.w_block.copy_(torch.eye(self.width).expand_as(self.w_block) / self.l)

@@ -2,32 +2,32 @@
 
 from torch import nn
 
+from nsa.attention_rules import INIT_STD
 from nsa.core.compression import BlockCompressor
 
-STD = 0.02
 GATE_STD = 1e-3  # gates start almost uniform, so that every branch gets a gradient from the first step
 
 
-def init_weights(root: nn.Module, n_layers: int | None = None) -> None:
-    """Normal(0, 0.02) weights; those that write to the residual stream are divided by sqrt(2 · n_layers)."""
+def init_weights(root: nn.Module, n_layers: int | None = None, std: float = INIT_STD) -> None:
+    """Normal(0, std) weights; those that write to the residual stream are divided by sqrt(2 · n_layers)."""
     for name, module in root.named_modules():
-        init_module(name, module, n_layers)
+        init_module(name, module, n_layers, std)
 
 
-def init_module(name: str, module: nn.Module, n_layers: int | None = None) -> None:
+def init_module(name: str, module: nn.Module, n_layers: int | None = None, std: float = INIT_STD) -> None:
     """The own weights of one module, whose standard deviation depends on its name in the model."""
     if isinstance(module, nn.Linear):
-        std = STD
+        own_std = std
         if name.rpartition(".")[2] == "proj":
-            std = GATE_STD
+            own_std = GATE_STD
         elif n_layers is not None and (name.endswith("attention.w_out") or name.endswith("feed_forward.w2")):
-            std = STD / (2 * n_layers) ** 0.5
-        nn.init.normal_(module.weight, std=std)
+            own_std = std / (2 * n_layers) ** 0.5
+        nn.init.normal_(module.weight, std=own_std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=STD)
+        nn.init.normal_(module.weight, std=std)
     elif isinstance(module, nn.RMSNorm):
         nn.init.ones_(module.weight)
     elif isinstance(module, BlockCompressor):
-        module.reset_parameters()
+        module.reset_parameters(std)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nsa.attention_rules import (
+    INIT_STD,
     broken_head_rules,
+    broken_init_std_rules,
     broken_option,
     broken_rope_compressed_rules,
     broken_selector_loss_rules,
@@ -50,6 +52,7 @@ class NSAAttention(nn.Module):
         without a cache and without padding; selector_loss_share: the share of the queries it samples.
     qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
+    init_std: standard deviation of the initial weights (`nsa.core.init`).
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
         `nsa.core.rope`. rope_scale: divides positions.
     kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
@@ -91,6 +94,7 @@ class NSAAttention(nn.Module):
         qk_norm_eps: float = 1e-6,
         bias: bool = False,
         out_bias: bool = False,
+        init_std: float = INIT_STD,
         kernels: str | Mapping[str, str] | BackendRequest = "auto",
     ) -> None:
         super().__init__()
@@ -98,6 +102,7 @@ class NSAAttention(nn.Module):
         require_rules(broken_rope_compressed_rules(phi, rope_compressed))
         require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
         require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share))
+        require_rules(broken_init_std_rules(init_std))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
@@ -122,7 +127,7 @@ class NSAAttention(nn.Module):
             options = (gate, gate_per, gate_temperature, len(self.branches))
             self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, *options)
         self.w_out = nn.Linear(n_heads * d_v, dim, bias=out_bias)
-        init_weights(self)
+        init_weights(self, std=init_std)
 
     def extra_repr(self) -> str:
         g, heads = self.geometry, f"dim={self.dim}, n_heads={self.n_heads}, n_kv_groups={self.n_kv_groups}"

@@ -9,7 +9,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from nsa.attention_rules import (
+    INIT_STD,
     broken_head_rules,
+    broken_init_std_rules,
     broken_pattern_rules,
     broken_phi_rules,
     broken_rope_compressed_rules,
@@ -50,8 +52,8 @@ _SAME_NAMES = (
 class NSAConfig(PreTrainedConfig):
     """Sizes and options of `NSAForCausalLM`.
 
-    Named as in Transformers where it has a name (head_dim and v_head_dim are d_k and d_v), else as the arguments of
-    `NSAAttention`. Types and rules are checked when a config is made or loaded.
+    Named as in Transformers where it has a name (head_dim and v_head_dim are d_k and d_v, initializer_range is
+    init_std), else as the arguments of `NSAAttention`. Types and rules are checked when a config is made or loaded.
     """
 
     model_type: ClassVar[str] = "nsa"
@@ -67,6 +69,7 @@ class NSAConfig(PreTrainedConfig):
     v_head_dim: int | None = None
     max_position_embeddings: int = 2048
     rms_norm_eps: float | int = 1e-5
+    initializer_range: float | int = INIT_STD
     rope_theta: float | int = 500_000.0
     rope_scaling: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
@@ -139,6 +142,7 @@ class NSAConfig(PreTrainedConfig):
         require_rules(
             (
                 *broken_head_rules(*heads),
+                *broken_init_std_rules(self.initializer_range, "initializer_range"),
                 *broken_pattern_rules(self._attention_pattern, self.num_hidden_layers),
                 *broken_rope_scaling_rules(scaling, self.rope_scale),
                 *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
@@ -156,6 +160,7 @@ class NSAConfig(PreTrainedConfig):
             d_k=self.head_dim,
             d_v=self.v_head_dim,
             rope_base=self.rope_theta,
+            init_std=self.initializer_range,
             **{name: getattr(self, name) for name in _SAME_NAMES},
         )
 
@@ -175,6 +180,7 @@ class NSAConfig(PreTrainedConfig):
             v_head_dim=model.d_v,
             max_position_embeddings=config.train.seq_len,
             rms_norm_eps=model.norm_eps,
+            initializer_range=model.init_std,
             rope_theta=model.rope_base,
             rope_scale=model.rope_scale,
             rope_scaling=None if scaling["rope_type"] == "default" else scaling,

@@ -133,6 +133,7 @@ def run_config(exported: ExportedModel) -> RunConfig:
         "ffn_dim": config.intermediate_size,
         "tie_embeddings": config.tie_word_embeddings,
         "norm_eps": config.rms_norm_eps,
+        "init_std": config.initializer_range,
         "rope_base": config.rope_theta,
         "rope_scale": config.rope_scale,
         "rope_scaling": config.rope_scaling or {},

@@ -56,7 +56,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         name = next((name for name, found in self.named_modules() if found is module), "")
         own = list(module.parameters(recurse=False))
         loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
-        init_module(name, module, self.config.num_hidden_layers)
+        init_module(name, module, self.config.num_hidden_layers, self.config.initializer_range)
         for parameter, value in loaded:
             parameter.copy_(value)
 

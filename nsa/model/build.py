@@ -36,6 +36,7 @@ def attention_arguments(config: RunConfig) -> dict[str, Any]:
         qk_norm_eps=model.norm_eps,
         bias=model.qkv_bias,
         out_bias=model.attention_out_bias,
+        init_std=model.init_std,
         **config.nsa.arguments,
     )
 

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa.attention_rules import INIT_STD
 from nsa.core.init import init_weights
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.positions import ForwardOptions
@@ -37,15 +38,16 @@ class LlamaBlockNSA(nn.Module):
         *,
         ffn_dim: int | None = None,
         norm_eps: float = 1e-5,
+        init_std: float = INIT_STD,
         kind: AttentionKind = "nsa",
         **attention: Any,
     ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = LAYER_CLASSES[kind](dim, **attention)
+        self.attention = LAYER_CLASSES[kind](dim, init_std=init_std, **attention)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim))
-        init_weights(self)
+        init_weights(self, std=init_std)
 
     def forward(self, x_BSD: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
         """`options` are those of `NSAAttention.forward`: cache, cu_doc_lens, attention_mask, …"""

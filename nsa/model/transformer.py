@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import broken_pattern_rules, layer_kinds
+from nsa.attention_rules import INIT_STD, broken_pattern_rules, layer_kinds
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache, NSACache
 from nsa.core.layer_kinds import layer_of_kind
@@ -62,6 +62,7 @@ class NSATransformer(nn.Module):
 
     layers: kinds of attention (`nsa.options.AttentionKind`), repeated over the layers. Parameters that two kinds share
         start from the same values for the same random state; those of an NSA model do not depend on this argument.
+    init_std: standard deviation of the initial weights of every part.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class NSATransformer(nn.Module):
         ffn_dim: int | None = None,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-5,
+        init_std: float = INIT_STD,
         layers: Sequence[AttentionKind] = ("nsa",),
         **attention: Any,
     ) -> None:
@@ -81,12 +83,13 @@ class NSATransformer(nn.Module):
         self.tie_embeddings = tie_embeddings
         self.embeddings = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
-            LlamaBlockNSA(dim, ffn_dim=ffn_dim, norm_eps=norm_eps, **attention) for _ in range(n_layers)
+            LlamaBlockNSA(dim, ffn_dim=ffn_dim, norm_eps=norm_eps, init_std=init_std, **attention)
+            for _ in range(n_layers)
         )
         self.lm_head = LMHead(dim, vocab_size, norm_eps)
         if tie_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight
-        init_weights(self, n_layers)
+        init_weights(self, n_layers, init_std)
         for block, kind in zip(self._blocks(), layer_kinds(layers, n_layers), strict=True):
             block.attention = layer_of_kind(kind, block.attention, **attention)
         average_over_layers(self)

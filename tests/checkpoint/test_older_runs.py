@@ -52,6 +52,19 @@ def test_its_checkpoint_is_verified_and_its_records_are_read(older_run):
     assert json.loads(status.stdout)["step"] == 8, status.stderr
 
 
+def test_a_setting_it_does_not_know_counts_as_its_default(older_run):
+    from nsa.checkpoint.run_state import RunRecord
+    from nsa.config import load
+    from nsa.train.resume import changed_settings
+
+    record = RunRecord.read(older_run / "run" / "checkpoints" / "step4")
+    assert "init_std" not in record.config["model"]
+    same, raised = (load(older_run / "run.yaml", overrides=given) for given in ([], ["model.init_std=0.08"]))
+    known = {change.key for change in changed_settings(record, same, 257)}
+    assert {change.key for change in changed_settings(record, raised, 257)} - known == {"model.init_std"}
+    assert not any(key.startswith(("model.", "nsa.")) for key in known)
+
+
 def test_it_resumes_and_repeats_the_losses_of_its_first_life(older_run):
     before = dict(losses(older_run))
     resumed = nsa(older_run, "train", "run.yaml", "train.out_dir=run", "--resume")

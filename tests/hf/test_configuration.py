@@ -25,6 +25,7 @@ RUN = RunConfig(
         qk_norm=True,
         qkv_bias=True,
         norm_eps=1e-4,
+        init_std=0.08,
         rope_scaling=RopeScalingConfig(rope_type="linear", factor=2.0),
         tie_embeddings=True,
     ),
@@ -47,6 +48,7 @@ def test_the_rest_of_a_runs_settings():
     assert config.num_hidden_layers == len(model.blocks)
     assert config.intermediate_size == model.blocks[0].feed_forward.w1.out_features
     assert (config.rms_norm_eps, config.tie_word_embeddings) == (model.lm_head.norm.eps, model.tie_embeddings)
+    assert (config.initializer_range, NSAConfig().initializer_range) == (0.08, 0.02)
     assert (config.eos_token_id, config.max_position_embeddings) == (256, 640)
     fixed = RunConfig(model=ModelConfig(vocab_size=512))
     assert NSAConfig.from_run(fixed, 300, None).vocab_size == 512
@@ -74,6 +76,9 @@ def test_whole_numbers_in_a_file_serve_as_real_ones(tmp_path):
         dict(hidden_size="48"),
         dict(hidden_size=0),
         dict(vocab_size=-1),
+        dict(initializer_range=0.0),
+        dict(initializer_range=-0.02),
+        dict(initializer_range="0.02"),
         dict(num_hidden_layers=None),
         dict(num_attention_heads=5),
         dict(head_dim=15),

@@ -18,11 +18,12 @@ from nsa.data.tokenizer import ByteTokenizer, train_bpe
 from nsa.errors import CheckpointError, NSAError, OutputError
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nsa.hf.export_folder import export_folder
 from nsa.hf.import_folder import import_folder, open_exported
 from tests.hf.test_export_folder import KEY, VARIANTS
+from tests.initial_weights import RAISED, require_raised
 from tests.trained_runs import files_of, save_run, settings
 
 
@@ -55,6 +56,22 @@ def test_an_imported_run_has_the_tokenizer_and_settings_of_the_first(kind, tmp_p
     assert back.config.model.model_dump(exclude={"ffn_dim"}) == first.config.model.model_dump(exclude={"ffn_dim"})
     assert back.config.model.ffn_size == first.config.model.ffn_size
     assert require_trustworthy(back.path, key=KEY).manifest is not None  # signed like any checkpoint
+
+
+def test_the_initial_standard_deviation_is_kept_and_is_the_default_in_an_older_folder(tmp_path):
+    save_run(tmp_path / "run", settings(model={"init_std": RAISED}))
+    export_folder(tmp_path / "run", tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values.pop("initializer_range") == RAISED
+    shutil.copytree(tmp_path / "out", tmp_path / "older")
+    (tmp_path / "older" / "config.json").write_text(json.dumps(values))
+    started = {}
+    for name, std in (("out", RAISED), ("older", 0.02)):
+        import_folder(tmp_path / name, tmp_path / f"from_{name}")
+        assert open_trained_model(tmp_path / f"from_{name}").config.model.init_std == std
+        torch.manual_seed(1)
+        started[name] = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / name))
+    require_raised(started["older"], started["out"])
 
 
 def test_a_folder_that_transformers_saved_is_imported(tmp_path):

@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from nsa.core.init import GATE_STD, STD
+from nsa.attention_rules import INIT_STD
+from nsa.core.init import GATE_STD
 from nsa.errors import ConfigError
 from nsa.hf import NSAForCausalLM, NSAModel
 from nsa.model.transformer import NSATransformer
 from tests.hf.tiny_model import padded, prompts, tiny_config, tiny_model
+from tests.initial_weights import RAISED, require_raised
 
 RENAMES = {
     "model.embed_tokens.": "embeddings.",
@@ -151,13 +153,22 @@ def test_initial_weights_are_those_of_the_trainer():
         elif name.endswith("w_block"):
             assert torch.equal(weight, torch.eye(weight.shape[-1]).expand_as(weight) / config.l)
         else:
-            want = STD
+            want = INIT_STD
             if leaf.endswith("gates.proj"):
                 want = GATE_STD
             elif leaf.endswith(("attention.w_out", "feed_forward.w2")):
-                want = STD / 4
+                want = INIT_STD / 4
             assert abs(float(weight.std()) / want - 1) < 5 / (2 * weight.numel()) ** 0.5, name
             assert abs(float(weight.mean())) / want < 5 / weight.numel() ** 0.5, name
+
+
+@pytest.mark.parametrize("options", [dict(attention=["dense", "nsa"]), dict(phi="linear", phi_pos_emb=True)], ids=str)
+def test_initializer_range_reaches_every_weight(options):
+    models = []
+    for change in ({}, {"initializer_range": RAISED}):
+        torch.manual_seed(2)
+        models.append(NSAForCausalLM(tiny_config(**options, **change)))
+    require_raised(*models)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -202,7 +213,7 @@ def test_missing_weights_are_initialised_and_the_others_kept(tmp_path):
     assert missing == {f"model.layers.{i}.attention.phi_{x}.pos_emb" for i in range(2) for x in "kv"}
     for name, tensor in loaded.state_dict().items():
         if name in missing:
-            assert abs(float(tensor.std()) / STD - 1) < 0.3
+            assert abs(float(tensor.std()) / INIT_STD - 1) < 0.3
         else:
             assert torch.equal(tensor, model.state_dict()[name]), name
 

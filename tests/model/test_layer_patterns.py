@@ -33,7 +33,9 @@ def test_a_pattern_that_makes_no_sense_is_refused(layers, word):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
-@pytest.mark.parametrize("options", [{}, dict(qk_norm=True, bias=True, phi="mlp"), dict(kv="shared")], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(qk_norm=True, bias=True, phi="mlp"), dict(kv="shared", init_std=0.08)], ids=str
+)
 def test_parameters_that_kinds_share_start_equal(pattern, options):
     nsa, other = dict(transformer(**options).named_parameters()), transformer(*pattern, **options)
     shared = ("w_q", "w_out", "q_norm", "k_norm", "feed_forward", "attention_norm", "embeddings", "lm_head")

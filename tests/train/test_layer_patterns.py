@@ -94,12 +94,13 @@ def test_two_kinds_begin_with_the_same_queries_feed_forward_and_embeddings():
     from nsa.train.engine.transformer import build_transformer
 
     def start(pattern):
-        model = {"dim": 32, "n_layers": 2, "n_heads": 4, "d_k": 8, "d_v": 8, "attention": pattern}
+        model = {"dim": 32, "n_layers": 2, "n_heads": 4, "d_k": 8, "d_v": 8, "attention": pattern, "init_std": 0.08}
         engine = build_transformer(RunConfig.model_validate({"model": model, "train": {"seed": 7}}), 64)
         engine.init_weights(device=torch.device("cpu"))
         return dict(engine.named_parameters())
 
     nsa = start("nsa")
+    assert nsa["blocks.0.attention.w_q.weight"].std().item() == pytest.approx(0.08, rel=0.1)
     for pattern in ("dense", "window", "global", "window,global"):
         other = start(pattern)
         for name, value in other.items():

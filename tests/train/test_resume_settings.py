@@ -86,7 +86,7 @@ def test_a_setting_newer_than_the_checkpoint_had_its_default():
 
 NEWER_OPTIONS = (
     ("model", "qk_norm"), ("model", "qkv_bias"), ("model", "attention_out_bias"), ("model", "rope_scaling"),
-    ("nsa", "kv"),
+    ("model", "init_std"), ("nsa", "kv"),
 )  # fmt: skip
 
 
@@ -94,12 +94,13 @@ def test_a_run_from_before_the_attentions_options_resumes_without_them_and_not_w
     old = record(without=NEWER_OPTIONS)
     assert changed_settings(old, RunConfig(), VOCABULARY) == []
     old.write(tmp_path)
-    options = OPTIONS["all"]
+    options = {**OPTIONS["all"], "model": {**OPTIONS["all"]["model"], "init_std": 0.08}}
     with pytest.raises(ConfigError) as refused:
         require_same_settings(tmp_path, RunConfig.model_validate(options), VOCABULARY)
     for text in (
         "nsa.kv: saved per_branch, now shared",
         "model.qk_norm: saved false, now true",
+        "model.init_std: saved 0.02, now 0.08",
         "model.rope_scaling.rope_type: saved default, now yarn",
         "model.rope_scaling.factor: saved null, now 4.0",
     ):

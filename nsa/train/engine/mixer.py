@@ -13,7 +13,7 @@ from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nsa.attention_rules import layer_kinds
+from nsa.attention_rules import INIT_STD, layer_kinds
 from nsa.config.schema import RunConfig
 from nsa.core.init import init_weights
 from nsa.core.layer_kinds import LAYER_CLASSES, DenseAttention, GlobalAttention, WindowAttention, layer_parameters
@@ -66,6 +66,7 @@ class NSAMixerConfig(SequenceMixerConfig):
     qk_norm_eps: float = 1e-6
     bias: bool = False
     out_bias: bool = False
+    init_std: float = INIT_STD
     kind: AttentionKind = "nsa"
     kernel_compressed: str = "auto"
     kernel_select: str = "auto"
@@ -145,7 +146,7 @@ class NSAMixer(NSAAttention, SequenceMixer):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             whole = nn.ModuleDict({"attention": NSAAttention(self.dim, **self.config.arguments())})
-            init_weights(whole, num_blocks)
+            init_weights(whole, num_blocks, self.config.init_std)
         values = layer_parameters(self, dict(whole["attention"].named_parameters()))
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -203,10 +204,11 @@ def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
         lm_head=LMHeadConfig(layer_norm=replace(norm), bias=False),
         tie_word_embeddings=model.tie_embeddings,
         init_seed=config.train.seed,
+        init_std=model.init_std,
     )
 
 
-def _do_nothing() -> None:
+def _do_nothing(std: float = INIT_STD) -> None:
     pass
 
 

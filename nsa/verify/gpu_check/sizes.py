@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from nsa.attention_rules import INIT_STD
 from nsa.bench.shapes import SHAPES, BenchShape
 from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
@@ -164,7 +165,7 @@ def attention(scope: CheckSizes, dtype: torch.dtype, kind: type[NSAAttention] = 
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith(("w_q", "w_k", "w_v")):  # spread scores, so that selection is not a tie
-                parameter.mul_(1.5 / (0.02 * m.dim**0.5))
+                parameter.mul_(1.5 / (INIT_STD * m.dim**0.5))
     return module.to(scope.device, dtype)
 
 

@@ -11,8 +11,11 @@ from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, Tra
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
+from nsa.train.distributed import RankInfo
+from nsa.train.engine.build import build_train_module
 from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
 from tests.attention_options import OPTIONS
+from tests.initial_weights import RAISED, require_raised
 
 VOCAB, SEQ = 61, 48
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
@@ -167,6 +170,26 @@ def test_weights_begin_as_in_nsa_core_whatever_the_global_seed(phi):
     assert one.gates.proj.weight.std().item() == pytest.approx(1e-3, rel=0.3)
     if phi == "linear":
         assert torch.equal(one.phi_k.w_block[0, 0], torch.eye(8) / 8)
+
+
+@pytest.mark.parametrize(
+    "nsa", [{}, {"phi": "linear", "phi_pos_emb": True}, {"phi": "mlp", "phi_pos_emb": True}], ids=str
+)
+def test_the_initial_standard_deviation_reaches_every_weight_as_in_the_plain_model(nsa):
+    def started(**model):
+        config = run(nsa, dim=64, qkv_bias=True, **model)
+        torch.manual_seed(1)
+        plain = build_model(config, VOCAB)
+        return build_train_module(config, VOCAB, RankInfo(), torch.device("cpu")).model, plain
+
+    (default, default_plain), (raised, raised_plain) = started(), started(init_std=RAISED)
+    require_raised(default, raised)
+    require_raised(default_plain, raised_plain)
+    for name, weight in raised_plain.named_parameters():
+        want = 0.0 if weight.numel() < 2 else weight.std().item()
+        # The engine cuts its normal distribution at three standard deviations.
+        found, drawn_apart = raised.get_parameter(name).std().item(), 5 / weight.numel() ** 0.5
+        assert found == pytest.approx(want, rel=0.02 + drawn_apart), name
 
 
 @pytest.mark.parametrize("name", OPTIONS)

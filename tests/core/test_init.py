@@ -1,0 +1,56 @@
+"""Initial weights: what is drawn, with which standard deviation, and what does not depend on it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from nsa.core.init import init_weights
+from nsa.core.nsa_attention import NSAAttention
+from nsa.errors import ConfigError
+from nsa.model.llama_block_nsa import LlamaBlockNSA
+from nsa.model.transformer import NSATransformer
+from tests.initial_weights import RAISED, require_raised
+from tests.shapes import attention_args
+
+LEARNED = [dict(phi="avg"), dict(phi="linear", phi_pos_emb=True, bias=True), dict(phi="mlp", phi_pos_emb=True)]
+
+
+def transformer(**changes) -> NSATransformer:
+    torch.manual_seed(3)
+    return NSATransformer(50, n_layers=2, **attention_args("tiny", **changes))
+
+
+def test_the_default_draws_normal_weights_of_0_02_module_by_module():
+    model = transformer()
+    torch.manual_seed(5)
+    init_weights(model, 2)
+    torch.manual_seed(5)
+    drawn = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            std = 0.02 / 2 if name.endswith(("attention.w_out", "feed_forward.w2")) else 0.02
+            std = 0.001 if name.endswith("gates.proj") else std
+            assert torch.equal(module.weight, torch.empty_like(module.weight).normal_(std=std)), name
+            drawn += 1
+    assert drawn == 2 + 2 * 8
+
+
+@pytest.mark.parametrize("options", LEARNED, ids=str)
+def test_the_standard_deviation_reaches_every_drawn_weight(options):
+    require_raised(transformer(**options), transformer(**options, init_std=RAISED))
+    for part in (LlamaBlockNSA, NSAAttention):
+        made = []
+        for change in ({}, {"init_std": RAISED}):
+            torch.manual_seed(4)
+            made.append(nn.ModuleDict({"attention": part(**attention_args("tiny", **options, **change))}))
+        require_raised(*made)
+
+
+@pytest.mark.parametrize("std", [0, 0.0, -0.02, math.nan, math.inf])
+@pytest.mark.parametrize("made", [NSAAttention, LlamaBlockNSA, transformer])
+def test_a_standard_deviation_that_is_none_is_refused(made, std):
+    args = dict(init_std=std) if made is transformer else attention_args("tiny", init_std=std)
+    with pytest.raises(ConfigError, match=rf"model\.init_std \({std}\)"):
+        made(**args)
