@@ -7,6 +7,7 @@ rate is about the others, for queries that could not choose all of them.
 B batch · S tokens · Q sampled queries · T keys · G kv groups · R heads per group · K key dim · N chosen · n all blocks
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,14 +50,16 @@ class SelectionProbe(Probe):
 
     every: int = 16
     counts: SelectionCounts = field(default_factory=SelectionCounts)
-    last_chosen_BGN: Tensor | None = None
-    """The blocks that each row's last query chose."""
+    keep: Sequence[int] = (-1,)
+    """Queries whose choices are kept; the last one of each row, if not set."""
+    chosen_BQGN: Tensor | None = None
+    """The blocks that those queries chose in the last forward pass; None for a layer that selects nothing."""
 
     @torch.no_grad()
     def record_selection(
         self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: BranchKeys, geometry: Geometry, scale: float
     ) -> None:
-        self.last_chosen_BGN = idx_BSGN[:, -1]
+        self.chosen_BQGN = idx_BSGN[:, list(self.keep)]
         at_Q = torch.arange(self.every - 1, q_BSGRK.shape[1], self.every, device=q_BSGRK.device)
         for row in range(len(q_BSGRK)):
             q, idx, pos, start = (x[row].index_select(0, at_Q) for x in (q_BSGRK, idx_BSGN, keys.pos_BS, keys.start_BS))
@@ -89,6 +92,15 @@ def _compared(
         expected_hits=float((room / n_free_Q[counted_Q]).sum()) * n_groups,
         mass_caught=float(caught_QG[counted_Q].sum()),
     )
+
+
+def chance_of_block(query: int, block: int, l_sel: int, n_sel: int) -> float | None:
+    """Chance that a random choice takes a block; None if it is always taken, or if the query can take every block.
+
+    query: its position in the document.
+    """
+    last_free, room = query // l_sel - LOCAL_BLOCKS, n_sel - FORCED_BLOCKS
+    return room / last_free if 1 <= block <= last_free and room < last_free else None
 
 
 def block_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, l_sel: int, scale: float) -> Tensor:

@@ -35,6 +35,10 @@ _LAYER = {
     "layer": records.whole, "queries": records.whole, "hit_rate": records.amount, "chance": records.amount,
     "mass_caught": records.amount,
 }  # fmt: skip
+_FACTS = {
+    "layer": records.whole, "questions": records.whole, "chance": records.amount, "fact_hit": records.amount,
+    "accuracy": records.amount, "accuracy_if_hit": records.amount, "accuracy_if_missed": records.amount,
+}  # fmt: skip
 _CELL = {
     "length": records.whole, "depth": records.amount, "examples": records.whole, "chance": records.amount,
     "accuracy": records.amount, "accuracy_interval": records.numbers, "exact_match": records.amount,
@@ -56,6 +60,8 @@ class ModelEvaluation:
     """Task → rows of length, depth, examples, chance, accuracy, accuracy_interval, exact_match, …"""
     selection: list[dict[str, Any]] = field(default_factory=list)
     """Rows of layer, queries, hit_rate, chance, mass_caught."""
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of layer, questions, chance, fact_hit, accuracy, …; the one without a layer is about any layer."""
     lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)
     """Task → metric → value."""
     unreadable: int = 0
@@ -122,6 +128,9 @@ def checked_results(step: int | None, results: Mapping[str, Any], model: str = "
             made.held_out = kept
         elif name == SELECTION:
             made.selection = _rows(result.get("layers"), _LAYER, ("layer", "hit_rate", "mass_caught"))
+            facts = records.section(result.get("facts")) or {}
+            for rows, required in ((facts.get("layers"), ("layer",)), ([facts.get("any_layer")], ())):
+                made.facts += _rows(rows, _FACTS, (*required, "questions", "fact_hit"))
         elif name.startswith(LM_EVAL):
             metrics = records.section(result.get("metrics")) or {}
             checked = {metric: records.number(value) for metric, value in metrics.items()}

@@ -6,7 +6,7 @@ import torch
 from nsa.core.branches import BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
-from nsa.core.selection_quality import SelectionProbe, block_mass
+from nsa.core.selection_quality import SelectionProbe, block_mass, chance_of_block
 from nsa.geometry import Geometry
 
 GEOMETRY = Geometry(l=4, d=2, l_sel=4, n_sel=5, w=8)
@@ -77,4 +77,23 @@ def test_a_layer_reports_its_own_choices(packed):
     assert probe.counts.queries == 2 * sum(pos // 4 - 2 > 2 for pos in first)
     assert 0 <= probe.counts.hits <= probe.counts.queries
     assert 0 < probe.counts.mass_caught < probe.counts.queries
-    assert probe.last_chosen_BGN.shape == (1, 2, 5)
+    assert probe.chosen_BQGN.shape == (1, 1, 2, 5)
+
+
+def test_choices_of_the_kept_queries_are_those_of_the_layer():
+    idx = torch.randint(0, 9, (2, 40, 3, 5), dtype=torch.int32)
+    q, k = torch.zeros(2, 40, 3, 1, 2), torch.zeros(2, 40, 3, 2)
+    pos, zero = torch.arange(40).expand(2, 40), torch.zeros(2, 40, dtype=torch.int64)
+    for keep in ([7, 39, 8], []):
+        probe = SelectionProbe(every=40, keep=keep)
+        probe.record_selection(q, idx, BranchKeys(k, k, pos, zero), GEOMETRY, 1.0)
+        assert torch.equal(probe.chosen_BQGN, idx[:, keep])
+
+
+def test_chance_of_a_block_is_that_of_a_random_choice_among_the_free_ones():
+    for query in range(64):
+        own = query // 4
+        free = [block for block in range(own + 1) if block not in (0, own - 1, own)]
+        for block in range(own + 1):
+            counts = block in free and len(free) > 2  # five blocks, three of which are always chosen
+            assert chance_of_block(query, block, 4, 5) == (pytest.approx(2 / len(free)) if counts else None)

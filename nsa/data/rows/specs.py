@@ -130,11 +130,13 @@ class SyntheticData:
     seed: int = 0
     value_len: int = 4
 
-    def open(self) -> RowStream:
-        rows = SyntheticRows(
+    def make_rows(self) -> SyntheticRows:
+        return SyntheticRows(
             self.task, vocab_size=self.vocab_size, seq_len=self.seq_len, seed=self.seed, value_len=self.value_len
         )
-        return IndexedRowStream(rows)
+
+    def open(self) -> RowStream:
+        return IndexedRowStream(self.make_rows())
 
     def __str__(self) -> str:
         return f"synthetic rows ({self.task})"

@@ -12,7 +12,11 @@ Three tasks of far recall put 16 facts anywhere in random tokens, then at least 
 - `recall`:       a fact is one token that stands for a key and a value; the question is the key.
 - `recall_pairs`: a fact is two tokens, key and value.
 - `tracking`:     a fact sets a variable to a value or to an earlier variable (two tokens); chains of four.
+
+`SyntheticRows.answer_places` says where the fact lies that answers each counted token.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +36,17 @@ _FUSED, _KEYS, _VALUES = FACTS * FACTS, FACTS, FACTS
 
 
 _FAR = ("recall", "recall_pairs", "tracking")
+
+
+class AnswerPlace(NamedTuple):
+    """Where a counted token is asked for, and where its fact lies."""
+
+    row: int
+    """Place of the row in the batch."""
+    query: int
+    """Position of the token before the counted one, from which it is predicted."""
+    fact: int
+    """Position of the token that holds the answer."""
 
 
 class SyntheticRows:
@@ -77,8 +92,7 @@ class SyntheticRows:
         tokens = np.empty(shape, dtype=self._dtype)
         mask = np.zeros(shape, dtype=bool)
         for r, row in enumerate(row_ids.tolist()):
-            rng = np.random.Generator(np.random.Philox(key=derive_key(self._seed, row)))
-            getattr(self, f"_fill_{self.task}")(rng, tokens[r], mask[r])
+            self._fill(row, tokens[r], mask[r])
         whole_row = np.asarray([0, self.seq_len], dtype=np.int32)
         return Batch(
             tokens=tokens,
@@ -89,10 +103,32 @@ class SyntheticRows:
             documents=len(row_ids),
         )
 
-    def _fill_uniform(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
-        tokens[:] = rng.integers(0, self.vocab_size, self.seq_len)
+    def answer_places(self, row_ids: np.ndarray) -> list[AnswerPlace]:
+        """The fact of every counted token of these rows, in their order; none for `uniform`.
 
-    def _fill_copy(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+        Of `recall` it is the one token of key and value, of `recall_pairs` the value behind its key, of `needle` and
+        `copy` the earlier occurrence of the token. Of `tracking` it is the last link alone: what the asked variable was
+        set to, a value or another variable, whose own fact lies earlier in the row.
+        """
+        found = []
+        for r, row in enumerate(row_ids.tolist()):
+            tokens, mask = np.empty(self.seq_len, dtype=self._dtype), np.zeros(self.seq_len, dtype=bool)
+            facts = self._fill(row, tokens, mask)
+            counted = np.flatnonzero(mask).tolist()
+            found += [AnswerPlace(r, at - 1, fact) for at, fact in zip(counted, facts.tolist(), strict=True)]
+        return found
+
+    def _fill(self, row: int, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Write a row and its mask; returns the position of the fact of every counted token."""
+        rng = np.random.Generator(np.random.Philox(key=derive_key(self._seed, row)))
+        facts: np.ndarray = getattr(self, f"_fill_{self.task}")(rng, tokens, mask)
+        return facts
+
+    def _fill_uniform(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        tokens[:] = rng.integers(0, self.vocab_size, self.seq_len)
+        return np.empty(0, dtype=np.int64)
+
+    def _fill_copy(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         separator = self.vocab_size - 1
         length = (self.seq_len - 1) // 2
         tokens[:] = separator  # a row of even length has one more at its end, not in the loss
@@ -100,18 +136,19 @@ class SyntheticRows:
         tokens[:length] = payload
         tokens[length + 1 : 2 * length + 1] = payload
         mask[length + 1 : 2 * length + 1] = True
+        return np.arange(length)
 
-    def _fill_recall(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+    def _fill_recall(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         value = rng.integers(0, _VALUES, FACTS)
         facts = (np.arange(FACTS) * _VALUES + value)[:, None]
-        self._hide_and_ask(rng, tokens, mask, facts, value)
+        return self._hide_and_ask(rng, tokens, mask, facts, np.arange(FACTS), value)
 
-    def _fill_recall_pairs(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+    def _fill_recall_pairs(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         value = rng.integers(0, _VALUES, FACTS)
         facts = np.stack((_FUSED + np.arange(FACTS), _FUSED + _KEYS + value), 1)
-        self._hide_and_ask(rng, tokens, mask, facts, value)
+        return self._hide_and_ask(rng, tokens, mask, facts, np.arange(FACTS), value)
 
-    def _fill_tracking(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+    def _fill_tracking(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Variables in random order; each chain's first one is set to a value, every other to the one before it."""
         variable = rng.permutation(FACTS).reshape(-1, _HOPS)
         value = rng.integers(0, _VALUES, len(variable))
@@ -126,12 +163,21 @@ class SyntheticRows:
         order = np.argsort(rng.permutation(np.repeat(np.arange(len(variable)), _HOPS)), kind="stable")
         mixed = np.empty_like(facts)
         mixed[order] = facts
-        self._hide_and_ask(rng, tokens, mask, _FUSED + mixed, answer)
+        return self._hide_and_ask(rng, tokens, mask, _FUSED + mixed, mixed[:, 0], answer)
 
     def _hide_and_ask(
-        self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray, facts: np.ndarray, answer: np.ndarray
-    ) -> None:
-        """Facts in the order given, at random places; then the keys 0 to 15 in random order, each with its answer."""
+        self,
+        rng: np.random.Generator,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        facts: np.ndarray,
+        key: np.ndarray,
+        answer: np.ndarray,
+    ) -> np.ndarray:
+        """Facts in the order given, at random places; then the keys 0 to 15 in random order, each with its answer.
+
+        key: of each fact. Returns the last token of the fact of every question.
+        """
         questions = self.seq_len - 2 * FACTS
         room = questions - self.seq_len // _NO_FACTS
         tokens[:] = rng.integers(_FUSED + _KEYS + _VALUES, self.vocab_size, self.seq_len)
@@ -143,8 +189,11 @@ class SyntheticRows:
         tokens[questions::2] = _FUSED + asked
         tokens[questions + 1 :: 2] = _FUSED + _KEYS + answer[asked]
         mask[questions + 1 :: 2] = True
+        last = np.empty(FACTS, dtype=np.int64)
+        last[key] = place + width - 1
+        return last[asked]
 
-    def _fill_needle(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> None:
+    def _fill_needle(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         marker, query = self.vocab_size - 1, self.vocab_size - 2
         tokens[:] = rng.integers(0, query, self.seq_len)
         needle = 1 + _KEY_LEN + self._value_len
@@ -154,3 +203,4 @@ class SyntheticRows:
         tokens[question] = query
         tokens[question + 1 :] = tokens[place + 1 : place + needle]
         mask[question + 1 + _KEY_LEN :] = True
+        return np.arange(place + 1 + _KEY_LEN, place + needle)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nsa.infer.evaluation.fact_hits import FactHits
 from nsa.infer.evaluation.far_tasks import make_example
 from nsa.infer.evaluation.hay import HayText
 from nsa.infer.evaluation.score_answers import AnswerScorer, Encode, needle_blocks, score_example
@@ -26,25 +27,20 @@ class FarCell:
     """Examples whose right answer is what greedy decoding gives."""
     answer_nats: float
     """Negative log-likelihood of the right answer, mean."""
-    hits_by_layer: tuple[int, ...] = ()
-    """Examples in which the prompt's last token chose a block of the needle, for every layer that selects."""
-    found: int = 0
-    """Examples in which some layer did."""
-    chosen_if_found: int = 0
-    """Of those, examples whose right answer is the most likely candidate."""
+    needle: FactHits = field(default_factory=FactHits)
+    """Whether the prompt's last token chose a block of the needle; an answer is right if it is the most likely one."""
 
     def as_record(self) -> dict[str, Any]:
-        missed = self.examples - self.found
+        found = self.needle.any_layer
         selection = {
-            "needle_hit_by_layer": [hits / self.examples for hits in self.hits_by_layer],
-            "needle_hit": self.found / self.examples,
-            "accuracy_if_hit": self.chosen_if_found / self.found if self.found else None,
-            "accuracy_if_missed": (self.chosen - self.chosen_if_found) / missed if missed else None,
+            "needle_hit_by_layer": [counts.hit_rate for counts in self.needle.by_layer],
+            "needle_hit": found.hit_rate,
+            "accuracy_if_hit": found.accuracy_if_hit,
+            "accuracy_if_missed": found.accuracy_if_missed,
         }
-        counts = {k: v for k, v in asdict(self).items() if k not in ("hits_by_layer", "found", "chosen_if_found")}
         return (
-            counts
-            | (selection if self.hits_by_layer else {})
+            {name: value for name, value in asdict(self).items() if name != "needle"}
+            | (selection if self.needle.by_layer else {})
             | {
                 "chance": 1 / self.candidates,
                 "accuracy": self.chosen / self.examples,
@@ -76,22 +72,18 @@ def evaluate_far_task(
     cells = []
     for length in lengths:
         for depth in depths:
-            outcomes, hits, candidates = [], [], 1
+            outcomes, needle, candidates = [], FactHits(), 1
             for number in range(limit):
                 example = make_example(
                     task, hay, lambda text: len(encode(text)), length=length, depth=depth, number=number, seed=seed
                 )
                 outcomes.append(score_example(example, scorer, encode))
-                wanted = needle_blocks(example, encode, l_sel)
-                hits.append([not wanted.isdisjoint(blocks) for blocks in chosen_by_layer()])
+                needle.add(chosen_by_layer(), needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
                 candidates = len(example.candidates)
                 after_example()
             chosen, exact = sum(each.chosen for each in outcomes), sum(each.exact for each in outcomes)
             nats = math.fsum(each.nats for each in outcomes) / limit
-            by_layer = tuple(sum(layer) for layer in zip(*hits, strict=True))
-            found = [any(layers) for layers in hits]
-            right = sum(each.chosen for each, hit in zip(outcomes, found, strict=True) if hit)
-            cells.append(FarCell(length, depth, limit, candidates, chosen, exact, nats, by_layer, sum(found), right))
+            cells.append(FarCell(length, depth, limit, candidates, chosen, exact, nats, needle))
     return cells
 
 

@@ -1,6 +1,6 @@
 """Held-out loss of a loaded model: its data, and the forward pass that scores every token.
 
-B rows · S tokens · V vocabulary
+B rows · S tokens · N tokens of all rows · D model dim · V vocabulary
 """
 
 from collections.abc import Iterator
@@ -73,14 +73,20 @@ def model_token_scores(model: NSAForCausalLM) -> ScoreTokens:
 
     @torch.inference_mode()
     def score_tokens(batch: Batch, labels_BS: Tensor) -> TokenScores:
-        tokens_BS, cu_doc_lens = batch_inputs(batch)
-        cu_doc_lens = None if cu_doc_lens is None else cu_doc_lens.to(model.device)
-        made = model.model(input_ids=tokens_BS.to(model.device), cu_seq_lens_q=cu_doc_lens, use_cache=False)
-        labels_N = labels_BS.flatten().to(model.device)
-        scores_N = linear_token_scores(made.last_hidden_state.flatten(0, 1), model.lm_head.weight, labels_N)
+        x_ND = last_hidden_states(model, batch).flatten(0, 1)
+        scores_N = linear_token_scores(x_ND, model.lm_head.weight, labels_BS.flatten().to(model.device))
         return TokenScores(*(each.view(labels_BS.shape) for each in scores_N))
 
     return score_tokens
+
+
+def last_hidden_states(model: NSAForCausalLM, batch: Batch) -> Tensor:
+    """What the head of the model reads [B, S, D]; documents of a row are separate."""
+    tokens_BS, cu_doc_lens = batch_inputs(batch)
+    cu_doc_lens = None if cu_doc_lens is None else cu_doc_lens.to(model.device)
+    made = model.model(input_ids=tokens_BS.to(model.device), cu_seq_lens_q=cu_doc_lens, use_cache=False)
+    hidden_BSD: Tensor = made.last_hidden_state
+    return hidden_BSD
 
 
 def bytes_per_token(tokenizer: Any, vocab_size: int) -> Tensor | None:

@@ -140,7 +140,8 @@ def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Pr
 def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
     most = SELECTION_ROWS if rows is None else min(rows, SELECTION_ROWS)
     after_row = _TaskProgress(progress, SELECTION, most)
-    found = selection_by_layer(loaded.model, rows_of(data, most), after_row)
+    places = {"answer_places": data.make_rows().answer_places} if isinstance(data, SyntheticData) else {}
+    found = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
     return selection_record(found, str(data), data.seq_len, after_row.done)
 
 

@@ -72,7 +72,7 @@ class TransformersScorer:
     def __call__(self, prompt: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[CandidateScore]:
         with probing(self._model, lambda: SelectionProbe(every=len(prompt) + 1)) as probes:
             first = self._model(input_ids=self._tensor([prompt]), use_cache=True, logits_to_keep=1)
-        chosen = [probe.last_chosen_BGN for probe in probes.values() if probe.last_chosen_BGN is not None]
+        chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
         self.chosen_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
         cache = first.past_key_values
         cache.batch_repeat_interleave(len(candidates))

@@ -110,3 +110,40 @@ def test_rows_too_short_for_the_task_are_refused(task: str, seq_len: int) -> Non
 def test_unknown_tasks_are_named() -> None:
     with pytest.raises(ConfigError):
         _rows("sorting")
+
+
+def _searched(task: str, tokens: np.ndarray, counted: int) -> int:
+    """The position of the fact of a counted token, by looking for it in the row."""
+    row = tokens.astype(int).tolist()
+    if task == "copy":
+        return counted - row.index(len(row) * 10) - 1
+    if task == "needle":
+        marker, query = (row.index(len(row) * 10 - back) for back in (0, 1))
+        return marker + counted - query
+    before, asked = row[: len(row) - 32], row[counted - 1] - 256
+    if task == "recall":
+        (place,) = [at for at, token in enumerate(before) if token // 16 == asked]
+        assert before[place] % 16 == row[counted] - 272
+        return place
+    # Facts are two tokens, at even places.
+    (place,) = [at for at in range(0, len(before), 2) if before[at] - 256 == asked]
+    if task == "recall_pairs":
+        assert before[place + 1] == row[counted]
+    else:
+        assert 256 <= before[place + 1] < 288
+    return place + 1
+
+
+@pytest.mark.parametrize("task", ["copy", "needle", "recall", "recall_pairs", "tracking"])
+def test_facts_of_answers_lie_where_a_search_finds_them(task: str) -> None:
+    rows, numbers = _rows(task, 256, 2561), np.asarray([13, 2, 7])
+    batch = rows.rows(numbers)
+    assert batch.loss_mask is not None
+    places = rows.answer_places(numbers)
+    counted = [(int(row), int(at)) for row, at in np.argwhere(batch.loss_mask)]
+    assert [(place.row, place.query + 1) for place in places] == counted
+    assert [place.fact for place in places] == [_searched(task, batch.tokens[row], at) for row, at in counted]
+
+
+def test_rows_without_answers_have_no_facts() -> None:
+    assert _rows("uniform").answer_places(np.arange(3)) == []

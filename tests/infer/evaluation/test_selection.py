@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from nsa.core.probe import Probe, probing
 from nsa.data.rows.batch import Batch
+from nsa.data.rows.synthetic import SyntheticRows
 from nsa.hf import NSAConfig, NSAForCausalLM
 from nsa.infer.evaluation.far_evaluation import evaluate_far_task
 from nsa.infer.evaluation.far_tasks import make_example
@@ -17,7 +19,7 @@ def small_model(**options) -> NSAForCausalLM:
     torch.manual_seed(0)
     sizes = dict(vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     geometry = dict(head_dim=8, l=8, d=4, l_sel=16, n_sel=4, w=24, max_position_embeddings=2048)
-    return NSAForCausalLM(NSAConfig(**sizes, **geometry, **options)).eval()
+    return NSAForCausalLM(NSAConfig(**{**sizes, **geometry, **options})).eval()
 
 
 def encode(text: str) -> list[int]:
@@ -72,9 +74,54 @@ def test_every_layer_that_selects_has_a_row():
     tokens = torch.randint(0, 256, (2, 1, 257)).numpy().astype(np.uint16)
     rows = [Batch(row, ends, None, np.zeros(1, np.int64), 0, 1) for row in tokens]
     found = selection_by_layer(small_model(attention=["nsa", "dense"]), rows)
-    assert [layer for layer, _ in found] == [0]
+    assert [layer for layer, _ in found.counts] == [0]
     record = selection_record(found, "rows", 256, 2)
     (row,) = record["layers"]
     # An untrained model hits about as often as chance.
     assert abs(row["hit_rate"] - row["chance"]) < 0.35
     assert 0 < row["mass_caught"] < 1
+    assert "facts" not in record
+
+
+class ChoicesProbe(Probe):
+    """Keeps what every query chose."""
+
+    def record_selection(self, q_BSGRK, idx_BSGN, *_):
+        self.chosen = idx_BSGN.tolist()
+
+
+@pytest.mark.parametrize("task", ["recall_pairs", "needle"])
+def test_hits_on_facts_equal_a_search_in_the_choices(task):
+    model = small_model(vocab_size=320, n_sel=8)
+    data = SyntheticRows(task, vocab_size=320, seq_len=512, seed=1)
+    rows = [data.rows(np.asarray([number])) for number in range(6)]
+    with torch.no_grad():  # some answers are right: the logit of each value is a random one, those of others are lower
+        counted = [int(batch.tokens[batch.loss_mask][place]) for batch in rows for place in (0, 1)]
+        model.lm_head.weight[sorted(set(range(320)) - set(counted))] = 0
+    found = selection_by_layer(model, rows, answer_places=data.answer_places)
+    facts = selection_record(found, "rows", 512, len(rows))["facts"]
+
+    outcomes, expected = [], []
+    for batch in rows:
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+        with torch.no_grad(), probing(model, ChoicesProbe) as probes:
+            predicted = model(tokens).logits[0].argmax(-1).tolist()
+        for _, query, fact in data.answer_places(batch.row_ids):
+            if 1 <= fact // 16 <= query // 16 - 2:
+                hits = [any(fact // 16 in group for group in probe.chosen[0][query]) for probe in probes.values()]
+                outcomes.append((*hits, any(hits), predicted[query] == tokens[0, query + 1]))
+                expected.append(1 - (1 - 5 / (query // 16 - 2)) ** 2)
+    found = np.asarray(outcomes)
+    assert 0 < found[:, -1].mean() < 1
+    for column, record in enumerate((*facts["layers"], facts["any_layer"])):
+        hit, right = found[:, column], found[:, -1]
+        assert 0 < hit.mean() < 1
+        assert record["questions"] == len(found)
+        assert record["fact_hit"] == pytest.approx(hit.mean())
+        assert record["accuracy"] == pytest.approx(right.mean())
+        assert record["accuracy_if_hit"] == pytest.approx(right[hit].mean())
+        assert record["accuracy_if_missed"] == pytest.approx(right[~hit].mean())
+    assert [record["layer"] for record in facts["layers"]] == [0, 1]
+    assert [record["chance"] for record in facts["layers"]] == [pytest.approx(np.mean(expected))] * 2
+    both_layers = [1 - (1 - chance) ** 2 for chance in expected]
+    assert facts["any_layer"]["chance"] == pytest.approx(np.mean(both_layers))

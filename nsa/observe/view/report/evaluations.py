@@ -142,6 +142,17 @@ def _selection_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     ]
 
 
+def _fact_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    names = ("chance", "fact_hit", "accuracy_if_hit", "accuracy_if_missed")
+    return [
+        (
+            *(evaluation_name(evaluation), str(row.get("layer", "any")), f"{row['questions']:,}"),
+            *(share(row.get(name)) for name in names),
+        )
+        for row in evaluation.facts
+    ]
+
+
 def interval_text(interval: Sequence[float] | None) -> str:
     return UNKNOWN if interval is None or len(interval) != 2 else f"{share(interval[0])} – {share(interval[1])}"
 
@@ -163,5 +174,7 @@ _TABLES: tuple[tuple[str, tuple[str, ...], range, Callable[[ModelEvaluation], li
      _far_rows),
     ("selection of blocks",
      ("layer", "queries", "chance", "hit rate", "attention mass caught"), range(5), _selection_rows),
+    ("facts of synthetic questions in chosen blocks",
+     ("layer", "questions", "chance", "fact hit", "accuracy if hit", "accuracy if missed"), range(6), _fact_rows),
     ("lm-evaluation-harness", ("task", "metric", "value"), range(2, 3), _harness_rows),
 )  # fmt: skip
