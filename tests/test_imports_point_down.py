@@ -33,7 +33,7 @@ NEIGHBOURS = {
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
-OUTSIDE = ("tools", "tests", "scripts")
+OUTSIDE = ("tools", "tests", "scripts", "experiments")
 ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
 VLLM, IMPORTS_VLLM = "vllm", "nsa.vllm"
 TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.infer")

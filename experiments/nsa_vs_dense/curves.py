@@ -1,0 +1,62 @@
+"""The curves of a table as one SVG file: the mean of a variant's seeds, with a band from the lowest to the highest."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from statistics import fmean
+
+from experiments.nsa_vs_dense.tables import StudyRun, StudyTable
+from nsa.observe.view.downsample import ChartBucket
+from nsa.observe.view.formatting import number, share
+from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
+from nsa.observe.view.run_data import EvaluationRecord
+
+WIDTH, HEIGHT, KEY_LINE = 720, 340, 18
+STYLES = ("c1", "c2", "c3", "c4", "c5", "c6", "gone")
+
+
+def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[EvaluationRecord]]) -> str:
+    by_variant: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run, records in curves.items():
+        for record in records:
+            value = record.val_accuracy if table.drawn == "accuracy" else record.val_loss
+            by_variant[run.variant][record.step].append(value)
+    lines = [
+        ChartLine(variant, [_bucket(step, values) for step, values in sorted(points.items())], style)
+        for (variant, points), style in zip(by_variant.items(), STYLES * len(by_variant), strict=False)
+    ]
+    steps = [bucket.x for line in lines for bucket in line.buckets]
+    chart = SvgChart(
+        table.question,
+        table.drawn,
+        lines,
+        (min(steps, default=0), max(steps, default=1)),
+        from_zero=table.drawn == "accuracy",
+        format=share if table.drawn == "accuracy" else number,
+        width=WIDTH,
+        height=HEIGHT,
+    )
+    return _standalone(chart)
+
+
+def _bucket(step: int, values: list[float]) -> ChartBucket:
+    return ChartBucket(step, min(values), max(values), fmean(values), len(values), 0)
+
+
+def _standalone(chart: SvgChart) -> str:
+    """The chart with its colours, title and key in one file."""
+    css = files("nsa.observe.view.report").joinpath("page.css").read_text(encoding="utf-8")
+    key = "".join(
+        f'<g transform="translate(48 {HEIGHT + 24 + KEY_LINE * place})"><path class="line {line.style}" d="M0 0H26"/>'
+        f'<text x="34" y="4">{escape(line.label)}</text></g>'
+        for place, line in enumerate(chart.lines)
+    )
+    height = HEIGHT + 24 + KEY_LINE * len(chart.lines)
+    title = f'<text x="48" y="14">{escape(chart.title)} ({escape(chart.unit)})</text>'
+    inner = chart.svg().replace("<svg ", f'<svg y="22" width="{WIDTH}" height="{HEIGHT}" ', 1)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 22}" width="{WIDTH}">'
+        f'<style>{css} rect.paper {{ fill: var(--paper); }}</style><rect class="paper" width="100%" height="100%"/>'
+        f'{title}{inner}<g transform="translate(0 10)">{key}</g></svg>\n'
+    )

@@ -1,0 +1,55 @@
+"""The study of NSA beside dense attention: its runs are accepted, train, resume and give tables."""
+
+import csv
+
+import pytest
+import yaml
+
+from experiments.nsa_vs_dense import results, run, tables
+from nsa.config.load import load
+
+TABLES = tables.read_tables()
+TINY = ("train.steps=4", "train.seq_len=128", "train.batch_size=2", "train.eval_every=2", "train.save_every=2")
+
+
+@pytest.mark.parametrize(
+    "study_run", [r for t in TABLES.values() for r in t.runs], ids=lambda r: f"{r.table}-{r.variant}-{r.seed}"
+)
+def test_every_run_is_a_valid_config(study_run):
+    config = load(study_run.config, overrides=[word for word in study_run.command[2:] if "=" in word])
+    assert config.train.seed == study_run.seed
+    assert config.train.out_dir == str(study_run.folder)
+
+
+def test_no_two_variants_have_the_same_settings():
+    for table in TABLES.values():
+        settings = {run.variant: run.settings for run in table.runs}
+        assert len(set(settings.values())) == len(settings)
+
+
+def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
+    """An interrupted run is resumed, a finished one is not trained again, and the table has what both measured."""
+    monkeypatch.chdir(tmp_path)
+    given = yaml.safe_load((tables.HERE / "tables.yaml").read_text())["far_recall"]
+    given |= dict(config=str(tables.HERE / given["config"]), settings=list(TINY), seeds=[0])
+    given["variants"] = {"dense": ["model.attention=dense"], "nsa": ["nsa.kv=shared", "nsa.n_sel=4"]}
+    (tmp_path / "tables.yaml").write_text(yaml.safe_dump({"tiny": given}))
+    table = tables.read_tables(tmp_path / "tables.yaml")["tiny"]
+    dense, nsa = table.chosen(None, None)
+    assert "--resume" not in dense.command
+    for each in (dense, nsa):
+        _, code, _ = run.train(each, threads=1)
+        assert code == 0, (each.folder / "log.txt").read_text()
+        assert each.finished
+        assert "--resume" in each.command
+    results.evaluate_selection(nsa)
+    text = results.write(table, tmp_path / "results")
+    assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["dense", "nsa"]
+    with open(tmp_path / "results" / "tiny.csv", encoding="utf-8") as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    assert rows["dense"]["step"] == rows["nsa"]["step"] == "4"
+    assert rows["dense"]["fact_hit"] == ""
+    assert 0 <= float(rows["nsa"]["fact_hit"]) <= 1
+    with open(tmp_path / "results" / "tiny_curves.csv", encoding="utf-8") as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["variant"] == "nsa"] == ["2", "4"]
+    assert (tmp_path / "results" / "tiny.svg").read_text().startswith("<svg xmlns=")
