@@ -89,11 +89,11 @@ def kind_counts(pattern: Sequence[AttentionKind], n_layers: int) -> Counter[Atte
 
 def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:
     yield from broken_option("nsa.phi", phi, PHIS)
-    if phi_pos_emb and phi == "avg":
+    if phi_pos_emb and phi in PHIS and phi not in CHANNEL_MIXING_PHIS:
         yield BrokenRule(
             ("nsa.phi_pos_emb", "nsa.phi"),
-            "nsa.phi_pos_emb (true) needs a learned nsa.phi (avg): under an average a position only adds a constant. "
-            "Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
+            f"nsa.phi_pos_emb (true) does not fit nsa.phi ({phi}): in a mean or a weighted sum of tokens a position "
+            f"only adds a constant. Set nsa.phi=linear or mlp, or nsa.phi_pos_emb=false.",
         )
 
 

@@ -83,6 +83,8 @@ def compress_block(tokens: list[Array], weights: dict[str, Array], group: int) -
     """φ of one block of one group's keys or values. `weights` are the stream's own, empty for the mean."""
     if "pos_emb" in weights:
         tokens = [token + weights["pos_emb"][i, group] for i, token in enumerate(tokens)]
+    if "w_place" in weights:
+        return sum((weights["w_place"][group, i] * token for i, token in enumerate(tokens)), np.zeros_like(tokens[0]))
     if "w_block" in weights:
         out = np.zeros(weights["w_block"].shape[-1])
         for i, token in enumerate(tokens):
@@ -104,9 +106,9 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
     """A whole NSAAttention on one document x [S, D], from its state dict."""
     n_tokens, heads_per_group, scale = len(x), n_heads // n_kv_groups, 1 / math.sqrt(d_k)
     out = np.zeros((n_tokens, n_heads * d_v))
-    learned = any(name.startswith("phi_k.w_") for name in weights)
+    mixes_channels = "phi_k.w_block" in weights or "phi_k.w_in" in weights
     if rope_compressed == "auto":
-        rope_compressed = "after" if learned else "before"
+        rope_compressed = "after" if mixes_channels else "before"
 
     def turn(vector: Array, pos: float) -> Array:
         return rotated(vector, pos, rope_base, rope_scale)

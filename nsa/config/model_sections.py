@@ -152,7 +152,11 @@ class SparseAttentionConfig(ConfigSection):
         default=Geometry.n_sel, description="Selected blocks per query, including the first block and two local ones."
     )
     w: Tokens = Field(default=Geometry.w, description="Length of the sliding window, including the query's own token.")
-    phi: Phi = Field(default="avg", description="Compression operator that pools a block into one token.")
+    phi: Phi = Field(
+        default="avg",
+        description="Compression operator that pools a block into one token: the mean, a sum with a learned weight "
+        "per place in the block, one learned map, or two with a GELU between.",
+    )
     phi_pos_emb: bool = Field(
         default=False, description="Learned intra-block position embedding, added before phi (linear, mlp)."
     )
@@ -166,7 +170,8 @@ class SparseAttentionConfig(ConfigSection):
     )
     rope_compressed: RopeCompressed = Field(
         default="auto",
-        description="Rotate keys before compression or compressed keys after it; auto: before for avg, else after.",
+        description="Rotate keys before compression or compressed keys after it; auto: before for avg and "
+        "weighted, else after.",
     )
     kv: KVProjections = Field(
         default="per_branch",

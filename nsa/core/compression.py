@@ -15,7 +15,8 @@ MLP_EXPANSION = 2
 
 
 class BlockCompressor(nn.Module):
-    """`avg`: the mean. `linear`: one learned map of the whole block. `mlp`: two, with a GELU between.
+    """`avg`: the mean. `weighted`: a sum with a learned weight per place in the block. `linear`: one learned map of the
+    whole block. `mlp`: two, with a GELU between.
 
     Learned weights are separate per kv group. `pos_emb` adds a learned embedding of the place inside the block first.
     """
@@ -30,11 +31,14 @@ class BlockCompressor(nn.Module):
         self.b_in = nn.Parameter(torch.empty(n_groups, hidden)) if phi == "mlp" else None
         self.w_out = nn.Parameter(torch.empty(n_groups, hidden, width)) if phi == "mlp" else None
         self.w_block = nn.Parameter(torch.empty(n_groups, l, width, width)) if phi == "linear" else None
+        self.w_place = nn.Parameter(torch.empty(n_groups, l)) if phi == "weighted" else None
 
     def reset_parameters(self, std: float = INIT_STD) -> None:
-        """`linear` starts as the mean, so that selection is sensible from the first step. std: of `pos_emb`."""
+        """std: of `pos_emb`. `weighted` and `linear` start as the mean: selection is sensible from the first step."""
         if self.pos_emb is not None:
             nn.init.normal_(self.pos_emb, std=std)
+        if self.w_place is not None:
+            nn.init.constant_(self.w_place, 1 / self.l)
         if self.w_block is not None:
             with torch.no_grad():
                 self.w_block.copy_(torch.eye(self.width).expand_as(self.w_block) / self.l)
@@ -48,6 +52,8 @@ class BlockCompressor(nn.Module):
         block_BClGX = _blocks(raw_BTGX, begin_BC, self.l, self.d)
         if self.pos_emb is not None:
             block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)
+        if self.w_place is not None:
+            return einsum("bclgx,gl->bcgx", block_BClGX, self.w_place.to(block_BClGX.dtype))
         if self.w_block is not None:
             return einsum("bclgx,glxy->bcgy", block_BClGX, self.w_block.to(block_BClGX.dtype))
         if self.w_in is not None and self.b_in is not None and self.w_out is not None:
@@ -58,7 +64,8 @@ class BlockCompressor(nn.Module):
 
     def flops_per_block(self) -> int:
         """Multiply-adds count two; all groups."""
-        return sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
+        of_places = 0 if self.w_place is None else 2 * self.w_place.numel() * self.width
+        return of_places + sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
 
 
 def mean_of_blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:

@@ -158,7 +158,8 @@ def locate(
 def _foreign_positions(name: str) -> ConfigError:
     return ConfigError(
         f"{name} that are not the cache's own were given with rope_compressed 'after': the cache rotates compressed "
-        f"keys later, by its own positions. Leave {name} out, or use phi='avg' with rope_compressed='before'."
+        f"keys later, by its own positions. Leave {name} out, or use phi='avg' or 'weighted' with "
+        f"rope_compressed='before'."
     )
 
 

@@ -10,6 +10,7 @@ from nsa.config.describe import kind
 from nsa.config.schema import ModelConfig, sections, settings
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa.options import PHIS
 from tests.attention_options import LLAMA3, YARN
 
 
@@ -30,6 +31,7 @@ def resolve(tmp_path):
         (["nsa.d=12", "nsa.l=24"], ["nsa.d (12)", "nsa.l_sel (64)"]),
         (["nsa.n_sel=2"], ["nsa.n_sel (2)", "at least 3"]),
         (["nsa.phi_pos_emb=true"], ["nsa.phi_pos_emb (true)", "nsa.phi (avg)"]),
+        (["nsa.phi_pos_emb=true", "nsa.phi=weighted"], ["nsa.phi_pos_emb (true)", "nsa.phi (weighted)"]),
         (
             ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2", "model.rope_scale=4"],
             ["model.rope_scale (4.0)", "model.rope_scaling.rope_type (linear)", "Set model.rope_scale=1"],
@@ -185,8 +187,8 @@ def test_the_keys_users_already_have_are_all_known():
 
 
 def test_auto_rotation_of_compressed_keys_follows_the_operator(resolve):
-    chosen = {phi: resolve(f"nsa.phi={phi}").nsa.rope_compressed for phi in ("avg", "linear", "mlp")}
-    assert chosen == {"avg": "before", "linear": "after", "mlp": "after"}
+    chosen = {phi: resolve(f"nsa.phi={phi}").nsa.rope_compressed for phi in PHIS}
+    assert chosen == {"avg": "before", "weighted": "before", "linear": "after", "mlp": "after"}
     assert resolve("nsa.rope_compressed=after").nsa.rope_compressed == "after"
 
 

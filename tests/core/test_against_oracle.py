@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from nsa.attention_rules import CHANNEL_MIXING_PHIS
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BackendRequest
+from nsa.options import PHIS
 from tests.oracle import nsa_layer
 from tests.shapes import HEADS, attention_args, fp64_backends
 
@@ -44,6 +46,8 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
         (90, attention_args("tiny", phi="linear", phi_pos_emb=True)),
         (90, attention_args("tiny", phi="mlp", phi_pos_emb=True)),
         (60, attention_args("tiny", phi="mlp")),
+        (90, attention_args("tiny", phi="weighted")),
+        (90, attention_args("odd", kv="shared", phi="weighted", rope_compressed="after")),
         (90, attention_args("tiny", rope_compressed="after", rope_base=100.0, rope_scale=2.0)),
         (90, attention_args("tiny", gate="sigmoid", gate_per="group", gate_temperature=0.5)),
         (90, attention_args("tiny", gate_per="group", gate_temperature=2.0)),
@@ -79,12 +83,14 @@ def cases(draw):
         l_sel=d * draw(st.integers(1, 4)),
         n_sel=draw(st.integers(3, 6)),
         w=draw(st.integers(1, 20)),
-        phi=draw(st.sampled_from(["avg", "linear", "mlp"])),
+        phi=draw(st.sampled_from(PHIS)),
         kv=draw(st.sampled_from(["per_branch", "shared_keys", "shared"])),
         qk_norm=draw(st.booleans()),
         bias=draw(st.booleans()),
     )
-    args["rope_compressed"] = draw(st.sampled_from(["auto", "after"] + ["before"] * (args["phi"] == "avg")))
+    args["rope_compressed"] = draw(
+        st.sampled_from(["auto", "after"] + ["before"] * (args["phi"] not in CHANNEL_MIXING_PHIS))
+    )
     args["n_heads"] = args["n_kv_groups"] * draw(st.integers(1, 4))
     documents = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))
     return args, documents, draw(st.integers(0, 2**16))

@@ -187,6 +187,7 @@ def test_compiles_without_graph_breaks():
         (dict(w=0), "nsa.w"),
         (dict(phi="max"), "nsa.phi"),
         (dict(phi_pos_emb=True), "nsa.phi_pos_emb"),
+        (dict(phi="weighted", phi_pos_emb=True), "nsa.phi_pos_emb"),
         (dict(gate="hard"), "nsa.gate"),
         (dict(gate_per="token"), "nsa.gate_per"),
         (dict(gate_temperature=0.0), "nsa.gate_temperature"),

@@ -25,6 +25,18 @@ class Additions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_weights_per_place_start_as_the_mean_and_are_separate_per_group():
+    weighted, mean = (BlockCompressor(phi, 8, 4, n_groups=2, width=3, pos_emb=False) for phi in ("weighted", "avg"))
+    weighted.reset_parameters()
+    raw, begin_BC = torch.randn(2, LENGTH, 2, 3), torch.tensor([[0, 4, 9], [1, 20, 53]])
+    torch.testing.assert_close(weighted(raw, begin_BC), mean(raw, begin_BC))
+    with torch.no_grad():
+        weighted.w_place.zero_()[1, 2] = 3.0
+    made = weighted(raw, begin_BC)
+    assert (made[:, :, 0] == 0).all()
+    assert torch.equal(made[:, :, 1], torch.stack([3 * raw[b, begin_BC[b] + 2, 1] for b in range(2)]))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(("l", "d"), [(8, 8), (8, 4), (12, 4), (8, 2)])
 def test_no_order_of_additions_changes_a_gradient(l, d, packed):

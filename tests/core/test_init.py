@@ -14,7 +14,12 @@ from nsa.model.transformer import NSATransformer
 from tests.initial_weights import RAISED, require_raised
 from tests.shapes import attention_args
 
-LEARNED = [dict(phi="avg"), dict(phi="linear", phi_pos_emb=True, bias=True), dict(phi="mlp", phi_pos_emb=True)]
+LEARNED = [
+    dict(phi="avg"),
+    dict(phi="weighted"),
+    dict(phi="linear", phi_pos_emb=True, bias=True),
+    dict(phi="mlp", phi_pos_emb=True),
+]
 
 
 def transformer(**changes) -> NSATransformer:

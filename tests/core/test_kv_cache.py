@@ -35,6 +35,7 @@ VARIANTS = [
     dict(phi="mlp", phi_pos_emb=True),
     dict(kv="shared"),
     dict(kv="shared_keys", phi="linear"),
+    dict(kv="shared", phi="weighted"),
     dict(kv="shared", phi="linear", qk_norm=True, bias=True, out_bias=True),
 ]
 
@@ -267,7 +268,7 @@ def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, 159])
-@pytest.mark.parametrize("phi", ["avg", "linear"])
+@pytest.mark.parametrize("phi", ["avg", "weighted", "linear"])
 def test_shared_keys_can_be_cropped_to_any_length_without_copies(length, phi):
     """With rope_compressed=before; after it, the compressed branch's keys are in a ring of their own."""
     module = make(**attention_args("tiny", kv="shared", phi=phi))

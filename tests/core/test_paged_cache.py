@@ -16,7 +16,13 @@ from nsa.errors import ConfigError
 from tests.shapes import attention_args
 
 BATCH, MAX_LEN, REWIND = 3, 64, 5
-VARIANTS = [dict(), dict(phi="mlp"), dict(kv="shared"), dict(kv="shared", phi="linear")]
+VARIANTS = [
+    dict(),
+    dict(phi="mlp"),
+    dict(kv="shared"),
+    dict(kv="shared", phi="linear"),
+    dict(kv="shared", phi="weighted"),
+]
 
 
 def make(backend="auto", **changes) -> NSAAttention:

@@ -24,6 +24,7 @@ VARIANTS = {
     "tied": {"model": {"tie_embeddings": True}},
     "biases and norms": {"model": {"qkv_bias": True, "attention_out_bias": True, "qk_norm": True, "d_v": 12}},
     "mlp": {"nsa": {"phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "gate_per": "group", "kv": "shared"}},
+    "weighted": {"nsa": {"phi": "weighted"}},
     "rows to spare": {"model": {"vocab_size": 320}},
     "longer context": {
         "model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}

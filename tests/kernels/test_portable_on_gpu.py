@@ -15,6 +15,7 @@ from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS
+from nsa.options import PHIS
 from tests.kernels import test_backends as exact
 from tests.kernels.fake_gpu import fake_attention, fake_gpu, meta_attention, recorded_on_meta
 from tests.shapes import GEOMETRIES, HEADS, attention_args
@@ -110,7 +111,7 @@ def shape_of_base(**changes):
 
 
 @pytest.mark.parametrize("kv", ["per_branch", "shared"])
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", PHIS)
 def test_a_training_step_of_a_packed_batch_reads_and_uploads_nothing(kv, phi):
     module = meta_attention(**shape_of_base(kv=kv, phi=phi))
     with recorded_on_meta() as recorded:

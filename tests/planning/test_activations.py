@@ -89,7 +89,9 @@ def test_each_mode_keeps_less_than_the_one_before():
     assert selective > 1.2 * full
 
 
-@pytest.mark.parametrize("nsa", [dict(phi="mlp", rope_compressed="after"), dict(phi="linear", phi_pos_emb=True)])
+@pytest.mark.parametrize(
+    "nsa", [dict(phi="mlp", rope_compressed="after"), dict(phi="linear", phi_pos_emb=True), dict(phi="weighted")]
+)
 def test_other_ways_to_compress(nsa):
     config = config_of("blocks", precision="fp32", **nsa)
     reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept

@@ -33,6 +33,7 @@ VARIANTS = {
     "tied": dict(model=dict(tie_embeddings=True)),
     "mlp": dict(nsa=dict(phi="mlp", gate_per="group")),
     "linear": dict(nsa=dict(phi="linear", phi_pos_emb=True)),
+    "weighted": dict(nsa=dict(phi="weighted")),
     "vocabulary": dict(model=dict(vocab_size=300, ffn_dim=48)),
     "dense": dict(model=dict(attention="dense")),
     "mixed": dict(model=dict(attention=["window", "global", "dense"]), nsa=dict(phi="mlp")),

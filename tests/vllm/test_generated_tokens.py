@@ -31,6 +31,7 @@ N_NEW = 40
             id="shared-linear",
             marks=pytest.mark.slow,
         ),
+        pytest.param({"kv": "shared", "phi": "weighted"}, id="shared-weighted", marks=pytest.mark.slow),
     ],
 )
 def test_same_tokens_in_batches_chunks_and_after_prefix_hits(tmp_path, options):

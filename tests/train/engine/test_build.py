@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
+from nsa.attention_rules import CHANNEL_MIXING_PHIS
 from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa.options import PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 
@@ -23,11 +25,16 @@ BLOCK = {
     "feed_forward.w3.weight": True,
 }
 MODEL = {"embeddings.weight": False, "lm_head.norm.weight": False, "lm_head.w_out.weight": True}
-PHI = {"avg": {}, "linear": {"w_block": True}, "mlp": {"w_in": True, "b_in": False, "w_out": True}}
+PHI = {
+    "avg": {},
+    "weighted": {"w_place": False},
+    "linear": {"w_block": True},
+    "mlp": {"w_in": True, "b_in": False, "w_out": True},
+}
 VARIANTS = [
     dict(phi=phi, phi_pos_emb=pos_emb, gate=gate, gate_per=per)
     for phi, pos_emb, gate, per in itertools.product(PHI, (False, True), ("softmax", "sigmoid"), ("head", "group"))
-    if not (phi == "avg" and pos_emb)
+    if not pos_emb or phi in CHANNEL_MIXING_PHIS
 ]
 
 
@@ -43,6 +50,10 @@ def expected(phi: str, pos_emb: bool, options: tuple[str, ...] = ()) -> dict[str
     block = BLOCK | {f"attention.phi_{s}.{name}": decayed for s in "kv" for name, decayed in of_phi.items()}
     block |= {f"attention.{name}": False for option in options for name in OPTIONAL[option]}
     return MODEL | {f"blocks.{i}.{name}": decayed for i in range(2) for name, decayed in block.items()}
+
+
+def test_every_operator_is_listed():
+    assert tuple(PHI) == PHIS
 
 
 @pytest.mark.parametrize("nsa", VARIANTS, ids=lambda nsa: "-".join(map(str, nsa.values())))

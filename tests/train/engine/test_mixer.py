@@ -11,6 +11,7 @@ from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, Tra
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
+from nsa.options import PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
@@ -97,7 +98,10 @@ def test_an_engine_architecture_trains(name, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"ffn_dim": 40}, {"norm_eps": 1e-2}, {"dim": 48}])
-@pytest.mark.parametrize("nsa", [{}, {"phi": "mlp", "gate": "sigmoid"}, {"phi": "linear", "rope_compressed": "after"}])
+@pytest.mark.parametrize(
+    "nsa",
+    [{}, {"phi": "mlp", "gate": "sigmoid"}, {"phi": "linear", "rope_compressed": "after"}, {"phi": "weighted"}],
+)
 def test_one_state_dict_fits_both_models(change, nsa):
     both_models_are_one(run(nsa, **change))
 
@@ -154,7 +158,7 @@ def test_flops_are_those_of_our_model(name):
     assert engines.num_flops_per_token(SEQ) == pytest.approx(ours.flops_per_token(SEQ) + norms, abs=2)
 
 
-@pytest.mark.parametrize("phi", ["avg", "linear", "mlp"])
+@pytest.mark.parametrize("phi", PHIS)
 def test_weights_begin_as_in_nsa_core_whatever_the_global_seed(phi):
     config = transformer_config(run({"phi": phi}), VOCAB)
     first, second = config.build(init_device="meta"), config.build()
@@ -170,6 +174,8 @@ def test_weights_begin_as_in_nsa_core_whatever_the_global_seed(phi):
     assert one.gates.proj.weight.std().item() == pytest.approx(1e-3, rel=0.3)
     if phi == "linear":
         assert torch.equal(one.phi_k.w_block[0, 0], torch.eye(8) / 8)
+    if phi == "weighted":
+        assert torch.equal(one.phi_k.w_place, torch.full((2, 8), 1 / 8))
 
 
 @pytest.mark.parametrize(
