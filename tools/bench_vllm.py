@@ -14,6 +14,7 @@ first token: seconds, for a prompt not cached.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,17 +48,21 @@ class EngineProcess:
         self.measure(kind="ready")
 
     def measure(self, **request: Any) -> float:
+        """Only while this runs may the process: threads of an idle engine can wait for work by spinning."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self.process.send_signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(ANSWER):
+                self.process.send_signal(signal.SIGSTOP)
                 return float(line.removeprefix(ANSWER))
         raise RuntimeError(f"the engine ended with code {self.process.wait()}")
 
     def stop(self) -> None:
         assert self.process.stdin is not None
+        self.process.send_signal(signal.SIGCONT)
         self.process.stdin.close()
         self.process.wait(60)
 
