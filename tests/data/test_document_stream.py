@@ -139,8 +139,8 @@ def test_a_corrupt_unit_is_skipped_and_the_order_of_the_rest_unchanged(tmp_path,
         shaken = take(stream, 560)
     assert [id for id, _, _ in shaken] == [id for id, _, _ in calm if id not in lost]
     assert stream.counters()["bad_units"] == 1
-    assert len(caplog.records) == 1, "said once, although two epochs passed it"
-    assert "part-001.parquet, row group 2" in caplog.text
+    told = [record for record in caplog.records if "part-001.parquet, row group 2" in record.getMessage()]
+    assert len(told) == 1, "said once, although two epochs passed it"
 
 
 def test_the_quarantine_survives_a_restart_even_if_the_file_recovers(tmp_path):

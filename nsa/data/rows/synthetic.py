@@ -7,7 +7,7 @@ Row i is a function of (task, vocabulary, length, seed, i) alone.
 - `needle`:  a marked key and value in random tokens, then a query with the key; only the value counts in the loss.
 
 Three tasks of far recall put 16 facts anywhere in random tokens, then at least an eighth of the row without facts, then
-16 questions with their answers, which alone count in the loss (chance 1/16):
+16 questions with their answers, which alone count in the loss (chance 1/4):
 
 - `recall`:       a fact is one token that stands for a key and a value; the question is the key.
 - `recall_pairs`: a fact is two tokens, key and value.
@@ -32,7 +32,8 @@ FACTS = 16
 _HOPS = 4  # facts of a chain of `tracking`
 _NO_FACTS = 8  # the share of a row, one in so many, between the last fact and the first question
 # Ids: facts of one token, then keys (or variables), then values; the rest is filler.
-_FUSED, _KEYS, _VALUES = FACTS * FACTS, FACTS, FACTS
+_VALUES = 4  # few, because a model learns every pair of key and value as a token of its own
+_FUSED, _KEYS = FACTS * _VALUES, FACTS
 
 
 _FAR = ("recall", "recall_pairs", "tracking")
@@ -61,7 +62,7 @@ class SyntheticRows:
         if far and vocab_size <= _FUSED + _KEYS + _VALUES:
             raise ConfigError(
                 f"vocab_size is {vocab_size}: the {task} task needs more than {_FUSED + _KEYS + _VALUES} ids. Set e.g. "
-                f"model.vocab_size=320."
+                f"model.vocab_size=128."
             )
         shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}.get(task, 8 * FACTS)
         if seq_len < shortest:

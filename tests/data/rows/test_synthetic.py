@@ -52,47 +52,47 @@ def _facts_and_questions(task: str, tokens: np.ndarray, mask: np.ndarray) -> tup
     """Ids before the questions that are not filler, and key → answer."""
     questions = len(tokens) - 32
     assert np.flatnonzero(mask).tolist() == list(range(questions + 1, len(tokens), 2))
-    asked = {int(k) - 256: int(v) - 272 for k, v in tokens[questions:].reshape(-1, 2).astype(int)}
+    asked = {int(k) - 64: int(v) - 80 for k, v in tokens[questions:].reshape(-1, 2).astype(int)}
     assert sorted(asked) == list(range(16))
-    places = np.flatnonzero(tokens[:questions] < 288)
+    places = np.flatnonzero(tokens[:questions] < 84)
     assert places.max() < questions - len(tokens) // 8
     return tokens[places].astype(int).tolist(), asked
 
 
 @pytest.mark.parametrize("seq_len", [128, 512, 515])
 def test_recall_asks_for_every_fact(seq_len: int) -> None:
-    batch = _rows("recall", seq_len, 320).rows(np.arange(20))
+    batch = _rows("recall", seq_len, 128).rows(np.arange(20))
     assert batch.loss_mask is not None
     for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
         facts, asked = _facts_and_questions("recall", tokens, mask)
-        assert {fact // 16: fact % 16 for fact in facts} == asked
+        assert {fact // 4: fact % 4 for fact in facts} == asked
 
 
 def test_recall_pairs_puts_the_value_behind_its_key() -> None:
-    batch = _rows("recall_pairs", 512, 320).rows(np.arange(20))
+    batch = _rows("recall_pairs", 512, 128).rows(np.arange(20))
     assert batch.loss_mask is not None
     for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
         facts, asked = _facts_and_questions("recall_pairs", tokens, mask)
-        assert {key - 256: value - 272 for key, value in zip(facts[::2], facts[1::2], strict=True)} == asked
+        assert {key - 64: value - 80 for key, value in zip(facts[::2], facts[1::2], strict=True)} == asked
 
 
 def test_tracking_follows_chains_of_four_variables() -> None:
-    batch = _rows("tracking", 512, 320).rows(np.arange(50))
+    batch = _rows("tracking", 512, 128).rows(np.arange(50))
     assert batch.loss_mask is not None
     for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
         facts, asked = _facts_and_questions("tracking", tokens, mask)
         known: dict[int, int] = {}
         hops: dict[int, int] = {}
         for variable, given in zip(facts[::2], facts[1::2], strict=True):
-            known[variable - 256] = given - 272 if given >= 272 else known[given - 256]
-            hops[variable - 256] = 1 if given >= 272 else hops[given - 256] + 1
+            known[variable - 64] = given - 80 if given >= 80 else known[given - 64]
+            hops[variable - 64] = 1 if given >= 80 else hops[given - 64] + 1
         assert known == asked
         assert sorted(hops.values()) == sorted([1, 2, 3, 4] * 4)
 
 
 def test_far_recall_needs_ids_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="vocab_size=320"):
-        _rows("recall", 512, 257)
+    with pytest.raises(ConfigError, match="vocab_size=128"):
+        _rows("recall", 512, 84)
 
 
 def test_there_is_always_another_row() -> None:
@@ -120,17 +120,17 @@ def _searched(task: str, tokens: np.ndarray, counted: int) -> int:
     if task == "needle":
         marker, query = (row.index(len(row) * 10 - back) for back in (0, 1))
         return marker + counted - query
-    before, asked = row[: len(row) - 32], row[counted - 1] - 256
+    before, asked = row[: len(row) - 32], row[counted - 1] - 64
     if task == "recall":
-        (place,) = [at for at, token in enumerate(before) if token // 16 == asked]
-        assert before[place] % 16 == row[counted] - 272
+        (place,) = [at for at, token in enumerate(before) if token // 4 == asked]
+        assert before[place] % 4 == row[counted] - 80
         return place
     # Facts are two tokens, at even places.
-    (place,) = [at for at in range(0, len(before), 2) if before[at] - 256 == asked]
+    (place,) = [at for at in range(0, len(before), 2) if before[at] - 64 == asked]
     if task == "recall_pairs":
         assert before[place + 1] == row[counted]
     else:
-        assert 256 <= before[place + 1] < 288
+        assert 64 <= before[place + 1] < 84
     return place + 1
 
 
