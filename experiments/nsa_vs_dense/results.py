@@ -109,7 +109,7 @@ def main() -> None:
     given = parser.parse_args()
     table = tables[given.table]
     for run in table.runs:
-        if run.finished and table.drawn == "accuracy" and not read_evaluations(run.folder):
+        if run.finished and run.selects and table.drawn == "accuracy" and not read_evaluations(run.folder):
             print(f"nsa eval {run.folder} --tasks selection", flush=True)
             evaluate_selection(run)
     print(write(table, RESULTS))

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import yaml
 
+from nsa.config.load import load
+
 HERE = Path(__file__).parent
 RUNS = Path("artifacts/nsa_vs_dense")
 """Relative to the working folder, as every path in the configs."""
@@ -33,6 +35,11 @@ class StudyRun:
         own = (f"train.seed={self.seed}", f"train.out_dir={self.folder}")
         resume = ("--resume",) if (self.folder / "checkpoints").exists() else ()
         return ["train", str(self.config), *self.settings, *own, *resume]
+
+    @property
+    def selects(self) -> bool:
+        """Whether any of its layers chooses blocks."""
+        return bool({"nsa", "global"} & set(load(self.config, overrides=self.settings).model.attention))
 
     @property
     def finished(self) -> bool:

@@ -62,7 +62,7 @@ class SyntheticRows:
         if far and vocab_size <= _FUSED + _KEYS + _VALUES:
             raise ConfigError(
                 f"vocab_size is {vocab_size}: the {task} task needs more than {_FUSED + _KEYS + _VALUES} ids. Set e.g. "
-                f"model.vocab_size=128."
+                f"model.vocab_size=272."
             )
         shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}.get(task, 8 * FACTS)
         if seq_len < shortest:

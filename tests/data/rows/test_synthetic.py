@@ -91,7 +91,7 @@ def test_tracking_follows_chains_of_four_variables() -> None:
 
 
 def test_far_recall_needs_ids_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="vocab_size=128"):
+    with pytest.raises(ConfigError, match="vocab_size=272"):
         _rows("recall", 512, 84)
 
 
