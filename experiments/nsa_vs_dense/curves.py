@@ -1,5 +1,6 @@
 """The curves of a table as one SVG file: the mean of a variant's seeds, with a band from the lowest to the highest."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -44,9 +45,16 @@ def _bucket(step: int, values: list[float]) -> ChartBucket:
     return ChartBucket(step, min(values), max(values), fmean(values), len(values), 0)
 
 
+def _style() -> str:
+    """What a report's style sheet says of charts, with the colours of light pages: not every viewer knows variables."""
+    css = files("nsa.observe.view.report").joinpath("page.css").read_text(encoding="utf-8")
+    colours = dict(reversed(re.findall(r"(--\w+): (#\w+);", css)))  # the first of each name is the light one
+    rules = re.findall(r"(?:^|(?<=\} ))((?:svg [.a-z]|\.line|\.band)[^{}]*\{[^{}]*\})", css, re.MULTILINE)
+    return re.sub(r"var\((--\w+)\)", lambda name: colours[name[1]], "\n".join([*rules, ".hover { fill: none }"]))
+
+
 def _standalone(chart: SvgChart) -> str:
     """The chart with its colours, title and key in one file."""
-    css = files("nsa.observe.view.report").joinpath("page.css").read_text(encoding="utf-8")
     key = "".join(
         f'<g transform="translate(48 {HEIGHT + 24 + KEY_LINE * place})"><path class="line {line.style}" d="M0 0H26"/>'
         f'<text x="34" y="4">{escape(line.label)}</text></g>'
@@ -57,6 +65,6 @@ def _standalone(chart: SvgChart) -> str:
     inner = chart.svg().replace("<svg ", f'<svg y="22" width="{WIDTH}" height="{HEIGHT}" ', 1)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 22}" width="{WIDTH}">'
-        f'<style>{css} rect.paper {{ fill: var(--paper); }}</style><rect class="paper" width="100%" height="100%"/>'
+        f'<style>{_style()}</style><rect width="100%" height="100%" fill="#fff"/>'
         f'{title}{inner}<g transform="translate(0 10)">{key}</g></svg>\n'
     )
