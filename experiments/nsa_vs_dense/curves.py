@@ -5,16 +5,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from statistics import fmean
+from itertools import cycle
 
 from experiments.nsa_vs_dense.tables import StudyRun, StudyTable
-from nsa.observe.view.downsample import ChartBucket
+from nsa.observe.view.downsample import bucket
 from nsa.observe.view.formatting import number, share
+from nsa.observe.view.report.compare_report import STYLES
 from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
 from nsa.observe.view.run_data import EvaluationRecord
 
 WIDTH, HEIGHT, KEY_LINE = 720, 340, 18
-STYLES = ("c1", "c2", "c3", "c4", "c5", "c6", "gone")
 
 
 def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[EvaluationRecord]]) -> str:
@@ -24,10 +24,10 @@ def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[Evaluation
             value = record.val_accuracy if table.drawn == "accuracy" else record.val_loss
             by_variant[run.variant][record.step].append(value)
     lines = [
-        ChartLine(variant, [_bucket(step, values) for step, values in sorted(points.items())], style)
-        for (variant, points), style in zip(by_variant.items(), STYLES * len(by_variant), strict=False)
+        ChartLine(variant, [made for step, y in sorted(points.items()) if (made := bucket([step] * len(y), y))], style)
+        for (variant, points), style in zip(by_variant.items(), cycle((*STYLES, "gone")), strict=False)
     ]
-    steps = [bucket.x for line in lines for bucket in line.buckets]
+    steps = [point.x for line in lines for point in line.buckets]
     chart = SvgChart(
         table.question,
         table.drawn,
@@ -39,10 +39,6 @@ def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[Evaluation
         height=HEIGHT,
     )
     return _standalone(chart)
-
-
-def _bucket(step: int, values: list[float]) -> ChartBucket:
-    return ChartBucket(step, min(values), max(values), fmean(values), len(values), 0)
 
 
 def _style() -> str:

@@ -109,7 +109,8 @@ def main() -> None:
     given = parser.parse_args()
     table = tables[given.table]
     for run in table.runs:
-        if run.finished and run.selects and table.drawn == "accuracy" and not read_evaluations(run.folder):
+        known = any(found.facts for found in read_evaluations(run.folder))
+        if run.finished and run.selects and table.drawn == "accuracy" and not known:
             print(f"nsa eval {run.folder} --tasks selection", flush=True)
             evaluate_selection(run)
     print(write(table, RESULTS))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
+from nsa import names
 from nsa.config.load import load
 
 HERE = Path(__file__).parent
@@ -33,7 +34,7 @@ class StudyRun:
     def command(self) -> list[str]:
         """Arguments of `nsa`; the run goes on from its newest checkpoint if it has one."""
         own = (f"train.seed={self.seed}", f"train.out_dir={self.folder}")
-        resume = ("--resume",) if (self.folder / "checkpoints").exists() else ()
+        resume = ("--resume",) if (self.folder / names.CHECKPOINTS).exists() else ()
         return ["train", str(self.config), *self.settings, *own, *resume]
 
     @property
@@ -43,7 +44,7 @@ class StudyRun:
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "model.safetensors").exists()
+        return (self.folder / names.MODEL_SAFETENSORS).exists()
 
 
 @dataclass(frozen=True)

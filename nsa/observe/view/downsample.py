@@ -25,14 +25,15 @@ def buckets(x: Sequence[float], y: Sequence[float], n: int) -> list[ChartBucket]
         order = sorted(range(len(x)), key=x.__getitem__)
         x, y = [x[place] for place in order], [y[place] for place in order]
     if len(x) <= n or x[0] == x[-1]:
-        return [made for at, value in zip(x, y, strict=True) if (made := _bucket([at], [value]))][-n:]
+        return [made for at, value in zip(x, y, strict=True) if (made := bucket([at], [value]))][-n:]
     width = (x[-1] - x[0]) / n
     cuts = [bisect_left(x, x[0] + number * width) for number in range(n)] + [len(x)]
     pieces = [(x[begin:end], y[begin:end]) for begin, end in pairwise(cuts) if end > begin]
-    return [made for xs, ys in pieces if (made := _bucket(xs, ys))]
+    return [made for xs, ys in pieces if (made := bucket(xs, ys))]
 
 
-def _bucket(xs: Sequence[float], ys: Sequence[float]) -> ChartBucket | None:
+def bucket(xs: Sequence[float], ys: Sequence[float]) -> ChartBucket | None:
+    """All of these points in one; None if every value is missing."""
     at, total = sum(xs) / len(xs), sum(ys)
     if math.isfinite(total):
         return ChartBucket(at, min(ys), max(ys), total / len(ys), len(ys), 0)
