@@ -11,7 +11,9 @@ from typing import Any
 from nsa.errors import BrokenRule
 from nsa.options import ATTENTION_KINDS, PHIS, ROPE_COMPRESSED, ROPE_TYPES, AttentionKind
 
-CHANNEL_MIXING_PHIS = ("linear", "mlp")
+PHIS_WITH_POS_EMB = ("linear", "mlp")
+PHIS_OF_UNROTATED_KEYS = ("softmax", *PHIS_WITH_POS_EMB)
+"""φ whose result depends on the channels of each key; the others sum keys with fixed weights."""
 INIT_STD = 0.02
 """Default of `model.init_std`."""
 
@@ -89,7 +91,7 @@ def kind_counts(pattern: Sequence[AttentionKind], n_layers: int) -> Counter[Atte
 
 def broken_phi_rules(phi: str, phi_pos_emb: bool) -> Iterator[BrokenRule]:
     yield from broken_option("nsa.phi", phi, PHIS)
-    if phi_pos_emb and phi in PHIS and phi not in CHANNEL_MIXING_PHIS:
+    if phi_pos_emb and phi in PHIS and phi not in PHIS_WITH_POS_EMB:
         yield BrokenRule(
             ("nsa.phi_pos_emb", "nsa.phi"),
             f"nsa.phi_pos_emb (true) does not fit nsa.phi ({phi}): in a mean or a weighted sum of tokens a position "
@@ -106,7 +108,7 @@ def broken_init_std_rules(std: float, key: str = "model.init_std") -> Iterator[B
         )
 
 
-def broken_selector_loss_rules(weight: float, share: float) -> Iterator[BrokenRule]:
+def broken_selector_loss_rules(weight: float, share: float, kv: str, phi: str) -> Iterator[BrokenRule]:
     if not weight >= 0:
         yield BrokenRule(
             ("nsa.selector_loss",), f"nsa.selector_loss ({weight}) must be at least 0: it is a weight. Set e.g. 1.0."
@@ -115,7 +117,13 @@ def broken_selector_loss_rules(weight: float, share: float) -> Iterator[BrokenRu
         yield BrokenRule(
             ("nsa.selector_loss_share",),
             f"nsa.selector_loss_share ({share}) must be above 0 and at most 1: it is a share of the queries. Set e.g. "
-            f"nsa.selector_loss_share=0.25.",
+            f"nsa.selector_loss_share=0.0625.",
+        )
+    if weight > 0 and kv != "per_branch" and phi == "avg":
+        yield BrokenRule(
+            ("nsa.selector_loss", "nsa.kv", "nsa.phi"),
+            f"nsa.selector_loss ({weight}) has nothing to train with nsa.kv ({kv}) and nsa.phi ({phi}): where branches "
+            f"share keys it trains phi alone, and a mean has no weights. Set nsa.phi=softmax or nsa.selector_loss=0.",
         )
 
 
@@ -128,21 +136,23 @@ def resolve_rope_compressed(phi: str, rope_compressed: str) -> str:
     """`auto` as `before` or `after`; anything else unchanged."""
     if rope_compressed != "auto":
         return rope_compressed
-    return "after" if phi in CHANNEL_MIXING_PHIS else "before"
+    return "after" if phi in PHIS_OF_UNROTATED_KEYS else "before"
 
 
 def broken_rope_compressed_rules(phi: str, rope_compressed: str) -> Iterator[BrokenRule]:
-    """A φ that mixes channels cannot compress keys that are rotated already.
+    """A φ that reads channels cannot compress keys that are rotated already.
 
-    A sum over tokens commutes with the rotation, also with a learned weight per place. A map across channels does not:
-    what it makes of rotated keys depends on where in the document they stand.
+    A sum over tokens commutes with the rotation, also with a learned weight per place. A map across channels, or
+    weights that depend on the keys, do not: what they make of rotated keys depends on where in the document those
+    stand.
     """
     yield from broken_option("nsa.rope_compressed", rope_compressed, ROPE_COMPRESSED)
-    if rope_compressed == "before" and phi in CHANNEL_MIXING_PHIS:
+    if rope_compressed == "before" and phi in PHIS_OF_UNROTATED_KEYS:
         yield BrokenRule(
             ("nsa.rope_compressed", "nsa.phi"),
-            f"nsa.rope_compressed (before) does not fit nsa.phi ({phi}): {phi} mixes channels, which does not commute "
-            f"with the rotation, so scores would depend on absolute positions. Set nsa.rope_compressed=after or auto.",
+            f"nsa.rope_compressed (before) does not fit nsa.phi ({phi}): {phi} reads the keys' channels, which does "
+            f"not commute with the rotation, so scores would depend on absolute positions. Set "
+            f"nsa.rope_compressed=after or auto.",
         )
 
 

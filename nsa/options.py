@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 AttentionKind = Literal["nsa", "dense", "window", "global"]
 Preset = Literal["base", "paper"]
-Phi = Literal["avg", "weighted", "linear", "mlp"]
+Phi = Literal["avg", "weighted", "softmax", "linear", "mlp"]
 Gate = Literal["softmax", "sigmoid"]
 GatePer = Literal["head", "group"]
 RopeCompressed = Literal["auto", "before", "after"]

@@ -7,7 +7,7 @@ RAISED = 0.08
 
 _OF_THEIR_OWN = (
     *("norm.weight", ".bias", ".gates.proj.weight"),
-    *(".w_block", ".w_place", ".w_in", ".b_in", ".phi_k.w_out", ".phi_v.w_out"),
+    *(".w_block", ".w_place", ".w_score", ".w_square", ".w_in", ".b_in", ".phi_k.w_out", ".phi_v.w_out"),
 )
 
 

@@ -85,6 +85,10 @@ def compress_block(tokens: list[Array], weights: dict[str, Array], group: int) -
         tokens = [token + weights["pos_emb"][i, group] for i, token in enumerate(tokens)]
     if "w_place" in weights:
         return sum((weights["w_place"][group, i] * token for i, token in enumerate(tokens)), np.zeros_like(tokens[0]))
+    if "w_score" in weights:
+        linear, square = weights["w_score"][group], weights["w_square"][group]
+        shares = [math.exp(sum(linear * token) + sum(square * token**2) / len(token)) for token in tokens]
+        return sum((share * token for share, token in zip(shares, tokens, strict=True)), 0 * tokens[0]) / sum(shares)
     if "w_block" in weights:
         out = np.zeros(weights["w_block"].shape[-1])
         for i, token in enumerate(tokens):
@@ -106,9 +110,9 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
     """A whole NSAAttention on one document x [S, D], from its state dict."""
     n_tokens, heads_per_group, scale = len(x), n_heads // n_kv_groups, 1 / math.sqrt(d_k)
     out = np.zeros((n_tokens, n_heads * d_v))
-    mixes_channels = "phi_k.w_block" in weights or "phi_k.w_in" in weights
+    reads_channels = any(f"phi_k.{name}" in weights for name in ("w_score", "w_block", "w_in"))
     if rope_compressed == "auto":
-        rope_compressed = "after" if mixes_channels else "before"
+        rope_compressed = "after" if reads_channels else "before"
 
     def turn(vector: Array, pos: float) -> Array:
         return rotated(vector, pos, rope_base, rope_scale)

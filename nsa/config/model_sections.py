@@ -155,7 +155,8 @@ class SparseAttentionConfig(ConfigSection):
     phi: Phi = Field(
         default="avg",
         description="Compression operator that pools a block into one token: the mean, a sum with a learned weight "
-        "per place in the block, one learned map, or two with a GELU between.",
+        "per place in the block, a sum with softmax weights of learned token scores, one learned map, or two with a "
+        "GELU between.",
     )
     phi_pos_emb: bool = Field(
         default=False, description="Learned intra-block position embedding, added before phi (linear, mlp)."
@@ -181,10 +182,11 @@ class SparseAttentionConfig(ConfigSection):
     selector_loss: Changeable[Annotated[float, Field(ge=0)]] = Field(
         default=0.0,
         description="Weight of an auxiliary loss that trains the compressed keys to score blocks by the attention mass "
-        "that the selected branch gives them. Not part of the logged loss; 0: none.",
+        "that the selected branch gives them; if kv is not per_branch, it trains phi alone. Not part of the logged "
+        "loss; 0: none.",
     )
     selector_loss_share: Changeable[Annotated[float, Field(gt=0, le=1)]] = Field(
-        default=0.25, description="Share of the queries that the selector loss samples at each step."
+        default=0.0625, description="Share of the queries that the selector loss samples at each step."
     )
 
     @model_validator(mode="before")
@@ -214,7 +216,8 @@ class SparseAttentionConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
-        return rules.enforce(self, rules.check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed))
+        of_loss = self.kv, self.selector_loss, self.selector_loss_share
+        return rules.enforce(self, rules.check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed, *of_loss))
 
 
 class RuntimeConfig(ConfigSection):

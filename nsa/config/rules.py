@@ -11,6 +11,7 @@ from nsa.attention_rules import (
     broken_phi_rules,
     broken_rope_compressed_rules,
     broken_rope_scaling_rules,
+    broken_selector_loss_rules,
 )
 from nsa.errors import BrokenRule
 from nsa.geometry import broken_rules
@@ -42,11 +43,20 @@ def check_model(
     yield from broken_pattern_rules(attention, n_layers)
 
 
-def check_nsa(sizes: Mapping[str, int], phi: str, phi_pos_emb: bool, rope_compressed: str) -> Iterator[BrokenRule]:
+def check_nsa(
+    sizes: Mapping[str, int],
+    phi: str,
+    phi_pos_emb: bool,
+    rope_compressed: str,
+    kv: str,
+    selector_loss: float,
+    selector_loss_share: float,
+) -> Iterator[BrokenRule]:
     """`sizes`: l, d, l_sel, n_sel and w, which need not make a `Geometry`."""
     yield from broken_rules(**sizes)
     yield from broken_phi_rules(phi, phi_pos_emb)
     yield from broken_rope_compressed_rules(phi, rope_compressed)
+    yield from broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi)
 
 
 def check_train(steps: int, warmup_steps: int, save_every: int, keep_every: int) -> Iterator[BrokenRule]:

@@ -1,6 +1,7 @@
 """Compression φ: pools blocks of `l` tokens with stride `d` of the keys or the values into one entry each.
 
 B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width of the stream · H hidden width
+x any axes
 """
 
 import torch
@@ -15,8 +16,13 @@ MLP_EXPANSION = 2
 
 
 class BlockCompressor(nn.Module):
-    """`avg`: the mean. `weighted`: a sum with a learned weight per place in the block. `linear`: one learned map of the
-    whole block. `mlp`: two, with a GELU between.
+    """`avg`: the mean. `weighted`: a sum with a learned weight per place in the block. `softmax`: a sum whose weights
+    are the softmax, over the block, of a learned score of each token. `linear`: one learned map of the whole block.
+    `mlp`: two, with a GELU between.
+
+    The score of `softmax` is w · x + mean(a ⊙ x²). For queries with mean w and variances 2a around it, in units of the
+    attention's scale, its exponential is the weight that a key x has on average before normalisation: the pooled entry
+    is what such queries would read of the block.
 
     Learned weights are separate per kv group. `pos_emb` adds a learned embedding of the place inside the block first.
     """
@@ -32,13 +38,19 @@ class BlockCompressor(nn.Module):
         self.w_out = nn.Parameter(torch.empty(n_groups, hidden, width)) if phi == "mlp" else None
         self.w_block = nn.Parameter(torch.empty(n_groups, l, width, width)) if phi == "linear" else None
         self.w_place = nn.Parameter(torch.empty(n_groups, l)) if phi == "weighted" else None
+        self.w_score = nn.Parameter(torch.empty(n_groups, width)) if phi == "softmax" else None
+        self.w_square = nn.Parameter(torch.empty(n_groups, width)) if phi == "softmax" else None
 
     def reset_parameters(self, std: float = INIT_STD) -> None:
-        """std: of `pos_emb`. `weighted` and `linear` start as the mean: selection is sensible from the first step."""
+        """std: of `pos_emb`. `weighted` and `linear` start as the mean, `softmax` close to it while keys are small:
+        selection is sensible from the first step."""
         if self.pos_emb is not None:
             nn.init.normal_(self.pos_emb, std=std)
         if self.w_place is not None:
             nn.init.constant_(self.w_place, 1 / self.l)
+        if self.w_score is not None and self.w_square is not None:
+            nn.init.zeros_(self.w_score)
+            nn.init.ones_(self.w_square)
         if self.w_block is not None:
             with torch.no_grad():
                 self.w_block.copy_(torch.eye(self.width).expand_as(self.w_block) / self.l)
@@ -54,6 +66,11 @@ class BlockCompressor(nn.Module):
             block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)
         if self.w_place is not None:
             return einsum("bclgx,gl->bcgx", block_BClGX, self.w_place.to(block_BClGX.dtype))
+        if self.w_score is not None and self.w_square is not None:
+            wide_BTGX = raw_BTGX.to(torch.promote_types(raw_BTGX.dtype, torch.float32))
+            score_BTG = (wide_BTGX * (self.w_score + wide_BTGX * (self.w_square / self.width))).sum(-1)
+            share_BClG = _blocks(score_BTG, begin_BC, self.l, self.d).softmax(2)
+            return einsum("bclgx,bclg->bcgx", block_BClGX, share_BClG.to(block_BClGX.dtype))
         if self.w_block is not None:
             return einsum("bclgx,glxy->bcgy", block_BClGX, self.w_block.to(block_BClGX.dtype))
         if self.w_in is not None and self.b_in is not None and self.w_out is not None:
@@ -64,8 +81,10 @@ class BlockCompressor(nn.Module):
 
     def flops_per_block(self) -> int:
         """Multiply-adds count two; all groups."""
-        of_places = 0 if self.w_place is None else 2 * self.w_place.numel() * self.width
-        return of_places + sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
+        of_sum = 0 if self.w_place is None else 2 * self.w_place.numel() * self.width
+        if self.w_score is not None:
+            of_sum = 3 * 2 * self.w_score.numel() * self.l  # two products of the score, then the sum
+        return of_sum + sum(2 * w.numel() for w in (self.w_in, self.w_out, self.w_block) if w is not None)
 
 
 def mean_of_blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
@@ -73,21 +92,21 @@ def mean_of_blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor
     return _blocks(raw_BTGX, begin_BC, l, d).mean(2)
 
 
-def _blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
-    """The tokens of every block. Their gradients add up where blocks overlap, on a GPU in any order: two have the same
-    sum either way, but of three or more only blocks that share no token may be gathered at a time."""
-    if l == raw_BTGX.shape[1] and begin_BC.shape[1] == 1:
-        return raw_BTGX[:, None]
+def _blocks(raw_BTxx: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
+    """The tokens of every block, or a score of each. Gradients add up where blocks overlap, on a GPU in any order: two
+    have the same sum either way, but of three or more only blocks that share no token may be gathered at a time."""
+    if l == raw_BTxx.shape[1] and begin_BC.shape[1] == 1:
+        return raw_BTxx[:, None]
     turns, n_blocks = -(-l // d), begin_BC.shape[1]
     if turns <= 2:
-        return _gather(raw_BTGX, begin_BC, l)
+        return _gather(raw_BTxx, begin_BC, l)
     whole_BC = F.pad(begin_BC, (0, -n_blocks % turns))
-    parts = [_gather(raw_BTGX, whole_BC[:, turn::turns], l) for turn in range(turns)]
+    parts = [_gather(raw_BTxx, whole_BC[:, turn::turns], l) for turn in range(turns)]
     return torch.stack(parts, 2).flatten(1, 2)[:, :n_blocks]
 
 
-def _gather(raw_BTGX: Tensor, begin_BC: Tensor, l: int) -> Tensor:
-    B, T = raw_BTGX.shape[:2]
+def _gather(raw_BTxx: Tensor, begin_BC: Tensor, l: int) -> Tensor:
+    B, T = raw_BTxx.shape[:2]
     token_BCl = begin_BC[..., None] + torch.arange(l, device=begin_BC.device)
     row_BCl = token_BCl + torch.arange(B, device=begin_BC.device)[:, None, None] * T
-    return raw_BTGX.flatten(0, 1).index_select(0, row_BCl.flatten()).view(*row_BCl.shape, *raw_BTGX.shape[2:])
+    return raw_BTxx.flatten(0, 1).index_select(0, row_BCl.flatten()).view(*row_BCl.shape, *raw_BTxx.shape[2:])

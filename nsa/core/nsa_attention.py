@@ -49,7 +49,8 @@ class NSAAttention(nn.Module):
         (group, branch, width) so that they shard by group. `shared_keys` has one key for all branches and three values.
         `shared` has one set for all branches, in the cache too. Each branch rotates the key as it would its own.
     selector_loss: weight of the selector loss (`nsa.core.selector_loss`), which a backward pass adds in training mode,
-        without a cache and without padding; selector_loss_share: the share of the queries it samples.
+        without a cache and without padding; with shared keys it trains φ alone. selector_loss_share: the share of
+        the queries it samples.
     qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     init_std: standard deviation of the initial weights (`nsa.core.init`).
@@ -89,7 +90,7 @@ class NSAAttention(nn.Module):
         rope_scaling: Mapping[str, Any] | None = None,
         kv: str = "per_branch",
         selector_loss: float = 0.0,
-        selector_loss_share: float = 0.25,
+        selector_loss_share: float = 0.0625,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         bias: bool = False,
@@ -101,7 +102,7 @@ class NSAAttention(nn.Module):
         require_rules(broken_head_rules(n_heads, n_kv_groups, d_k))
         require_rules(broken_rope_compressed_rules(phi, rope_compressed))
         require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
-        require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share))
+        require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi))
         require_rules(broken_init_std_rules(init_std))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
@@ -270,7 +271,7 @@ class NSAAttention(nn.Module):
             made = self.attend(q_BSGRK, gates, *keys)
             mixed_BSGRV, idx_BSGN = made.out, made.blocks
             if where.sampled_Q is not None and self.gates is not None:
-                loss = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, made, keys, layout, where.tables)
+                loss = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, streams, made, keys, layout, where.tables)
                 mixed_BSGRV = attach_loss(mixed_BSGRV, loss * self.selector_weight)
         else:
             if where.layout is not None:
@@ -351,13 +352,17 @@ class NSAAttention(nn.Module):
         return k_BCGK
 
     def _selector_loss(
-        self, sampled_Q: Tensor, x_BSD: Tensor, q_BSGRK: Tensor, made: BranchesOutput, keys: _THREE_BRANCHES,
-        layout: DocumentLayout, tables: Tables,
+        self, sampled_Q: Tensor, x_BSD: Tensor, q_BSGRK: Tensor, streams: BranchStreams, made: BranchesOutput,
+        keys: _THREE_BRANCHES, layout: DocumentLayout, tables: Tables,
     ) -> Tensor:  # fmt: skip
         """Of the sampled queries. Its gradient reaches `w_k`, its norm and φ through the compressed keys, which are
-        made once more of detached hidden states, and nothing else."""
-        k_BSGK = self._project_keys(x_BSD.detach()).select(-2, 0)
-        k_BSGK = rotate(k_BSGK, tables) if self.rope_compressed == "before" else k_BSGK
+        made once more of detached hidden states, and nothing else. Of keys that other branches read too, it reaches φ
+        alone: it would outweigh what attention itself asks of them."""
+        if self.kv == "per_branch":
+            k_BSGK = self._project_keys(x_BSD.detach()).select(-2, 0)
+            k_BSGK = rotate(k_BSGK, tables) if self.rope_compressed == "before" else k_BSGK
+        else:
+            k_BSGK = streams.k_cmp.detach()
         k_BCGK = self._compress_keys(k_BSGK, layout.begin_BC, layout.block_pos_BC, tables)
         options = dict(geometry=self.geometry, scale=self.scale)
         return selector_loss(sampled_Q, q_BSGRK, k_BCGK, made, *keys[:2], **options)

@@ -198,7 +198,7 @@ def _compute(
     row_B1 = torch.arange(len(q), device=q.device)[:, None]
     start, first = start + row_B1 * k_sel.shape[1], first + row_B1 * k_cmp.shape[1]
     k_cmp_rows, k_sel_rows = k_cmp.flatten(0, 1), k_sel.flatten(0, 1)
-    sums, dk_cmp = q.new_zeros(2, dtype=wide), torch.zeros_like(k_cmp_rows, dtype=wide) if need_grad else None
+    sums, dk_cmp = q.new_zeros(2, dtype=wide), q.new_zeros(k_cmp_rows.shape, dtype=wide) if need_grad else None
     if len(k_cmp_rows):
         chunk = max(1, budget(q) // max(1, blocks.shape[2] * blocks.shape[3] * g.l_sel * q.shape[-1]))
         given = [x.flatten(0, 1).split(chunk) for x in (q, blocks.long(), lse_cmp, lse_sel, pos, start, first)]

@@ -93,7 +93,7 @@ class NSAConfig(PreTrainedConfig):
     rope_compressed: RopeCompressed = "auto"
     kv: KVProjections = "per_branch"
     selector_loss: float | int = 0.0
-    selector_loss_share: float | int = 0.25
+    selector_loss_share: float | int = 0.0625
     qk_norm: bool = False
     qk_norm_eps: float | int = 1e-6
     bias: bool = False
@@ -147,7 +147,7 @@ class NSAConfig(PreTrainedConfig):
                 *broken_rope_scaling_rules(scaling, self.rope_scale),
                 *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
                 *broken_phi_rules(self.phi, self.phi_pos_emb),
-                *broken_selector_loss_rules(self.selector_loss, self.selector_loss_share),
+                *broken_selector_loss_rules(self.selector_loss, self.selector_loss_share, self.kv, self.phi),
                 *broken_rope_compressed_rules(self.phi, self.rope_compressed),
             )
         )

@@ -183,22 +183,34 @@ class _BlockTensors:
         if not self.selects:
             return 0
         made = self.one.width * self.groups * (self.d_k + self.d_v)
-        return self.blocks * (made + self._phi(self.d_k, self.after) + self._phi(self.d_v, False))
+        scores = self.one.seq_len * (self._token_scores(self.d_k) + self._token_scores(self.d_v))
+        return scores + self.blocks * (made + self._phi(self.d_k, self.after) + self._phi(self.d_v, False))
+
+    def _token_scores(self, channels: int) -> int:
+        """Of one token, for φ that weighs tokens by a score: the factors of its product, one a wider copy of the token
+        unless that is wide already."""
+        factors = 0 if self.phi != "softmax" else 1 if self.one.width >= FP32 else 2
+        return factors * FP32 * self.groups * channels
 
     def _phi(self, channels: int, rotated: bool) -> int:
         """Of one block: its tokens' indices, and what φ and a rotation after it save."""
         width, per_block = self.one.width, INT64 * self.l + (FP32 * self.d_k if rotated else 0)
         if self.phi != "avg":
             per_block += width * self.l * self.groups * channels  # the gathered tokens
+        if self.phi == "softmax":
+            per_block += INT64 * self.l + (FP32 + width) * self.l * self.groups  # the shares, and a cast of them
         if self.phi == "mlp":
             per_block += 2 * width * self.groups * 2 * channels  # before and after the GELU
         return per_block
 
     def _selector_loss(self) -> int:
-        """Per row: the compressed keys made once more, of a cast of the same hidden states, and their gradient."""
+        """Per row: the compressed keys made once more, of a cast of the same hidden states if they are the branch's
+        own, and their gradient."""
         per_token = self.one.width * self.dim if self.one.autocast else 0
         per_token += self._qk_norm(self.groups * self.key_streams) if self.qk_norm else 0
+        per_token *= self.key_streams > 1
         gradient = self.one.width * self.groups * self.d_k
+        per_token += self._token_scores(self.d_k)
         return self.one.seq_len * per_token + self.blocks * (gradient + self._phi(self.d_k, self.after))
 
     def _feed_forward(self) -> int:

@@ -57,6 +57,10 @@ def resolve(tmp_path):
             ["model.rope_scaling.beta_fast (0.5)", "model.rope_scaling.beta_slow (1.0)"],
         ),
         (["train.warmup_steps=1001"], ["train.warmup_steps (1001)", "train.steps (1000)"]),
+        (
+            ["nsa.kv=shared", "nsa.selector_loss=1"],
+            ["nsa.selector_loss (1.0)", "nsa.kv (shared)", "nsa.phi (avg)"],
+        ),
         (["train.keep_every=1500"], ["train.keep_every (1500)", "train.save_every (1000)"]),
         (["data.dataset=local"], ["data.dataset (local)", "data.path (null)"]),
         (["data.dataset=prepared"], ["data.dataset (prepared)", "data.path (null)"]),
@@ -188,7 +192,7 @@ def test_the_keys_users_already_have_are_all_known():
 
 def test_auto_rotation_of_compressed_keys_follows_the_operator(resolve):
     chosen = {phi: resolve(f"nsa.phi={phi}").nsa.rope_compressed for phi in PHIS}
-    assert chosen == {"avg": "before", "weighted": "before", "linear": "after", "mlp": "after"}
+    assert chosen == {"avg": "before", "weighted": "before", "softmax": "after", "linear": "after", "mlp": "after"}
     assert resolve("nsa.rope_compressed=after").nsa.rope_compressed == "after"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nsa.attention_rules import CHANNEL_MIXING_PHIS
+from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BackendRequest
 from nsa.options import PHIS
@@ -48,6 +48,8 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
         (60, attention_args("tiny", phi="mlp")),
         (90, attention_args("tiny", phi="weighted")),
         (90, attention_args("odd", kv="shared", phi="weighted", rope_compressed="after")),
+        (90, attention_args("tiny", phi="softmax")),
+        (90, attention_args("odd", kv="shared", phi="softmax")),
         (90, attention_args("tiny", rope_compressed="after", rope_base=100.0, rope_scale=2.0)),
         (90, attention_args("tiny", gate="sigmoid", gate_per="group", gate_temperature=0.5)),
         (90, attention_args("tiny", gate_per="group", gate_temperature=2.0)),
@@ -89,7 +91,7 @@ def cases(draw):
         bias=draw(st.booleans()),
     )
     args["rope_compressed"] = draw(
-        st.sampled_from(["auto", "after"] + ["before"] * (args["phi"] not in CHANNEL_MIXING_PHIS))
+        st.sampled_from(["auto", "after"] + ["before"] * (args["phi"] not in PHIS_OF_UNROTATED_KEYS))
     )
     args["n_heads"] = args["n_kv_groups"] * draw(st.integers(1, 4))
     documents = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any))

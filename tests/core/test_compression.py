@@ -37,6 +37,36 @@ def test_weights_per_place_start_as_the_mean_and_are_separate_per_group():
     assert torch.equal(made[:, :, 1], torch.stack([3 * raw[b, begin_BC[b] + 2, 1] for b in range(2)]))
 
 
+def test_softmax_weights_follow_the_tokens_of_their_group():
+    phi, mean = (BlockCompressor(phi, 8, 4, n_groups=2, width=3, pos_emb=False) for phi in ("softmax", "avg"))
+    phi.reset_parameters()
+    raw, begin_BC = torch.randn(2, LENGTH, 2, 3), torch.tensor([[0, 4, 9], [1, 20, 53]])
+    with torch.no_grad():
+        phi.w_square[0] = 0  # group 0: the mean; group 1: the token whose last channel is largest
+        phi.w_score[1, 2] = 1e6
+    made = phi(raw, begin_BC)
+    torch.testing.assert_close(made[:, :, 0], mean(raw, begin_BC)[:, :, 0])
+    for b in range(2):
+        for c in range(3):
+            block = raw[b, begin_BC[b, c] : begin_BC[b, c] + 8, 1]
+            torch.testing.assert_close(made[b, c, 1], block[block[:, 2].argmax()])
+
+
+def test_softmax_is_what_gaussian_queries_read_of_the_block():
+    torch.manual_seed(0)
+    phi = BlockCompressor("softmax", 4, 4, n_groups=1, width=2, pos_emb=False)
+    phi.reset_parameters()
+    keys = torch.randn(1, 4, 1, 2)
+    scale = 2**-0.5
+    with torch.no_grad():
+        phi.w_score[:] = torch.tensor([0.4, -0.2])
+        phi.w_square[:] = torch.tensor([0.3, 0.6])
+    queries = phi.w_score / scale + torch.randn(400_000, 2) * (2 * phi.w_square).sqrt()
+    weight = (queries @ keys[0, :, 0].T * scale).exp().mean(0)
+    expected = (weight[:, None] * keys[0, :, 0]).sum(0) / weight.sum()
+    torch.testing.assert_close(phi(keys, torch.tensor([[0]]))[0, 0, 0], expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(("l", "d"), [(8, 8), (8, 4), (12, 4), (8, 2)])
 def test_no_order_of_additions_changes_a_gradient(l, d, packed):

@@ -17,6 +17,7 @@ from tests.shapes import attention_args
 LEARNED = [
     dict(phi="avg"),
     dict(phi="weighted"),
+    dict(phi="softmax"),
     dict(phi="linear", phi_pos_emb=True, bias=True),
     dict(phi="mlp", phi_pos_emb=True),
 ]

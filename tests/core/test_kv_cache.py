@@ -36,6 +36,7 @@ VARIANTS = [
     dict(kv="shared"),
     dict(kv="shared_keys", phi="linear"),
     dict(kv="shared", phi="weighted"),
+    dict(kv="shared", phi="softmax"),
     dict(kv="shared", phi="linear", qk_norm=True, bias=True, out_bias=True),
 ]
 
@@ -268,7 +269,7 @@ def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, 159])
-@pytest.mark.parametrize("phi", ["avg", "weighted", "linear"])
+@pytest.mark.parametrize("phi", ["avg", "weighted", "softmax", "linear"])
 def test_shared_keys_can_be_cropped_to_any_length_without_copies(length, phi):
     """With rope_compressed=before; after it, the compressed branch's keys are in a ring of their own."""
     module = make(**attention_args("tiny", kv="shared", phi=phi))
@@ -276,7 +277,7 @@ def test_shared_keys_can_be_cropped_to_any_length_without_copies(length, phi):
     cache = module.new_cache(1, 200)
     with torch.no_grad():
         module(x[:, :160], cache=cache)
-        if phi == "linear" and length not in (0, 159):
+        if module.rope_compressed == "after" and length not in (0, 159):
             with pytest.raises(ConfigError, match="rewind"):
                 cache.crop(length)
             return

@@ -22,6 +22,7 @@ VARIANTS = [
     dict(kv="shared"),
     dict(kv="shared", phi="linear"),
     dict(kv="shared", phi="weighted"),
+    dict(kv="shared", phi="softmax"),
 ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa.attention_rules import CHANNEL_MIXING_PHIS
+from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS, PHIS_WITH_POS_EMB
 from nsa.core.branches import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
@@ -39,9 +39,9 @@ def located(module: NSAAttention, x_BSD: torch.Tensor, shift: int, **kwargs) -> 
 @pytest.mark.parametrize("branch", BRANCH_ORDER)
 @pytest.mark.parametrize(
     "changes",
-    [*(dict(phi=phi) for phi in PHIS), *(dict(phi=phi, phi_pos_emb=True) for phi in CHANNEL_MIXING_PHIS)]
+    [*(dict(phi=phi) for phi in PHIS), *(dict(phi=phi, phi_pos_emb=True) for phi in PHIS_WITH_POS_EMB)]
     + [dict(phi=phi, rope_compressed="after") for phi in PHIS]
-    + [dict(phi=phi, rope_compressed="before") for phi in PHIS if phi not in CHANNEL_MIXING_PHIS],
+    + [dict(phi=phi, rope_compressed="before") for phi in PHIS if phi not in PHIS_OF_UNROTATED_KEYS],
     ids=str,
 )
 def test_shifting_all_positions_changes_nothing(branch, changes):
@@ -56,12 +56,12 @@ def test_shifting_all_positions_changes_nothing(branch, changes):
             torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("phi", CHANNEL_MIXING_PHIS)
-def test_an_operator_that_mixes_channels_is_refused_after_a_rotation(phi):
+@pytest.mark.parametrize("phi", PHIS_OF_UNROTATED_KEYS)
+def test_an_operator_that_reads_channels_is_refused_after_a_rotation(phi):
     with pytest.raises(ConfigError, match="rope_compressed"):
         NSAAttention(**attention_args("tiny", phi=phi, rope_compressed="before"))
 
 
-def test_auto_rotates_sums_of_tokens_before_and_maps_across_channels_after():
+def test_auto_rotates_sums_with_fixed_weights_before_and_the_others_after():
     chosen = {phi: NSAAttention(**attention_args("tiny", phi=phi)).rope_compressed for phi in PHIS}
-    assert chosen == {"avg": "before", "weighted": "before", "linear": "after", "mlp": "after"}
+    assert chosen == {"avg": "before", "weighted": "before", "softmax": "after", "linear": "after", "mlp": "after"}

@@ -25,6 +25,7 @@ VARIANTS = {
     "biases and norms": {"model": {"qkv_bias": True, "attention_out_bias": True, "qk_norm": True, "d_v": 12}},
     "mlp": {"nsa": {"phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "gate_per": "group", "kv": "shared"}},
     "weighted": {"nsa": {"phi": "weighted"}},
+    "softmax": {"nsa": {"phi": "softmax", "kv": "shared", "selector_loss": 1.0}},
     "rows to spare": {"model": {"vocab_size": 320}},
     "longer context": {
         "model": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}

@@ -23,6 +23,7 @@ VARIANTS = [
     dict(phi="mlp", phi_pos_emb=True, qk_norm=True, qk_norm_eps=1e-4),
     dict(kv="shared", phi="linear", bias=True, out_bias=True, gate="sigmoid", gate_per="group", gate_temperature=2.0),
     dict(kv="shared", phi="weighted"),
+    dict(kv="shared", phi="softmax"),
     dict(tie_word_embeddings=True, rope_theta=10000.0, rope_scale=2.0, rms_norm_eps=1e-3),
 ]
 

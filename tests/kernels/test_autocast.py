@@ -192,7 +192,7 @@ def dense_branch(module, x):
     return module.w_out(sdpa(q, k, v, causal, module.scale).flatten(2))
 
 
-@pytest.mark.parametrize("phi", ["weighted", "linear", "mlp"])
+@pytest.mark.parametrize("phi", ["weighted", "softmax", "linear", "mlp"])
 def test_a_cache_in_fp32_compresses_in_fp32_under_autocast(phi):
     """φ reads the cache's own tokens, so it computes in the cache's dtype."""
     torch.manual_seed(0)

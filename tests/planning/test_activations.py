@@ -90,7 +90,13 @@ def test_each_mode_keeps_less_than_the_one_before():
 
 
 @pytest.mark.parametrize(
-    "nsa", [dict(phi="mlp", rope_compressed="after"), dict(phi="linear", phi_pos_emb=True), dict(phi="weighted")]
+    "nsa",
+    [
+        dict(phi="mlp", rope_compressed="after"),
+        dict(phi="linear", phi_pos_emb=True),
+        dict(phi="weighted"),
+        dict(phi="softmax"),
+    ],
 )
 def test_other_ways_to_compress(nsa):
     config = config_of("blocks", precision="fp32", **nsa)
@@ -104,11 +110,12 @@ def test_other_ways_to_compress(nsa):
     [(dict(), dict(kv="shared")), (dict(), dict(kv="shared", rope_compressed="after")),
      (dict(), dict(kv="shared_keys")), (dict(qk_norm=True), dict(kv="shared_keys", rope_compressed="after")),
      (dict(), dict(selector_loss=1.0)), (dict(qk_norm=True), dict(selector_loss=1.0, phi="mlp")),
+     (dict(qk_norm=True), dict(kv="shared", selector_loss=1.0, phi="softmax")),
      (dict(qk_norm=True), dict()),
      (dict(qkv_bias=True, attention_out_bias=True), dict()),
      (dict(qk_norm=True, qkv_bias=True, attention_out_bias=True), dict(kv="shared"))],
-    ids=["shared", "shared_after", "shared_keys", "shared_keys_after", "selector_loss", "selector_loss_mlp", "qk_norm",
-         "biases", "all"],
+    ids=["shared", "shared_after", "shared_keys", "shared_keys_after", "selector_loss", "selector_loss_mlp",
+         "selector_loss_shared", "qk_norm", "biases", "all"],
 )  # fmt: skip
 def test_options_of_the_attention(options, nsa, precision):
     config = config_of("blocks", precision=precision, options=options, **nsa)

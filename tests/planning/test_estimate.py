@@ -34,6 +34,7 @@ VARIANTS = {
     "mlp": dict(nsa=dict(phi="mlp", gate_per="group")),
     "linear": dict(nsa=dict(phi="linear", phi_pos_emb=True)),
     "weighted": dict(nsa=dict(phi="weighted")),
+    "softmax": dict(nsa=dict(phi="softmax")),
     "vocabulary": dict(model=dict(vocab_size=300, ffn_dim=48)),
     "dense": dict(model=dict(attention="dense")),
     "mixed": dict(model=dict(attention=["window", "global", "dense"]), nsa=dict(phi="mlp")),

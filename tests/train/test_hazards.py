@@ -34,9 +34,9 @@ def four_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(phi="avg"), dict(phi="weighted"), dict(phi="linear"), dict(phi="mlp"),
+    [dict(phi="avg"), dict(phi="weighted"), dict(phi="softmax"), dict(phi="linear"), dict(phi="mlp"),
      dict(kv="shared", qk_norm=True, bias=True, out_bias=True, rope_scaling=YARN, init_std=0.08)],
-    ids=["avg", "weighted", "linear", "mlp", "all_options"],
+    ids=["avg", "weighted", "softmax", "linear", "mlp", "all_options"],
 )  # fmt: skip
 def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(four_ranks, options):
     config = NSAMixerConfig(**SIZES, **options)

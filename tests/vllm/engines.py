@@ -50,7 +50,11 @@ def export_small_model(folder: Path, **options: Any) -> NSAForCausalLM:
     model = NSAForCausalLM(NSAConfig(**{**SIZES, **GEOMETRY, **options})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (parameter.dim() > 1 and "phi" not in name) or "bias" in name or name.endswith("w_place"):
+            if (
+                (parameter.dim() > 1 and "phi" not in name)
+                or "bias" in name
+                or name.endswith(("w_place", "w_score", "w_square"))
+            ):
                 parameter.normal_(std=0.3)
     model.save_pretrained(folder)
     for name, content in tokenizer_files(ByteTokenizer(), MAX_LEN).items():

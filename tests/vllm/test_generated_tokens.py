@@ -32,6 +32,7 @@ N_NEW = 40
             marks=pytest.mark.slow,
         ),
         pytest.param({"kv": "shared", "phi": "weighted"}, id="shared-weighted", marks=pytest.mark.slow),
+        pytest.param({"kv": "shared", "phi": "softmax"}, id="shared-softmax", marks=pytest.mark.slow),
     ],
 )
 def test_same_tokens_in_batches_chunks_and_after_prefix_hits(tmp_path, options):

@@ -28,7 +28,16 @@ from nsa.train.engine.transformer import build_transformer
 
 BETAS = (0.9, 0.95)
 _NEVER = 2**62
-NOT_DECAYED = ["*norm.weight", "*.bias", "*.b_in", "*.pos_emb", "*.w_place", "embeddings.weight"]
+NOT_DECAYED = [
+    "*norm.weight",
+    "*.bias",
+    "*.b_in",
+    "*.pos_emb",
+    "*.w_place",
+    "*.w_score",
+    "*.w_square",
+    "embeddings.weight",
+]
 
 FROM_THE_CONFIG = ("initial_lr", "weight_decay", "fused")
 """Optimizer settings not restored from a checkpoint: a run may be resumed with other values."""

@@ -61,7 +61,7 @@ class NSAMixerConfig(SequenceMixerConfig):
     rope_scaling: dict[str, Any] | None = None
     kv: str = "per_branch"
     selector_loss: float = 0.0
-    selector_loss_share: float = 0.25
+    selector_loss_share: float = 0.0625
     qk_norm: bool = False
     qk_norm_eps: float = 1e-6
     bias: bool = False

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from nsa.attention_rules import CHANNEL_MIXING_PHIS
+from nsa.attention_rules import PHIS_WITH_POS_EMB
 from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
 from nsa.options import PHIS
 from nsa.train.distributed import RankInfo
@@ -28,13 +28,14 @@ MODEL = {"embeddings.weight": False, "lm_head.norm.weight": False, "lm_head.w_ou
 PHI = {
     "avg": {},
     "weighted": {"w_place": False},
+    "softmax": {"w_score": False, "w_square": False},
     "linear": {"w_block": True},
     "mlp": {"w_in": True, "b_in": False, "w_out": True},
 }
 VARIANTS = [
     dict(phi=phi, phi_pos_emb=pos_emb, gate=gate, gate_per=per)
     for phi, pos_emb, gate, per in itertools.product(PHI, (False, True), ("softmax", "sigmoid"), ("head", "group"))
-    if not pos_emb or phi in CHANNEL_MIXING_PHIS
+    if not pos_emb or phi in PHIS_WITH_POS_EMB
 ]
 
 

@@ -100,7 +100,13 @@ def test_an_engine_architecture_trains(name, monkeypatch):
 @pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"ffn_dim": 40}, {"norm_eps": 1e-2}, {"dim": 48}])
 @pytest.mark.parametrize(
     "nsa",
-    [{}, {"phi": "mlp", "gate": "sigmoid"}, {"phi": "linear", "rope_compressed": "after"}, {"phi": "weighted"}],
+    [
+        {},
+        {"phi": "mlp", "gate": "sigmoid"},
+        {"phi": "linear", "rope_compressed": "after"},
+        {"phi": "weighted"},
+        {"phi": "softmax"},
+    ],
 )
 def test_one_state_dict_fits_both_models(change, nsa):
     both_models_are_one(run(nsa, **change))
@@ -176,6 +182,9 @@ def test_weights_begin_as_in_nsa_core_whatever_the_global_seed(phi):
         assert torch.equal(one.phi_k.w_block[0, 0], torch.eye(8) / 8)
     if phi == "weighted":
         assert torch.equal(one.phi_k.w_place, torch.full((2, 8), 1 / 8))
+    if phi == "softmax":
+        assert not one.phi_k.w_score.any()
+        assert (one.phi_k.w_square == 1).all()
 
 
 @pytest.mark.parametrize(
