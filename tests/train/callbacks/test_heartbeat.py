@@ -61,7 +61,8 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert sum(beat.gate_branch_shares) == pytest.approx(1)
         assert len(beat.gate_shares_by_layer) == 2
         assert all(sum(shares) == pytest.approx(1) for shares in beat.gate_shares_by_layer)
-        assert 0 < beat.forward_s < beat.step_s or beat.step == 1
+        # Of the last step alone, beside the mean of several: on a busy machine one step may take longer than the mean.
+        assert 0 < beat.forward_s < 5 * beat.step_s or beat.step == 1
         assert 50 < beat.host_mem_rss < 50_000
         assert beat.kernel_sliding == "cpu"
         assert beat.kernels_reason == "first choice"
