@@ -1,6 +1,7 @@
 """What a run folder holds after a short run, and what its heartbeat says."""
 
 import csv
+import itertools
 import json
 import math
 
@@ -61,14 +62,16 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert sum(beat.gate_branch_shares) == pytest.approx(1)
         assert len(beat.gate_shares_by_layer) == 2
         assert all(sum(shares) == pytest.approx(1) for shares in beat.gate_shares_by_layer)
-        # Of the last step alone, beside the mean of several: on a busy machine one step may take longer than the mean.
-        assert 0 < beat.forward_s < 5 * beat.step_s or beat.step == 1
+        assert beat.forward_s > 0
         assert 50 < beat.host_mem_rss < 50_000
         assert beat.kernel_sliding == "cpu"
         assert beat.kernels_reason == "first choice"
         assert beat.fallbacks_selected == 0
         assert beat.synthetic is True
         assert beat.tokens_seen == beat.step * 4 * 64
+    # forward_s is of the last step, step_s the mean since the record before: the forward pass is part of that time.
+    for before, beat in itertools.pairwise(beats[1:-1]):
+        assert beat.forward_s < (beat.step - before.step) * beat.step_s
 
 
 def test_csv_and_metrics_copy_the_heartbeat(runs):
