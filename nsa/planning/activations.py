@@ -189,7 +189,9 @@ class _BlockTensors:
     def _token_scores(self, channels: int) -> int:
         """Of one token, for φ that weighs tokens by a score: the factors of its product, one a wider copy of the token
         unless that is wide already."""
-        factors = 0 if self.phi != "softmax" else 1 if self.one.width >= FP32 else 2
+        if self.phi != "softmax":
+            return 0
+        factors = 1 if self.one.width >= FP32 else 2
         return factors * FP32 * self.groups * channels
 
     def _phi(self, channels: int, rotated: bool) -> int:
@@ -206,11 +208,11 @@ class _BlockTensors:
     def _selector_loss(self) -> int:
         """Per row: the compressed keys made once more, of a cast of the same hidden states if they are the branch's
         own, and their gradient."""
-        per_token = self.one.width * self.dim if self.one.autocast else 0
-        per_token += self._qk_norm(self.groups * self.key_streams) if self.qk_norm else 0
-        per_token *= self.key_streams > 1
+        per_token = self._token_scores(self.d_k)
+        if self.key_streams > 1:
+            per_token += self.one.width * self.dim if self.one.autocast else 0
+            per_token += self._qk_norm(self.groups * self.key_streams) if self.qk_norm else 0
         gradient = self.one.width * self.groups * self.d_k
-        per_token += self._token_scores(self.d_k)
         return self.one.seq_len * per_token + self.blocks * (gradient + self._phi(self.d_k, self.after))
 
     def _feed_forward(self) -> int:
