@@ -108,6 +108,14 @@ def broken_init_std_rules(std: float, key: str = "model.init_std") -> Iterator[B
         )
 
 
+def broken_sliding_gate_rules(initial: float) -> Iterator[BrokenRule]:
+    if not math.isfinite(initial):
+        yield BrokenRule(
+            ("nsa.sliding_gate_init",),
+            f"nsa.sliding_gate_init ({initial}) must be finite: it is the initial bias of a gate. Set e.g. -3.",
+        )
+
+
 def broken_selector_loss_rules(weight: float, share: float, kv: str, phi: str) -> Iterator[BrokenRule]:
     if not weight >= 0:
         yield BrokenRule(

@@ -169,6 +169,11 @@ class SparseAttentionConfig(ConfigSection):
     gate_temperature: Positive = Field(
         default=1.0, description="Gate logits are divided by this; a value above 1 makes the branch weights more equal."
     )
+    sliding_gate_init: float = Field(
+        default=0.0,
+        description="Initial bias of the sliding branch's gate. 0: all branches start with equal weights; -3: the "
+        "window starts with 2 % (softmax), so that its gradients do not hide those of far tokens.",
+    )
     rope_compressed: RopeCompressed = Field(
         default="auto",
         description="Rotate keys before compression or compressed keys after it; auto: before for avg and "

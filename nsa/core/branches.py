@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import broken_option
+from nsa.attention_rules import broken_option, broken_sliding_gate_rules
 from nsa.errors import ConfigError, require_rules
 from nsa.geometry import Geometry
 from nsa.kernels.reference import ScoreOptions
@@ -91,11 +91,29 @@ def _mix_two(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tens
     return (compressed_BSGX1 * compressed_BSGRV + selected_BSGX1 * selected_BSGRV).to(compressed_BSGRV.dtype)
 
 
+GATE_STD = 1e-3  # branches start almost equal, so that every one gets a gradient from the first step
+
+
+class GateProjection(nn.Linear):
+    """Logits of `n_gates` gates with one value per branch."""
+
+    def __init__(self, dim: int, n_gates: int, n_branches: int, sliding_init: float) -> None:
+        super().__init__(dim, n_gates * n_branches)
+        self._branches, self._sliding_init = BRANCH_ORDER[:n_branches], sliding_init
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.weight, std=GATE_STD)
+        nn.init.zeros_(self.bias)
+        if "sliding" in self._branches:
+            nn.init.constant_(self.bias[self._branches.index("sliding") :: len(self._branches)], self._sliding_init)
+
+
 class BranchGates(nn.Module):
     """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. In fp32, also under autocast, but for
     the projection, which is a linear layer like any other.
 
     n_branches: how many branches, the first of BRANCH_ORDER, have a gate; the others' are 0.
+    sliding_init: initial bias of the sliding branch's logit.
     """
 
     def __init__(
@@ -107,15 +125,17 @@ class BranchGates(nn.Module):
         per: str,
         temperature: float,
         n_branches: int = len(BRANCH_ORDER),
+        sliding_init: float = 0.0,
     ) -> None:
         super().__init__()
+        require_rules(broken_sliding_gate_rules(sliding_init))
         require_rules([*broken_option("nsa.gate", kind, GATES), *broken_option("nsa.gate_per", per, GATES_PER)])
         if temperature <= 0:
             raise ConfigError(f"nsa.gate_temperature is {temperature}: gates are divided by it. Set it above 0.")
         self.kind, self.temperature = kind, temperature
         self.n_groups, self.gates_per_group = n_groups, heads_per_group if per == "head" else 1
         self.n_branches = n_branches
-        self.proj = nn.Linear(dim, n_groups * self.gates_per_group * n_branches)
+        self.proj = GateProjection(dim, n_groups * self.gates_per_group, n_branches, sliding_init)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, G, R or 1, 3], fp32, branches in BRANCH_ORDER."""

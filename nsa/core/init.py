@@ -3,9 +3,8 @@
 from torch import nn
 
 from nsa.attention_rules import INIT_STD
+from nsa.core.branches import GateProjection
 from nsa.core.compression import BlockCompressor
-
-GATE_STD = 1e-3  # gates start almost uniform, so that every branch gets a gradient from the first step
 
 
 def init_weights(root: nn.Module, n_layers: int | None = None, std: float = INIT_STD) -> None:
@@ -16,11 +15,11 @@ def init_weights(root: nn.Module, n_layers: int | None = None, std: float = INIT
 
 def init_module(name: str, module: nn.Module, n_layers: int | None = None, std: float = INIT_STD) -> None:
     """The own weights of one module, whose standard deviation depends on its name in the model."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, GateProjection):
+        module.init_weights()
+    elif isinstance(module, nn.Linear):
         own_std = std
-        if name.rpartition(".")[2] == "proj":
-            own_std = GATE_STD
-        elif n_layers is not None and (name.endswith("attention.w_out") or name.endswith("feed_forward.w2")):
+        if n_layers is not None and (name.endswith("attention.w_out") or name.endswith("feed_forward.w2")):
             own_std = std / (2 * n_layers) ** 0.5
         nn.init.normal_(module.weight, std=own_std)
         if module.bias is not None:

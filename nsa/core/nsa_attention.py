@@ -54,6 +54,7 @@ class NSAAttention(nn.Module):
     qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     init_std: standard deviation of the initial weights (`nsa.core.init`).
+    sliding_gate_init: initial bias of the sliding branch's gate.
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
         `nsa.core.rope`. rope_scale: divides positions.
     kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
@@ -84,6 +85,7 @@ class NSAAttention(nn.Module):
         gate: str = "softmax",
         gate_per: str = "head",
         gate_temperature: float = 1.0,
+        sliding_gate_init: float = 0.0,
         rope_base: float = 500_000.0,
         rope_scale: float = 1.0,
         rope_compressed: str = "auto",
@@ -125,7 +127,7 @@ class NSAAttention(nn.Module):
         if "compressed" in self.branches:
             self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
             self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
-            options = (gate, gate_per, gate_temperature, len(self.branches))
+            options = (gate, gate_per, gate_temperature, len(self.branches), sliding_gate_init)
             self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, *options)
         self.w_out = nn.Linear(n_heads * d_v, dim, bias=out_bias)
         init_weights(self, std=init_std)

@@ -17,6 +17,7 @@ from nsa.attention_rules import (
     broken_rope_compressed_rules,
     broken_rope_scaling_rules,
     broken_selector_loss_rules,
+    broken_sliding_gate_rules,
     layer_kinds,
 )
 from nsa.errors import BrokenRule, ConfigError, require_rules
@@ -44,7 +45,7 @@ _COUNTS = (
 _SAME_NAMES = (
     *("l", "d", "l_sel", "n_sel", "w", "phi", "phi_pos_emb", "gate", "gate_per", "gate_temperature"),
     *("rope_scale", "rope_compressed", "rope_scaling", "kv", "qk_norm", "qk_norm_eps", "bias", "out_bias"),
-    *("selector_loss", "selector_loss_share"),
+    *("selector_loss", "selector_loss_share", "sliding_gate_init"),
 )
 
 
@@ -89,6 +90,7 @@ class NSAConfig(PreTrainedConfig):
     gate: Gate = "softmax"
     gate_per: GatePer = "head"
     gate_temperature: float | int = 1.0
+    sliding_gate_init: float | int = 0.0
     rope_scale: float | int = 1.0
     rope_compressed: RopeCompressed = "auto"
     kv: KVProjections = "per_branch"
@@ -147,6 +149,7 @@ class NSAConfig(PreTrainedConfig):
                 *broken_rope_scaling_rules(scaling, self.rope_scale),
                 *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
                 *broken_phi_rules(self.phi, self.phi_pos_emb),
+                *broken_sliding_gate_rules(self.sliding_gate_init),
                 *broken_selector_loss_rules(self.selector_loss, self.selector_loss_share, self.kv, self.phi),
                 *broken_rope_compressed_rules(self.phi, self.rope_compressed),
             )

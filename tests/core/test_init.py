@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nsa.core.init import init_weights
+from nsa.core.layer_kinds import GlobalAttention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
@@ -60,3 +61,24 @@ def test_a_standard_deviation_that_is_none_is_refused(made, std):
     args = dict(init_std=std) if made is transformer else attention_args("tiny", init_std=std)
     with pytest.raises(ConfigError, match=rf"model\.init_std \({std}\)"):
         made(**args)
+
+
+@pytest.mark.parametrize("per", ["head", "group"])
+def test_the_sliding_gate_starts_where_it_is_told(per):
+    attention = NSAAttention(**attention_args("tiny", gate_per=per, sliding_gate_init=-3.0))
+    biases = attention.gates.proj.bias.unflatten(0, (-1, 3))
+    assert (biases == torch.tensor([0.0, 0.0, -3.0])).all()
+    weights = attention.gates(torch.randn(2, 5, attention.dim)).mean((0, 1, 2, 3))
+    share = math.exp(-3) / (2 + math.exp(-3))
+    assert weights.tolist() == pytest.approx([(1 - share) / 2, (1 - share) / 2, share], abs=2e-3)
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf])
+def test_a_sliding_gate_that_starts_nowhere_is_refused(given):
+    with pytest.raises(ConfigError, match=r"nsa\.sliding_gate_init"):
+        NSAAttention(**attention_args("tiny", sliding_gate_init=given))
+
+
+def test_a_layer_without_a_window_has_no_gate_for_it():
+    layer = GlobalAttention(**attention_args("tiny", sliding_gate_init=-3.0))
+    assert not layer.gates.proj.bias.any()

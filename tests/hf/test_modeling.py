@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from nsa.attention_rules import INIT_STD
-from nsa.core.init import GATE_STD
+from nsa.core.branches import GATE_STD
 from nsa.errors import ConfigError
 from nsa.hf import NSAForCausalLM, NSAModel
 from nsa.model.transformer import NSATransformer
@@ -171,6 +171,13 @@ def test_initializer_range_reaches_every_weight(options):
         torch.manual_seed(2)
         models.append(NSAForCausalLM(tiny_config(**options, **change)))
     require_raised(*models)
+
+
+def test_the_sliding_gate_starts_where_the_config_says():
+    model = NSAForCausalLM(tiny_config(attention=["nsa", "global"], sliding_gate_init=-3.0))
+    three, two = (layer.attention.gates.proj.bias for layer in model.model.layers)
+    assert (three.unflatten(0, (-1, 3)) == torch.tensor([0.0, 0.0, -3.0])).all()
+    assert not two.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

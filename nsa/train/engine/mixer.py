@@ -55,6 +55,7 @@ class NSAMixerConfig(SequenceMixerConfig):
     gate: str = "softmax"
     gate_per: str = "head"
     gate_temperature: float = 1.0
+    sliding_gate_init: float = 0.0
     rope_base: float = 500_000.0
     rope_scale: float = 1.0
     rope_compressed: str = "auto"

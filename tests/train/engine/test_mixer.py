@@ -207,6 +207,15 @@ def test_the_initial_standard_deviation_reaches_every_weight_as_in_the_plain_mod
         assert found == pytest.approx(want, rel=0.02 + drawn_apart), name
 
 
+def test_the_sliding_gate_starts_where_the_settings_say():
+    config = run({"sliding_gate_init": -3.0}, dim=64, attention=["nsa", "global"])
+    model = build_train_module(config, VOCAB, RankInfo(), torch.device("cpu")).model
+    biases = [weight for name, weight in model.named_parameters() if name.endswith("gates.proj.bias")]
+    three, two = biases[:2]
+    assert (three.unflatten(0, (-1, 3)) == torch.tensor([0.0, 0.0, -3.0])).all()
+    assert not two.any()
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("init_device", ["cpu", "meta"])
 def test_biases_begin_at_zero_and_norms_at_one(name, init_device):
