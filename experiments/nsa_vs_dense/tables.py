@@ -1,10 +1,11 @@
 """The tables of the study: which runs belong to each, and where they are kept.
 
 tables.yaml names for each table the config file, the seeds and, per variant, the settings it changes. A run is the
-command `nsa train CONFIG SETTING=VALUE … train.seed=SEED train.out_dir=FOLDER`.
+command `nsa train CONFIG SETTING=VALUE … train.seed=SEED train.out_dir=FOLDER`. The runs of a table with
+`starts_from: TABLE` have that table's variants and begin with the weights of its runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ class StudyRun:
     seed: int
     config: Path
     settings: tuple[str, ...]
+    starts_from: Path | None = None
+    """Folder of the run whose weights it begins with."""
 
     @property
     def folder(self) -> Path:
@@ -34,8 +37,12 @@ class StudyRun:
     def command(self) -> list[str]:
         """Arguments of `nsa`; the run goes on from its newest checkpoint if it has one."""
         own = (f"train.seed={self.seed}", f"train.out_dir={self.folder}")
-        resume = ("--resume",) if (self.folder / names.CHECKPOINTS).exists() else ()
-        return ["train", str(self.config), *self.settings, *own, *resume]
+        start: tuple[str, ...] = ()
+        if (self.folder / names.CHECKPOINTS).exists():
+            start = ("--resume",)
+        elif self.starts_from is not None:
+            start = ("--init-from", str(self.starts_from))
+        return ["train", str(self.config), *self.settings, *own, *start]
 
     @property
     def selects(self) -> bool:
@@ -67,14 +74,28 @@ class StudyTable:
 
 def read_tables(path: Path = HERE / "tables.yaml") -> dict[str, StudyTable]:
     tables: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {name: _table(name, given, path.parent) for name, given in tables.items()}
+    made: dict[str, StudyTable] = {}
+    for name, given in tables.items():
+        made[name] = _table(name, given, path.parent, made)
+    return made
 
 
-def _table(name: str, given: dict[str, Any], folder: Path) -> StudyTable:
+def _table(name: str, given: dict[str, Any], folder: Path, earlier: dict[str, StudyTable]) -> StudyTable:
     always = tuple(given.get("settings", ()))
-    runs = tuple(
-        StudyRun(name, variant, seed, folder / given["config"], (*always, *settings))
-        for variant, settings in given["variants"].items()
-        for seed in given["seeds"]
-    )
+    if "starts_from" in given:
+        runs = tuple(
+            replace(run, table=name, settings=_merged(run.settings, always), starts_from=run.folder)
+            for run in earlier[given["starts_from"]].chosen(given["variants"], given["seeds"])
+        )
+    else:
+        runs = tuple(
+            StudyRun(name, variant, seed, folder / given["config"], (*always, *settings))
+            for variant, settings in given["variants"].items()
+            for seed in given["seeds"]
+        )
     return StudyTable(name, given["question"], given["drawn"], runs)
+
+
+def _merged(settings: tuple[str, ...], changed: tuple[str, ...]) -> tuple[str, ...]:
+    """SETTING=VALUE words; a setting that is named twice has its last value."""
+    return tuple({word.split("=")[0]: word for word in (*settings, *changed)}.values())

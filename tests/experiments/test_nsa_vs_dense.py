@@ -5,7 +5,8 @@ import csv
 import pytest
 import yaml
 
-from experiments.nsa_vs_dense import results, run, tables
+from experiments.nsa_vs_dense import depth_map, results, run, tables
+from nsa import names
 from nsa.config.load import load
 
 TABLES = tables.read_tables()
@@ -54,3 +55,25 @@ def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     with open(tmp_path / "results" / "tiny_curves.csv", encoding="utf-8") as file:
         assert [row["step"] for row in csv.DictReader(file) if row["variant"] == "nsa"] == ["2", "4"]
     assert (tmp_path / "results" / "tiny.svg").read_text().startswith("<svg xmlns=")
+    cells = depth_map.accuracy_by_depth(nsa, length=256, rows=3)
+    assert sum(cell.questions for cell in cells) == 3 * 16
+    assert {cell.depth for cell in cells} <= set(range(depth_map.DEPTHS))
+    depth_map.write_cells(tmp_path / "depths.csv", cells)
+    kept = depth_map.read_cells(tmp_path / "depths.csv")
+    assert [cell._replace(accuracy=pytest.approx(cell.accuracy, abs=1e-5)) for cell in cells] == kept
+    assert depth_map.draw_map("title", kept).count("<rect ") == 1 + len(kept)
+
+
+def test_a_table_may_start_from_the_runs_of_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short, long = TABLES["far_recall_512"], TABLES["extended_2k"]
+    run = long.chosen(["late_window"], [1])[0]
+    before = short.chosen(["late_window"], [1])[0]
+    assert run.command[-2:] == ["--init-from", str(before.folder)]
+    settings = [word for word in run.command if "=" in word]
+    assert "train.seq_len=2048" in settings
+    assert "train.seq_len=512" not in settings
+    assert "nsa.phi=softmax" in settings
+    (run.folder / names.CHECKPOINTS).mkdir(parents=True)
+    assert run.command[-1] == "--resume"
+    assert "--init-from" not in run.command
