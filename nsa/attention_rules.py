@@ -16,6 +16,8 @@ PHIS_OF_UNROTATED_KEYS = ("softmax", *PHIS_WITH_POS_EMB)
 """φ whose result depends on the channels of each key; the others sum keys with fixed weights."""
 INIT_STD = 0.02
 """Default of `model.init_std`."""
+SLIDING_GATE_INIT = -3.0
+"""Default of `nsa.sliding_gate_init`."""
 
 _BRANCHES = 3
 _LARGEST_SUGGESTION = 1024

@@ -7,7 +7,8 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, b
 
 OPTIONS: dict[str, dict[str, dict]] = {
     "plain": {},
-    "shared": {"nsa": dict(kv="shared")},
+    "per_branch": {"nsa": dict(kv="per_branch", phi="avg")},
+    "shared": {"nsa": dict(kv="shared", phi="avg")},
     "shared_keys": {"nsa": dict(kv="shared_keys")},
     "shared_after": {"nsa": dict(kv="shared", phi="mlp")},
     "qk_norm": {"model": dict(qk_norm=True)},

@@ -30,4 +30,6 @@ def fp64_backends() -> list[str]:
 
 
 def attention_args(geometry: str, heads: tuple[int, int] = (6, 2), **changes: Any) -> dict[str, Any]:
-    return dict(dim=24, n_heads=heads[0], n_kv_groups=heads[1], d_k=8, d_v=6) | GEOMETRIES[geometry] | changes
+    """Arguments of `NSAAttention`: own keys per branch, blocks as means and equal gates, unless changed."""
+    sizes = dict(dim=24, n_heads=heads[0], n_kv_groups=heads[1], d_k=8, d_v=6)
+    return sizes | dict(phi="avg", kv="per_branch", sliding_gate_init=0.0) | GEOMETRIES[geometry] | changes

@@ -66,7 +66,7 @@ def write_run(
     for step in steps:
         net = build_model(config, tokenizer.vocab_size)
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(step)
+            generator = torch.Generator().manual_seed(step + 1)
             for name, parameter in net.named_parameters():
                 if "norm" not in name:
                     parameter.normal_(std=0.3, generator=generator)

@@ -45,7 +45,9 @@ def nsa_step(
     shape: BenchShape, lengths: list[int], dtype: torch.dtype, pooled: bool, heads: tuple[Tensor, Tensor]
 ) -> Callable[[], Tensor]:
     s, g = shape, shape.geometry
-    module = NSAAttention(1, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w).to(dtype)
+    module = NSAAttention(
+        1, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w, phi="avg", kv="per_branch"
+    ).to(dtype)
     batch, room = len(lengths), max(lengths) + 2 * STEPS
     pages = sum(g.n_blocks(n + 2 * STEPS) + 1 for n in lengths) if pooled else None
     cache = module.new_cache(batch, room, pages=pages)

@@ -108,7 +108,7 @@ def _module(case: BenchCase, backend: str) -> NSAAttention:
     """For its cache and φ; its projections are not used."""
     s, g = case.shape, case.shape.geometry
     sizes = (s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
-    return NSAAttention(1, *sizes, kernels=backend).to(case.device, case.dtype)
+    return NSAAttention(1, *sizes, phi="avg", kv="per_branch", kernels=backend).to(case.device, case.dtype)
 
 
 def _attend(module: NSAAttention, cache: LayerCache, q: Tensor, new: BranchStreams, gates: Tensor) -> Tensor:

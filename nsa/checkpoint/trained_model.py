@@ -73,7 +73,7 @@ def open_trained_model(
             f"`nsa train` saved."
         )
     try:
-        config = RunConfig.model_validate(dict(record.config))
+        config = RunConfig.of_saved(record.config)
     except (ValidationError, NSAError) as error:
         raise CheckpointError(
             f"{checkpoint / names.STATE} holds settings that this version cannot use: {error}. Use the version that "

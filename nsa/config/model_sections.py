@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from nsa.attention_rules import INIT_STD, resolve_rope_compressed
+from nsa.attention_rules import INIT_STD, SLIDING_GATE_INIT, resolve_rope_compressed
 from nsa.config import rules
 from nsa.config.setting_types import (
     OFF_OR_FULL,
@@ -36,7 +36,14 @@ from nsa.options import (
 
 PRESETS: dict[str, dict[str, Any]] = {
     "base": {},
-    "paper": {"phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "kv": "per_branch", "selector_loss": 0.0},
+    "paper": {
+        "phi": "mlp",
+        "phi_pos_emb": True,
+        "gate": "sigmoid",
+        "kv": "per_branch",
+        "selector_loss": 0.0,
+        "sliding_gate_init": 0.0,
+    },
 }
 """Values of settings in `nsa` that differ from their defaults, by `nsa.preset`."""
 
@@ -142,8 +149,8 @@ class SparseAttentionConfig(ConfigSection):
 
     preset: Changeable[Preset] = Field(
         default="base",
-        description="Defaults of the settings below. paper: phi mlp with phi_pos_emb, gate sigmoid and kv per_branch, "
-        "as published; a setting that is given wins over it.",
+        description="Defaults of the settings below. paper: phi mlp with phi_pos_emb, gate sigmoid, kv per_branch "
+        "and sliding_gate_init 0, as published; a setting that is given wins over it.",
     )
     l: Tokens = Field(default=Geometry.l, description="Length of a compression block.")
     d: Tokens = Field(default=Geometry.d, description="Stride between compression blocks; divides l and l_sel.")
@@ -153,7 +160,7 @@ class SparseAttentionConfig(ConfigSection):
     )
     w: Tokens = Field(default=Geometry.w, description="Length of the sliding window, including the query's own token.")
     phi: Phi = Field(
-        default="avg",
+        default="softmax",
         description="Compression operator that pools a block into one token: the mean, a sum with a learned weight "
         "per place in the block, a sum with softmax weights of learned token scores, one learned map, or two with a "
         "GELU between.",
@@ -169,10 +176,10 @@ class SparseAttentionConfig(ConfigSection):
     gate_temperature: Positive = Field(
         default=1.0, description="Gate logits are divided by this; a value above 1 makes the branch weights more equal."
     )
-    sliding_gate_init: float = Field(
-        default=0.0,
-        description="Initial bias of the sliding branch's gate. 0: all branches start with equal weights; -3: the "
-        "window starts with 2 % (softmax), so that its gradients do not hide those of far tokens.",
+    sliding_gate_init: Changeable[float] = Field(
+        default=SLIDING_GATE_INIT,
+        description="Initial bias of the sliding branch's gate. -3: the window starts with 2 % of the weights "
+        "(softmax), so that its gradients do not hide those of far tokens; 0: all branches start with equal weights.",
     )
     rope_compressed: RopeCompressed = Field(
         default="auto",
@@ -180,7 +187,7 @@ class SparseAttentionConfig(ConfigSection):
         "weighted, else after.",
     )
     kv: KVProjections = Field(
-        default="per_branch",
+        default="shared",
         description="Keys and values: one projection per branch as in the paper, shared keys with a value per branch, "
         "or one of both shared by the three branches.",
     )

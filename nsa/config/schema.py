@@ -72,6 +72,17 @@ class RunConfig(ConfigSection):
         config._notices = notices
         return config
 
+    @classmethod
+    def of_saved(cls, values: Mapping[str, Any]) -> Self:
+        """The settings that a run recorded; one that its version did not have gets the value it behaved by."""
+        complete = dict(values)
+        for key, value in VALUES_BEFORE.items():
+            section, name = key.split(".")
+            given = complete.get(section, {})
+            if isinstance(given, Mapping):
+                complete[section] = {name: value, **given}
+        return cls.model_validate(complete)
+
     @property
     def notices(self) -> tuple[str, ...]:
         """Notes on how this config was resolved, e.g. retired names that were ignored."""
@@ -103,6 +114,9 @@ class RunConfig(ConfigSection):
     def origins(self) -> dict[str, str]:
         return {key: self.origin(key) for key in settings()}
 
+
+VALUES_BEFORE = {"nsa.kv": "per_branch"}
+"""What versions without these settings did, where that is not the default."""
 
 # Keys of earlier systems that old configs contain: accepted, ignored, and reported with their replacement.
 RETIRED_KEYS = {

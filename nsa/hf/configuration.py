@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from nsa.attention_rules import (
     INIT_STD,
+    SLIDING_GATE_INIT,
     broken_head_rules,
     broken_init_std_rules,
     broken_pattern_rules,
@@ -85,15 +86,15 @@ class NSAConfig(PreTrainedConfig):
     l_sel: int = Geometry.l_sel
     n_sel: int = Geometry.n_sel
     w: int = Geometry.w
-    phi: Phi = "avg"
+    phi: Phi = "softmax"
     phi_pos_emb: bool = False
     gate: Gate = "softmax"
     gate_per: GatePer = "head"
     gate_temperature: float | int = 1.0
-    sliding_gate_init: float | int = 0.0
+    sliding_gate_init: float | int = SLIDING_GATE_INIT
     rope_scale: float | int = 1.0
     rope_compressed: RopeCompressed = "auto"
-    kv: KVProjections = "per_branch"
+    kv: KVProjections = "shared"
     selector_loss: float | int = 0.0
     selector_loss_share: float | int = 0.0625
     qk_norm: bool = False

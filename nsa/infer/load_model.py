@@ -167,7 +167,7 @@ def _from_weights_file(folder: Path, tokenizer: str | Path | None) -> LoadedMode
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}). Export it again from a checkpoint.") from error
     try:
-        config = RunConfig.model_validate(json.loads(about["config"]))
+        config = RunConfig.of_saved(json.loads(about["config"]))
         step = int(about["step"])
     except (KeyError, ValueError, RecursionError, NSAError) as error:  # pydantic's ValidationError is a ValueError
         raise CheckpointError(

@@ -15,7 +15,7 @@ from nsa.checkpoint.run_state import VOCAB_SIZE, RunRecord
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.describe import may_change_on_resume, plain
 from nsa.config.layer import flatten
-from nsa.config.schema import RunConfig, default_ffn_dim, settings
+from nsa.config.schema import VALUES_BEFORE, RunConfig, default_ffn_dim, settings
 from nsa.config.setting_types import as_json
 from nsa.data.rows.specs import RowData
 from nsa.errors import CheckpointError, ConfigError, DataError
@@ -72,8 +72,9 @@ class SettingChange:
 
 
 def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> list[SettingChange]:
-    """All differences, in the order of the schema. A setting newer than the checkpoint counts as its default."""
-    defaults = {key: as_json(field.default) for key, field in settings().items()}
+    """All differences, in the order of the schema. A setting newer than the checkpoint counts as its default,
+    or as what was done before."""
+    defaults = {key: as_json(field.default) for key, field in settings().items()} | VALUES_BEFORE
     saved, now = defaults | flatten(record.config), flatten(config.model_dump(mode="json"))
     saved_vocab_size = record.more.get(VOCAB_SIZE) or saved[_VOCAB_KEY]
     if saved_vocab_size is not None:  # not in checkpoints of earlier versions, whose data cursor names the tokenizer

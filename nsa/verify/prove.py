@@ -99,7 +99,10 @@ def _projected(module: NSAAttention, branch: str, x: Tensor) -> tuple[Tensor, Te
     b, groups = BRANCH_ORDER.index(branch), module.n_kv_groups
     tables = module.rotary.tables(torch.arange(x.shape[1], device=x.device)[None])
     q = rotate(module.w_q(x).unflatten(-1, (groups, -1, module.d_k)), tables)
-    k, v = (w(x).unflatten(-1, (groups, 3, -1))[..., b, :] for w in (module.w_k, module.w_v))
+    k, v = (
+        w(x).unflatten(-1, (groups, -1, width)) for w, width in ((module.w_k, module.d_k), (module.w_v, module.d_v))
+    )
+    k, v = (streams[..., min(b, streams.shape[-2] - 1), :] for streams in (k, v))  # shared, or one per branch
     return q, rotate(k, tables), v
 
 

@@ -18,6 +18,7 @@ import pytest
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "run_e78e5fe.tar.xz"
 ROOT = Path(__file__).parents[2]
+DEFAULTS_THEN = ("nsa.kv=per_branch",)
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +60,30 @@ def test_a_setting_it_does_not_know_counts_as_its_default(older_run):
 
     record = RunRecord.read(older_run / "run" / "checkpoints" / "step4")
     assert "init_std" not in record.config["model"]
-    same, raised = (load(older_run / "run.yaml", overrides=given) for given in ([], ["model.init_std=0.08"]))
+    same, raised = (
+        load(older_run / "run.yaml", overrides=[*DEFAULTS_THEN, *given]) for given in ([], ["model.init_std=0.08"])
+    )
     known = {change.key for change in changed_settings(record, same, 257)}
     assert {change.key for change in changed_settings(record, raised, 257)} - known == {"model.init_std"}
     assert not any(key.startswith(("model.", "nsa.")) for key in known)
 
 
+def test_other_defaults_are_refused_by_name_and_a_missing_setting_counts_as_what_was_done_then(older_run):
+    from nsa.checkpoint.run_state import RunRecord
+    from nsa.checkpoint.trained_model import open_trained_model
+
+    assert "kv" not in RunRecord.read(older_run / "run" / "checkpoints" / "step4").config["nsa"]
+    assert open_trained_model(older_run / "run").config.nsa.kv == "per_branch"
+    refused = nsa(older_run, "train", "run.yaml", "train.out_dir=run", "--resume")
+    assert refused.returncode != 0
+    text = " ".join(refused.stderr.split())
+    assert "nsa.kv: saved per_branch, now shared" in text
+    assert "Set them back (nsa.kv=per_branch)" in text
+
+
 def test_it_resumes_and_repeats_the_losses_of_its_first_life(older_run):
     before = dict(losses(older_run))
-    resumed = nsa(older_run, "train", "run.yaml", "train.out_dir=run", "--resume")
+    resumed = nsa(older_run, "train", "run.yaml", "train.out_dir=run", *DEFAULTS_THEN, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     again = dict(losses(older_run)[len(before) :])
     assert list(again) == [5, 6, 7, 8]

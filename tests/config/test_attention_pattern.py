@@ -86,4 +86,4 @@ def test_an_unknown_preset_is_refused(tmp_path):
 
 def test_arguments_of_the_attention_are_without_the_preset():
     assert "preset" not in RunConfig().nsa.arguments
-    assert RunConfig().nsa.arguments["phi"] == "avg"
+    assert RunConfig().nsa.arguments["phi"] == "softmax"

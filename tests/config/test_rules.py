@@ -30,7 +30,8 @@ def resolve(tmp_path):
         (["nsa.d=12", "nsa.l_sel=60"], ["nsa.d (12)", "nsa.l (32)"]),
         (["nsa.d=12", "nsa.l=24"], ["nsa.d (12)", "nsa.l_sel (64)"]),
         (["nsa.n_sel=2"], ["nsa.n_sel (2)", "at least 3"]),
-        (["nsa.phi_pos_emb=true"], ["nsa.phi_pos_emb (true)", "nsa.phi (avg)"]),
+        (["nsa.phi_pos_emb=true", "nsa.phi=avg"], ["nsa.phi_pos_emb (true)", "nsa.phi (avg)"]),
+        (["nsa.phi_pos_emb=true"], ["nsa.phi_pos_emb (true)", "nsa.phi (softmax)"]),
         (["nsa.phi_pos_emb=true", "nsa.phi=weighted"], ["nsa.phi_pos_emb (true)", "nsa.phi (weighted)"]),
         (
             ["model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2", "model.rope_scale=4"],
@@ -58,7 +59,7 @@ def resolve(tmp_path):
         ),
         (["train.warmup_steps=1001"], ["train.warmup_steps (1001)", "train.steps (1000)"]),
         (
-            ["nsa.kv=shared", "nsa.selector_loss=1"],
+            ["nsa.phi=avg", "nsa.selector_loss=1"],
             ["nsa.selector_loss (1.0)", "nsa.kv (shared)", "nsa.phi (avg)"],
         ),
         (["train.keep_every=1500"], ["train.keep_every (1500)", "train.save_every (1000)"]),

@@ -77,7 +77,7 @@ def test_the_canonical_long_run():
 def test_the_production_run_has_the_published_values():
     wanted = {
         "model": {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_groups": 2, "d_k": 64, "d_v": 64},
-        "nsa": {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512, "phi": "avg"},
+        "nsa": {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512},
         "runtime": {"device": "cuda", "precision": "bf16", "gradient_checkpointing": "full", "use_flash": True},
         "train": {
             "steps": 50000,

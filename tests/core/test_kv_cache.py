@@ -162,16 +162,15 @@ def test_cached_forward_keeps_no_graph():
 
 
 def test_shared_keys_are_stored_once():
-    args = attention_args("seed", (12, 2))
-    apart, together = (make(**args, kv=kv).new_cache(1, 2048).n_bytes() for kv in ("per_branch", "shared"))
+    kinds = (attention_args("seed", (12, 2), kv=kv) for kv in ("per_branch", "shared"))
+    apart, together = (make(**args).new_cache(1, 2048).n_bytes() for args in kinds)
     per_token = 2 * (8 + 6) * 4
     saved = apart - together
     assert saved == (512 + 32 + 2) * per_token  # window, tail, and their spare slots
 
 
 def test_a_cache_of_the_other_kind_is_refused():
-    args = attention_args("tiny")
-    shared, apart = make(**args, kv="shared"), make(**args)
+    shared, apart = (make(**attention_args("tiny", kv=kv)) for kv in ("shared", "per_branch"))
     for module, other in ((shared, apart), (apart, shared)):
         with pytest.raises(ConfigError, match="shared streams"):
             module(torch.randn(1, 1, 24), cache=other.new_cache(1, 8))

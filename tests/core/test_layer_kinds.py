@@ -16,10 +16,11 @@ SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4
 LENGTH, DIM = 96, 32
 KINDS = ("dense", "window", "global")
 OPTIONS = {
-    "plain": {},
-    "options": dict(qk_norm=True, bias=True, out_bias=True, rope_scale=2.0),
-    "shared": dict(kv="shared"),
-    "mlp": dict(phi="mlp", gate="sigmoid", gate_per="group"),
+    "plain": dict(kv="per_branch", phi="avg"),
+    "default": {},
+    "options": dict(kv="per_branch", phi="avg", qk_norm=True, bias=True, out_bias=True, rope_scale=2.0),
+    "shared": dict(kv="shared", phi="avg"),
+    "mlp": dict(kv="per_branch", phi="mlp", gate="sigmoid", gate_per="group"),
 }
 
 
@@ -187,7 +188,7 @@ def test_cropped_reordered_grown_and_picked_caches_go_on(kind):
 
 def test_cache_sizes():
     """dense: all keys; window: a ring of w; global: as NSA without the window."""
-    n_bytes = {kind: layer(kind).new_cache(1, 64 * 16).n_bytes() for kind in ("nsa", *KINDS)}
+    n_bytes = {kind: layer(kind, kv="per_branch").new_cache(1, 64 * 16).n_bytes() for kind in ("nsa", *KINDS)}
     slot = 2 * (8 + 6) * 8  # groups · (K + V) · fp64
     pages = layer("dense").new_cache(1, 64 * 16).page_table.n_stored  # 64, and spare ones
     assert 64 < pages <= 66
@@ -209,8 +210,9 @@ def test_a_cache_of_another_kind_is_refused():
 
 @pytest.mark.parametrize(("kind", "branches"), [("dense", 1), ("window", 1), ("global", 2)])
 def test_parameters_are_a_part_of_those_of_an_nsa_layer(kind, branches):
-    arguments = {**SIZES, "phi": "mlp", "qk_norm": True, "bias": True}
-    whole = layer("nsa", **{key: arguments[key] for key in ("phi", "qk_norm", "bias")})
+    options = {"kv": "per_branch", "phi": "mlp", "qk_norm": True, "bias": True}
+    whole = layer("nsa", **options)
+    arguments = {**SIZES, **options}
     made = layer_of_kind(kind, whole, **arguments)
     of_whole, mine = dict(whole.named_parameters()), dict(made.named_parameters())
     for name in ("w_q.weight", "w_q.bias", "w_out.weight", "q_norm.weight", "k_norm.weight"):

@@ -13,9 +13,9 @@ from tests.hf.tiny_model import byte_tokenizer, padded, prompts, tiny_model
 
 VARIANTS = [
     dict(),
-    dict(phi="mlp", phi_pos_emb=True),
+    dict(kv="per_branch", phi="mlp", phi_pos_emb=True),
     dict(phi="linear", rope_compressed="after", qk_norm=True, bias=True, out_bias=True),
-    dict(kv="shared", v_head_dim=16),
+    dict(kv="per_branch", phi="avg", v_head_dim=16),
     dict(kv="shared_keys", v_head_dim=16),
     dict(tie_word_embeddings=True, gate="sigmoid", rope_scaling={"rope_type": "linear", "factor": 4.0}),
 ]

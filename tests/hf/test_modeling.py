@@ -20,10 +20,10 @@ RENAMES = {
 }
 VARIANTS = [
     dict(),
-    dict(phi="mlp", phi_pos_emb=True, qk_norm=True, qk_norm_eps=1e-4),
+    dict(kv="per_branch", phi="mlp", phi_pos_emb=True, qk_norm=True, qk_norm_eps=1e-4),
     dict(kv="shared", phi="linear", bias=True, out_bias=True, gate="sigmoid", gate_per="group", gate_temperature=2.0),
     dict(kv="shared", phi="weighted"),
-    dict(kv="shared", phi="softmax"),
+    dict(kv="per_branch", phi="avg"),
     dict(tie_word_embeddings=True, rope_theta=10000.0, rope_scale=2.0, rms_norm_eps=1e-3),
 ]
 
@@ -141,7 +141,8 @@ def test_no_cache_is_made_while_gradients_are_computed():
 def test_initial_weights_are_those_of_the_trainer():
     """`post_init` of Transformers initialises everything once more: it must use our scales."""
     torch.manual_seed(0)
-    config = tiny_config(hidden_size=256, num_hidden_layers=8, phi="linear", phi_pos_emb=True, bias=True)
+    sizes = dict(hidden_size=256, num_hidden_layers=8)
+    config = tiny_config(**sizes, phi="linear", phi_pos_emb=True, bias=True, sliding_gate_init=0.0)
     model = NSAForCausalLM(config)
     names = {name: parameter.detach() for name, parameter in model.named_parameters()}
     ours = dict(twin(model).named_parameters())
@@ -246,7 +247,7 @@ def test_bf16_generates():
 def test_the_selector_loss_trains_and_leaves_the_loss_as_it_is():
     ids, found = prompts(2, 90), []
     for weight in (0.0, 1.0):
-        model = tiny_model(selector_loss=weight).train()
+        model = tiny_model(kv="per_branch", phi="avg", selector_loss=weight).train()
         assert all(layer.attention.selector_weight == weight / len(model.model.layers) for layer in model.model.layers)
         loss = model(ids, labels=ids).loss
         loss.backward()

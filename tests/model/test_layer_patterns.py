@@ -84,9 +84,10 @@ def test_it_learns(pattern):
 
 
 def test_the_selector_loss_is_averaged_over_the_layers_that_select():
-    model = transformer("dense", "nsa", "global", selector_loss=1.0, selector_loss_share=1.0)
+    apart = dict(kv="per_branch", phi="avg")
+    model = transformer("dense", "nsa", "global", selector_loss=1.0, selector_loss_share=1.0, **apart)
     assert [block.attention.selector_weight for block in list(model.blocks)[1:]] == [0.5, 0.5]
-    without = transformer("dense", "nsa", "global")
+    without = transformer("dense", "nsa", "global", **apart)
     ids = tokens(2)
     for each in (model, without):
         each.loss(ids, ids).backward()

@@ -10,7 +10,7 @@ from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
 DOCUMENTS = [f"Document {i}: " + " ".join(f"{w * i % 97}" for w in range(i % 50)) for i in range(400)]
-MIXED = ["model.n_layers=4", "model.attention=[dense,nsa,window,global]"]
+MIXED = ["nsa.kv=per_branch", "nsa.phi=avg", "model.n_layers=4", "model.attention=[dense,nsa,window,global]"]
 STEPS = 8
 
 

@@ -14,6 +14,7 @@ from tests.shapes import attention_args
 from tests.train.runs import Job, run_all
 
 ON = ("nsa.selector_loss=1.0", "nsa.selector_loss_share=0.5")
+OWN_KEYS = ("nsa.kv=per_branch", "nsa.phi=avg")  # whose gradients it changes
 CONSTANT = "train.lr_schedule=constant"
 
 
@@ -24,7 +25,7 @@ def runs(tmp_path_factory):
     texts = [f"Document {i}: " + " ".join(f"{w * i % 97}" for w in range(i % 50)) for i in range(200)]
     corpus = folder / "documents.jsonl"
     corpus.write_text("".join(json.dumps({"id": str(i), "text": text}) + "\n" for i, text in enumerate(texts)))
-    base = [CONSTANT, "train.steps=4", "data.dataset=local", f"data.path={corpus}", "data.held_out=0.1"]
+    base = [CONSTANT, *OWN_KEYS, "train.steps=4", "data.dataset=local", f"data.path={corpus}", "data.held_out=0.1"]
 
     def job(name, world=1, *changes, **more):
         return Job(str(folder / name), world, [*base, *changes], **more)

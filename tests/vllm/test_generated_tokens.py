@@ -22,9 +22,10 @@ N_NEW = 40
     "options",
     [
         pytest.param({}, id="base"),
-        pytest.param({"kv": "shared", "tie_word_embeddings": True}, id="shared-tied"),
+        pytest.param({"kv": "shared", "phi": "avg", "tie_word_embeddings": True}, id="shared-means-tied"),
         pytest.param(
-            {"phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "bias": True, "out_bias": True}, id="paper-bias"
+            {"kv": "per_branch", "phi": "mlp", "phi_pos_emb": True, "gate": "sigmoid", "bias": True, "out_bias": True},
+            id="paper-bias",
         ),
         pytest.param(
             {"kv": "shared", "phi": "linear", "gate_per": "group", "qk_norm": True},
@@ -32,7 +33,7 @@ N_NEW = 40
             marks=pytest.mark.slow,
         ),
         pytest.param({"kv": "shared", "phi": "weighted"}, id="shared-weighted", marks=pytest.mark.slow),
-        pytest.param({"kv": "shared", "phi": "softmax"}, id="shared-softmax", marks=pytest.mark.slow),
+        pytest.param({"kv": "per_branch", "phi": "avg"}, id="per-branch-means", marks=pytest.mark.slow),
     ],
 )
 def test_same_tokens_in_batches_chunks_and_after_prefix_hits(tmp_path, options):
@@ -99,7 +100,7 @@ def test_rejected_drafts_leave_nothing_behind(tmp_path):
 
 def test_pages_behind_the_window_are_freed(tmp_path):
     """Window and tail need a few pages of a long request; all of selected and compressed remain."""
-    export_small_model(tmp_path)
+    export_small_model(tmp_path, kv="per_branch")
     (prompt,) = random_prompts((1600,))
     with engine(tmp_path, max_num_batched_tokens=64) as llm:
         pools = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager

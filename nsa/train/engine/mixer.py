@@ -13,7 +13,7 @@ from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nsa.attention_rules import INIT_STD, layer_kinds
+from nsa.attention_rules import INIT_STD, SLIDING_GATE_INIT, layer_kinds
 from nsa.config.schema import RunConfig
 from nsa.core.init import init_weights
 from nsa.core.layer_kinds import LAYER_CLASSES, DenseAttention, GlobalAttention, WindowAttention, layer_parameters
@@ -50,17 +50,17 @@ class NSAMixerConfig(SequenceMixerConfig):
     l_sel: int = Geometry.l_sel
     n_sel: int = Geometry.n_sel
     w: int = Geometry.w
-    phi: str = "avg"
+    phi: str = "softmax"
     phi_pos_emb: bool = False
     gate: str = "softmax"
     gate_per: str = "head"
     gate_temperature: float = 1.0
-    sliding_gate_init: float = 0.0
+    sliding_gate_init: float = SLIDING_GATE_INIT
     rope_base: float = 500_000.0
     rope_scale: float = 1.0
     rope_compressed: str = "auto"
     rope_scaling: dict[str, Any] | None = None
-    kv: str = "per_branch"
+    kv: str = "shared"
     selector_loss: float = 0.0
     selector_loss_share: float = 0.0625
     qk_norm: bool = False

@@ -73,7 +73,7 @@ def test_every_layer_that_selects_has_a_row():
     ends = (np.array([0, 257], dtype=np.int32),)
     tokens = torch.randint(0, 256, (2, 1, 257)).numpy().astype(np.uint16)
     rows = [Batch(row, ends, None, np.zeros(1, np.int64), 0, 1) for row in tokens]
-    found = selection_by_layer(small_model(attention=["nsa", "dense"]), rows)
+    found = selection_by_layer(small_model(attention=["nsa", "dense"], kv="per_branch", phi="avg"), rows)
     assert [layer for layer, _ in found.counts] == [0]
     record = selection_record(found, "rows", 256, 2)
     (row,) = record["layers"]

@@ -53,7 +53,7 @@ def test_recomputation_repeats_what_it_says(steps, overlap):
 def test_products_are_those_of_the_weights(steps):
     """Six FLOPs per token and weight, the embedding apart."""
     dim, layers, ffn = 768, 12, CONFIG.model.ffn_size
-    streams = 3 * 2 * 64 * 2  # keys and values of three branches
+    streams = 2 * 64 * 2  # keys and values, of which all branches read
     weights = layers * (dim * (2 * dim + streams + 36) + 3 * dim * ffn) + dim * 32768
     seconds = 6 * weights * 8 * 2048 / (MATRIX_SHARE * 312e12)
     assert part(steps["off"], "matrix products") == pytest.approx(seconds, rel=0.01)

@@ -64,7 +64,7 @@ def test_every_parameter_is_in_its_group(nsa):
 
 @pytest.mark.parametrize("options", [(option,) for option in OPTIONAL] + [tuple(OPTIONAL)], ids="-".join)
 def test_optional_norms_and_biases_are_not_decayed(options):
-    assert groups({"kv": "shared"}, **dict.fromkeys(options, True)) == expected("avg", False, options)
+    assert groups({"kv": "shared"}, **dict.fromkeys(options, True)) == expected("softmax", False, options)
 
 
 def groups(nsa: dict, **model) -> dict[str, bool]:

@@ -7,6 +7,7 @@ import torch
 from olmo_core.nn.attention import SequenceMixerConfig
 from olmo_core.nn.transformer import TransformerConfig
 
+from nsa.attention_rules import SLIDING_GATE_INIT
 from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
@@ -227,7 +228,9 @@ def test_biases_begin_at_zero_and_norms_at_one(name, init_device):
     model.init_weights(device=torch.device("cpu"))
     for parameter_name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), parameter_name
-        if parameter_name.endswith((".bias", ".b_in")):
+        if parameter_name.endswith("gates.proj.bias"):
+            assert (parameter.unflatten(0, (-1, 3)) == torch.tensor([0.0, 0.0, SLIDING_GATE_INIT])).all()
+        elif parameter_name.endswith((".bias", ".b_in")):
             assert (parameter == 0).all(), parameter_name
         elif parameter_name.endswith("norm.weight"):
             assert (parameter == 1).all(), parameter_name
