@@ -29,6 +29,7 @@ from nsa.model.loss import linear_token_scores
 DEPTHS = 5
 """Equal parts of a row."""
 CELL_WIDTH, CELL_HEIGHT, LEFT, TOP, GAP = 54, 26, 72, 58, 28
+TITLE_LETTER = 7
 
 
 class DepthCell(NamedTuple):
@@ -87,7 +88,8 @@ def draw_map(title: str, cells: Sequence[DepthCell]) -> str:
             for depth in range(DEPTHS):
                 if found := by_place.get((variant, length, depth)):
                     parts.append(_box(x, TOP + CELL_HEIGHT * depth, fmean(found)))
-    width, height = LEFT + len(variants) * (grid + GAP), TOP + CELL_HEIGHT * DEPTHS + 12
+    width = max(LEFT + len(variants) * (grid + GAP), LEFT + TITLE_LETTER * len(title))
+    height = TOP + CELL_HEIGHT * DEPTHS + 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="#fff"/>'

@@ -5,12 +5,15 @@ import csv
 import pytest
 import yaml
 
-from experiments.nsa_vs_dense import depth_map, results, run, tables
+from experiments.nsa_vs_dense import depth_map, results, run, tables, time_to_loss
 from nsa import names
 from nsa.config.load import load
 
 TABLES = tables.read_tables()
-TINY = ("train.steps=4", "train.seq_len=128", "train.batch_size=2", "train.eval_every=2", "train.save_every=2")
+TINY = (
+    *("train.steps=4", "train.seq_len=128", "train.batch_size=2"),
+    *("train.log_every=2", "train.eval_every=2", "train.save_every=2"),
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,9 @@ def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     with open(tmp_path / "results" / "tiny_curves.csv", encoding="utf-8") as file:
         assert [row["step"] for row in csv.DictReader(file) if row["variant"] == "nsa"] == ["2", "4"]
     assert (tmp_path / "results" / "tiny.svg").read_text().startswith("<svg xmlns=")
+    points = time_to_loss.loss_points(nsa)
+    assert [point.step for point in points] == [2, 4]
+    assert 0 < points[0].seconds < points[1].seconds
     cells = depth_map.accuracy_by_depth(nsa, length=256, rows=3)
     assert sum(cell.questions for cell in cells) == 3 * 16
     assert {cell.depth for cell in cells} <= set(range(depth_map.DEPTHS))
@@ -67,8 +73,8 @@ def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
 def test_a_table_may_start_from_the_runs_of_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short, long = TABLES["far_recall_512"], TABLES["extended_2k"]
-    run = long.chosen(["late_window"], [1])[0]
-    before = short.chosen(["late_window"], [1])[0]
+    run = long.chosen(["default_loss"], [1])[0]
+    before = short.chosen(["default_loss"], [1])[0]
     assert run.command[-2:] == ["--init-from", str(before.folder)]
     settings = [word for word in run.command if "=" in word]
     assert "train.seq_len=2048" in settings
@@ -77,3 +83,11 @@ def test_a_table_may_start_from_the_runs_of_another(tmp_path, monkeypatch):
     (run.folder / names.CHECKPOINTS).mkdir(parents=True)
     assert run.command[-1] == "--resume"
     assert "--init-from" not in run.command
+
+
+def test_the_time_to_a_loss_lies_between_two_evaluations():
+    points = [time_to_loss.LossPoint(*values) for values in ((10, 6.0, 100.0), (20, 5.0, 200.0), (30, 4.0, 300.0))]
+    assert time_to_loss.seconds_to(points, 4.5) == 250
+    assert time_to_loss.seconds_to(points, 4.0) == 300
+    with pytest.raises(ValueError, match="no evaluation"):
+        time_to_loss.seconds_to(points, 3.9)
