@@ -15,16 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from experiments.nsa_vs_dense.results import RESULTS
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
 from nsa.data.rows.specs import SyntheticData
-from nsa.data.rows.synthetic import SyntheticRows
 from nsa.infer.evaluation.held_out import held_out_data, last_hidden_states, rows_of
+from nsa.infer.evaluation.selection import right_answers
 from nsa.infer.load_model import load_model
-from nsa.model.loss import linear_token_scores
 
 DEPTHS = 5
 """Equal parts of a row."""
@@ -48,22 +46,17 @@ def accuracy_by_depth(run: StudyRun, length: int, rows: int) -> list[DepthCell]:
     data = held_out_data(loaded, None, length)
     if not isinstance(data, SyntheticData):
         raise SystemExit(f"{run.folder} was not trained on synthetic rows: they alone say where a fact lies.")
-    source = SyntheticRows(data.task, vocab_size=data.vocab_size, seq_len=length, seed=data.seed)
-    asked, right = np.zeros(DEPTHS, dtype=int), np.zeros(DEPTHS, dtype=int)
+    source = data.make_rows()
+    right_by_depth: dict[int, list[bool]] = defaultdict(list)
     for batch in rows_of(data, rows):
         places = source.answer_places(batch.row_ids)
-        query = torch.tensor([place.query for place in places])
-        label = torch.from_numpy(batch.tokens.astype(np.int64))[0, query + 1]
         with torch.inference_mode():
-            hidden_QD = last_hidden_states(loaded.model, batch)[0, query]
-            hits = linear_token_scores(hidden_QD, loaded.model.lm_head.weight, label).hits.numpy()
-        depth = np.asarray([place.fact * DEPTHS // length for place in places])
-        np.add.at(asked, depth, 1)
-        np.add.at(right, depth, hits.astype(int))
+            right = right_answers(loaded.model, batch, places, last_hidden_states(loaded.model, batch))
+        for place, hit in zip(places, right, strict=True):
+            right_by_depth[place.fact * DEPTHS // length].append(hit)
     return [
-        DepthCell(run.variant, run.seed, length, depth, int(asked[depth]), float(right[depth] / asked[depth]))
-        for depth in range(DEPTHS)
-        if asked[depth]
+        DepthCell(run.variant, run.seed, length, depth, len(hits), fmean(hits))
+        for depth, hits in sorted(right_by_depth.items())
     ]
 
 

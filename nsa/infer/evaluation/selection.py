@@ -67,6 +67,14 @@ def selection_by_layer(
     return found
 
 
+def right_answers(model: NSAForCausalLM, batch: Batch, places: Sequence[AnswerPlace], hidden_BSD: Tensor) -> list[bool]:
+    """Whether the model gets the counted token of each place right; hidden_BSD: its last hidden states."""
+    row_Q, query_Q, _ = (torch.tensor(column) for column in zip(*places, strict=True))
+    label_Q = torch.from_numpy(batch.tokens.astype(np.int64))[row_Q, query_Q + 1].to(hidden_BSD.device)
+    right: list[bool] = linear_token_scores(hidden_BSD[row_Q, query_Q], model.lm_head.weight, label_Q).hits.tolist()
+    return right
+
+
 def _add_facts(
     facts: FactFigures,
     model: NSAForCausalLM,
@@ -75,9 +83,8 @@ def _add_facts(
     hidden_BSD: Tensor,
     chosen: Sequence[Tensor],
 ) -> None:
-    row_Q, query_Q, _ = (torch.tensor(column) for column in zip(*places, strict=True))
-    label_Q = torch.from_numpy(batch.tokens.astype(np.int64))[row_Q, query_Q + 1].to(hidden_BSD.device)
-    right_Q = linear_token_scores(hidden_BSD[row_Q, query_Q], model.lm_head.weight, label_Q).hits.tolist()
+    right_Q = right_answers(model, batch, places, hidden_BSD)
+    row_Q = torch.tensor([place.row for place in places])
     # Place i is the i-th query that was kept, in its own row.
     blocks = [layer_BQGN.cpu()[row_Q, torch.arange(len(places))].flatten(1).tolist() for layer_BQGN in chosen]
     n_groups = chosen[0].shape[2]
