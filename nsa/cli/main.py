@@ -30,6 +30,7 @@ from nsa.cli import (
 from nsa.cli.data import data_app
 from nsa.cli.export import export_app, import_app
 from nsa.cli.outputs import PipedStdout, explain, print_error
+from nsa.cli.startup import prepare_process
 from nsa.errors import ConfigError, NSAError
 
 # Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
@@ -94,6 +95,7 @@ def _root(
 
 
 def main() -> None:
+    prepare_process()
     with redirect_stdout(cast(TextIO, PipedStdout(sys.stdout))):
         _run()
 
