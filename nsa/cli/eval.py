@@ -1,13 +1,12 @@
 """`nsa eval`: held-out loss by position, far tasks and lm-evaluation-harness on a trained model."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nsa.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
-from nsa.cli.outputs import print_error, print_line, require_writable_file
+from nsa.cli.outputs import print_error, print_json, print_line, require_writable_file
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_count, parse_lengths
 
@@ -110,7 +109,7 @@ def _run(loaded: "LoadedModel", request: "EvaluationRequest") -> dict[str, dict[
 
 def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(results, indent=1, sort_keys=True))
+        print_json(results)
     else:
         _show(results)
         print_line(f"wrote {path}")
@@ -133,7 +132,8 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             made.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
         for row in table_rows:
             made.add_row(*map(Text, row[1:]))
-        console.print(made)
+        # No cell is cut on a narrow terminal: lines that are too long wrap there.
+        console.print(made, width=max(console.width, console.measure(made).maximum), soft_wrap=True)
         console.print()
 
 

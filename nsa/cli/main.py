@@ -49,7 +49,6 @@ app = typer.Typer(
     name="nsa",
     help="Train and run language models with Native Sparse Attention.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -103,7 +102,7 @@ def main() -> None:
 def _run() -> None:
     try:
         try:
-            app()
+            app(prog_name="nsa")  # also for python -m nsa.cli: shell completion is made for this name
         finally:
             sys.stdout.flush()
     except NSAError as error:

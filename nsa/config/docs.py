@@ -108,7 +108,7 @@ def _env_page() -> Iterator[str]:
         "Read by libraries, not settings of a run. `nsa` sets the spin count unless you set it or the wait policy.",
         "",
         *_table(("name", "meaning"), ((f"`{name}`", meaning) for name, meaning in env.LIBRARIES.items())),
-        "Training step of `configs/cpu_quickstart.yaml` with two OpenMP threads on two cores (Xeon, 2.5 GHz, 2026-11-17).",
+        "Training step of `configs/cpu_quickstart.yaml`, two OpenMP threads on two cores (Xeon, 2.5 GHz, 2026-11-17).",
         "*Alone*: with real-time priority on a machine that is never idle. *Busy*: sharing both cores, load 4 to 6.",
         "",
         *_table(

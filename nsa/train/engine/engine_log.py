@@ -68,7 +68,7 @@ def logging_restored() -> Iterator[None]:
     Without it, whatever runs afterwards in the same process logs to a handler whose stream may be closed.
     """
     root, factory, show = logging.getLogger(), logging.getLogRecordFactory(), warnings.showwarning
-    handlers, level, filters = root.handlers[:], root.level, warnings.filters[:]  # type: ignore[index]
+    handlers, level, filters = root.handlers[:], root.level, warnings.filters[:]
     try:
         yield
     finally:
