@@ -18,6 +18,7 @@ TASKS_HELP = "held_out_loss, selection, needle, needle_multikey, variable_tracki
 LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
 HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
 LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
+_WIDEST = 1000
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -117,6 +118,7 @@ def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> Non
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -124,6 +126,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     from nsa.observe.view.report.evaluations import result_tables
 
     console = Console(highlight=False, markup=False)
+    width = console.width
     for title, heads, numbers, table_rows in result_tables([checked_results(None, results)]):
         made = Table(
             title=title, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title_justify="left"
@@ -133,7 +136,8 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
         for row in table_rows:
             made.add_row(*map(Text, row[1:]))
         # No cell is cut on a narrow terminal: lines that are too long wrap there.
-        console.print(made, width=max(console.width, console.measure(made).maximum), soft_wrap=True)
+        console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), made).maximum)
+        console.print(made)
         console.print()
 
 

@@ -13,8 +13,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from nsa.cli.eval import _show as print_results
 from nsa.cli.main import app
 from tests.observe.recorded import a_run
+from tests.observe.test_evaluations import cell, far
 from tests.observe.written import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -126,3 +128,12 @@ def test_completion_in_bash(typed, offered, tmp_path):
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_the_table_of_far_tasks_is_whole_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    print_results({"needle": far(cell(1024, 0.5)), "associative_recall": far(cell(131072, 1.0))})
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "associative_recall" in said
+    assert "131,072" in said
