@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nsa.geometry import Geometry
     from nsa.model.transformer import NSATransformer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Geometry": "nsa.geometry",

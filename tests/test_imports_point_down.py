@@ -45,6 +45,7 @@ READS_ENVIRONMENT = (
     "nsa.train",
     "nsa.storage",  # only sets
     "nsa.data.tokenizer",  # only sets
+    "nsa.cli.startup",  # only sets, for OpenMP
     "nsa.kernels.self_check.child",  # only passes it on, to a child process
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -1,12 +1,13 @@
 """`nsa checkpoint`: list, verify and export the checkpoints of a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nsa.cli.model_options import KEY
-from nsa.cli.outputs import print_line, print_rejected, require_writable_folder
+from nsa.cli.outputs import print_json, print_line, print_rejected, require_writable_folder
 from nsa.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,8 +19,14 @@ _RUN = typer.Argument(..., metavar="RUN", help="A run folder, or its checkpoints
 
 
 @app.command("ls")
-def list_checkpoints(run: Path = _RUN, key_file: Path = KEY) -> None:
+def list_checkpoints(
+    run: Path = _RUN,
+    key_file: Path = KEY,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: folder, checkpoints, in_use_by."),
+) -> None:
     """List checkpoints, newest last, with the reason each was saved and is kept; checks names and sizes, not hashes.
+
+    Exit code: 0, also if one is damaged or there is none (`nsa checkpoint verify` judges); 22 if there is no such run.
 
     **Example:** `nsa checkpoint ls artifacts/run`
     """
@@ -29,27 +36,53 @@ def list_checkpoints(run: Path = _RUN, key_file: Path = KEY) -> None:
     folder = _open(run, key_file)
     saved = {step: manifest.reason for step, manifest in folder.committed().items()}
     kept = _retention(folder, max(saved, default=None)).why_kept(saved)
-    for step in folder.steps():
-        verdict = folder.examine(step, deep=False)
-        mark = " ← latest" if step == folder.latest() else ""
-        if verdict.manifest is not None and verdict.good:
-            size = f"{verdict.manifest.bytes / 2**20:10.1f} MiB  {len(verdict.manifest.files):5d} files"
-            why = f"saved: {verdict.manifest.reason:9}  kept: {', '.join(kept.get(step, ())) or 'no longer'}"
-            print_line(f"{step_name(step):12}  {verdict.manifest.saved_at}  {size}  {why}{mark}")
+    rows = [_row(folder, step, kept.get(step, ())) for step in folder.steps()]
+    owner = holder(folder.path.parent)
+    if as_json:
+        print_json({"folder": folder.path, "checkpoints": rows, "in_use_by": owner})
+        return
+    for row in rows:
+        mark = " ← latest" if row["latest"] else ""
+        if row["good"]:
+            size = f"{row['bytes'] / 2**20:10.1f} MiB  {row['files']:5d} files"
+            why = f"saved: {row['saved_because']:9}  kept: {', '.join(row['kept_because']) or 'no longer'}"
+            print_line(f"{step_name(row['step']):12}  {row['saved_at']}  {size}  {why}{mark}")
         else:
-            print_line(f"{step_name(step):12}  BAD: {'; '.join(verdict.problems)}{mark}")
-    if not folder.steps():
+            print_line(f"{step_name(row['step']):12}  BAD: {'; '.join(row['problems'])}{mark}")
+    if not rows:
         print_line(f"{folder.path} holds no checkpoint")
-    if owner := holder(folder.path.parent):
+    if owner:
         print_line(f"in use by {owner}")
+
+
+def _row(folder: "CheckpointFolder", step: int, kept: Sequence[str]) -> dict[str, Any]:
+    """One checkpoint, as `nsa checkpoint ls --json` prints it."""
+    verdict = folder.examine(step, deep=False)
+    row = {"step": step, "path": str(folder.step_path(step)), "latest": step == folder.latest()}
+    manifest = verdict.manifest
+    if manifest is None or not verdict.good:
+        return {**row, "good": False, "problems": list(verdict.problems)}
+    return {
+        **row,
+        "good": True,
+        "problems": [],
+        "saved_at": manifest.saved_at,
+        "bytes": manifest.bytes,
+        "files": len(manifest.files),
+        "saved_because": manifest.reason,
+        "kept_because": list(kept),
+    }
 
 
 @app.command()
 def verify(
     path: Path = typer.Argument(..., metavar="RUN|CHECKPOINT", help="A run folder, or one checkpoint in it."),
     key_file: Path = KEY,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: for each checkpoint, good, problem, files, bytes."),
 ) -> None:
-    """Compare every file with its SHA-256 and scan every pickle without executing it; exit 0 if all are good, else 22.
+    """Compare every file with its SHA-256 and scan every pickle without executing it.
+
+    Exit code: 0 if all are good, 22 if one is not, or if there is none.
 
     **Example:** `nsa checkpoint verify artifacts/run/checkpoints/latest`
     """
@@ -67,18 +100,32 @@ def verify(
     if not wanted:
         raise CheckpointError(f"{path} holds no checkpoint, so there is nothing to verify.")
     key = read_key(key_file) if key_file else None
-    bad = 0
+    verdicts: list[dict[str, Any]] = []
     for checkpoint in wanted:
         try:
             manifest = require_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
-            bad += 1
-            print_line(f"BAD   {error}")
+            verdicts.append({"path": str(checkpoint), "good": False, "problem": str(error)})
+            said = f"BAD   {error}"
         else:
             assert manifest is not None
-            signature = ", signed" if key else ""
-            print_line(f"good  {checkpoint} ({len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB{signature})")
-    if bad:
+            files, size = len(manifest.files), manifest.bytes
+            verdicts.append(
+                {
+                    "path": str(checkpoint),
+                    "good": True,
+                    "problem": None,
+                    "files": files,
+                    "bytes": size,
+                    "signed": bool(key),
+                }
+            )
+            said = f"good  {checkpoint} ({files} files, {size / 2**20:.1f} MiB{', signed' if key else ''})"
+        if not as_json:
+            print_line(said)
+    if as_json:
+        print_json(verdicts)
+    if not all(verdict["good"] for verdict in verdicts):
         raise typer.Exit(CheckpointError.exit_code)
 
 

@@ -1,13 +1,12 @@
 """`nsa config`: print a resolved config, check config files, generate the reference pages."""
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa.cli.outputs import print_line
+from nsa.cli.outputs import print_json, print_line
 from nsa.errors import ConfigError
 from nsa.terminal_text import printable
 
@@ -40,14 +39,19 @@ def show(
     if as_json:
         origins = {key: config.origin(key) for key in keys}
         values = config.model_dump(mode="json", exclude_defaults=changed, exclude_unset=changed)
-        print(json.dumps({"config": values, "origins": origins, "notices": config.notices}, indent=2))
+        print_json({"config": values, "origins": origins, "notices": config.notices})
     else:
         _print_table(config, keys)
 
 
 @app.command()
-def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config files to check.")) -> None:
-    """Check config files, with the NSA_* environment variables applied. Exit 0 if all are valid, else 20.
+def check(
+    files: list[Path] = typer.Argument(..., metavar="FILE", help="Config files to check."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: for each file, valid, problem and notices."),
+) -> None:
+    """Check config files, with the NSA_* environment variables applied.
+
+    Exit code: 0 if all are valid, 20 if not.
 
     Every problem of every file is listed with its line number.
 
@@ -56,18 +60,19 @@ def check(files: list[Path] = typer.Argument(..., metavar="FILE", help="Config f
     from nsa.config import env, load
 
     environ = env.snapshot()
-    failed = False
+    verdicts: list[dict[str, Any]] = []
     for file in files:
         try:
-            config = load(file, environ=environ)
+            notices = load(file, environ=environ).notices
         except ConfigError as error:
-            failed = True
-            print(printable(error, keep_newlines=True))
+            verdicts.append({"file": str(file), "valid": False, "problem": str(error), "notices": []})
         else:
-            print_line(f"{file} is valid")
-            for notice in config.notices:
-                print_line(f"  - notice: {notice}")
-    if failed:
+            verdicts.append({"file": str(file), "valid": True, "problem": None, "notices": notices})
+    if as_json:
+        print_json(verdicts)
+    else:
+        _print_verdicts(verdicts)
+    if not all(verdict["valid"] for verdict in verdicts):
         raise typer.Exit(ConfigError.exit_code)
 
 
@@ -94,6 +99,16 @@ def resolve(arguments: list[str]) -> "RunConfig":
             f"expected one config file, got {len(files)} ({', '.join(files)}). Write settings to override as key=value."
         )
     return load(files[0] if files else None, environ=env.snapshot(), overrides=overrides)
+
+
+def _print_verdicts(verdicts: list[dict[str, Any]]) -> None:
+    for verdict in verdicts:
+        if not verdict["valid"]:
+            print(printable(verdict["problem"], keep_newlines=True))
+            continue
+        print_line(f"{verdict['file']} is valid")
+        for notice in verdict["notices"]:
+            print_line(f"  - notice: {notice}")
 
 
 def _print_table(config: "RunConfig", keys: list[str]) -> None:

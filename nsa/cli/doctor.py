@@ -2,9 +2,12 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from nsa.cli.outputs import print_json
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
 
     from nsa.core.nsa_attention import NSAAttention
     from nsa.kernels.registry import BackendChoice
+    from nsa.verify.prove import ProofResult
 
 
 def doctor(
@@ -22,58 +26,102 @@ def doctor(
     d_k: int = typer.Option(64, help="Key width per head."),
     d_v: int = typer.Option(64, help="Value width per head."),
     prove: bool = typer.Option(False, "--prove", help="Also check on this device that attention is correct."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: versions, device, backends and checks."),
 ) -> None:
     """Print the kernel backend chosen for each branch, and why the others were not.
 
     With `--prove`, also run them: against dense attention, decode against prefill, packed against separate documents,
-    causality by changing later tokens, counted against predicted reads, repeatable gradients. Exit code 1 if any fails.
+    causality by changing later tokens, counted against predicted reads, repeatable gradients.
+
+    Exit code: 0; 1 if a check of `--prove` fails; 20 if a backend requested by name cannot run here.
 
     **Example:** `nsa doctor --prove --dtype fp32 --n-heads 16 --n-kv-groups 1`
     """
     import torch
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    from nsa import __version__
     from nsa.core.nsa_attention import NSAAttention
-    from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
-    from nsa.kernels.cpu import build, describe
-    from nsa.kernels.registry import BRANCHES
+    from nsa.kernels.cpu import build
+    from nsa.verify.prove import prove as run_checks
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if dtype not in dtypes:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}.", param_hint="--dtype")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    console = Console(width=None if Console().is_terminal else 120, highlight=False, quiet=as_json)
     if where.type == "cpu" and not build.is_built():
         console.print("compiling the CPU kernels, once for this machine …")
     with torch.device("meta"):  # only its shape is needed
         attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
-    choices = attention.plan(where, dtypes[dtype]).choices
-
-    accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
-    console.print(f"nsa {__version__} · torch {torch.__version__} · Python {platform.python_version()}")
-    console.print(f"{where} ({accelerator or where.type}), {torch.get_num_threads()} threads · {dtype}")
-    if where.type == "cpu":
-        console.print(f"CPU kernels: {describe()}")
-    console.print(f"kernels on {where.type} in {dtype}: {escape(kernels_text(choices))}")
-    if where.type == "cuda":
-        verdict = _verdict(attention, where, dtypes[dtype], choices)
-        console.print(f"check of Triton on this GPU: {escape(verdict)}")
-    console.print()
-    table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
-    for row in _rows(attention, where, dtypes[dtype], choices):
-        table.add_row(*map(escape, row), style="bold" if row[2] == "chosen" else "dim")
-    console.print(table)
-    if slow := slow_kernels_warning(choices, where.type):
-        console.print(f"\n[bold red]WARNING:[/] {escape(slow)}")
-    if prove and not _print_proofs(console, where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v):
+    facts = _facts(attention, where, dtypes[dtype], dtype)
+    _print_facts(console, facts)
+    checks: list[ProofResult] = []
+    for check in run_checks(where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v) if prove else ():
+        if not checks:
+            console.print()
+        checks.append(check)
+        verdict = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
+        console.print(f"{verdict}  {check.claim:44} {check.measured:9.2g}  (at most {check.limit:g})")
+    if as_json:
+        print_json(
+            {**facts, "checks": [{**asdict(check), "holds": check.holds} for check in checks] if prove else None}
+        )
+    if not all(check.holds for check in checks):
         raise typer.Exit(1)
     console.print(
-        f"\nRequire one with kernels.{BRANCHES[0]}=NAME in a config, or in every branch, and in the library too, with "
-        f"NSA_KERNEL=NAME: it is used, or the run is refused."
+        f"\nRequire one with kernels.{facts['backends'][0]['branch']}=NAME in a config, or in every branch, and in the "
+        f"library too, with NSA_KERNEL=NAME: it is used, or the run is refused."
     )
+
+
+def _facts(attention: "NSAAttention", where: "torch.device", dtype: "torch.dtype", dtype_name: str) -> dict[str, Any]:
+    """Versions, device and backends, as `--json` prints them."""
+    import torch
+
+    from nsa import __version__
+    from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
+    from nsa.kernels.cpu import describe
+
+    choices = attention.plan(where, dtype).choices
+    accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
+    return {
+        "nsa": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(where),
+        "device_name": accelerator or where.type,
+        "threads": torch.get_num_threads(),
+        "dtype": dtype_name,
+        "cpu_kernels": describe() if where.type == "cpu" else None,
+        "kernels": kernels_text(choices),
+        "triton_check": _verdict(attention, where, dtype, choices) if where.type == "cuda" else None,
+        "backends": [
+            dict(zip(("branch", "backend", "here", "why"), row, strict=True))
+            for row in _rows(attention, where, dtype, choices)
+        ],
+        "warning": slow_kernels_warning(choices, where.type),
+    }
+
+
+def _print_facts(console: "Console", facts: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console.print(f"nsa {facts['nsa']} · torch {facts['torch']} · Python {facts['python']}")
+    console.print(f"{facts['device']} ({facts['device_name']}), {facts['threads']} threads · {facts['dtype']}")
+    if facts["cpu_kernels"]:
+        console.print(f"CPU kernels: {facts['cpu_kernels']}")
+    console.print(f"kernels on {facts['device'].partition(':')[0]} in {facts['dtype']}: {escape(facts['kernels'])}")
+    if facts["triton_check"]:
+        console.print(f"check of Triton on this GPU: {escape(facts['triton_check'])}")
+    console.print()
+    table = Table("branch", "backend", "here", "why", box=None, pad_edge=False)
+    for row in facts["backends"]:
+        table.add_row(*map(escape, row.values()), style="bold" if row["here"] == "chosen" else "dim")
+    console.print(table)
+    if facts["warning"]:
+        console.print(f"\n[bold red]WARNING:[/] {escape(facts['warning'])}")
 
 
 def _verdict(
@@ -123,17 +171,3 @@ def _why_not_chosen(backend: str, device: "torch.device", choice: "BackendChoice
     if backend == "triton":
         return choice.why_not(backend) or "only by name, until it is checked on this GPU"
     return "not requested" if choice.requested else f"after {choice.backend} in preference"
-
-
-def _print_proofs(
-    console: "Console", device: "torch.device", dtype: "torch.dtype", n_heads: int, n_kv_groups: int, d_k: int, d_v: int
-) -> bool:
-    from nsa.verify.prove import prove
-
-    console.print()
-    all_hold = True
-    for proof in prove(device, dtype, n_heads, n_kv_groups, d_k, d_v):
-        all_hold &= proof.holds
-        verdict = "[green]holds[/]" if proof.holds else "[bold red]FAILS[/]"
-        console.print(f"{verdict}  {proof.claim:44} {proof.measured:9.2g}  (at most {proof.limit:g})")
-    return all_hold

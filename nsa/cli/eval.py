@@ -1,13 +1,12 @@
 """`nsa eval`: held-out loss by position, far tasks and lm-evaluation-harness on a trained model."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nsa.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
-from nsa.cli.outputs import print_error, print_line, require_writable_file
+from nsa.cli.outputs import print_error, print_json, print_line, require_writable_file
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_count, parse_lengths
 
@@ -19,6 +18,7 @@ TASKS_HELP = "held_out_loss, selection, needle, needle_multikey, variable_tracki
 LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
 HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
 LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
+_WIDEST = 1000
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -110,7 +110,7 @@ def _run(loaded: "LoadedModel", request: "EvaluationRequest") -> dict[str, dict[
 
 def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(results, indent=1, sort_keys=True))
+        print_json(results)
     else:
         _show(results)
         print_line(f"wrote {path}")
@@ -118,6 +118,7 @@ def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> Non
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -125,6 +126,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     from nsa.observe.view.report.evaluations import result_tables
 
     console = Console(highlight=False, markup=False)
+    width = console.width
     for title, heads, numbers, table_rows in result_tables([checked_results(None, results)]):
         made = Table(
             title=title, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title_justify="left"
@@ -133,6 +135,8 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             made.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
         for row in table_rows:
             made.add_row(*map(Text, row[1:]))
+        # No cell is cut on a narrow terminal: lines that are too long wrap there.
+        console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), made).maximum)
         console.print(made)
         console.print()
 

@@ -30,6 +30,7 @@ from nsa.cli import (
 from nsa.cli.data import data_app
 from nsa.cli.export import export_app, import_app
 from nsa.cli.outputs import PipedStdout, explain, print_error
+from nsa.cli.startup import prepare_process
 from nsa.errors import ConfigError, NSAError
 
 # Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
@@ -48,7 +49,6 @@ app = typer.Typer(
     name="nsa",
     help="Train and run language models with Native Sparse Attention.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -94,6 +94,7 @@ def _root(
 
 
 def main() -> None:
+    prepare_process()
     with redirect_stdout(cast(TextIO, PipedStdout(sys.stdout))):
         _run()
 
@@ -101,7 +102,7 @@ def main() -> None:
 def _run() -> None:
     try:
         try:
-            app()
+            app(prog_name="nsa")  # also for python -m nsa.cli: shell completion is made for this name
         finally:
             sys.stdout.flush()
     except NSAError as error:

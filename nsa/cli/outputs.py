@@ -1,6 +1,8 @@
 """Printing with escaped control characters or into a closed pipe, checks of output paths, messages for disk errors."""
 
 import errno
+import json
+import math
 import os
 import signal
 import sys
@@ -53,6 +55,19 @@ class PipedStdout:
 def print_line(text: object) -> None:
     """Print one line to stdout. Control characters in names, manifests, records and errors are escaped."""
     print(printable(text), flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document to stdout, for `--json`. Numbers that JSON lacks (NaN, infinite) become null."""
+    print(json.dumps(_representable(value), indent=2, default=str, allow_nan=False), flush=True)
+
+
+def _representable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _representable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_representable(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_error(text: object) -> None:

@@ -1,12 +1,17 @@
 """`nsa report` and `nsa compare`: the HTML report of a run; settings, results and loss curves of several runs."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa.cli.outputs import print_line, require_writable_file
+from nsa.cli.outputs import print_error, print_json, print_line, require_writable_file
 from nsa.errors import ConfigError
 from nsa.terminal_text import printable
+
+if TYPE_CHECKING:
+    from nsa.observe.view.run_data import RunData
 
 DEFAULT_NAME = "report.html"
 MOST_RUNS = 6
@@ -33,8 +38,11 @@ def report(
 def compare(
     runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {MOST_RUNS} run folders."),
     out: Path = typer.Option(None, "--out", help="Also write an HTML report with all curves on common axes."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: results of every run, settings that differ."),
 ) -> None:
     """Compare runs: differing settings, results side by side, loss curves on common axes.
+
+    Exit code: 0 if the runs could be read, whatever they show; 20 if one is no run folder.
 
     **Example:** `nsa compare artifacts/a artifacts/b --out compare.html`
     """
@@ -45,6 +53,33 @@ def compare(
         )
     require_writable_file(out)
 
+    from nsa.observe.view.run_data import load
+
+    loaded = [load(folder) for folder in runs]
+    if as_json:
+        print_json(_comparison(loaded))
+    else:
+        _show(loaded)
+    if out is not None:
+        from nsa.observe.view.report.compare_report import render
+
+        _write(out, render(loaded), to_stderr=as_json)
+
+
+def _comparison(runs: "list[RunData]") -> dict[str, Any]:
+    """As `--json` prints it. Times are in seconds; null is unknown."""
+    from nsa.observe.view.summary import differing_settings, summarize
+
+    found = []
+    for run in runs:
+        summary = summarize(run)
+        values = {name: value for name, value in asdict(summary).items() if name != "wall"}
+        wall_s = summary.wall.total if summary.wall is not None else None
+        found.append({"folder": str(run.folder), **values, "goodput": summary.goodput, "wall_s": wall_s})
+    return {"runs": found, "differing_settings": dict(differing_settings(runs))}
+
+
+def _show(loaded: "list[RunData]") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -52,12 +87,10 @@ def compare(
     from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
     from nsa.observe.view.monitor.text_layout import plain_ascii, title
     from nsa.observe.view.report.run_report import value_text
-    from nsa.observe.view.run_data import load
     from nsa.observe.view.summary import differing_settings, figures, labels, summarize
 
     console = Console(highlight=False, markup=False)
     unicode = console.encoding.startswith("utf")
-    loaded = [load(folder) for folder in runs]
     names = labels(loaded)
 
     def show(head: str, rows: list[tuple[str, list[str]]]) -> None:
@@ -85,13 +118,10 @@ def compare(
     lines = [title("loss", "nats per token", width), *BraillePlot(curves).draw(width, 16)]
     for line in lines:
         console.print(line if unicode else plain_ascii(line), no_wrap=True, overflow="crop")
-    if out is not None:
-        from nsa.observe.view.report.compare_report import render
-
-        _write(out, render(loaded))
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, *, to_stderr: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print_line(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")
+    say = print_error if to_stderr else print_line
+    say(f"wrote {path} ({len(text.encode()) / 2**20:.2f} MiB)")

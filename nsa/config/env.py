@@ -60,6 +60,15 @@ VARIABLES: dict[str, EnvVariable] = {
     },
 }
 
+LIBRARIES: dict[str, str] = {
+    "GOMP_SPINCOUNT": "Turns an OpenMP thread (GNU's runtime, torch's on Linux) waits for work before it sleeps; `nsa` "
+    "sets 1000. On cores that nothing else uses, a higher count is faster for small models.",
+    "OMP_WAIT_POLICY": "`active` or `passive`; if set, `nsa` leaves the spin count alone.",
+    "OMP_NUM_THREADS": "Threads of one process; `nsa launch --nproc N` sets 1 if N > 1 and it is not set.",
+    "NO_COLOR": "Any value: no colours in the output of commands. Output into a file or a pipe never has any.",
+}
+"""Variables of libraries that matter here, for docs/ENV.md."""
+
 _SELECTION = "the selected branch has one exact path per backend, chosen by kernels.selected"
 _FLASH_ATTN = "flash-attn is not used; our own kernels run instead, chosen by"
 

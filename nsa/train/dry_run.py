@@ -30,7 +30,7 @@ from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa.train.engine.build import build_train_module, choose_device
 from nsa.train.engine.checkpointer import make_checkpointer, signing_key
 from nsa.train.engine.data_loader import Tensors, to_engine
-from nsa.train.engine.environment import quiet_engine_log
+from nsa.train.engine.engine_log import quiet_engine_log
 from nsa.train.engine.mixer import transformer_config
 
 Log = Callable[[str], None]

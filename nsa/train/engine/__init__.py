@@ -12,12 +12,16 @@ member of the engine is here, and each such use has a test of its own in tests/t
 - `checkpointer`: `Checkpointer`; overrides `save`, `save_async`, `load`, `_save_train_state`. `CheckpointerCallback`;
   overrides `_await_last_checkpoint`, `post_train`, uses `_save_checkpoint`, `_future`, `_latest_checkpoint_step` and
   `_latest_checkpoint_path`.
+- `engine_log`: filters on loggers of the engine, by their names.
 - `environment`: process groups, seeds, logging and the default device that the engine sets.
 - `experiment_tracking`: `WandBCallback`, called outside the trainer.
 
 The callbacks in `nsa.train.callbacks` subclass `Callback` and use its public hooks, `step` and `trainer` only.
 """
 
+from nsa.train.engine import engine_log  # first: it filters what the engine logs while it is imported
+
+# isort: split
 from olmo_core.aliases import PathOrStr
 from olmo_core.train.callbacks import Callback
 from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
@@ -25,4 +29,4 @@ from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 GRAD_NORM_METRIC = "optim/total grad norm"
 """Name under which the engine's train module records the gradient norm."""
 
-__all__ = ["GRAD_NORM_METRIC", "TRAIN_CE_LOSS_METRIC", "Callback", "PathOrStr"]
+__all__ = ["GRAD_NORM_METRIC", "TRAIN_CE_LOSS_METRIC", "Callback", "PathOrStr", "engine_log"]

@@ -1,6 +1,5 @@
 """Process environment of a rank: process groups, seeds, logging and default device, as the engine sets them up."""
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,21 +13,24 @@ from olmo_core.train import prepare_training_environment, teardown_training_envi
 from nsa.config.schema import RunConfig
 from nsa.errors import NSAError
 from nsa.train.distributed import RankInfo
+from nsa.train.engine.engine_log import logging_restored, quiet_engine_log, without_announcements
 from nsa.train.signal_handlers import enable_flight_recorder
 
 
 @contextmanager
 def training_environment(config: RunConfig, ranks: RankInfo, device: torch.device) -> Iterator[None]:
     """Set up process groups, seeds and logging for one run; tear them down at the end."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
-    with quiet_engine_log():  # before the engine configures logging: it would put its handler on everything
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # Before the engine configures logging: it would put its handler on everything.
+    with logging_restored(), quiet_engine_log():
         enable_flight_recorder()
-        prepare_training_environment(
-            seed=config.train.seed,
-            backend=backend if ranks.distributed else None,
-            timeout=timedelta(seconds=config.parallel.timeout_s),
-            shared_filesystem=True,
-        )
+        with without_announcements():
+            prepare_training_environment(
+                seed=config.train.seed,
+                backend=backend if ranks.distributed else None,
+                timeout=timedelta(seconds=config.parallel.timeout_s),
+                shared_filesystem=True,
+            )
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         # The engine sets a default device, which puts a Python hook into every torch call.
         torch.set_default_device(None)
@@ -36,18 +38,6 @@ def training_environment(config: RunConfig, ranks: RankInfo, device: torch.devic
             yield
         finally:
             teardown_training_environment()
-
-
-@contextmanager
-def quiet_engine_log() -> Iterator[None]:
-    """Drop the engine's log messages below WARNING."""
-    log = logging.getLogger("olmo_core")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def on_first_rank(ranks: RankInfo, act: Callable[[], Any]) -> Any:

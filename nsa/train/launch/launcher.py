@@ -25,6 +25,7 @@ from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.failure_codes import code_of_exit_status
 from nsa.train.launch.agent import AgentSpec, rank_log
 from nsa.train.launch.node_address import LOOPBACK, make_secret, own_address
+from nsa.train.launch.repeated_errors import without_repeated_errors
 from nsa.train.signal_handlers import stop_signals
 from nsa.train.start_options import StartOptions
 
@@ -146,6 +147,7 @@ def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[
     address = settings.address
     checkpoints = CheckpointFolder(settings.run_folder / CHECKPOINTS)
     requests = _StopRequests()
+    show = without_repeated_errors(show) if show is not None else None
     options, fruitless, newest = settings.start, 0, _newest(checkpoints)
     try:
         while True:

@@ -1,0 +1,139 @@
+"""Shell completion, output without escape sequences, and help that fits into 80 columns."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nsa.cli.eval import _show as print_results
+from nsa.cli.main import app
+from tests.observe.recorded import a_run
+from tests.observe.test_evaluations import cell, far
+from tests.observe.written import write_run
+
+ROOT = Path(__file__).parents[2]
+ESCAPE = b"\x1b"
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+ALL_COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("path", ALL_COMMANDS, ids=" ".join)
+def test_help_fits_into_80_columns(path):
+    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}, prog_name="nsa")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    # An option or a type that does not fit ends with an ellipsis; in an example it is text ("mail …", "vllm …").
+    cut = [line for line in result.stdout.splitlines() if re.search(r"[\w-]…\s*(│|$)", line)]
+    assert not cut
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CONFIG")}
+    return kept | {"PYTHONPATH": str(ROOT)} | more
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("a", "b"):
+        write_run(folder / name, a_run(30))
+    return folder
+
+
+COMMANDS = [
+    "--help",
+    "--version",
+    "train --help",
+    "config show configs/train_50k.yaml",
+    "config check configs/train_50k.yaml pyproject.toml",
+    "doctor --dtype fp32",
+    "estimate configs/train_50k.yaml --target a100-80gb",
+    "status {runs}/a",
+    "monitor {runs}/a --once",
+    "compare {runs}/a {runs}/b",
+    "checkpoint ls {runs}/a",
+    "checkpoint verify nowhere",
+    "data stats nowhere",
+    "train nowhere.yaml",
+    "eval",
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_nothing_is_coloured_when_piped(words, runs):
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa.cli", *words.format(runs=runs).split()],
+        cwd=ROOT, env=environment(), capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout + done.stderr
+    assert ESCAPE not in done.stdout + done.stderr
+
+
+IN_A_TERMINAL = """
+import os, pty, sys
+said = []
+def read(descriptor):
+    text = os.read(descriptor, 1024)
+    said.append(text)
+    return text
+status = pty.spawn(sys.argv[1:], read)
+"""
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_no_color_holds_on_a_terminal(words, runs):
+    """Colours only: rich moves the cursor to hide it, which NO_COLOR says nothing about."""
+    command = [sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "nsa.cli", *words.format(runs=runs).split()]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(NO_COLOR="1", TERM="xterm-256color"), capture_output=True,
+        stdin=subprocess.DEVNULL, timeout=120,
+    )  # fmt: skip
+    colours = re.findall(rb"\x1b\[[0-9;]*m", done.stdout)
+    assert [code for code in colours if re.search(rb"\b(3[0-7]|38|4[0-7]|48|9[0-7])\b", code)] == []
+    assert done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("nsa checkpoint v", {"verify"}), ("nsa doc", {"doctor"}), ("nsa doctor --js", {"--json"})]
+)
+def test_completion_in_bash(typed, offered, tmp_path):
+    """The script that `nsa --show-completion bash` prints, in a real bash."""
+    nsa = tmp_path / "nsa"
+    nsa.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa.cli "$@"\n')
+    nsa.chmod(0o755)
+    script = f"""
+        source <(nsa --show-completion bash)
+        COMP_WORDS=({typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        $(complete -p nsa | grep -o '_nsa_completion') nsa
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment(PATH=f"{tmp_path}:{os.environ['PATH']}"),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+def test_the_table_of_far_tasks_is_whole_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    print_results({"needle": far(cell(1024, 0.5)), "associative_recall": far(cell(131072, 1.0))})
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert "associative_recall" in said
+    assert "131,072" in said

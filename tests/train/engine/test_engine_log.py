@@ -1,0 +1,73 @@
+"""What the engine announces about itself is dropped, and its warnings and the logging of the process are kept."""
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+from olmo_core.utils import log_or_print, setup_logging
+
+from nsa.train.engine.engine_log import ANNOUNCING_LOGS, TRANSFORMER_ENGINE_LOG, logging_restored, without_announcements
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_importing_the_engine_prints_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", "import nsa.train.engine.build"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_transformer_engine_that_does_not_load_is_reported(caplog):
+    log = logging.getLogger(TRANSFORMER_ENGINE_LOG)
+    log.warning("transformer_engine unavailable, disabling TE attention: No module named 'transformer_engine'")
+    assert not caplog.records
+    log.warning("transformer_engine unavailable, disabling TE attention: libcublas.so.13: cannot open")
+    assert len(caplog.records) == 1
+
+
+SET_UP = """
+import logging, os, sys
+from olmo_core.utils import set_env_var, setup_logging
+import olmo_core.utils
+from nsa.train.engine.engine_log import without_announcements
+os.environ["OMP_NUM_THREADS"] = "1"
+with without_announcements():
+    set_env_var("NSA_TEST_A", "1")
+    olmo_core.utils.log.warning("before")
+    setup_logging()
+    set_env_var("NSA_TEST_B", "1")
+    set_env_var("OMP_NUM_THREADS", "8")
+    olmo_core.utils.log.warning("after")
+olmo_core.utils.log.warning("later")
+"""
+
+
+def test_announcements_are_dropped_before_and_after_logging_is_configured_and_warnings_are_not():
+    done = subprocess.run([sys.executable, "-c", SET_UP], cwd=ROOT, capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr
+    assert "env var" not in said
+    assert [word for word in ("before", "after", "later") if word in said] == ["before", "after", "later"]
+
+
+@pytest.mark.parametrize("name", ANNOUNCING_LOGS)
+def test_the_loggers_of_the_engine_have_these_names(name):
+    assert name in logging.root.manager.loggerDict, "the engine logs under another name: adapt ANNOUNCING_LOGS"
+
+
+def test_logging_is_as_it_was():
+    root = logging.getLogger()
+    before = root.handlers[:], root.level, warnings.showwarning, logging.getLogRecordFactory()
+    with logging_restored():
+        setup_logging(force=True)
+        assert root.level == logging.INFO
+    assert before == (root.handlers, root.level, warnings.showwarning, logging.getLogRecordFactory())
+    with without_announcements():
+        log_or_print(logging.getLogger(ANNOUNCING_LOGS[0]), "announced")
+    assert before[:2] == (root.handlers, root.level)
