@@ -19,6 +19,7 @@ from nsa.cli import (
     exporter,
     generate,
     gpu_check,
+    init,
     launch,
     monitor,
     preflight,
@@ -58,6 +59,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(export_app, name="export")
 app.add_typer(import_app, name="import")
+app.command()(init.init)
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
