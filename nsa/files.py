@@ -1,4 +1,4 @@
-"""Atomic file writes, fsync, advisory locks (flock), scratch folders, and error messages for full or read-only disks.
+"""Atomic file writes, fsync, advisory locks (flock), cache and scratch folders, messages for full or read-only disks.
 
 An atomic write goes to a temporary file in the same folder, which then replaces the target by one rename: readers see
 the old content or the new one, never a part. `durable` adds fsync of the file and of its folder, so that the new
@@ -7,6 +7,7 @@ content also survives a power cut.
 
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -140,6 +141,33 @@ def try_lock(descriptor: int) -> bool:
 def unlock(descriptor: int) -> None:
     """Release a flock for every process that inherited the descriptor; closing it does so only in the last one."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+# Cache folders.
+
+
+@functools.cache
+def user_cache_folder(name: str) -> Path:
+    """Folder of a cache of this user: in the home folder, or a temporary one where home cannot be written."""
+    with suppress(RuntimeError):  # HOME is not set and the user has no entry in the user database
+        wanted = Path.home() / ".cache" / "nsa" / name
+        if os.access(_existing_parent(wanted), os.W_OK | os.X_OK):
+            return wanted
+    return temporary_cache_folder(name)
+
+
+def temporary_cache_folder(name: str) -> Path:
+    """Folder among the temporary files that only this user can write, the same one every time.
+
+    If another user has put something in its place, a new one for this process: what lies in a cache may be executed.
+    """
+    folder = Path(tempfile.gettempdir()) / f"nsa-{name}-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
 
 
 # Scratch folders.

@@ -22,6 +22,7 @@ LONGEST = (
     "tests/kernels/test_backends.py",
     "tests/kernels/test_triton_drill.py",
     "tests/verify/test_gpu_check.py",
+    "tests/test_wheel.py",
 )
 
 

@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from nsa.files import (
     file_lock,
     no_room_error,
     open_regular,
+    temporary_cache_folder,
     try_lock,
     unlock,
+    user_cache_folder,
     write_atomic,
 )
 from tests.ops.needs import root
@@ -184,3 +187,35 @@ def test_no_other_module_writes_atomically_or_locks_by_itself():
     own = re.compile(r"\bos\.(replace|fsync|fdatasync|link)\(|\bflock\(|\bNamedTemporaryFile\(.*delete=False")
     found = [str(path.relative_to(root)) for path in sorted(root.rglob("*.py")) if own.search(path.read_text("utf-8"))]
     assert found == ["files.py"]
+
+
+def test_a_cache_lies_in_the_home_folder_or_where_home_is_read_only_among_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    user_cache_folder.cache_clear()
+    assert user_cache_folder("kernels") == tmp_path / "home" / ".cache" / "nsa" / "kernels"
+    user_cache_folder.cache_clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert user_cache_folder("kernels") == tmp_path / f"nsa-kernels-{os.geteuid()}"
+    user_cache_folder.cache_clear()
+
+
+@pytest.mark.parametrize("squat", ["link", "writable", "file"])
+def test_a_temporary_cache_that_others_could_have_written_is_not_used(squat, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = temporary_cache_folder("kernels")
+    assert temporary_cache_folder("kernels") == first
+    assert first.stat().st_mode & 0o777 == 0o700
+    first.rmdir()
+    if squat == "link":
+        (tmp_path / "elsewhere").mkdir()
+        first.symlink_to(tmp_path / "elsewhere")
+    elif squat == "writable":
+        first.mkdir()
+        first.chmod(0o777)
+    else:
+        first.write_text("")
+    second = temporary_cache_folder("kernels")
+    assert second != first
+    assert second.stat().st_mode & 0o777 == 0o700

@@ -23,7 +23,17 @@ LAYERS = (
     ("core", "data", "config"),
     ("kernels",),
     ("storage",),
-    ("files", "names", "gpus", "geometry", "attention_rules", "terminal_text", "token_counts", "kernel_variables"),
+    (
+        "files",
+        "names",
+        "gpus",
+        "geometry",
+        "attention_rules",
+        "terminal_text",
+        "token_counts",
+        "kernel_variables",
+        "shipped",
+    ),
     ("errors", "options", "__init__"),
 )
 # Packages of one row do not import each other, with these exceptions.

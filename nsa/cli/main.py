@@ -12,6 +12,7 @@ from nsa.cli import (
     chat,
     checkpoint,
     config,
+    demo,
     doctor,
     drill,
     estimate,
@@ -19,6 +20,7 @@ from nsa.cli import (
     exporter,
     generate,
     gpu_check,
+    init,
     launch,
     monitor,
     preflight,
@@ -58,6 +60,8 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(export_app, name="export")
 app.add_typer(import_app, name="import")
+app.command()(demo.demo)
+app.command()(init.init)
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)

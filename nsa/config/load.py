@@ -19,11 +19,12 @@ from nsa.config.describe import choices, kind, plain, unit
 from nsa.config.layer import GivenValue, SettingsLayer, nearest
 from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
+from nsa.shipped import CONFIGS
 
 COMMAND_LINE = "command line"
 _MOST_DIGITS = 18
 _MOST_SHOWN = 120
-_SOURCE_TREE_PROFILES = Path(__file__).parents[2] / "configs" / "profiles"
+_SHIPPED_PROFILES = CONFIGS / "profiles"
 
 
 def load(
@@ -37,7 +38,7 @@ def load(
     environ = environ or {}
     file = file or environ.get(env.CONFIG_FILE)
     if not file:
-        raise ConfigError("no config file was given. Name one, e.g. configs/train_50k.yaml, or set CONFIG to its path.")
+        raise ConfigError("no config file was given. `nsa init my-run` writes one; name it, or set CONFIG to its path.")
     path = Path(file)
     from_file = yaml_file.read(path)
     from_environ = env.read(environ)
@@ -101,7 +102,7 @@ def _find_profile(name: str, config_path: Path) -> Path | None:
 
 def _profile_folders(config_path: Path) -> tuple[Path, ...]:
     """Next to the config first, so that a copied configs/ folder is self-contained."""
-    return (config_path.parent / "profiles", Path("configs") / "profiles", _SOURCE_TREE_PROFILES)
+    return (config_path.parent / "profiles", Path("configs") / "profiles", _SHIPPED_PROFILES)
 
 
 def _shorten_warmup(given: dict[str, GivenValue]) -> Iterator[str]:

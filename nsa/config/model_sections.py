@@ -264,7 +264,7 @@ class RuntimeConfig(ConfigSection):
     )
     kernel_cache: Changeable[Text | None] = Field(
         default=None,
-        description="Folder for compiled CPU kernels and tuned tile sizes; null is the user's cache folder.",
+        description="Folder for compiled CPU kernels and tuned tiles; null: the user's cache or a temporary folder.",
     )
     tune_kernels: Changeable[bool] = Field(
         default=False,

@@ -12,6 +12,7 @@ import yaml
 from nsa.config.layer import SettingsLayer, nearest, section_hint
 from nsa.config.schema import sections, settings
 from nsa.config.setting_types import TEXT_OR_LIST
+from nsa.shipped import config_names
 
 _MOST_BYTES = 1 << 18
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -122,6 +123,8 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _similar_file(path: Path) -> str:
+    if path.stem in config_names():
+        return f" `nsa init my-run --config {path.stem}` writes a copy of the shipped one."
     siblings = [entry.stem for entry in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
     guess = nearest(path.stem, siblings)
     return f" Did you mean {path.parent / guess}.yaml?" if guess else ""

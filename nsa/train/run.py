@@ -16,7 +16,7 @@ from nsa.checkpoint.lock import RunLock
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error
-from nsa.kernels.cpu.build import is_built, set_cache_folder
+from nsa.kernels.cpu.build import cache_folder, is_built, set_cache_folder
 from nsa.kernels.triton.tile_store import set_tuning
 from nsa.observe import halt_file
 from nsa.observe.run_folder import RunFolder
@@ -68,7 +68,7 @@ def train(config: RunConfig, options: StartOptions | None = None, reporter: RunR
         cleanup.callback(report.close)
         parts = build_parts(context, inputs, report)
         if device.type == "cpu" and not is_built():
-            reporter.line("compiling the CPU kernels, once for this machine …")
+            reporter.line(f"compiling the CPU kernels in {cache_folder()}, once for this machine …")
         kernels = kernel_choices(parts.trainer.train_module, device)
         report.start(
             inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels

@@ -26,6 +26,7 @@ INTENDED = {
     "base_125m_8k": "a100-80gb",
     "base_1b_32k": "h100-80gb:8",
     "base_7b_128k": "h200:8",
+    "cpu_demo": "cpu",
     "cpu_half_hour": "cpu",
     "cpu_quickstart": "cpu",
     "m7c_125m_1xa100_prod_v1": "a100-80gb",
@@ -42,7 +43,8 @@ INTENDED = {
 
 def verdicts(name: str, target: str, *changes: str):
     # Prepared data is made by the commands in the config's header, so its vocabulary is given here.
-    vocabulary = {"cpu_quickstart": ["model.vocab_size=257"], "cpu_half_hour": ["model.vocab_size=2048"]}
+    sizes = {"cpu_demo": 257, "cpu_quickstart": 257, "cpu_half_hour": 2048}
+    vocabulary = {each: [f"model.vocab_size={size}"] for each, size in sizes.items()}
     config = load(CONFIGS / f"{name}.yaml", overrides=[*vocabulary.get(name, []), *changes])
     facts = gather(config, parse_target(target), try_it=False)
     return judge(facts), facts

@@ -29,6 +29,7 @@ PURPOSE = {
     "terminal_text": "escaping",
     "token_counts": "4k",
     "kernel_variables": "NSA_KERNEL",
+    "shipped": "configs, a corpus",
     "errors": "exceptions, exit codes",
     "options": "enumerated settings",
 }

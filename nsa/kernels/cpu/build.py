@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from nsa.files import file_lock, replace_file
+from nsa.files import file_lock, replace_file, user_cache_folder
 
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("g++", "clang++")
@@ -38,13 +38,13 @@ class BuildError(RuntimeError):
 
 
 def set_cache_folder(folder: Path | None) -> None:
-    """Where compiled kernels are kept; None for the user's cache folder."""
+    """Where compiled kernels are kept; None for the user's cache folder, or a temporary one if home is read-only."""
     global _folder
     _folder = folder
 
 
 def cache_folder() -> Path:
-    return _folder or Path.home() / ".cache" / "nsa" / "kernels"
+    return _folder or user_cache_folder("kernels")
 
 
 def is_built() -> bool:

@@ -13,15 +13,22 @@ member of the engine is here, and each such use has a test of its own in tests/t
   overrides `_await_last_checkpoint`, `post_train`, uses `_save_checkpoint`, `_future`, `_latest_checkpoint_step` and
   `_latest_checkpoint_path`.
 - `engine_log`: filters on loggers of the engine, by their names.
+- this file: sets OLMO_TRITON_CACHE_BASE before the engine is imported.
 - `environment`: process groups, seeds, logging and the default device that the engine sets.
 - `experiment_tracking`: `WandBCallback`, called outside the trainer.
 
 The callbacks in `nsa.train.callbacks` subclass `Callback` and use its public hooks, `step` and `trainer` only.
 """
 
-from nsa.train.engine import engine_log  # first: it filters what the engine logs while it is imported
+import os
 
-# isort: split
+from nsa.files import temporary_cache_folder
+from nsa.train.engine import engine_log  # before the engine: it filters what the engine logs while it is imported
+
+# The engine makes this folder when it is imported. Its default has one name for all users of a machine, and only the
+# first of them can write there.
+os.environ.setdefault("OLMO_TRITON_CACHE_BASE", str(temporary_cache_folder("engine-triton")))
+
 from olmo_core.aliases import PathOrStr
 from olmo_core.train.callbacks import Callback
 from olmo_core.train.common import TRAIN_CE_LOSS_METRIC

@@ -1,0 +1,54 @@
+"""`nsa demo`: trains, generates, reports and draws; stops at Ctrl-C and continues; finished work is not repeated."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+from nsa.infer.selection_map import SelectionMap, share_of_groups, text_rows
+
+COMMAND = [sys.executable, "-m", "nsa.cli", "demo", "d", "--steps"]
+
+
+def run_demo(folder: Path, steps: int) -> str:
+    done = subprocess.run([*COMMAND, str(steps)], cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_the_demo_stops_continues_and_shows_its_results(tmp_path):
+    started = subprocess.Popen([*COMMAND, "2000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 300
+    for line in started.stdout:
+        assert time.monotonic() < end
+        if line.startswith("step "):
+            break
+    os.kill(started.pid, signal.SIGINT)
+    rest, _ = started.communicate(timeout=200)
+    assert started.returncode == 10
+    assert "run the same command again" in rest
+    stopped_at = max(int(path.name.removeprefix("step")) for path in (tmp_path / "d/run/checkpoints").glob("step*"))
+    output = run_demo(tmp_path, stopped_at + 2)
+    assert "--resume" in output
+    assert "nsa data prepare d/text" not in output  # it was done before
+    assert (tmp_path / "d/run/report.html").stat().st_size > 10_000
+    picture = ET.parse(tmp_path / "d/selection.svg").getroot()
+    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")][:2] == ["layer 0", "layer 1"]
+    assert "nsa init my-run" in output
+
+
+def test_a_map_shows_the_share_of_groups_that_chose_a_block():
+    idx_SGN = torch.tensor([[[0, -1], [0, -1]], [[0, 1], [0, -1]]])
+    share = share_of_groups(idx_SGN, 2)
+    assert share.tolist() == [[1.0, 0.0], [1.0, 0.5]]
+    assert text_rows(SelectionMap(0, share)) == ["██  ", "██▒▒"]

@@ -1,0 +1,153 @@
+"""The wheel works without the checkout: init, prepare, train, generate and verify, also as an ordinary user with no
+compiler on PATH and a home folder that cannot be written.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+from nsa.kernels.cpu.build import library
+from tests.docs.blocks import blocks
+from tests.wheel_install import ROOT, WheelInstall, build_wheel, ordinary_user
+
+MOST_BYTES = 4_000_000
+# A few steps instead of minutes; the slow test below runs the command as it is printed.
+FEW_STEPS = " train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2"
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> WheelInstall:
+    return WheelInstall.make(wheel, tmp_path_factory.mktemp("installed") / "venv")
+
+
+def next_commands(output: str) -> list[str]:
+    """The commands that `nsa init` printed."""
+    return [line.strip() for line in output.splitlines() if line.startswith("  nsa ")]
+
+
+def test_the_wheel_is_small_and_carries_every_config_and_the_corpus(wheel):
+    assert wheel.stat().st_size < MOST_BYTES
+    with zipfile.ZipFile(wheel) as archive:
+        content = {name: archive.read(name) for name in archive.namelist() if name.startswith("nsa/shipped/")}
+        assert not [name for name in archive.namelist() if name.startswith(("tests/", "tools/", "configs/"))]
+    kept = {f"configs/{file.relative_to(ROOT / 'configs')}": file for file in (ROOT / "configs").rglob("*.yaml")}
+    kept |= {f"text/{name}": ROOT / "tests/data/fixtures" / name for name in ("debian_docs.parquet", "NOTICES.txt")}
+    for name, file in kept.items():
+        assert content.pop(f"nsa/shipped/{name}") == file.read_bytes()
+    assert list(content) == ["nsa/shipped/__init__.py"]
+
+
+def test_the_checkout_is_not_seen(installed, tmp_path):
+    code = "import json, nsa, nsa.shipped as s; print(json.dumps([nsa.__file__, str(s.CONFIGS), str(s.CORPUS)]))"
+    found = json.loads(installed.run(f"{installed.venv}/bin/python -c '{code}'", tmp_path))
+    assert all(Path(path).is_relative_to(installed.venv) for path in found)
+    assert all(Path(path).exists() for path in found)
+
+
+def test_a_config_with_a_profile_is_valid_outside_the_checkout(installed, tmp_path):
+    installed.run("nsa init big --config base_1b_32k && nsa config check big/config.yaml", tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_an_ordinary_user_without_compiler_and_with_a_read_only_home(installed, tmp_path):
+    user = ordinary_user(installed)
+    work, home = user.folder_for(tmp_path / "work"), user.folder_for(tmp_path / "home")
+    home.chmod(0o555)
+    printed = next_commands(user.run("nsa init my-run --text", work, home=home))
+    assert [command.split()[1] for command in printed] == ["data", "train", "generate"]
+    prepare, train, generate = printed
+    user.run(prepare, work, home=home)
+    trained = user.run(train + FEW_STEPS, work, home=home)
+    assert "kernels: portable, all branches" in trained
+    assert "no C++ compiler" in trained
+    text = user.run(f"{generate} -n 20", work, home=home)
+    assert text.splitlines()[-1].startswith("prompt 4 tokens") or "new 20 tokens" in text
+    assert "good" in user.run("nsa checkpoint verify my-run/run", work, home=home)
+    assert not list(home.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("g++", path=SYSTEM_PATH) is None, reason="no g++")
+@pytest.mark.parametrize("built", [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_kernels_are_kept_in_a_temporary_folder_if_home_is_read_only(built, installed, tmp_path):
+    user = ordinary_user(installed)
+    work, home = user.folder_for(tmp_path / "work"), user.folder_for(tmp_path / "home")
+    home.chmod(0o555)
+    cache = work / f"nsa-kernels-{user.user or os.geteuid()}"
+    if built:  # compiling takes minutes on a busy machine: use what this one has compiled, from the same sources
+        shutil.copy(library(), user.folder_for(cache))
+        cache.chmod(0o700)
+    output = user.run("nsa doctor", work, path=SYSTEM_PATH, home=home, timeout_s=800).replace("\n", "")
+    assert f"compiled in {cache}" in output
+    assert len(list(cache.glob("nsa_cpu_*.so"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_printed_commands_work_as_they_stand(installed, tmp_path):
+    for command in next_commands(installed.run("nsa init my-run --text", tmp_path)):
+        output = installed.run(command, tmp_path, path=SYSTEM_PATH, timeout_s=900)
+        if command.startswith("nsa train"):
+            losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", output)]
+            assert losses[-1] < 2.2  # as the config's header says
+
+
+def _starts_from_nothing() -> list[Path]:
+    """Pages with a block that begins a new folder: their blocks need no checkout."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in pages if any("nsa init" in block.code for block in blocks(page))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", _starts_from_nothing(), ids=lambda page: page.name)
+def test_the_blocks_of_a_page_with_nsa_init_run_from_the_wheel(page, installed, tmp_path):
+    for block in blocks(page):
+        if block.needs == "" and "nsa init" in block.code:
+            lines = [line for line in block.code.splitlines() if not line.startswith("pip ")]
+            installed.run("set -e\n" + "\n".join(lines), tmp_path, path=SYSTEM_PATH, timeout_s=1500)
+
+
+def _python(version: str) -> str | None:
+    found = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python{version}"))
+    return str(found[-1]) if found else shutil.which(f"python{version}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_a_newer_python_trains_from_the_wheel(version, wheel, tmp_path):
+    """Installs everything from the package index; only where it has a build of torch for CPUs."""
+    python = _python(version)
+    if python is None:
+        pytest.skip(f"Python {version} is not installed")
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
+    pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    constraints = ["--constraint", ROOT / "constraints.txt"]
+    report = tmp_path / "report.json"
+    asked = subprocess.run(
+        [*pip, "--dry-run", "--report", report, *constraints, "torch"], capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        pytest.skip(f"torch cannot be installed for Python {version}: {asked.stderr.strip().splitlines()[-1]}")
+    chosen = {item["metadata"]["name"] for item in json.loads(report.read_text())["install"]}
+    if gpu := sorted(name for name in chosen if name.startswith("nvidia-")):
+        pytest.skip(f"torch for Python {version} is a GPU build here: it needs {gpu[0]} and {len(gpu) - 1} more")
+    subprocess.run([*pip, *constraints, f"{wheel}[train]"], check=True)
+    other = WheelInstall(tmp_path / "venv")
+    prepare, train, generate = next_commands(other.run("nsa init my-run --text", tmp_path))
+    for command in (prepare, train + FEW_STEPS, f"{generate} -n 20", "nsa checkpoint verify my-run/run"):
+        other.run(command, tmp_path, path=SYSTEM_PATH)
