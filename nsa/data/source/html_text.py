@@ -9,9 +9,8 @@ NOT_TEXT = frozenset({"script", "style", "template", "noscript", "svg", "nav", "
 """Elements without text to read; of the head, the title is kept on request."""
 _BLOCK_NAMES = "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 pre table tr section article blockquote body title hr"
 _BLOCKS = frozenset(_BLOCK_NAMES.split())
-_VOID = frozenset(
-    ["area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"]
-)
+_VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
+_VOID = frozenset(_VOID_NAMES.split())
 # Elements of a head; any other one ends it, since its end tag is optional.
 _IN_HEAD = frozenset(["title", "meta", "link", "style", "script", "base", "noscript", "template"])
 _CHARSET = re.compile(rb"<meta[^>]{0,256}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)

@@ -86,9 +86,9 @@ class JsonlSource:
         if len(bad) > len(documents):
             raise CorruptUnit(f"{len(bad)} of {len(bad) + len(documents)} lines are bad; the first: {bad[0]}")
         file, block = self._locate(index)
-        for error in bad:
+        for problem in bad:
             assert self._report is not None
-            self._report.skip(BAD_LINES, f"{self._files[file].name}, {self._part(file, block)}: {error}")
+            self._report.skip(BAD_LINES, f"{self._files[file].name}, {self._part(file, block)}: {problem}")
         return documents
 
     def _blocks(self, file: LocalFile, size: int) -> int:

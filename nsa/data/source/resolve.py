@@ -63,8 +63,8 @@ def open_source(
     listings = [list_local(one) for one in specs]
     for one, listing in zip(specs, listings, strict=True):
         _log_left_out(one, listing)
-    files = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
-    parts = open_local(LocalListing(files, ReadReport()), retry_policy=retry_policy, columns=columns)
+    local = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
+    parts = open_local(LocalListing(local, ReadReport()), retry_policy=retry_policy, columns=columns)
     return combine(parts)
 
 
