@@ -74,7 +74,7 @@ def decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str |
                 raise UnknownEncoding(f"it starts like {name} and is not ({error.reason})") from error
     if b"\0" in raw:
         raise NotText("it has NUL bytes; UTF-16 is read if it starts with a byte order mark")
-    if declared is not None and declared != "utf-8":
+    if declared is not None and declared != "utf-8" and (raw.isascii() or not _is_utf8(raw)):
         try:
             return _checked(DecodedText(raw.decode(declared), declared))
         except UnicodeDecodeError:
@@ -92,6 +92,14 @@ def decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str |
     except UnicodeDecodeError as error:
         _checked(DecodedText(raw.decode("latin-1"), "latin-1"))
         raise UnknownEncoding(f"it is neither UTF-8 nor {fallback} (byte {raw[error.start]:#04x})") from error
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _checked(decoded: DecodedText) -> DecodedText:
