@@ -29,6 +29,7 @@ LAYERS = (
 # Packages of one row do not import each other, with these exceptions.
 NEIGHBOURS = {
     ("verify", "bench"),  # the GPU check times kernels with the benchmark
+    ("train", "hf"),  # a run can start with the weights of an exported folder
     ("vllm", "hf"),  # vLLM reads a model's config with Transformers
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}

@@ -143,14 +143,12 @@ def _open_set(prepared: str) -> "tuple[StorageFolder, ShardManifest]":
 
 def set_facts(where: str, manifest: "ShardManifest") -> dict[str, Any]:
     """Size, tokenizer and source of a set, for --json."""
+    from nsa.data.saved_tokenizer import set_tokenizer_record
+
     return {
         "set": where,
         "splits": {split: manifest.totals(split) for split in manifest.splits},
-        "tokenizer": {
-            "vocab_size": manifest.vocab_size,
-            "fingerprint": manifest.tokenizer_fingerprint,
-            "eos_id": manifest.eos_id,
-        },
+        "tokenizer": set_tokenizer_record(manifest),
         "dtype": manifest.dtype,
         "source": manifest.made_from.get("source"),
         "held_out_fraction": manifest.made_from.get("held_out_fraction"),

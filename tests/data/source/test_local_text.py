@@ -241,9 +241,9 @@ def test_any_page_gives_text(page):
 def test_thousands_of_open_elements_take_no_time():
     import time
 
-    started = time.monotonic()
-    text = html_text("<p>a<i>b</i>" * 50_000)
-    assert time.monotonic() - started < 20
+    started = time.process_time()
+    text = html_text("<p>a<i>b</i>" * 20_000)
+    assert time.process_time() - started < 8
     assert text.startswith("ab\n\nab")
 
 
