@@ -184,7 +184,7 @@ def test_the_package_is_looked_at():
         ("nsa.kernels.sdpa", "from .. import nsa_attention"),
         ("nsa.observe.heartbeat", "import olmo_core"),
         ("nsa.model.build", "from transformers import PreTrainedConfig"),
-        ("nsa.train.run", "import nsa.hf"),
+        ("nsa.hf.import_folder", "import nsa.train"),
         ("nsa.hf.modeling", "from nsa.infer import load_model"),
         ("nsa.hf.modeling", "from nsa.vllm.step import PagedStep"),
         ("nsa.infer.serve", "from vllm import LLM"),

@@ -118,7 +118,7 @@ class DataConfig(ConfigSection):
 
     dataset: DatasetKind = Field(
         default="fineweb_edu",
-        description="Streamed parquet, your own text, JSONL or parquet files, prepared token shards, or synthetic tasks.",
+        description="Streamed parquet, your own text, JSONL or parquet, prepared token shards, or synthetic tasks.",
     )
     path: Changeable[Text | None] = Field(
         default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
