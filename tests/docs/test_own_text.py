@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nsa.data.source.kinds import SUFFIXES
-from tests.docs.blocks import ROOT, blocks, run_blocks
+from tests.docs.blocks import ROOT, blocks, nsa_commands, run_blocks, unknown_words
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
@@ -27,16 +27,24 @@ def write_texts(folder: Path) -> None:
     (folder / "scan.pdf").write_bytes(b"%PDF")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.slow  # new processes and three training runs; each command has fast tests of its own
 def test_every_command_runs(tmp_path):
     write_texts(tmp_path / "my_texts")
     assert len(blocks(PAGE)) >= 5
-    run_blocks(PAGE, tmp_path, timeout_s=600)
+    run_blocks(PAGE, tmp_path, timeout_s=580)
     summary = json.loads((tmp_path / "artifacts" / "summary.json").read_text())
     assert set(summary["read"]["kinds"]) == {"jsonl", "text", "markdown", "html"}
     assert {"unknown ending", "duplicate documents"} <= set(summary["read"]["skipped"])
     assert summary["read"]["encodings"]["cp1252"]["first"] == ["old.txt"]
     env = json.loads((tmp_path / "artifacts" / "mine_run" / "env.json").read_text())
     assert env["tokenizer"]["vocab_size"] == 257
+
+
+def test_every_command_exists():
+    for block in blocks(PAGE):
+        for words in nsa_commands(block.code):
+            assert unknown_words(words) is None, words
 
 
 def test_the_table_names_every_ending():
