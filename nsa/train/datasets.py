@@ -81,8 +81,8 @@ def require_set_tokenizer(config: RunConfig) -> None:
             f"data.tokenizer={config.data.tokenizer} has {given.vocab_size} ids (fingerprint "
             f"{given.fingerprint[:16]}…), and the prepared set {_path(config)} was made with a tokenizer of "
             f"{manifest.vocab_size} ids (fingerprint {manifest.tokenizer_fingerprint[:16]}…): a set is used with its "
-            f"own. Remove data.tokenizer, set data.tokenizer={_path(config)}/{names.TOKENIZER}, or prepare the set again "
-            "with this tokenizer."
+            f"own. Remove data.tokenizer or set it to {_path(config)}/{names.TOKENIZER}, or prepare the set again with "
+            "this tokenizer."
         )
 
 
