@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 RESUME_HELP = "Resume from the newest good checkpoint of the run folder."
 RESUME_FROM_HELP = "Resume from this checkpoint or run folder."
-INIT_FROM_HELP = "Start a new run with the weights of this run, checkpoint or imported model, at step 0."
+INIT_FROM_HELP = (
+    "Start a new run at step 0 with the weights of this run, checkpoint, or folder in Transformers' format. The data "
+    "may be other data with the same tokenizer."
+)
 CLEAR_HALT_HELP = "Move a .HALT file of an earlier run aside and start."
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nsa.observe.heartbeat import HeartbeatRecord
     from nsa.train.callbacks.evaluation import EvaluationResult
 
+_SEPARATOR = " · "
 _ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
 
 
@@ -140,7 +141,7 @@ class _LiveProgress(_PlainProgress):
                 self._console.print(printable(f"{beat.msg} at step {beat.step}: {beat.detail}"))
             return
         self._live.start()
-        self._live.update(_progress(beat, steps), refresh=True)
+        self._live.update(_progress(beat, steps, self._console.width), refresh=True)
         if beat.step >= steps:
             self._live.stop()
 
@@ -155,10 +156,19 @@ def _evaluation(result: "EvaluationResult") -> str:
     )
 
 
-def _progress(beat: "HeartbeatRecord", steps: int) -> str:
+def _progress(beat: "HeartbeatRecord", steps: int, width: int | None = None) -> str:
+    """One line about a step; in a terminal only the parts that fit `width`, the first ones first."""
     left_s = (steps - beat.step) * (beat.step_s or 0.0)
     eta = time.strftime("%H:%M:%S", time.gmtime(left_s)) if left_s < 86400 else f"{left_s / 86400:.1f} days"
-    return (
-        f"step {beat.step}/{steps} · loss {beat.loss:.4f} · {beat.toks_per_s or 0:,.0f} tokens/s · lr {beat.lr:.2e} · "
-        f"grad {beat.grad_norm or 0:.3f} · left {eta}"
-    )
+    parts = [
+        f"step {beat.step}/{steps}",
+        f"loss {beat.loss:.4f}",
+        f"{beat.toks_per_s or 0:,.0f} tokens/s",
+        f"lr {beat.lr:.2e}",
+        f"grad {beat.grad_norm or 0:.3f}",
+        f"left {eta}",
+    ]
+    for least in ("lr ", "grad ", "left ", "loss "):
+        if width is not None and len(_SEPARATOR.join(parts)) > width:
+            parts = [part for part in parts if not part.startswith(least)]
+    return _SEPARATOR.join(parts)

@@ -118,12 +118,14 @@ class DataConfig(ConfigSection):
 
     dataset: DatasetKind = Field(
         default="fineweb_edu",
-        description="Streamed parquet, your own parquet or JSONL, prepared token shards, or synthetic tasks.",
+        description="Streamed parquet, your own text, JSONL or parquet, prepared token shards, or synthetic tasks.",
     )
     path: Changeable[Text | None] = Field(
         default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
     )
-    tokenizer: Changeable[Text] = Field(default="byte", description="byte, or the path of a tokenizers JSON file.")
+    tokenizer: Changeable[Text] = Field(
+        default="byte", description="byte, or the path of a tokenizers JSON file. A prepared set is used with its own."
+    )
     held_out: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.001, description="Fraction of the documents held out for evaluation and never trained on."
     )

@@ -23,6 +23,15 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def set_tokenizer_record(manifest: ShardManifest) -> dict[str, Any]:
+    """The record of the tokenizer that a set was prepared with."""
+    return {
+        "vocab_size": manifest.vocab_size,
+        "fingerprint": manifest.tokenizer_fingerprint,
+        "eos_id": manifest.eos_id,
+    }
+
+
 def parse_saved(raw: bytes | bytearray, where: Path, record: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer in the bytes of tokenizer.json; raises unless it is the recorded one."""
     vocab_size, fingerprint, eos_id = (record.get(key) for key in ("vocab_size", "fingerprint", "eos_id"))
@@ -55,9 +64,5 @@ def read_from_set(folder: StorageFolder, manifest: ShardManifest) -> Tokenizer |
     """The tokenizer of a prepared set; None for a set of an earlier version, which has none."""
     if not folder.exists(TOKENIZER):
         return None
-    record = {
-        "vocab_size": manifest.vocab_size,
-        "fingerprint": manifest.tokenizer_fingerprint,
-        "eos_id": manifest.eos_id,
-    }
-    return parse_saved(folder.read_bytes(TOKENIZER), Path(folder.url) / TOKENIZER, record)
+    where = Path(folder.url) / TOKENIZER
+    return parse_saved(folder.read_bytes(TOKENIZER), where, set_tokenizer_record(manifest))

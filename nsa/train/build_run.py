@@ -1,5 +1,6 @@
 """Builds the parts of a run: resume point, data, model, checkpointer, callbacks, trainer."""
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,8 @@ from nsa.train.resume import (
 from nsa.train.run_report import DocumentProgress, RunReport, RunReporter
 from nsa.train.signal_handlers import SignalHandlers
 from nsa.train.start_options import StartOptions
+
+_IMPORTED_WEIGHTS = ".imported_weights"
 
 
 @dataclass(frozen=True)
@@ -103,19 +106,28 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
         on_documents=DocumentProgress(config.data.report_docs, context.reporter),
     )
     cleanup.callback(loader.close)
+    on_first_rank(ranks, partial(datasets.require_set_tokenizer, config))
     tokenizer = datasets.saved_tokenizer(config, vocab_size)
-    initial = _initial_weights(context, checkpointer.key, vocab_size) if point.path is None else None
+    initial = _initial_weights(context, checkpointer.key, vocab_size, cleanup) if point.path is None else None
     return RunInputs(vocab_size, tokenizer, checkpointer, point, changes, data, held_out, loader, initial)
 
 
-def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int) -> Path | None:
+def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int, cleanup: ExitStack) -> Path | None:
+    """The checkpoint whose weights the run starts with. An exported folder is imported into the run's folder, which all
+    ranks can read, until the run ends."""
     init_from = context.options.init_from
     if init_from is None:
         return None
+    imported = context.folder.path / _IMPORTED_WEIGHTS
+    if context.ranks.first:
+        shutil.rmtree(imported, ignore_errors=True)  # of a run that was killed
+        cleanup.callback(shutil.rmtree, imported, ignore_errors=True)
     found, changes = on_first_rank(
-        context.ranks, lambda: find_initial_weights(init_from, context.config, vocab_size, key)
+        context.ranks, lambda: find_initial_weights(init_from, context.config, vocab_size, key, imported)
     )
-    context.reporter.line(f"starting with the weights of {found}")
+    context.reporter.line(
+        f"starting with the weights of {init_from if Path(found).is_relative_to(imported) else found}"
+    )
     for change in changes:
         context.reporter.line(f"WARNING: the weights were trained with another setting: {change}")
     return Path(found)

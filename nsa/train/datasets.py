@@ -3,11 +3,12 @@
 import glob
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nsa import names
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
-from nsa.data.saved_tokenizer import read_from_set
+from nsa.data.saved_tokenizer import read_from_set, set_tokenizer_record, tokenizer_record
 from nsa.data.shards.manifest import TRAIN, VALIDATION, read_manifest
 from nsa.data.source.hub import FINEWEB_EDU
 from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
@@ -57,8 +58,38 @@ def _tokenizer_of_set(folder: StorageFolder, spec: str) -> Tokenizer | None:
     return tokenizer
 
 
+def data_tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
+    """Vocabulary size, fingerprint and end-of-document id of the data's tokenizer; None for synthetic data."""
+    if config.data.dataset == "synthetic" or config.data.synthetic_on_fail:
+        return None
+    if config.data.dataset == "prepared":
+        return set_tokenizer_record(read_manifest(StorageFolder(_path(config))))
+    return tokenizer_record(load_tokenizer(config.data.tokenizer))
+
+
+def require_set_tokenizer(config: RunConfig) -> None:
+    """Raise if data.tokenizer was set and is another one than that of the prepared set, which alone is used."""
+    if config.data.dataset != "prepared" or config.origin("data.tokenizer") == "default":
+        return
+    try:
+        given = load_tokenizer(config.data.tokenizer)
+    except ConfigError:  # a set brings its own tokenizer, so the file may be missing
+        return
+    manifest = read_manifest(StorageFolder(_path(config)))
+    if given.fingerprint != manifest.tokenizer_fingerprint:
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer} has {given.vocab_size} ids (fingerprint "
+            f"{given.fingerprint[:16]}…), and the prepared set {_path(config)} was made with a tokenizer of "
+            f"{manifest.vocab_size} ids (fingerprint {manifest.tokenizer_fingerprint[:16]}…): a set is used with its "
+            f"own. Remove data.tokenizer or set it to {_path(config)}/{names.TOKENIZER}, or prepare the set again with "
+            "this tokenizer."
+        )
+
+
 def require_tokenizer(config: RunConfig) -> None:
-    """Raise if the tokenizer that documents need is missing, or has more ids than the embedding has rows."""
+    """Raise if the tokenizer that documents need is missing, is not that of the prepared set, or has more ids than the
+    embedding has rows."""
+    require_set_tokenizer(config)
     if config.data.dataset in ("synthetic", "prepared") or config.data.synthetic_on_fail:
         return
     ids, rows = load_tokenizer(config.data.tokenizer).vocab_size, config.model.vocab_size

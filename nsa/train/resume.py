@@ -11,8 +11,8 @@ from typing import Any
 
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding
-from nsa.checkpoint.run_state import VOCAB_SIZE, RunRecord
-from nsa.checkpoint.trained_model import open_trained_model
+from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
+from nsa.checkpoint.trained_model import TrainedModel, open_trained_model
 from nsa.config.describe import may_change_on_resume, plain
 from nsa.config.layer import flatten
 from nsa.config.schema import VALUES_BEFORE, RunConfig, default_ffn_dim, settings
@@ -86,20 +86,43 @@ def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> l
 
 
 def find_initial_weights(
-    init_from: Path, config: RunConfig, vocab_size: int, key: bytes | None
+    init_from: Path, config: RunConfig, vocab_size: int, key: bytes | None, scratch: Path
 ) -> tuple[Path, list[SettingChange]]:
     """The checkpoint whose weights a new run starts with, and the settings of the model that differ. On one rank.
 
-    Other shapes are refused when the weights are loaded; other settings may be wanted, e.g. for a longer context.
+    An exported folder is imported into `scratch` first. Weights trained with another tokenizer than that of the data
+    are refused. Other shapes are refused when the weights are loaded; other settings may be wanted, e.g. for a longer
+    context.
     """
-    if (init_from / "config.json").exists() and not (init_from / names.CHECKPOINTS).exists():
-        raise CheckpointError(
-            f"{init_from} is a folder in Transformers' format: a run starts from checkpoints. Import it with "
-            f"`nsa import hf {init_from} OUT` and give --init-from OUT."
-        )
-    trained = open_trained_model(init_from, key=key)
+    if is_exported_folder(init_from):
+        from nsa.hf.import_folder import import_folder
+
+        import_folder(init_from, scratch, key=key)
+        trained = open_trained_model(scratch, key=key)
+    else:
+        trained = open_trained_model(init_from, key=key)
+    _require_same_tokenizer(init_from, trained, config)
     changes = changed_settings(trained.record, config, vocab_size)
     return trained.path, [change for change in changes if change.key.startswith(("model.", "nsa."))]
+
+
+def is_exported_folder(path: Path) -> bool:
+    """Whether a folder is in Transformers' format, and not a run or a checkpoint."""
+    return (path / "config.json").exists() and not (path / names.CHECKPOINTS).exists()
+
+
+def _require_same_tokenizer(init_from: Path, trained: TrainedModel, config: RunConfig) -> None:
+    """Raise if the data was tokenized with another tokenizer than the weights were trained with, if both are known."""
+    saved, now = trained.record.more.get(TOKENIZER_RECORD), datasets.data_tokenizer_record(config)
+    if not isinstance(saved, dict) or now is None or saved.get("fingerprint") == now["fingerprint"]:
+        return
+    kept = init_from if (init_from / names.TOKENIZER).exists() else trained.path
+    raise ConfigError(
+        f"the weights of {init_from} were trained with a tokenizer of {saved.get('vocab_size')} ids (fingerprint "
+        f"{str(saved.get('fingerprint'))[:16]}…), the data has one of {now['vocab_size']} ids (fingerprint "
+        f"{now['fingerprint'][:16]}…): the same ids mean other text. Prepare the text with the tokenizer of the "
+        f"weights: nsa data prepare SRC OUT --tokenizer {kept / names.TOKENIZER}"
+    )
 
 
 def require_same_settings(checkpoint: Path, config: RunConfig, vocab_size: int) -> list[SettingChange]:

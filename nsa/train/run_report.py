@@ -14,6 +14,7 @@ from nsa import names
 from nsa.checkpoint.load import export
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import RowData
+from nsa.data.saved_tokenizer import tokenizer_record
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import ExitCode
 from nsa.files import write_atomic
@@ -122,6 +123,7 @@ class RunReport:
             local_world_size=ranks.local_world,
             data=str(data),
             vocab_size=vocab_size,
+            tokenizer={"name": tokenizer.name, **tokenizer_record(tokenizer)} if tokenizer is not None else None,
             kernels={choice.branch: {"backend": choice.backend, "reason": choice.reason} for choice in kernels},
             allowed=list(self.options.allow),
         )

@@ -9,7 +9,9 @@ import torch
 
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.schema import RunConfig
-from nsa.errors import CheckpointError
+from nsa.data.prepare.plan import make_plan
+from nsa.data.prepare.run import prepare
+from nsa.errors import CheckpointError, ConfigError
 from nsa.train.resume import find_initial_weights
 from tests.train.runs import Job, run_all
 
@@ -44,8 +46,9 @@ def runs(tmp_path_factory) -> Path:
         Job(str(folder / "wider"), changes=[*FEW, "model.dim=64"], init_from=first),
         Job(str(folder / "deeper"), changes=[*FEW, "model.n_layers=3"], init_from=first),
         Job(str(folder / "direct"), changes=FEW, init_from=str(folder / "exported")),
+        Job(str(folder / "direct_ranks"), world=2, changes=FEW, init_from=str(folder / "exported")),
     )
-    assert codes == [[0], [0], [0], [0, 0], [0], [0], [22], [22], [22]]
+    assert codes == [[0], [0], [0], [0, 0], [0], [0], [22], [22], [0], [0, 0]]
     return folder
 
 
@@ -72,10 +75,40 @@ def test_a_run_that_has_a_checkpoint_resumes_from_it_instead(runs):
 
 
 def test_a_refused_start_saves_nothing(runs):
-    for name in ("wider", "deeper", "direct"):
+    for name in ("wider", "deeper"):
         assert not list((runs / name).glob("checkpoints/step*"))
-    with pytest.raises(CheckpointError, match="nsa import hf"):
-        find_initial_weights(runs / "exported", RunConfig(), 257, None)
+
+
+def test_an_exported_folder_is_a_start_like_its_import(runs):
+    assert losses(runs / "direct") == losses(runs / "from_import")
+    assert losses(runs / "direct_ranks") == pytest.approx(losses(runs / "from_import"), rel=1e-4)
+    for name in ("direct", "direct_ranks"):
+        assert not [path for path in (runs / name).iterdir() if "imported" in path.name], "nothing is left of it"
+
+
+def test_data_of_another_tokenizer_is_refused(runs, tmp_path):
+    """The same vocabulary is not enough: the fingerprint decides."""
+    from nsa.data.tokenizer import train_bpe
+
+    bpe = train_bpe(["some words of text"] * 9, 257, tmp_path / "bpe.json")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some words of text " * 99)
+    for spec, accepted in (("byte", True), (str(tmp_path / "bpe.json"), False)):
+        prepare(make_plan(str(tmp_path / "text"), spec), str(tmp_path / repr(accepted)), workers=1)
+        for data in (
+            {"dataset": "prepared", "path": str(tmp_path / repr(accepted))},
+            {"dataset": "local", "path": str(tmp_path / "text"), "tokenizer": spec},
+        ):
+            trained = open_trained_model(runs / "first")
+            config = RunConfig.model_validate(trained.config.model_dump(mode="json") | {"data": data})
+            if accepted:
+                find_initial_weights(runs / "first", config, bpe.vocab_size, None, tmp_path / "unused")
+                continue
+            for start in (runs / "first", runs / "exported"):
+                with pytest.raises(ConfigError, match=r"--tokenizer .*tokenizer\.json"):
+                    find_initial_weights(
+                        start, config, bpe.vocab_size, None, tmp_path / f"{start.name}{data['dataset']}"
+                    )
 
 
 def test_other_settings_of_the_model_are_named(runs):
@@ -83,7 +116,7 @@ def test_other_settings_of_the_model_are_named(runs):
     other = trained.config.model_copy(
         update={"model": trained.config.model.model_copy(update={"rope_base": 10_000.0}), "train": RunConfig().train}
     )
-    path, changes = find_initial_weights(runs / "first", other, 257, None)
+    path, changes = find_initial_weights(runs / "first", other, 257, None, runs / "unused")
     assert path == trained.path
     assert [change.key for change in changes] == ["model.rope_base"]
 
@@ -94,4 +127,4 @@ def test_damaged_weights_are_refused(runs, tmp_path):
     state.write_text(state.read_text().replace('"step": 12', '"step": 13'))
     for path in (run, run / "checkpoints/step12"):
         with pytest.raises(CheckpointError):
-            find_initial_weights(path, RunConfig(), 257, None)
+            find_initial_weights(path, RunConfig(), 257, None, tmp_path / "unused")

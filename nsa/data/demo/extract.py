@@ -3,17 +3,14 @@
 import gzip
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
+
+from nsa.data.source.html_text import html_text, tidy
 
 _DROPPED = frozenset({"script", "style", "nav", "head", "footer", "header", "select", "button", "svg", "noscript"})
 _DROPPED_CLASSES = frozenset(
     {"sphinxsidebar", "related", "navheader", "navfooter", "headerlink", "toc", "toctree-wrapper", "footer", "header"}
 )
-_BLOCK_NAMES = "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 pre table tr section article blockquote body title hr"
-_BLOCKS = frozenset(_BLOCK_NAMES.split())
-_VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
-_VOID = frozenset(_VOID_NAMES.split())
 _DICTD_DIGITS = {c: i for i, c in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}
 
 
@@ -24,7 +21,7 @@ def extract_texts(root: Path, below: str) -> Iterator[tuple[str, str]]:
         if "/_modules/" in name:  # source code rendered as HTML by Sphinx
             continue
         if name.endswith((".html", ".htm", ".html.gz")):
-            yield name, html_text(_read(path))
+            yield name, page_text(_read(path))
         elif re.search(r"/man\d/[^/]+\.gz$", name):
             yield name, man_text(_read(path))
         elif name.endswith(".pod"):
@@ -43,50 +40,9 @@ def _read(path: Path) -> str:
         return data.decode("latin-1")
 
 
-class _ParagraphParser(HTMLParser):
-    """Collects text by paragraph and skips dropped elements."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._open: list[str] = []
-        self._dropped_at: int | None = None
-        self._pre = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _BLOCKS:
-            self.parts.append("\n" if tag in ("br", "tr") else "\n\n")
-        if tag in _VOID:
-            return
-        self._open.append(tag)
-        self._pre += tag == "pre"
-        classes = next((set((value or "").split()) for key, value in attrs if key == "class"), set())
-        if self._dropped_at is None and (tag in _DROPPED or classes & _DROPPED_CLASSES):
-            self._dropped_at = len(self._open)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self._open:
-            return
-        while self._open:
-            closed = self._open.pop()
-            self._pre -= closed == "pre"
-            if self._dropped_at is not None and len(self._open) < self._dropped_at:
-                self._dropped_at = None
-            if closed == tag:
-                break
-        if tag in _BLOCKS:
-            self.parts.append("\n\n")
-
-    def handle_data(self, data: str) -> None:
-        if self._dropped_at is None:
-            self.parts.append(data if self._pre else re.sub(r"\s+", " ", data))
-
-
-def html_text(html: str) -> str:
-    blocks = _ParagraphParser()
-    blocks.feed(html)
-    blocks.close()
-    return tidy("".join(blocks.parts))
+def page_text(html: str) -> str:
+    """Text of a documentation page without the sidebars, headers and anchors of Sphinx and DocBook."""
+    return html_text(html, dropped=_DROPPED, dropped_classes=_DROPPED_CLASSES, dropped_characters="¶")
 
 
 def man_text(roff: str) -> str:
@@ -176,11 +132,3 @@ def _dictd_number(digits: str) -> int:
     for digit in digits:
         value = value * 64 + _DICTD_DIGITS[digit]
     return value
-
-
-def tidy(text: str) -> str:
-    """Unix lines, no trailing blanks, no pilcrow anchors, one empty line between paragraphs."""
-    text = text.replace("\r", "").replace("\u00a0", " ").replace("¶", "")
-    text = re.sub(r"[ \t]+\n", "\n", text)
-    text = re.sub(r"\n (?! )", "\n", text)  # between two elements; code is indented further
-    return re.sub(r"\n{3,}", "\n\n", text).strip()

@@ -4,6 +4,7 @@ Tasks are defined by the source alone. A task is done when its record exists, th
 written last. If it is killed at any moment and run again, the same command produces the same bytes.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -19,28 +20,43 @@ from typing import Any
 from datatrove.executor.base import DistributedEnvVars, PipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 
+from nsa.data.prepare.dedup import hash_task, hashed_tasks, is_deduplicated, write_masks
 from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
 from nsa.data.prepare.task import CountCallback, PrepareStep, ReadUnits, WriteShards, done_tasks, read_record
 from nsa.data.saved_tokenizer import save_with_set
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
+from nsa.data.source.read_report import ReadReport
 from nsa.data.source.resolve import open_source
 from nsa.data.tokenizer import load_tokenizer, start_tokenizer_worker, token_dtype
 from nsa.errors import ConfigError, DataError
 from nsa.files import file_lock, storage_errors
 from nsa.storage import StorageFolder
 
+REPORT_NAME = "prepare_report.json"
 _POLL_S = 0.2
 _SAMPLED_UNITS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
+    """`documents`, `tokens` and `elapsed_s` count from the start of this process; units also count earlier ones."""
+
+    activity: str
     tasks_done: int
     tasks: int
-    documents: int  # by this process, since it started
+    units_done: int
+    units_before: int  # done by an earlier process
+    units: int
+    documents: int
     tokens: int
     elapsed_s: float
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimated time to the end of this activity; None before the first unit."""
+        done = self.units_done - self.units_before
+        return self.elapsed_s * (self.units - self.units_done) / done if done else None
 
 
 def prepare(
@@ -77,7 +93,11 @@ def _prepare(
         # datatrove's logs and completion marks; our own record, stored with the shards, decides whether a task is done.
         place = str(out.local_path(f"{WORK}/log")) if out.is_local else ""
         with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
-            LocalExecutor(plan, out.url, workers, logs, on_progress).run()
+            executor = LocalExecutor(plan, out.url, workers, logs, on_progress)
+            if plan.dedup and not is_deduplicated(out):
+                executor.hash_documents()
+                write_masks(plan, out)
+            executor.run()
         return finish(plan, out)
 
 
@@ -133,11 +153,24 @@ def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
     if out.is_local:
         for unfinished in out.local_path("").glob(f".{MANIFEST_NAME}.*.tmp"):  # left by a run that was killed here
             unfinished.unlink()
+    report = ReadReport.from_json(plan.left_out)
+    for record in records:
+        if "report" in record:  # not in that of an earlier version
+            report.add(ReadReport.from_json(record["report"]))
+    out.write_bytes(REPORT_NAME, json.dumps(report.as_json(), indent=1).encode())
     tokenizer = load_tokenizer(plan.tokenizer, eos_token=plan.eos_token)
     save_with_set(out, tokenizer, plan.vocab_size, plan.fingerprint)
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
     out.delete_tree(WORK)
     return manifest
+
+
+def read_report(out: StorageFolder) -> ReadReport | None:
+    """What was read and skipped for a prepared set; None for a set of an earlier version, or a damaged file."""
+    try:
+        return ReadReport.from_json(json.loads(out.read_bytes(REPORT_NAME))) if out.exists(REPORT_NAME) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 class LocalExecutor(PipelineExecutor):
@@ -182,13 +215,21 @@ class LocalExecutor(PipelineExecutor):
         )
 
     def run(self) -> None:
-        left = sorted(set(range(self._tasks)) - done_tasks(self.out))
+        self._run_pool("tokenize", _run_task, done_tasks(self.out))
+
+    def hash_documents(self) -> None:
+        """First pass of a preparation with `dedup`: store the hashes of all documents."""
+        self._run_pool("compare documents", _hash_task, hashed_tasks(self.out))
+
+    def _run_pool(self, activity: str, run_task: Callable[[int], None], done_before: set[int]) -> None:
+        sizes = [task.stop_unit - task.first_unit for task in self.plan.tasks()]
+        units_before = sum(size for rank, size in enumerate(sizes) if rank in done_before)
         context = get_context("spawn")
-        counters = context.Array("q", 2)
+        counters = context.Array("q", 3)
         started = time.monotonic()
         job = (os.getpid(), counters, self.plan, self.out.url, self._logs)
         with ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=job) as pool:
-            futures = {pool.submit(_run_task, rank) for rank in left}
+            futures = {pool.submit(run_task, rank) for rank in range(self._tasks) if rank not in done_before}
             while futures:
                 done, futures = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
                 try:
@@ -203,8 +244,14 @@ class LocalExecutor(PipelineExecutor):
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
                 finished = self._tasks - len(futures)
-                documents, tokens = counters[:]
-                self._on_progress(PrepareProgress(finished, self._tasks, documents, tokens, time.monotonic() - started))
+                documents, tokens, units = counters[:]
+                elapsed_s = time.monotonic() - started
+                self._on_progress(
+                    PrepareProgress(
+                        activity, finished, self._tasks, units_before + units, units_before, sum(sizes), documents,
+                        tokens, elapsed_s,
+                    )
+                )  # fmt: skip
 
 
 _job: tuple[Any, PreparePlan, str, str]  # set in worker processes: counters, plan, output URL, log folder
@@ -217,17 +264,24 @@ def _start_worker(parent_pid: int, counters: Any, plan: PreparePlan, out_url: st
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove copies its log there; errors are raised in the parent
 
 
-def _count(documents: int, tokens: int) -> None:
+def _count(documents: int, tokens: int, units: int) -> None:
     counters = _job[0]
     with counters.get_lock():
-        counters[0] += documents
-        counters[1] += tokens
+        for place, count in enumerate((documents, tokens, units)):
+            counters[place] += count
 
 
 def _run_task(rank: int) -> None:
     _, plan, out_url, logs = _job
     with _output_errors(out_url):
         LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
+
+
+def _hash_task(rank: int) -> None:
+    _, plan, out_url, _ = _job
+    with _output_errors(out_url):
+        for units in hash_task(plan, StorageFolder(out_url), rank):
+            _count(0, 0, units)
 
 
 class FinishPreparation(PrepareStep):
@@ -258,6 +312,8 @@ def slurm_executor(
 
     `logging_dir` must be on a file system shared by all nodes. Running it again submits only unfinished tasks.
     """
+    if plan.dedup:
+        raise ConfigError("--dedup does not run on Slurm: it compares all documents first. Prepare on one machine.")
     out = StorageFolder(out_url)
     if not is_finished(plan, out):
         record_plan(plan, out)

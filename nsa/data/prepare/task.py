@@ -10,7 +10,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -20,16 +19,21 @@ import numpy as np
 from datatrove.data import Document as TroveDocument
 from datatrove.pipeline.base import PipelineStep
 
-from nsa.data.document import CorruptUnit, is_held_out
-from nsa.data.prepare.plan import WORK, PreparePlan, open_file
+from nsa.data.document import is_held_out
+from nsa.data.prepare.dedup import read_mask, require_same_documents
+from nsa.data.prepare.plan import WORK, PreparePlan
+from nsa.data.prepare.read_task import TaskReader
 from nsa.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa.data.shards.writer import ShardInfo, ShardWriter
+from nsa.data.source.read_report import DUPLICATES
 from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa.errors import DataError
 from nsa.storage import StorageFolder
 
 _BATCH_DOCUMENTS = 128
-CountCallback = Callable[[int, int], None]  # documents, tokens
+_BATCH_CHARACTERS = 4 * 2**20
+_KIND = "kind"  # in the metadata of a document
+CountCallback = Callable[[int, int, int], None]  # documents, tokens, units of the source
 
 
 def record_name(rank: int) -> str:
@@ -62,42 +66,27 @@ class ReadUnits(PrepareStep):
 
     def __init__(self, plan: PreparePlan, out_url: str) -> None:
         super().__init__(plan, out_url)
-        self.bad_units: list[str] = []
-        self.empty_documents = 0
+        self.task: TaskReader | None = None
+        """Of the rank that runs, with its report."""
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
-        if is_done(StorageFolder(self.out_url), rank):
+        out = StorageFolder(self.out_url)
+        if is_done(out, rank):
             return
-        plan, task = self.plan, self.plan.tasks()[rank]
-        scratch = Path(tempfile.gettempdir()) / f"nsa-prepare-{uuid.uuid4().hex}"  # created only if a file is fetched
-        try:
-            source = open_file(plan.source, task.file, plan.columns, scratch)
-            if len(source) < task.stop_unit:
-                raise DataError(
-                    f"{task.file} has {len(source)} units but had at least {task.stop_unit} when it was listed: the "
-                    "source changed. Prepare into another folder."
-                )
-            for index in range(task.first_unit, task.stop_unit):
-                try:
-                    documents = source.read(index)
-                except CorruptUnit as error:
-                    self._quarantine(f"{task.file}, {source.unit(index).part}", error)
-                    continue
-                for document in documents:
-                    if document.text:
-                        yield TroveDocument(text=document.text, id=document.id)
-                    else:
-                        self.empty_documents += 1
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-    def _quarantine(self, unit: str, error: CorruptUnit) -> None:
-        self.bad_units.append(unit)
-        if len(self.bad_units) > self.plan.max_bad_units:
-            raise DataError(
-                f"{len(self.bad_units)} unit(s) of one task are corrupt, max_bad_units is {self.plan.max_bad_units}. "
-                f"Last: {error}. Download the file again, or raise --max-bad-units to skip such units."
-            ) from error
+        task = self.plan.tasks()[rank]
+        self.task = reader = TaskReader(self.plan, task)
+        keep = read_mask(out, rank) if self.plan.dedup else None
+        documents = 0
+        for kind, document in reader.documents():
+            documents += 1
+            if keep is not None and documents > len(keep):
+                require_same_documents(keep, documents, task.file)
+            if keep is None or keep[documents - 1]:
+                yield TroveDocument(text=document.text, id=document.id, metadata={_KIND: kind})
+            else:
+                reader.report.skip(DUPLICATES, document.id)
+        if keep is not None:
+            require_same_documents(keep, documents, task.file)
 
 
 class WriteShards(PrepareStep):
@@ -111,13 +100,14 @@ class WriteShards(PrepareStep):
     ) -> None:
         super().__init__(plan, out_url)
         self.reader = reader
-        self._on_count = on_count or (lambda documents, tokens: None)
+        self._on_count = on_count or (lambda documents, tokens, units: None)
+        self._counted_units = 0
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
         out = StorageFolder(self.out_url)
         if is_done(out, rank):
             return
-        plan = self.plan
+        plan, self._counted_units = self.plan, 0
         tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
         check_same(plan.vocab_size, plan.fingerprint, tokenizer)
         # A rename needs the same file system as its target; an upload does not.
@@ -129,7 +119,9 @@ class WriteShards(PrepareStep):
                 for document, ids in zip(documents, tokens, strict=True):
                     split = VALIDATION if is_held_out(document.id, plan.held_out_fraction) else TRAIN
                     splits[split].add(document.id, ids)
-                self._on_count(len(documents), sum(len(ids) + 1 for ids in tokens))
+                    self._reader().report.count(document.metadata[_KIND], len(document.text), len(ids) + 1)
+                self._count_units(len(documents), sum(len(ids) + 1 for ids in tokens))
+            self._count_units(0, 0)
             shards = {split: writer.close() for split, writer in splits.items()}
         finally:
             for writer in splits.values():
@@ -138,11 +130,20 @@ class WriteShards(PrepareStep):
                 shutil.rmtree(scratch, ignore_errors=True)
         record = {
             "shards": {split: [shard.as_json() for shard in written] for split, written in shards.items()},
-            "bad_units": self.reader.bad_units,
-            "empty_documents": self.reader.empty_documents,
+            "bad_units": self._reader().bad_units,
+            "report": self._reader().report.as_json(),
         }
         out.write_bytes(record_name(rank), _with_checksum(record))
         yield from ()
+
+    def _reader(self) -> TaskReader:
+        assert self.reader.task is not None, "documents come from a task"
+        return self.reader.task
+
+    def _count_units(self, documents: int, tokens: int) -> None:
+        done = self._reader().units_done
+        self._on_count(documents, tokens, done - self._counted_units)
+        self._counted_units = done
 
 
 @lru_cache(maxsize=1)
@@ -183,11 +184,13 @@ class _SplitWriter:
 
 def _batches(documents: Iterable[TroveDocument]) -> Iterator[list[TroveDocument]]:
     batch: list[TroveDocument] = []
+    characters = 0
     for document in documents or ():
         batch.append(document)
-        if len(batch) == _BATCH_DOCUMENTS:
+        characters += len(document.text)
+        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
-            batch = []
+            batch, characters = [], 0
     if batch:
         yield batch
 

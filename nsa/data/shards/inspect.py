@@ -109,3 +109,32 @@ def find_document(folder: StorageFolder, manifest: ShardManifest, split: str, nu
         left -= shard.documents
         start += shard.tokens
     raise DataError(f"split {split!r} has {manifest.totals(split)['documents']} documents; {number} is out of range.")
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentStart:
+    """The first tokens of a document; `ids` ends with the end-of-document token if it is short enough."""
+
+    doc_id: str
+    tokens: int
+    ids: list[int]
+
+
+def first_documents(
+    folder: StorageFolder, manifest: ShardManifest, split: str, *, documents: int, max_tokens: int
+) -> list[DocumentStart]:
+    """The beginnings of the first documents of a split, for a preview."""
+    found: list[DocumentStart] = []
+    dtype = manifest.numpy_dtype
+    for shard in manifest.shards(split):
+        if len(found) == documents:
+            break
+        ends = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard).ends.tolist()
+        ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
+        with folder.open_random(f"{shard.name}.tok") as file:
+            for number in range(min(len(ends), documents - len(found))):
+                first = ends[number - 1] if number else 0
+                length = min(ends[number] - first, max_tokens)
+                raw = file.read_at(length * dtype.itemsize, first * dtype.itemsize)
+                found.append(DocumentStart(ids[number], ends[number] - first, np.frombuffer(raw, dtype).tolist()))
+    return found

@@ -152,6 +152,11 @@ def _is_count(value: object) -> bool:
 
 def read_manifest(folder: StorageFolder) -> ShardManifest:
     if not folder.exists(MANIFEST_NAME):
+        if folder.is_local and not folder.local_path("").is_dir():
+            raise DataError(
+                f"{folder.url} does not exist. Check the path, or write the set with `nsa data prepare SRC "
+                f"{folder.url}`."
+            )
         raise DataError(
             f"{folder.url} has no {MANIFEST_NAME}: it is not a prepared set, or `nsa data prepare` has not finished. "
             "Run the same prepare command again; it continues where it stopped."

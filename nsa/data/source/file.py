@@ -1,5 +1,6 @@
 """Files of a source (local, HTTP, object store), read by byte ranges."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,11 @@ from typing import Protocol
 
 from nsa.data.document import CorruptUnit
 from nsa.data.source.http import HttpClient
-from nsa.data.source.retry_policy import ReadDeadline
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.errors import DataError
 from nsa.storage import StorageFolder
+
+_SAMPLE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,13 @@ class LocalFile:
             raise DataError(
                 f"{self.path} cannot be read ({error.strerror}). Check the path and its permissions."
             ) from error
+
+    def sample_hash(self) -> str:
+        """SHA-256 of the beginning and the end, for a fingerprint of the source."""
+        deadline = ReadDeadline(RetryPolicy())
+        tail = self.tail(_SAMPLE_BYTES, deadline)
+        head = self.range(0, min(tail.size, _SAMPLE_BYTES), deadline)
+        return hashlib.sha256(head + tail.data).hexdigest()
 
     def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
         size = self.size()

@@ -16,16 +16,17 @@ import numpy as np
 
 from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
 from nsa.data.source.file import LocalFile
-from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa.data.source.read_report import BAD_LINES, ReadReport
 from nsa.errors import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _BLOCK_BYTES = 4 * 2**20
-_SAMPLE_BYTES = 64 * 1024
 _READ_BYTES = 2**20
 
 
 class JsonlSource:
+    """A line that is not a JSON object with text makes its unit corrupt. With a `report` such lines are skipped and
+    counted there, unless they are more than half of the unit's lines."""
+
     retries = 0  # local files only
 
     def __init__(
@@ -35,8 +36,10 @@ class JsonlSource:
         columns: DocumentColumns | None = None,
         block_bytes: int = _BLOCK_BYTES,
         max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
+        report: ReadReport | None = None,
     ) -> None:
         self._files = list(files)
+        self._report = report
         self._columns = columns or DocumentColumns()
         self._block_bytes = block_bytes
         self._max_unit_bytes = max_unit_bytes
@@ -46,7 +49,7 @@ class JsonlSource:
         self._first_unit = np.concatenate([[0], np.cumsum(blocks)]).astype(int)
         digest = hashlib.sha256(f"{self._columns.identity} {block_bytes}".encode())
         for file, size in zip(self._files, self._sizes, strict=True):
-            digest.update(f"\n{file.name}\t{size}\t{_sample(file, size)}".encode())
+            digest.update(f"\n{file.name}\t{size}\t{file.sample_hash()}".encode("utf-8", "surrogateescape"))
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -60,7 +63,7 @@ class JsonlSource:
         file, block = self._locate(index)
         try:
             with open(self._files[file].path, "rb") as raw:
-                documents = [self._parse(line) for line in self._lines(raw, file, block) if line.strip()]
+                documents = self._documents(index, self._lines(raw, file, block))
                 self.bytes_read += raw.tell() - block * self._block_bytes
                 return documents
         except (zlib.error, EOFError, gzip.BadGzipFile, CorruptUnit) as error:
@@ -68,23 +71,42 @@ class JsonlSource:
         except OSError as error:
             raise DataError(f"{self.unit(index)} could not be read: {error.strerror}. Check the disk.") from error
 
+    def _documents(self, index: int, lines: Iterator[bytes]) -> list[Document]:
+        documents: list[Document] = []
+        bad: list[CorruptUnit] = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                documents.append(self._parse(line))
+            except CorruptUnit as error:
+                if self._report is None:
+                    raise
+                bad.append(error)
+        if len(bad) > len(documents):
+            raise CorruptUnit(f"{len(bad)} of {len(bad) + len(documents)} lines are bad; the first: {bad[0]}")
+        file, block = self._locate(index)
+        for problem in bad:
+            assert self._report is not None
+            self._report.skip(BAD_LINES, f"{self._files[file].name}, {self._part(file, block)}: {problem}")
+        return documents
+
     def _blocks(self, file: LocalFile, size: int) -> int:
         if size == 0:
             return 0
-        return -(-size // self._block_bytes) if file.name.endswith(".jsonl") else 1
+        return -(-size // self._block_bytes) if _is_plain(file) else 1
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
         return file, index - int(self._first_unit[file])
 
     def _part(self, file: int, block: int) -> str:
-        if not self._files[file].name.endswith(".jsonl"):
+        if not _is_plain(self._files[file]):
             return "whole file"
         return f"bytes {block * self._block_bytes}-{min((block + 1) * self._block_bytes, self._sizes[file]) - 1}"
 
     def _lines(self, raw: BinaryIO, file: int, block: int) -> Iterator[bytes]:
-        name = self._files[file].name
-        if name.endswith(".jsonl"):
+        if _is_plain(self._files[file]):
             start = block * self._block_bytes
             # One byte back: if the previous block ends in a newline, the line at `start` belongs to this block.
             raw.seek(max(0, start - 1))
@@ -93,7 +115,7 @@ class JsonlSource:
             while raw.tell() < start + self._block_bytes and (line := self._line(raw)):
                 yield line
             return
-        pieces = _gzip_pieces(raw) if name.endswith(".gz") else _zstd_pieces(raw)
+        pieces = _gzip_pieces(raw) if self._files[file].name.lower().endswith(".gz") else _zstd_pieces(raw)
         content = bytearray()
         for piece in pieces:
             content += piece
@@ -116,16 +138,17 @@ class JsonlSource:
         except ValueError as error:
             raise CorruptUnit(f"a line is not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
-            raise CorruptUnit(f"a line has no text under {self._columns.text!r}")
+            found = (
+                f"its keys are {sorted(record)[:8]}" if isinstance(record, dict) else f"it is {type(record).__name__}"
+            )
+            raise CorruptUnit(f"a line has no text under {self._columns.text!r}: {found}")
         # JSON can contain half a surrogate pair, which is not a character and has no UTF-8 encoding.
         text = record[self._columns.text].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         return make_document(record.get(self._columns.id) if self._columns.id else None, text)
 
 
-def _sample(file: LocalFile, size: int) -> str:
-    deadline = ReadDeadline(RetryPolicy())
-    head = file.range(0, min(size, _SAMPLE_BYTES), deadline)
-    return hashlib.sha256(head + file.tail(_SAMPLE_BYTES, deadline).data).hexdigest()
+def _is_plain(file: LocalFile) -> bool:
+    return file.name.lower().endswith(".jsonl")
 
 
 def _gzip_pieces(raw: BinaryIO) -> Iterator[bytes]:

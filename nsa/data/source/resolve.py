@@ -1,23 +1,28 @@
 """Resolves `data.path` (folder, glob pattern, URLs, hub dataset id) to a document source."""
 
-import glob
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from nsa.data.document import DocumentColumns, DocumentSource
-from nsa.data.source.file import HttpFile, LocalFile
+from nsa.data.source.combined import CombinedSource
+from nsa.data.source.file import HttpFile
 from nsa.data.source.http import HttpClient
 from nsa.data.source.hub import HUB_ID, list_hub
-from nsa.data.source.jsonl import SUFFIXES as JSONL_SUFFIXES
 from nsa.data.source.jsonl import JsonlSource
+from nsa.data.source.kinds import WHOLE_FILE_KINDS
+from nsa.data.source.local_files import LocalListing, list_local
 from nsa.data.source.parquet import ParquetSource
+from nsa.data.source.read_report import ReadReport
 from nsa.data.source.retry_policy import RetryPolicy
+from nsa.data.source.text import TextFileSource
+from nsa.data.source.text_encoding import DEFAULT_FALLBACK
 from nsa.errors import ConfigError
 
 _HTTP = ("http://", "https://")
-_SUFFIXES = (".parquet", *JSONL_SUFFIXES)
+_log = logging.getLogger(__name__)
 
 
 def open_source(
@@ -32,7 +37,8 @@ def open_source(
 ) -> DocumentSource:
     """List and open the files of `spec` in the order that defines the units.
 
-    A folder is searched for parquet and JSONL(.gz/.zst), a pattern may use `**`, URLs are parquet files, and
+    A folder is searched for every kind of `kinds.py` and all of them are used; a pattern may use `**` and selects one.
+    A text, Markdown or HTML file is one document. URLs are parquet files, and
     `owner/name[:config][@revision]` is a dataset on the hub, unless a local folder has that name. `cache_dir` keeps the
     listing of a hub dataset between starts.
     """
@@ -41,7 +47,7 @@ def open_source(
         raise ConfigError("no data source is given. Set a folder, a glob pattern, URLs or a dataset id.")
     retry_policy = retry_policy or RetryPolicy()
     remote = [one for one in specs if one.startswith(_HTTP)]
-    is_hub_id = len(specs) == 1 and not remote and HUB_ID.fullmatch(specs[0]) and not Path(specs[0]).exists()
+    is_hub_id = len(specs) == 1 and not remote and _is_hub_id(specs[0])
     if remote or is_hub_id:
         client = HttpClient(retry_policy, headers=headers, proxy_url=proxy_url)
         if is_hub_id:
@@ -54,44 +60,50 @@ def open_source(
         _refuse_duplicates([file.name for file in files])
         kept = cache_dir if is_hub_id else None
         return ParquetSource(files, retry_policy, client=client, columns=columns, cache_dir=kept)
-    local = sorted((file for one in specs for file in _local(one)), key=lambda file: file.name)
-    _refuse_duplicates([file.name for file in local])
-    kinds = {file.name.endswith(".parquet") for file in local}
-    if kinds == {True, False}:
-        raise ConfigError(
-            f"{specs} holds both parquet and JSONL files: the same documents may be in both. Select one kind with a "
-            "glob pattern."
-        )
-    if kinds == {True}:
-        return ParquetSource(local, retry_policy, columns=columns)
-    return JsonlSource(local, columns=columns)
+    listings = [list_local(one) for one in specs]
+    for one, listing in zip(specs, listings, strict=True):
+        _log_left_out(one, listing)
+    local = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
+    parts = open_local(LocalListing(local, ReadReport()), retry_policy=retry_policy, columns=columns)
+    return combine(parts)
 
 
-def _local(spec: str) -> list[LocalFile]:
-    path = Path(spec)
-    if path.is_dir():
-        root, found = path, [p for p in sorted(path.rglob("*")) if p.is_file() and p.name.endswith(_SUFFIXES)]
-    elif path.is_file():
-        root, found = path.parent, [path]
-    else:
-        root, found = _without_wildcards(path), sorted(Path(p) for p in glob.glob(spec, recursive=True))
-    unreadable = [str(p) for p in found if not p.name.endswith(_SUFFIXES)]
-    if not found or unreadable:
-        what = f"matches {unreadable[:3]}" if unreadable else "matches no file"
-        raise ConfigError(
-            f"data source {spec!r} {what}: files must end in {', '.join(_SUFFIXES)}. Check the path; a hub "
-            "dataset id is written as owner/name."
-        )
-    return [LocalFile(p.relative_to(root).as_posix(), p) for p in found]
+def is_local(spec: str) -> bool:
+    """Whether a source is a folder, file or pattern on this machine, and no URL and no hub dataset id."""
+    return not (spec.startswith(_HTTP) or _is_hub_id(spec))
 
 
-def _without_wildcards(pattern: Path) -> Path:
-    parts: list[str] = []
-    for part in pattern.parts:
-        if glob.has_magic(part):
-            break
-        parts.append(part)
-    return Path(*parts)
+def _is_hub_id(spec: str) -> bool:
+    return HUB_ID.fullmatch(spec) is not None and not Path(spec).exists()
+
+
+def combine(parts: Sequence[DocumentSource]) -> DocumentSource:
+    """One source of several kinds; a single one is returned as it is, with its own fingerprint."""
+    return parts[0] if len(parts) == 1 else CombinedSource(parts)
+
+
+def open_local(
+    listing: LocalListing,
+    *,
+    retry_policy: RetryPolicy | None = None,
+    columns: DocumentColumns | None = None,
+    fallback_encoding: str = DEFAULT_FALLBACK,
+) -> list[ParquetSource | JsonlSource | TextFileSource]:
+    """A source for each kind of file that is there: parquet, JSONL, then text, Markdown and HTML together."""
+    _refuse_duplicates([file.name for file in listing.files])
+    parts: list[ParquetSource | JsonlSource | TextFileSource] = []
+    if files := listing.of_kind("parquet"):
+        parts.append(ParquetSource(files, retry_policy or RetryPolicy(), columns=columns))
+    if files := listing.of_kind("jsonl"):
+        parts.append(JsonlSource(files, columns=columns))
+    if files := listing.of_kind(*WHOLE_FILE_KINDS):
+        parts.append(TextFileSource(files, columns=columns, fallback_encoding=fallback_encoding))
+    return parts
+
+
+def _log_left_out(spec: str, listing: LocalListing) -> None:
+    for reason, found in listing.left_out.skipped.items():
+        _log.info("%s: %d left out, %s (e.g. %r)", spec, found.count, reason, found.first[0])
 
 
 def _refuse_duplicates(names: list[str]) -> None:

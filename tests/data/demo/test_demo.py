@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from nsa.cli.main import app
 from nsa.data.demo.build import ROWS_PER_FILE, Deduplicator, build_demo, is_good_english, write_files
-from nsa.data.demo.extract import extract_texts, html_text, man_text, pod_text
+from nsa.data.demo.extract import extract_texts, man_text, page_text, pod_text
 from nsa.data.demo.packages import PACKAGES, _version_key
 from nsa.data.document_stream import DocumentStream
 from nsa.data.source import CorruptUnit, open_source
@@ -26,7 +26,7 @@ def test_html_keeps_what_is_read_and_drops_what_is_clicked():
     <p>A set is <em>unordered</em>;
     it has no  index.<br>So it is.</p><pre>x = 1
     y = 2</pre><script>var a = "<p>no</p>";</script><p>Unclosed <b>end</body></html>"""
-    text = html_text(html)
+    text = page_text(html)
     assert "Sets & maps\n\nA set is unordered; it has no index.\nSo it is." in text
     assert "x = 1\n    y = 2" in text
     assert text.endswith("Unclosed end")

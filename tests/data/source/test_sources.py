@@ -12,8 +12,8 @@ import zstandard
 from nsa.data.document import Document
 from nsa.data.source import CorruptUnit, DocumentColumns, open_source
 from nsa.data.source.jsonl import JsonlSource
+from nsa.data.source.local_files import list_local
 from nsa.data.source.parquet import ListingCache, ParquetSource
-from nsa.data.source.resolve import _local
 from nsa.data.source.retry_policy import RetryPolicy
 from nsa.errors import ConfigError, DataError
 from tests.data.corpora import make_records, write_corpus, write_parquet
@@ -181,7 +181,7 @@ def test_columns_can_be_named_and_missing_ones_are_said(tmp_path):
 
 def test_too_large_a_unit_is_refused_before_it_is_read(tmp_path):
     write_corpus(tmp_path, files=1)
-    source = ParquetSource(_local(str(tmp_path)), RetryPolicy(), max_unit_bytes=100)
+    source = ParquetSource(list_local(str(tmp_path)).files, RetryPolicy(), max_unit_bytes=100)
     with pytest.raises(DataError, match="max_unit_bytes=100"):
         source.read(0)
 
@@ -199,7 +199,7 @@ def jsonl_bytes(records, newline_at_end=True):
 def test_every_line_is_in_exactly_one_block(tmp_path, block_bytes, newline_at_end):
     records = make_records(25, words=4)
     (tmp_path / "a.jsonl").write_bytes(jsonl_bytes(records, newline_at_end))
-    source = JsonlSource(_local(str(tmp_path)), block_bytes=block_bytes)
+    source = JsonlSource(list_local(str(tmp_path)).files, block_bytes=block_bytes)
     assert read_all(source) == as_documents(records)
 
 
@@ -244,8 +244,8 @@ def test_half_a_surrogate_pair_becomes_text_that_can_be_written(tmp_path):
     assert text.endswith("b 🙂")
 
 
-@pytest.mark.parametrize("names", [[], ["a.parquet", "b.jsonl"]])
-def test_folders_without_or_with_mixed_files_are_refused(tmp_path, names):
+@pytest.mark.parametrize("names", [[], ["a.pdf", ".hidden.txt"]])
+def test_folders_without_a_file_to_read_are_refused(tmp_path, names):
     for name in names:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ConfigError):
