@@ -15,7 +15,9 @@ import nsa
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 DOCKERFILES = sorted(ROOT.glob("Dockerfile*"))
-EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = set(PYPROJECT["project"]["optional-dependencies"])
+IN_WHEEL = ["nsa", *PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]]
 # Paths and modules as they appear in commands.
 PATH = re.compile(r"(?<![\w/$.-])(\.ci/\w+|nsa/[\w/]+\.py|constraints\.txt|CHANGELOG\.md|pyproject\.toml)(?![\w/])")
 
@@ -72,7 +74,7 @@ def test_extras_exist(file):
 def test_a_dockerfile_copies_what_exists_and_docker_may_see(file):
     seen = (ROOT / ".dockerignore").read_text().splitlines()
     copied = [source for line in re.findall(r"^COPY (.*)$", file.read_text(), re.M) for source in line.split()[:-1]]
-    assert "nsa" in copied
+    assert all(any(Path(file).is_relative_to(source) for source in copied) for file in IN_WHEEL)
     for source in copied:
         assert (ROOT / source).exists()
         assert f"!{source}" in seen
