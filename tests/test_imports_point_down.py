@@ -39,7 +39,6 @@ LAYERS = (
 # Packages of one row do not import each other, with these exceptions.
 NEIGHBOURS = {
     ("verify", "bench"),  # the GPU check times kernels with the benchmark
-    ("train", "hf"),  # a run can start with the weights of an exported folder
     ("vllm", "hf"),  # vLLM reads a model's config with Transformers
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
@@ -195,7 +194,7 @@ def test_the_package_is_looked_at():
         ("nsa.kernels.sdpa", "from .. import nsa_attention"),
         ("nsa.observe.heartbeat", "import olmo_core"),
         ("nsa.model.build", "from transformers import PreTrainedConfig"),
-        ("nsa.hf.import_folder", "import nsa.train"),
+        ("nsa.train.run", "import nsa.hf"),
         ("nsa.hf.modeling", "from nsa.infer import load_model"),
         ("nsa.hf.modeling", "from nsa.vllm.step import PagedStep"),
         ("nsa.infer.serve", "from vllm import LLM"),

@@ -76,7 +76,13 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         raise typer.Exit(launch_ranks(words, options, nproc=gpus))
-    raise typer.Exit(run(config, options, _reporter()))
+    raise typer.Exit(run(config, options, _reporter(), _import_exported))
+
+
+def _import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
+    from nsa.hf.import_folder import import_folder
+
+    import_folder(folder, out, key=key)
 
 
 def _split_off_checkpoint(words: list[str]) -> tuple[list[str], Path | None]:

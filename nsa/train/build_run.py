@@ -32,6 +32,7 @@ from nsa.train.engine.environment import on_first_rank
 from nsa.train.resume import (
     ResumePoint,
     SettingChange,
+    WeightImporter,
     find_initial_weights,
     find_resume_point,
     require_same_data,
@@ -55,6 +56,7 @@ class RunContext:
     folder: RunFolder
     signals: SignalHandlers
     reporter: RunReporter
+    importer: WeightImporter | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int, cl
         shutil.rmtree(imported, ignore_errors=True)  # of a run that was killed
         cleanup.callback(shutil.rmtree, imported, ignore_errors=True)
     found, changes = on_first_rank(
-        context.ranks, lambda: find_initial_weights(init_from, context.config, vocab_size, key, imported)
+        context.ranks,
+        lambda: find_initial_weights(init_from, context.config, vocab_size, key, imported, context.importer),
     )
     context.reporter.line(
         f"starting with the weights of {init_from if Path(found).is_relative_to(imported) else found}"

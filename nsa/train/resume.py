@@ -7,7 +7,7 @@ compared as they take effect: a width left to its default equals the same width 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding
@@ -85,8 +85,20 @@ def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> l
     return [SettingChange(key, saved[key], now.get(key)) for key in saved if saved[key] != now.get(key)]
 
 
+class WeightImporter(Protocol):
+    """Writes an exported folder as a run folder with one checkpoint: `nsa.hf.import_folder`, which this package does
+    not import, so that training does not need Transformers."""
+
+    def __call__(self, folder: Path, out: Path, *, key: bytes | None) -> object: ...
+
+
 def find_initial_weights(
-    init_from: Path, config: RunConfig, vocab_size: int, key: bytes | None, scratch: Path
+    init_from: Path,
+    config: RunConfig,
+    vocab_size: int,
+    key: bytes | None,
+    scratch: Path,
+    importer: WeightImporter | None = None,
 ) -> tuple[Path, list[SettingChange]]:
     """The checkpoint whose weights a new run starts with, and the settings of the model that differ. On one rank.
 
@@ -95,9 +107,12 @@ def find_initial_weights(
     context.
     """
     if is_exported_folder(init_from):
-        from nsa.hf.import_folder import import_folder
-
-        import_folder(init_from, scratch, key=key)
+        if importer is None:
+            raise CheckpointError(
+                f"{init_from} is a folder in Transformers' format: this run starts from checkpoints. Import it with "
+                f"`nsa import hf {init_from} OUT` and give OUT instead."
+            )
+        importer(init_from, scratch, key=key)
         trained = open_trained_model(scratch, key=key)
     else:
         trained = open_trained_model(init_from, key=key)

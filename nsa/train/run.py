@@ -28,6 +28,7 @@ from nsa.train.engine.checkpointer import signing_key
 from nsa.train.engine.environment import on_first_rank, training_environment
 from nsa.train.kernel_choices import kernel_choices
 from nsa.train.preflight_facts import require_preflight
+from nsa.train.resume import WeightImporter
 from nsa.train.run_report import RunReport, RunReporter, SilentReporter
 from nsa.train.signal_handlers import SignalHandlers
 from nsa.train.start_options import StartOptions
@@ -35,8 +36,16 @@ from nsa.train.start_options import StartOptions
 _LOCK_WAIT_S = 20.0  # ranks of a killed run take a moment to exit
 
 
-def train(config: RunConfig, options: StartOptions | None = None, reporter: RunReporter | None = None) -> int:
-    """Train, or resume training, until done or stopped; returns the exit code. Errors with an exit code are raised."""
+def train(
+    config: RunConfig,
+    options: StartOptions | None = None,
+    reporter: RunReporter | None = None,
+    importer: WeightImporter | None = None,
+) -> int:
+    """Train, or resume training, until done or stopped; returns the exit code. Errors with an exit code are raised.
+
+    importer: reads an exported folder that `options.init_from` may name.
+    """
     options = options or StartOptions()
     ranks = RankInfo.from_environment()
     check = partial(require_preflight, config, ranks, options)
@@ -62,7 +71,7 @@ def train(config: RunConfig, options: StartOptions | None = None, reporter: RunR
                 f"with --clear-halt, or remove the file."
             )
             return ExitCode.HALTED
-        context = RunContext(config, options, ranks, device, folder, signals, reporter)
+        context = RunContext(config, options, ranks, device, folder, signals, reporter, importer)
         inputs = check_inputs(context, cleanup)
         report = RunReport(config, options, ranks, folder, reporter)
         cleanup.callback(report.close)

@@ -76,6 +76,12 @@ def free_port() -> int:
         return port
 
 
+def import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
+    from nsa.hf.import_folder import import_folder
+
+    import_folder(folder, out, key=key)
+
+
 def _rank(job: Job, config_path: Path) -> int:
     from nsa.config import load
     from nsa.errors import NSAError
@@ -87,7 +93,7 @@ def _rank(job: Job, config_path: Path) -> int:
         origin = Path(job.resume_from) if job.resume_from else None
         weights = Path(job.init_from) if job.init_from else None
         options = StartOptions(resume=job.resume, resume_from=origin, init_from=weights, allow=tuple(job.allow))
-        return train(config, options)
+        return train(config, options, importer=import_exported)
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -13,7 +13,7 @@ from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
 from nsa.errors import CheckpointError, ConfigError
 from nsa.train.resume import find_initial_weights
-from tests.train.runs import Job, run_all
+from tests.train.runs import Job, import_exported, run_all
 
 FEW = ["train.steps=3", "train.warmup_steps=1"]
 STILL = ["train.steps=1", "train.warmup_steps=0", "train.lr=1e-12", "train.weight_decay=0"]
@@ -105,10 +105,14 @@ def test_data_of_another_tokenizer_is_refused(runs, tmp_path):
                 find_initial_weights(runs / "first", config, bpe.vocab_size, None, tmp_path / "unused")
                 continue
             for start in (runs / "first", runs / "exported"):
+                scratch = tmp_path / f"{start.name}{data['dataset']}"
                 with pytest.raises(ConfigError, match=r"--tokenizer .*tokenizer\.json"):
-                    find_initial_weights(
-                        start, config, bpe.vocab_size, None, tmp_path / f"{start.name}{data['dataset']}"
-                    )
+                    find_initial_weights(start, config, bpe.vocab_size, None, scratch, import_exported)
+
+
+def test_without_an_importer_an_exported_folder_is_refused(runs, tmp_path):
+    with pytest.raises(CheckpointError, match="nsa import hf"):
+        find_initial_weights(runs / "exported", RunConfig(), 257, None, tmp_path / "unused")
 
 
 def test_other_settings_of_the_model_are_named(runs):
