@@ -19,7 +19,7 @@ author = "the nsa-train authors"
 copyright = "the nsa-train authors, Apache-2.0"
 version = release = nsa.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "tools.docs.repository_links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "tools.docs.argument_lists", "tools.docs.repository_links"]
 exclude_patterns = ["_build"]
 repository_url = os.environ.get("DOCS_REPOSITORY_URL", "")
 
@@ -28,10 +28,9 @@ myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 add_module_names = False
-autodoc_mock_imports: list[str] = []
+default_role = "code"  # docstrings write `name`, as Markdown does
 
 if os.environ.get("DOCS_INTERSPHINX") == "1":
     extensions.append("sphinx.ext.intersphinx")
@@ -45,4 +44,5 @@ html_title = f"nsa-train {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_search_scorer = str(ROOT / "docs" / "_static" / "search_scorer.js")
 html_show_sphinx = False
