@@ -1,6 +1,7 @@
 """The search box of the site leads newcomers to the page that answers, and the answer is there (docs/SEARCH.md)."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -37,6 +38,13 @@ def test_a_question_finds_the_page_that_answers(site: Path, asked):
     found = find_pages(read_index(site), asked.question)
     assert asked.page in found[:SHOWN]
     assert line_of_answer(ROOT / "docs", asked) is not None
+
+
+def test_the_example_of_the_answers_runs():
+    (example,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/FAQ.md").read_text("utf-8"), re.M | re.S)
+    names: dict[str, object] = {}
+    exec(compile(example, "FAQ.md", "exec"), names)
+    assert names["y"].shape == (2, 1000, 768)
 
 
 def test_there_are_ten():
