@@ -27,7 +27,7 @@ Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class LayerCache(LayerStorage):
-    """The cache of one layer; `LayerStorage` says what its arguments mean."""
+    """KV cache of one layer, made by `NSAAttention.new_cache`; `LayerStorage` says what its arguments mean."""
 
     def positions(self, n_new: int) -> Tensor:
         """Positions of the next n_new tokens: [B, S]."""
@@ -295,7 +295,7 @@ class LayerCache(LayerStorage):
 
 
 class NSACache:
-    """One `LayerCache` per layer."""
+    """KV cache of a model: one `LayerCache` per layer. Made by `NSATransformer.new_cache`."""
 
     def __init__(self, layers: list[LayerCache]) -> None:
         self.layers = layers
@@ -303,9 +303,11 @@ class NSACache:
 
     @property
     def length_B(self) -> Tensor:
+        """Tokens in each row."""
         return self.layers[0].length_B
 
     def n_bytes(self) -> int:
+        """Memory of all layers."""
         return sum(layer.n_bytes() for layer in self.layers)
 
     def reset(self, rows: Sequence[int] | None = None) -> None:

@@ -46,18 +46,27 @@ class NSAAttention(nn.Module):
     One forward serves training, prefill and decode; a cache holds the tokens that came before. The attention between
     the projections is `nsa.core.branches`.
 
+    dim, n_heads, n_kv_groups, d_k, d_v: width of the input, query heads, groups of heads that share keys and values,
+        width of a key and of a value.
+    l, d, l_sel, n_sel, w: block sizes, as in `Geometry`.
+    phi, phi_pos_emb: how a block is pooled into one compressed entry: `avg`, `weighted`, `softmax`, `linear` or `mlp`;
+        the last two also with a learned embedding of the place in the block.
+    gate, gate_per, gate_temperature: `softmax` (weights of the branches sum to 1) or `sigmoid` (as in the paper); one
+        gate per `head` or per `group`; logits are divided by the temperature.
     kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
         (group, branch, width) so that they shard by group. `shared_keys` has one key for all branches and three values.
         `shared` has one set for all branches, in the cache too. Each branch rotates the key as it would its own.
     selector_loss: weight of the selector loss (`nsa.core.selector_loss`), which a backward pass adds in training mode,
-        without a cache and without padding; with shared keys it trains φ alone. selector_loss_share: the share of
-        the queries it samples.
+        without a cache and without padding; with shared keys it trains φ alone.
+    selector_loss_share: the share of the queries it samples.
     qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     init_std: standard deviation of the initial weights (`nsa.core.init`).
     sliding_gate_init: initial bias of the sliding branch's gate.
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
-        `nsa.core.rope`. rope_scale: divides positions.
+        `nsa.core.rope`.
+    rope_base, rope_scale: base of the rotation's wavelengths; positions are divided by the scale.
+    rope_compressed: rotate keys `before` compression or compressed keys `after` it; `auto` decides by φ.
     kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
 
     `nsa.core.layer_kinds` has the layers with fewer branches; what they lack is in `branches`.

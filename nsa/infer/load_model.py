@@ -114,13 +114,15 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     tokenizer: str | Path | None = None,
     key: bytes | None = None,
-    on_rejected: Callable[[CheckpointFinding], None] = lambda finding: None,
+    on_rejected: Callable[[CheckpointFinding], None] | None = None,
 ) -> LoadedModel:
     """The model of a run folder (its newest good checkpoint), of a checkpoint, or of an exported folder.
 
-    device: default a GPU if there is one. dtype: fp32, bf16 or fp16; default as the weights were saved.
-    tokenizer: `byte` or a tokenizer.json, for checkpoints of earlier versions, which have none. key: of signed
-    checkpoints. on_rejected: called with each newer checkpoint that was not good.
+    device: default a GPU if there is one.
+    dtype: fp32, bf16 or fp16; default as the weights were saved.
+    tokenizer: `byte` or a tokenizer.json, for checkpoints of earlier versions, which have none.
+    key: of signed checkpoints.
+    on_rejected: called with each newer checkpoint that was not good.
     """
     folder = Path(path)
     target, number = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), _dtype(dtype)
@@ -129,7 +131,7 @@ def load_model(
     elif (folder / names.MODEL_SAFETENSORS).is_file() and not _has_checkpoints(folder):
         loaded = _from_weights_file(folder, tokenizer)
     else:
-        loaded = _from_checkpoint(folder, tokenizer, key, on_rejected)
+        loaded = _from_checkpoint(folder, tokenizer, key, on_rejected or (lambda finding: None))
     loaded.model.to(device=target, dtype=number).eval()
     return loaded
 

@@ -58,8 +58,11 @@ class LMHead(nn.Module):
 
 
 class NSATransformer(nn.Module):
-    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
+    """A causal language model in Llama's architecture, with NSA in place of dense attention.
 
+    vocab_size, dim, n_layers, ffn_dim: sizes; the feed-forward width defaults to 8/3 of dim.
+    tie_embeddings: one matrix for the embedding and the output.
+    attention: `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
     layers: kinds of attention (`nsa.options.AttentionKind`), repeated over the layers. Parameters that two kinds share
         start from the same values for the same random state; those of an NSA model do not depend on this argument.
     init_std: standard deviation of the initial weights of every part.

@@ -27,51 +27,95 @@ class HeartbeatRecord:
     """`ts` to `msg` are in every record, the others in progress records; `names.UNITS` has the units."""
 
     ts: float
+    """Time of the record."""
     iso: str
+    """The same as text, UTC."""
     pid: int
+    """Process id of the rank on its host."""
     rank: int
+    """Rank that wrote the record."""
     step: int
+    """Optimizer steps done."""
     msg: str
+    """Kind of the record: start, progress, alive, skipped_step, rollback, halt, stop, done or error."""
     loss: float | None = None
+    """Training loss of the last step, mean over ranks."""
     toks_per_s: float | None = None
+    """Speed since the last progress record."""
     step_s: float | None = None
+    """Duration of a step since the last progress record."""
     forward_s: float | None = None
+    """Duration of the forward passes of the last step."""
     dt_fetch_s: float | None = None
+    """Wait for data before the last step."""
     grad_norm: float | None = None
+    """Gradient norm before clipping."""
     lr: float | None = None
+    """Learning rate of the last step."""
     tokens_seen: int | None = None
+    """Training tokens so far."""
     skipped_steps: int | None = None
+    """Steps skipped because of a non-finite or spiking loss or gradient."""
     nonfinite_steps: int | None = None
+    """Those of them with a non-finite loss or gradient."""
     host_mem_rss: float | None = None
+    """Resident memory of the process."""
     gpu_mem_alloc: float | None = None
+    """GPU memory in tensors."""
     gpu_mem_reserved: float | None = None
+    """GPU memory held by PyTorch's allocator."""
     gpu_mem_alloc_gib: float | None = None
+    """gpu_mem_alloc in another unit."""
     gpu_mem_reserved_gib: float | None = None
+    """gpu_mem_reserved in another unit."""
     gate_entropy_mean: float | None = None
+    """Entropy of the gates, mean over layers, tokens and heads."""
     gate_max_mean: float | None = None
+    """Largest gate of a token and head, mean."""
     gate_collapse_frac: float | None = None
+    """Gates whose mean entropy is below 0.2 nats."""
     gate_branch_shares: tuple[float, ...] | None = None
+    """Mean weight of each branch."""
     gate_shares_by_layer: tuple[tuple[float, ...], ...] | None = None
+    """Mean weight of each branch in each layer."""
     sel_k_mean: float | None = None
+    """Keys that a query reads in the selected branch, mean."""
     sel_k_max: float | None = None
+    """Keys that a query reads in the selected branch, largest."""
     sel_pct_at_max: float | None = None
+    """Queries that read the largest possible number of selected keys."""
     selector_loss: float | None = None
+    """Auxiliary loss of the block selection."""
     reads_pred: int | None = None
+    """Key reads that the block sizes predict."""
     reads_act_total: int | None = None
+    """Key reads that were counted; they equal reads_pred."""
     kernel_compressed: str | None = None
+    """Backend of the compressed branch."""
     kernel_select: str | None = None
+    """Backend of the block selection."""
     kernel_selected: str | None = None
+    """Backend of the selected branch."""
     kernel_sliding: str | None = None
+    """Backend of the sliding branch."""
     kernels_reason: str | None = None
     """Why these backends: "first choice", "requested by name", "verified on this GPU", or why others were not taken."""
     fallbacks_compressed: int | None = None
+    """Times the compressed branch ran on another backend than the chosen one."""
     fallbacks_select: int | None = None
+    """The same of the block selection."""
     fallbacks_selected: int | None = None
+    """The same of the selected branch."""
     fallbacks_sliding: int | None = None
+    """The same of the sliding branch."""
     data: str | None = None
+    """Where the data comes from."""
     synthetic: bool | None = None
+    """Whether the run trains on synthetic data."""
     allowed: tuple[str, ...] | None = None
+    """Preflight rules that were overridden with --allow."""
     detail: str | None = None
+    """Text of an error, a stop or a skipped step."""
     failure_code: str | None = None
     """In the record of a failure, one of `failure_codes.FailureCode`; runs of older versions have none."""
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +30,21 @@ def blocks(path: Path) -> list[Block]:
     return [Block(text.count("\n", 0, m.start()) + 1, m[1], m[2]) for m in _FENCE.finditer(text)]
 
 
-def run_blocks(page: Path, folder: Path, timeout_s: float, needs: tuple[str, ...] = ("",)) -> None:
-    """Run every block with one of these needs, in order, in one shell, in a folder that looks like a checkout."""
-    for name in ("configs", "scripts", "tests", "ops"):
+def run_blocks(
+    page: Path,
+    folder: Path,
+    timeout_s: float,
+    needs: tuple[str, ...] = ("",),
+    *,
+    checkout: bool = True,
+    replace: Mapping[str, str] | None = None,
+) -> None:
+    """Run every block with one of these needs, in order, in one shell.
+
+    checkout: in a folder that looks like a checkout, else in one that has nothing of it.
+    replace: words of the page, each there once or more, and what to run instead, e.g. to train for fewer steps.
+    """
+    for name in ("configs", "scripts", "tests", "ops") if checkout else ():
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
     for name, words in (("nsa", "-m nsa.cli"), ("python", "")):
@@ -42,6 +55,9 @@ def run_blocks(page: Path, folder: Path, timeout_s: float, needs: tuple[str, ...
     for block in blocks(page):
         if block.needs in needs:
             script += f"echo '== {page.name} line {block.line}' >&2\n{block.code}\n"
+    for printed, instead in (replace or {}).items():
+        assert printed in script, printed
+        script = script.replace(printed, instead)
     (folder / "page.sh").write_text(script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
     environ = {**kept, "PATH": f"{folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

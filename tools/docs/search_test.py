@@ -1,4 +1,6 @@
-"""docs/SEARCH.md: can a newcomer find the code? Twenty questions, each searched with the first word one would try.
+"""docs/SEARCH.md: can a newcomer find the code, and the page of the documentation (`tools.docs.site_search`)?
+
+Twenty questions about code, each searched with the first word one would try.
 
     python -m tools.docs.search_test       print the first three files that each search lists
 
@@ -10,6 +12,8 @@ file comes first.
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.docs import site_search
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".py", ".h", ".cpp")
@@ -75,12 +79,26 @@ def answered() -> list[SearchQuestion]:
 def text() -> str:
     good = answered()
     lines = [
-        "# Can a newcomer find the code?",
+        "---",
+        "nosearch: true",
+        "---",
+        "",
+        "# Can a newcomer find it?",
+        "",
+        "## Pages",
+        "",
+        "Ten questions that a newcomer types into the search box of the documentation. A test builds the site and",
+        "requires that the page is among the first three results and that the line is there. Written by",
+        "`python -m tools.docs.regenerate`.",
+        "",
+        *site_search.table(),
+        "",
+        "## Code",
         "",
         "Twenty questions that an engineer new to this code asks (one of them about three backends), each with the",
         "first words to search for. A search lists files with the words in their path first, then files with them in",
-        "their first line, then by the number of lines that contain them. Written by",
-        "`python -m tools.docs.regenerate`; a test requires that the expected file comes first for nine of ten.",
+        "their first line, then by the number of lines that contain them. A test requires that the expected file",
+        "comes first for nine of ten.",
         "",
         f"**{len(good)} of {len(QUESTIONS)}** find the file first.",
         "",

@@ -1,0 +1,29 @@
+"""The built documentation, once per test session, also with several pytest workers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.files import file_lock
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the HTML pages, built without a network and with warnings as errors."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    built = shared / "site"
+    with file_lock(shared / "site.lock"):
+        if not (built / "searchindex.js").is_file():
+            kept = {name: value for name, value in os.environ.items() if not name.startswith("DOCS_")}
+            done = subprocess.run(
+                [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", shared / "doctrees", "docs", built],
+                cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True, capture_output=True,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-5000:]
+    return built

@@ -1,0 +1,101 @@
+"""The documentation site: it builds without warnings, no page is left out, and every link in it leads somewhere."""
+
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urlsplit
+
+from tests.docs.conftest import ROOT
+
+
+class PageTargets(HTMLParser):
+    """Links and anchors of one HTML page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        self.links += [values[name] for name in ("href", "src") if name in values]
+
+
+@cache
+def targets(page: Path) -> PageTargets:
+    return PageTargets(page.read_text(encoding="utf-8"))
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links within the site to a missing file or anchor."""
+    broken = []
+    for page in sorted(site.rglob("*.html")):
+        for link in targets(page).links:
+            address, anchor = urldefrag(link)
+            if urlsplit(link).scheme or link.startswith("//"):
+                continue
+            file = (page.parent / unquote(address.partition("?")[0])).resolve() if address else page
+            in_page = anchor and file.suffix == ".html" and file.is_file() and anchor not in targets(file).anchors
+            if not file.exists() or in_page:
+                broken.append(f"{page.relative_to(site)}: {link}")
+    return broken
+
+
+def test_every_page_is_built_and_listed(site: Path):
+    sources = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    assert {name for name in sources if not (site / name.with_suffix(".html")).is_file()} == set()
+    listed = {link.partition("#")[0] for link in targets(site / "index.html").links}
+    assert {f"{name}.html" for name in sources if name != Path("index")} <= listed
+
+
+def test_every_link_of_the_site_leads_to_a_file_and_an_anchor(site: Path):
+    assert sum(len(targets(page).links) for page in site.rglob("*.html")) > 1000
+    assert broken_links(site) == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">x</a><a href="b.html#gone">x</a><a href="c.html">x</a>')
+    (tmp_path / "b.html").write_text('<p id="there">')
+    assert broken_links(tmp_path) == ["a.html: b.html#gone", "a.html: c.html"]
+
+
+def test_files_outside_docs_are_in_the_site(site: Path):
+    link = "repository/nsa/core/rope.py.txt"
+    assert link in targets(site / "WALKTHROUGH.html").links
+    assert (site / link).read_text(encoding="utf-8") == (ROOT / "nsa/core/rope.py").read_text(encoding="utf-8")
+    listing = targets(site / "repository/ops/prometheus/index.html").links
+    assert "rules.yml.txt" in listing
+
+
+def test_the_site_loads_nothing_from_another_host(site: Path):
+    class Loaded(HTMLParser):
+        found: list[str]
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag in ("script", "link", "img", "iframe"):
+                self.found += [value for name, value in attrs if name in ("src", "href") and value and "//" in value]
+
+    for page in site.rglob("*.html"):
+        parser = Loaded()
+        parser.found = []
+        parser.feed(page.read_text(encoding="utf-8"))
+        assert parser.found == [], page
+
+
+def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):
+    """A small site with the same extension: its links go to the address, a missing file is a warning."""
+    (tmp_path / "conf.py").write_text(
+        "extensions = ['myst_parser', 'tools.docs.repository_links']\nrepository_url = 'https://example.org/blob/main'\n"
+    )
+    (tmp_path / "index.md").write_text("# Page\n\n[code](../nsa/errors.py) [folder](../ops/grafana)\n")
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", tmp_path, tmp_path / "out"]
+    subprocess.run(command, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
+    found = targets(tmp_path / "out" / "index.html").links
+    assert {"https://example.org/blob/main/nsa/errors.py", "https://example.org/blob/main/ops/grafana"} <= set(found)
+    assert not (tmp_path / "out" / "repository").exists()
+    (tmp_path / "index.md").write_text("# Page\n\n[code](../nsa/missing.py)\n")
+    assert subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True).returncode != 0

@@ -1,0 +1,65 @@
+"""docs/TUTORIAL.md: a newcomer's commands, run in order in an empty folder, in a process each, as the page has them."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, blocks, nsa_commands, run_blocks, unknown_words
+
+PAGE = ROOT / "docs" / "TUTORIAL.md"
+MOST_COMMANDS = 10
+SHORTER = "train.steps=12 train.log_every=6 train.eval_every=6 train.save_every=6"
+
+
+def lines_of(needs: str) -> list[str]:
+    return [line for block in blocks(PAGE) if block.needs == needs for line in block.code.splitlines() if line.strip()]
+
+
+def test_it_takes_ten_commands_at_most():
+    assert 0 < len(lines_of("")) + len(lines_of("install")[1:]) <= MOST_COMMANDS
+
+
+def test_the_steps_are_those_of_the_issue():
+    """Own text, train, watch, evaluate, generate, share: a command for each, and all of them exist."""
+    words = [command for line in lines_of("") for command in nsa_commands(line)]
+    assert [each[0] for each in words] == [
+        "init", "data", "train", "monitor", "report", "eval", "generate", "export", "generate",
+    ]  # fmt: skip
+    problems = [unknown_words(each) for each in words]
+    assert [problem for problem in problems if problem and "'init'" not in problem] == []
+
+
+def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
+    """The run is shorter than the page's; everything else is as printed."""
+    shorten = {"nsa train my-run/config.yaml": f"nsa train my-run/config.yaml {SHORTER}"}
+    if unknown_words(["init", "my-run", "--text"]):  # a version without `nsa init`: what it writes, by hand
+        write_starter_by_hand(tmp_path / "my-run")
+        shorten["nsa init my-run --text"] = "true"
+    shorten["nsa generate my-run/run"] = "nsa generate my-run/run --max-new-tokens 8"
+    shorten["nsa generate my-model"] = "nsa generate my-model --max-new-tokens 8"
+    shorten["--tasks held_out_loss"] = "--tasks held_out_loss --rows 4"
+    run_blocks(PAGE, tmp_path, timeout_s=280, checkout=False, replace=shorten)
+    assert (tmp_path / "my-run" / "report.html").is_file()
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_whole_run_learns_what_the_page_says(tmp_path: Path):
+    if unknown_words(["init", "my-run", "--text"]):
+        write_starter_by_hand(tmp_path / "my-run")
+    run_blocks(
+        PAGE, tmp_path, timeout_s=1800, checkout=False,
+        replace={"nsa init my-run --text": "test -d my-run || nsa init my-run --text"},
+    )  # fmt: skip
+    (row,) = (tmp_path / "my-run" / "run" / "val.csv").read_text().splitlines()[-1:]
+    assert float(row.split(",")[1]) < 2.3
+
+
+def write_starter_by_hand(folder: Path) -> None:
+    (folder / "text").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet", folder / "text")
+    config = (ROOT / "configs" / "cpu_quickstart.yaml").read_text(encoding="utf-8")
+    config = re.sub("artifacts/cpu_quickstart", "my-run/run", config).replace("artifacts/demo_set", "my-run/data")
+    (folder / "config.yaml").write_text(config)
