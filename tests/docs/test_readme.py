@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa.geometry import Geometry
+from tests.docs.blocks import blocks, nsa_commands, unknown_words
 from tests.shapes import HEADS
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,21 @@ def test_the_torch_version_is_one_that_the_package_accepts():
     assert (
         f'"torch>={pinned[1]}.{pinned[2]},<{pinned[1]}.{int(pinned[2]) + 1}"' in (ROOT / "pyproject.toml").read_text()
     )
+
+
+COMMANDS = [
+    words for block in blocks(ROOT / "README.md") for line in block.code.splitlines() for words in nsa_commands(line)
+]
+
+
+def test_it_is_one_page_with_five_commands():
+    assert len(README.splitlines()) <= 100
+    assert [words[0] for words in COMMANDS] == ["init", "data", "train", "generate", "report"]
+    assert [problem for words in COMMANDS if (problem := unknown_words(words))] == []
+
+
+def test_the_first_screen_says_that_no_gpu_has_run_it():
+    assert "not yet run on a GPU" in " ".join(README.splitlines()[:12])
 
 
 def test_no_other_number_is_in_the_prose():

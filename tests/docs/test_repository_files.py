@@ -67,7 +67,7 @@ def test_extras_exist(file):
     named = {
         extra for group in re.findall(r"(?:\.|nsa-train)\[([\w,]+)\]", file.read_text()) for extra in group.split(",")
     }
-    assert named <= EXTRAS | {"docs"}
+    assert named <= EXTRAS
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda path: path.name)

@@ -1,7 +1,5 @@
 """docs/TUTORIAL.md: a newcomer's commands, run in order in an empty folder, in a process each, as the page has them."""
 
-import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -27,16 +25,12 @@ def test_the_steps_are_those_of_the_issue():
     assert [each[0] for each in words] == [
         "init", "data", "train", "monitor", "report", "eval", "generate", "export", "generate",
     ]  # fmt: skip
-    problems = [unknown_words(each) for each in words]
-    assert [problem for problem in problems if problem and "'init'" not in problem] == []
+    assert [problem for each in words if (problem := unknown_words(each))] == []
 
 
 def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
     """The run is shorter than the page's; everything else is as printed."""
     shorten = {"nsa train my-run/config.yaml": f"nsa train my-run/config.yaml {SHORTER}"}
-    if unknown_words(["init", "my-run", "--text"]):  # a version without `nsa init`: what it writes, by hand
-        write_starter_by_hand(tmp_path / "my-run")
-        shorten["nsa init my-run --text"] = "true"
     shorten["nsa generate my-run/run"] = "nsa generate my-run/run --max-new-tokens 8"
     shorten["nsa generate my-model"] = "nsa generate my-model --max-new-tokens 8"
     shorten["--tasks held_out_loss"] = "--tasks held_out_loss --rows 4"
@@ -47,19 +41,6 @@ def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_whole_run_learns_what_the_page_says(tmp_path: Path):
-    if unknown_words(["init", "my-run", "--text"]):
-        write_starter_by_hand(tmp_path / "my-run")
-    run_blocks(
-        PAGE, tmp_path, timeout_s=1800, checkout=False,
-        replace={"nsa init my-run --text": "test -d my-run || nsa init my-run --text"},
-    )  # fmt: skip
+    run_blocks(PAGE, tmp_path, timeout_s=1800, checkout=False)
     (row,) = (tmp_path / "my-run" / "run" / "val.csv").read_text().splitlines()[-1:]
     assert float(row.split(",")[1]) < 2.3
-
-
-def write_starter_by_hand(folder: Path) -> None:
-    (folder / "text").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet", folder / "text")
-    config = (ROOT / "configs" / "cpu_quickstart.yaml").read_text(encoding="utf-8")
-    config = re.sub("artifacts/cpu_quickstart", "my-run/run", config).replace("artifacts/demo_set", "my-run/data")
-    (folder / "config.yaml").write_text(config)
