@@ -68,8 +68,9 @@ def test_an_ordinary_user_without_compiler_and_with_a_read_only_home(installed, 
     work, home = user.folder_for(tmp_path / "work"), user.folder_for(tmp_path / "home")
     home.chmod(0o555)
     printed = next_commands(user.run("nsa init my-run --text", work, home=home))
-    assert [command.split()[1] for command in printed] == ["data", "train", "generate"]
-    prepare, train, generate = printed
+    assert [command.split()[1] for command in printed] == ["data", "data", "train", "generate"]
+    tokenizer, prepare, train, generate = printed
+    user.run(tokenizer, work, home=home)
     user.run(prepare, work, home=home)
     trained = user.run(train + FEW_STEPS, work, home=home)
     assert "kernels: portable, all branches" in trained
@@ -102,7 +103,7 @@ def test_the_printed_commands_work_as_they_stand(installed, tmp_path):
         output = installed.run(command, tmp_path, path=SYSTEM_PATH, timeout_s=900)
         if command.startswith("nsa train"):
             losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", output)]
-            assert losses[-1] < 2.2  # as the config's header says
+            assert losses[-1] < 3.5  # as the config's header says
 
 
 def _starts_from_nothing() -> list[Path]:
@@ -148,6 +149,6 @@ def test_a_newer_python_trains_from_the_wheel(version, wheel, tmp_path):
         pytest.skip(f"torch for Python {version} is a GPU build here: it needs {gpu[0]} and {len(gpu) - 1} more")
     subprocess.run([*pip, *constraints, f"{wheel}[train]"], check=True)
     other = WheelInstall(tmp_path / "venv")
-    prepare, train, generate = next_commands(other.run("nsa init my-run --text", tmp_path))
-    for command in (prepare, train + FEW_STEPS, f"{generate} -n 20", "nsa checkpoint verify my-run/run"):
+    tokenizer, prepare, train, generate = next_commands(other.run("nsa init my-run --text", tmp_path))
+    for command in (tokenizer, prepare, train + FEW_STEPS, f"{generate} -n 20", "nsa checkpoint verify my-run/run"):
         other.run(command, tmp_path, path=SYSTEM_PATH)

@@ -13,7 +13,6 @@ from nsa.cli.init import write_starter
 from nsa.cli.outputs import print_line
 from nsa.errors import ExitCode
 
-DEMO_CONFIG = "cpu_demo"
 STEPS_PER_MINUTE = 120
 """Steps of the demo's model that two idle cores compute in a minute, roughly."""
 _PROMPT = "The "
@@ -31,24 +30,26 @@ def demo(
     **Examples:** `nsa demo`, shorter: `nsa demo my-demo --minutes 1`
     """
     from nsa.checkpoint.folder import CheckpointFolder
-    from nsa.config.starter_config import CONFIG_FILE, DATA_FOLDER, RUN_FOLDER, TEXT_FOLDER, make_starter
+    from nsa.config.starter_config import CONFIG_FILE, FIRST_CONFIG, RUN_FOLDER, TEXT_FOLDER, make_starter
     from nsa.names import CHECKPOINTS
 
     steps = steps or max(1, round(minutes * STEPS_PER_MINUTE))
-    config, text, data, run = (folder / name for name in (CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER))
+    config, text, run = (folder / name for name in (CONFIG_FILE, TEXT_FOLDER, RUN_FOLDER))
+    starter = make_starter(FIRST_CONFIG, folder, with_text=True)
     if not config.exists():
-        write_starter(folder, make_starter(DEMO_CONFIG, folder, with_text=True), with_text=True)
+        write_starter(folder, starter, with_text=True)
         print_line(f"wrote {config} and a corpus in {text}")
     try:
-        if not (data / "manifest.json").exists():
-            _run(["data", "prepare", str(text), str(data), "--tokenizer", "byte", "--held-out", "0.05"])
+        for words in map(shlex.split, starter.commands):
+            if words[1] == "data" and not _is_done(words):
+                _run(words[1:])
         saved = CheckpointFolder(run / CHECKPOINTS).steps()
         if not saved or saved[-1] < steps:
             every = max(1, steps // 3)
             changes = [f"train.steps={steps}", f"train.save_every={every}", f"train.eval_every={every}"]
             _run(["train", str(config), *changes, *(["--resume"] if saved else [])])
         for step in CheckpointFolder(run / CHECKPOINTS).steps():
-            at = ["--prompt", _PROMPT, "--seed", "1", "-n", "150"]
+            at = ["--prompt", _PROMPT, "--temperature", "0.7", "--seed", "1", "-n", "60"]
             _run(["generate", str(run / CHECKPOINTS / f"step{step}"), *at])
         _run(["report", str(run)])
         _draw_selection(run, text, folder / _PICTURE)
@@ -58,10 +59,16 @@ def demo(
     print_line("")
     print_line(f"report: {run / 'report.html'} · picture: {folder / _PICTURE} (open them in a browser)")
     print_line("next, with your own text:")
-    for command in make_starter("cpu_quickstart", Path("my-run"), with_text=True).commands:
-        if command.startswith("nsa data"):
-            print_line("  nsa init my-run        # then put your text into my-run/text")
+    print_line("  nsa init my-run        # then put your text into my-run/text")
+    for command in make_starter(FIRST_CONFIG, Path("my-run"), with_text=True).commands:
         print_line(f"  {command}")
+
+
+def _is_done(words: Sequence[str]) -> bool:
+    """Whether the output of `nsa data tokenizer train SRC FILE …` or `nsa data prepare SRC OUT …` is there."""
+    if words[2] == "prepare":
+        return (Path(words[4]) / "manifest.json").exists()
+    return Path(words[5]).exists()
 
 
 def _run(words: Sequence[str]) -> None:

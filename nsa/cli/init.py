@@ -18,7 +18,7 @@ _NOTICES = "NOTICES.txt"
 def init(
     folder: Path = typer.Argument(None, metavar="FOLDER", help="Folder to write; created if it does not exist."),
     config: str = typer.Option(
-        None, "--config", metavar="NAME", help="Shipped config to start from. Default: the quickstart for a CPU."
+        None, "--config", metavar="NAME", help="Shipped config to start from. Default: a first model for a CPU."
     ),
     text: bool = typer.Option(False, "--text", help="Also write a small corpus: 5 MB of English documentation."),
     list_configs: bool = typer.Option(False, "--list", help="Print the shipped configs and exit."),
@@ -27,14 +27,14 @@ def init(
 
     **Examples:** `nsa init my-run --text`, and for a long run `nsa init big --config base_125m_8k`
     """
-    from nsa.config.starter_config import CONFIG_FILE, QUICKSTART, TEXT_FOLDER, make_starter
+    from nsa.config.starter_config import CONFIG_FILE, FIRST_CONFIG, TEXT_FOLDER, make_starter
 
     if list_configs:
         _print_configs()
         return
     if folder is None:
         raise ConfigError("no folder was given. Name one, e.g. `nsa init my-run`; `--list` prints the shipped configs.")
-    starter = make_starter(config or QUICKSTART, folder, with_text=text)
+    starter = make_starter(config or FIRST_CONFIG, folder, with_text=text)
     write_starter(folder, starter, with_text=text)
     print_line(f"wrote {folder / CONFIG_FILE}" + (f" and a corpus in {folder / TEXT_FOLDER}" if text else ""))
     if starter.reads_text and not text:

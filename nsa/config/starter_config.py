@@ -17,7 +17,8 @@ from nsa.config.schema import settings
 from nsa.errors import ConfigError
 from nsa.shipped import CONFIGS, CORPUS_IN_CHECKOUT, config_names, config_text
 
-QUICKSTART = "cpu_quickstart"
+FIRST_CONFIG = "cpu_demo"
+"""The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
 CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER = "config.yaml", "text", "data", "run"
 _TOKENIZER_FILE = "bpe.json"
 _BUILT_CORPUS = "artifacts/demo"  # where the headers of shipped configs let `nsa data demo` write

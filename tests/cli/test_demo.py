@@ -25,8 +25,18 @@ def run_demo(folder: Path, steps: int) -> str:
     return done.stdout
 
 
+def test_the_demo_shows_its_results(tmp_path):
+    output = run_demo(tmp_path, 2)
+    assert "$ nsa data tokenizer train d/text d/bpe.json" in output
+    assert (tmp_path / "d/run/report.html").stat().st_size > 10_000
+    picture = ET.parse(tmp_path / "d/selection.svg").getroot()
+    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")][:2] == ["layer 0", "layer 1"]
+    assert "nsa init my-run" in output
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_stops_continues_and_shows_its_results(tmp_path):
+def test_the_demo_stops_and_continues(tmp_path):
     started = subprocess.Popen([*COMMAND, "2000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     end = time.monotonic() + 300
     for line in started.stdout:
@@ -41,10 +51,6 @@ def test_the_demo_stops_continues_and_shows_its_results(tmp_path):
     output = run_demo(tmp_path, stopped_at + 2)
     assert "--resume" in output
     assert "nsa data prepare d/text" not in output  # it was done before
-    assert (tmp_path / "d/run/report.html").stat().st_size > 10_000
-    picture = ET.parse(tmp_path / "d/selection.svg").getroot()
-    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")][:2] == ["layer 0", "layer 1"]
-    assert "nsa init my-run" in output
 
 
 def test_a_map_shows_the_share_of_groups_that_chose_a_block():

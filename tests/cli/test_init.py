@@ -65,10 +65,10 @@ def test_the_commands_exist_and_name_files_of_the_folder(name):
     assert any("my-run/config.yaml" in command for command in starter.commands)
 
 
-def test_the_quickstart_prints_three_commands_and_the_corpus_is_a_copy():
+def test_the_first_config_prints_its_commands_and_the_corpus_is_a_copy():
     output = run_init("my-run", "--text")
     printed = [line for line in output.splitlines() if line.startswith("  nsa ")]
-    assert [command.split()[1] for command in printed] == ["data", "train", "generate"]
+    assert [command.split()[1] for command in printed] == ["data", "data", "train", "generate"]
     assert [path.read_bytes() for path in Path("my-run/text").iterdir()] == [CORPUS.read_bytes()]
     assert "PostgreSQL" in Path("my-run/NOTICES.txt").read_text()
 

@@ -111,7 +111,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(command, kind,
 
 def test_only_paths_are_turned_into_messages(monkeypatch, capsys):
     def failing(error: BaseException):
-        def app() -> None:
+        def app(**_: object) -> None:
             raise error
 
         return app

@@ -23,7 +23,7 @@ def test_the_steps_are_those_of_the_issue():
     """Own text, train, watch, evaluate, generate, share: a command for each, and all of them exist."""
     words = [command for line in lines_of("") for command in nsa_commands(line)]
     assert [each[0] for each in words] == [
-        "init", "data", "train", "monitor", "report", "eval", "generate", "export", "generate",
+        "init", "data", "data", "train", "monitor", "report", "eval", "generate", "export",
     ]  # fmt: skip
     assert [problem for each in words if (problem := unknown_words(each))] == []
 
@@ -32,7 +32,6 @@ def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
     """The run is shorter than the page's; everything else is as printed."""
     shorten = {"nsa train my-run/config.yaml": f"nsa train my-run/config.yaml {SHORTER}"}
     shorten["nsa generate my-run/run"] = "nsa generate my-run/run --max-new-tokens 8"
-    shorten["nsa generate my-model"] = "nsa generate my-model --max-new-tokens 8"
     shorten["--tasks held_out_loss"] = "--tasks held_out_loss --rows 4"
     run_blocks(PAGE, tmp_path, timeout_s=280, checkout=False, replace=shorten)
     assert (tmp_path / "my-run" / "report.html").is_file()
@@ -43,4 +42,4 @@ def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
 def test_the_whole_run_learns_what_the_page_says(tmp_path: Path):
     run_blocks(PAGE, tmp_path, timeout_s=1800, checkout=False)
     (row,) = (tmp_path / "my-run" / "run" / "val.csv").read_text().splitlines()[-1:]
-    assert float(row.split(",")[1]) < 2.3
+    assert float(row.split(",")[1]) < 3.5

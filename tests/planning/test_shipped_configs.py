@@ -43,7 +43,7 @@ INTENDED = {
 
 def verdicts(name: str, target: str, *changes: str):
     # Prepared data is made by the commands in the config's header, so its vocabulary is given here.
-    sizes = {"cpu_demo": 257, "cpu_quickstart": 257, "cpu_half_hour": 2048}
+    sizes = {"cpu_demo": 1024, "cpu_quickstart": 257, "cpu_half_hour": 2048}
     vocabulary = {each: [f"model.vocab_size={size}"] for each, size in sizes.items()}
     config = load(CONFIGS / f"{name}.yaml", overrides=[*vocabulary.get(name, []), *changes])
     facts = gather(config, parse_target(target), try_it=False)
