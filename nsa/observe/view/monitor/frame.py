@@ -155,6 +155,8 @@ def _loss(run: RunData, width: int, height: int) -> list[Text]:
     about.append(f" avg {n}" if math.isfinite(loss) and n > 1 else " nats" if math.isfinite(loss) else "", QUIET)
     if evaluations:
         held_out, accuracy = number(evaluations[-1].val_loss), accuracy_text(evaluations[-1].val_accuracy)
+        if about.cell_len + len(f"loss  · o {held_out} held out{accuracy} ") > width:
+            accuracy = ""
         about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (f" held out{accuracy}", QUIET)))
     points = [(float(each.step), each.val_loss) for each in evaluations]
     skips = [event for event in run.events if event.kind == EventKind.SKIPPED_STEP]
@@ -207,8 +209,10 @@ def _gates(run: RunData, width: int, height: int) -> list[Text]:
     entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
     collapsed = _latest(run, "gate_collapse_frac")
     uniform = " of 1.10 nats" if width >= 54 else ""
-    words = f"entropy {entropy:.2f}{uniform} · max {largest:.2f}"
-    return [*lines, line(words, (f" · collapsed {share(collapsed)}", "bold red" if collapsed > 0.1 else ""))]
+    words, ending = f"entropy {entropy:.2f}{uniform}", f" · collapsed {share(collapsed)}"
+    if len(full := f"{words} · max {largest:.2f}") + len(ending) <= width:
+        words = full
+    return [*lines, line(words, (ending, "bold red" if collapsed > 0.1 else ""))]
 
 
 def _strip(values: Sequence[float], room: int) -> str:

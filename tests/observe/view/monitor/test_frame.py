@@ -117,6 +117,16 @@ def test_at_80_by_24_nothing_is_missing_or_cut(tmp_path):
     assert "…" not in text
 
 
+def test_at_80_by_24_what_does_not_fit_is_left_out_rather_than_cut(tmp_path):
+    beats = a_run(60, lambda step: {"gate_collapse_frac": 0.0625})
+    run = write_run(tmp_path, beats, [START], val=[(30, 3.361, 5.0, BEGAN + 70)], accuracy=0.3048)
+    text = "\n".join(line.plain for line in frame(take_snapshot(run), 80, 24))
+    assert "o 3.361 held out " in text
+    assert "collapsed 6.2 %" in text
+    assert "…" not in text.split("findings")[0]
+    assert "accuracy 30 %" in "\n".join(line.plain for line in frame(take_snapshot(run), 140, 24))
+
+
 def test_a_fresh_run_says_that_it_starts(tmp_path):
     text = "\n".join(drawn(fresh, tmp_path))
     assert "○ starting" in text
