@@ -8,7 +8,9 @@ from tests.docs.blocks import ROOT, blocks, nsa_commands, run_blocks, unknown_wo
 
 PAGE = ROOT / "docs" / "TUTORIAL.md"
 MOST_COMMANDS = 10
-SHORTER = "train.steps=12 train.log_every=6 train.eval_every=6 train.save_every=6"
+SHORTER = (
+    "train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2 train.save_every=4"
+)
 
 
 def lines_of(needs: str) -> list[str]:
@@ -28,12 +30,13 @@ def test_the_steps_are_those_of_the_issue():
     assert [problem for each in words if (problem := unknown_words(each))] == []
 
 
+@pytest.mark.timeout(600)  # ten processes, each of which imports torch
 def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
     """The run is shorter than the page's; everything else is as printed."""
     shorten = {"nsa train my-run/config.yaml": f"nsa train my-run/config.yaml {SHORTER}"}
     shorten["nsa generate my-run/run"] = "nsa generate my-run/run --max-new-tokens 8"
     shorten["--tasks held_out_loss"] = "--tasks held_out_loss --rows 4"
-    run_blocks(PAGE, tmp_path, timeout_s=280, checkout=False, replace=shorten)
+    run_blocks(PAGE, tmp_path, timeout_s=560, checkout=False, replace=shorten)
     assert (tmp_path / "my-run" / "report.html").is_file()
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
 

@@ -97,12 +97,6 @@ def test_a_run_that_fails_or_takes_other_kernels_is_found(monkeypatch):
     assert (row.verdict, row.measured, row.note) == (CheckStatus.FAILS, 20, "ConfigError: no GPU")
 
 
-def test_outside_a_checkout_the_row_says_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(training, "CONFIG", tmp_path / "train_50k.yaml")
-    (row,) = training._train_50k(rehearsal(full=False))
-    assert "run in a checkout" in row.note
-
-
 def test_the_steps_on_a_gpu_change_nothing_of_the_model():
     from nsa.config import load
 
