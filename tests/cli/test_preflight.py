@@ -55,7 +55,9 @@ def test_allowed_rules_are_shown_as_allowed():
 
 def test_train_and_launch_take_overrides(monkeypatch):
     seen = {}
-    monkeypatch.setattr("nsa.train.run.train", lambda config, options, reporter: seen.update(options=options) or 0)
+    monkeypatch.setattr(
+        "nsa.train.run.train", lambda config, options, reporter, importer: seen.update(options=options) or 0
+    )
     invoke("train", TOY, "data.dataset=synthetic", "--allow", "precision", "--allow", "flash")
     assert seen["options"].allow == ("precision", "flash")
 

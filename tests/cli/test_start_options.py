@@ -46,7 +46,9 @@ def invoke(command: str, *words: str) -> None:
 def arrived(monkeypatch):
     """What reaches the run and the launcher, which do not start."""
     seen = {}
-    monkeypatch.setattr("nsa.train.run.train", lambda config, options, reporter: seen.update(run=options) or 0)
+    monkeypatch.setattr(
+        "nsa.train.run.train", lambda config, options, reporter, importer: seen.update(run=options) or 0
+    )
     monkeypatch.setattr("nsa.train.launch.launcher.launch", lambda settings, *_: seen.update(settings=settings) or 0)
     monkeypatch.setattr("nsa.cli.launch._require_preflight", lambda *arguments: seen.update(checked=arguments[-1]))
     monkeypatch.setattr("nsa.cli.launch._clear_halt", lambda folder: seen.update(cleared=folder))

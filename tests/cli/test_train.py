@@ -22,7 +22,7 @@ def called(monkeypatch):
     """Arguments of the trainer and the launcher, which do not run."""
     seen = {}
 
-    def fake_train(config, options, reporter):
+    def fake_train(config, options, reporter, importer):
         seen.update(config=config, options=options)
         return 10
 
