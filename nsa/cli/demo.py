@@ -11,6 +11,7 @@ import typer
 
 from nsa.cli.init import write_starter
 from nsa.cli.outputs import print_line
+from nsa.cli.report import DEFAULT_NAME
 from nsa.errors import ExitCode
 
 STEPS_PER_MINUTE = 120
@@ -30,7 +31,16 @@ def demo(
     **Examples:** `nsa demo`, shorter: `nsa demo my-demo --minutes 1`
     """
     from nsa.checkpoint.folder import CheckpointFolder
-    from nsa.config.starter_config import CONFIG_FILE, FIRST_CONFIG, RUN_FOLDER, TEXT_FOLDER, make_starter
+    from nsa.config.starter_config import (
+        CONFIG_FILE,
+        DATA_FOLDER,
+        FIRST_CONFIG,
+        RUN_FOLDER,
+        TEXT_FOLDER,
+        TOKENIZER_FILE,
+        make_starter,
+    )
+    from nsa.data.shards.manifest import MANIFEST_NAME
     from nsa.names import CHECKPOINTS
 
     steps = steps or max(1, round(minutes * STEPS_PER_MINUTE))
@@ -40,8 +50,9 @@ def demo(
         write_starter(folder, starter, with_text=True)
         print_line(f"wrote {config} and a corpus in {text}")
     try:
+        made_by = {"tokenizer": folder / TOKENIZER_FILE, "prepare": folder / DATA_FOLDER / MANIFEST_NAME}
         for words in map(shlex.split, starter.commands):
-            if words[1] == "data" and not _is_done(words):
+            if words[1] == "data" and not made_by[words[2]].exists():
                 _run(words[1:])
         saved = CheckpointFolder(run / CHECKPOINTS).steps()
         if not saved or saved[-1] < steps:
@@ -57,18 +68,11 @@ def demo(
         _say_how_to_continue()
         raise typer.Exit(_INTERRUPTED) from None
     print_line("")
-    print_line(f"report: {run / 'report.html'} · picture: {folder / _PICTURE} (open them in a browser)")
+    print_line(f"report: {run / DEFAULT_NAME} · picture: {folder / _PICTURE} (open them in a browser)")
     print_line("next, with your own text:")
     print_line("  nsa init my-run        # then put your text into my-run/text")
     for command in make_starter(FIRST_CONFIG, Path("my-run"), with_text=True).commands:
         print_line(f"  {command}")
-
-
-def _is_done(words: Sequence[str]) -> bool:
-    """Whether the output of `nsa data tokenizer train SRC FILE …` or `nsa data prepare SRC OUT …` is there."""
-    if words[2] == "prepare":
-        return (Path(words[4]) / "manifest.json").exists()
-    return Path(words[5]).exists()
 
 
 def _run(words: Sequence[str]) -> None:

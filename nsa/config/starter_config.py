@@ -20,7 +20,7 @@ from nsa.shipped import CONFIGS, CORPUS_IN_CHECKOUT, config_names, config_text
 FIRST_CONFIG = "cpu_demo"
 """The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
 CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER = "config.yaml", "text", "data", "run"
-_TOKENIZER_FILE = "bpe.json"
+TOKENIZER_FILE = "bpe.json"
 _BUILT_CORPUS = "artifacts/demo"  # where the headers of shipped configs let `nsa data demo` write
 _BUILDS_CORPUS = "nsa data demo "
 _COMMENT_COLUMN = 32
@@ -128,7 +128,7 @@ def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
     if config.data.path:
         moved[config.data.path] = folder / DATA_FOLDER
     if "/" in config.data.tokenizer:
-        moved[config.data.tokenizer] = folder / _TOKENIZER_FILE
+        moved[config.data.tokenizer] = folder / TOKENIZER_FILE
     return moved
 
 
