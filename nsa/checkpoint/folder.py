@@ -1,8 +1,8 @@
 """Atomic checkpoint writes: staging, commit by rename, the `latest` link, fallback, retention, cleanup after a kill.
 
 The steps of a save. Rank 0 alone does everything after the first one, once all ranks have written.
-1. Every rank writes into `staging(step)`, a hidden folder that nothing resumes from.
-2. fsync of every file, then hashing.
+1. Every rank writes into `staging(step)`, a hidden folder that nothing resumes from, and hashes what it writes.
+2. fsync of every file, then hashing of those that no rank has hashed.
 3. COMMIT.json is written last.
 4. The folder is renamed to `step{N}`. Only now does the checkpoint exist.
 5. `latest` is replaced. 6. Old checkpoints are deleted.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nsa import names
+from nsa.checkpoint.block_hashes import ManifestEntry
 from nsa.checkpoint.manifest import (
     INTERVAL,
     REQUESTED,
@@ -164,8 +165,11 @@ class CheckpointFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         return staging
 
-    def commit(self, step: int, reason: str = INTERVAL) -> Path:
-        """Turn the staging folder into a checkpoint. Called on rank 0 when every rank has written."""
+    def commit(self, step: int, reason: str = INTERVAL, hashed: Mapping[str, ManifestEntry] | None = None) -> Path:
+        """Turn the staging folder into a checkpoint. Called on rank 0 when every rank has written.
+
+        `hashed` are the files whose writers have hashed them, by name relative to the checkpoint.
+        """
         staging, target = self.staging(step), self.step_path(step)
         if not staging.is_dir():
             raise CheckpointError(
@@ -174,7 +178,7 @@ class CheckpointFolder:
         try:
             store = LocalFiles(staging)
             fsync_tree(staging)
-            manifest = build_manifest(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason)
+            manifest = build_manifest(store, step, datetime.now(UTC).isoformat(timespec="seconds"), reason, hashed)
             if not manifest.files:
                 raise CheckpointError(f"{staging} is empty: there is nothing to commit for step {step}.")
             write_atomic(staging / names.COMMIT, encode(manifest, self._key), durable=True)
@@ -204,20 +208,30 @@ class CheckpointFolder:
         self._point_latest_at(max(step, *self.committed_steps()))
         return target
 
-    def commit_after(self, written: "Future[None]", step: int, reason: str = INTERVAL) -> "Future[Path]":
-        """Commit as soon as an asynchronous write has succeeded, in the thread that finished it.
+    def commit_after(
+        self,
+        written: "Future[Any]",
+        step: int,
+        reason: str = INTERVAL,
+        hashed: Callable[[], Mapping[str, ManifestEntry]] = dict,
+        then: Callable[[Path], object] | None = None,
+    ) -> "Future[Path]":
+        """Commit as soon as an asynchronous write has succeeded, in the thread that finished it; then call `then`.
 
         The returned future is done when the checkpoint exists, or carries why it does not. DCP's future is done on
         rank 0 only after every rank has written and rank 0 has written the index, so no further barrier is needed.
         """
         committed: Future[Path] = Future()
 
-        def finish(done: "Future[None]") -> None:
+        def finish(done: "Future[Any]") -> None:
             try:
                 # DCP reports a failure on any rank by an exception that is no Exception.
                 if (failure := done.exception()) is not None:
                     raise CheckpointError(f"step {step} was not written ({failure}): nothing was committed.")
-                committed.set_result(self.commit(step, reason))
+                path = self.commit(step, reason, hashed())
+                if then is not None:
+                    then(path)
+                committed.set_result(path)
             except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
                 committed.set_exception(error)
 

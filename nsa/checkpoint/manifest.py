@@ -1,8 +1,7 @@
 """COMMIT.json: the size of every file of a checkpoint and the SHA-256 of its blocks, written last, optionally signed.
 
-A file is hashed in blocks of 8 MiB, so that a rank can verify the bytes it loads, as it loads them, without reading the
-rest of the file. A file of one block has the hash that `sha256sum` prints. Hashes detect damage but do not authenticate
-the writer: whoever can write the tensors can write the hashes. A key (HMAC-SHA256 over this text) does.
+Hashes (`block_hashes`) detect damage but do not authenticate the writer: whoever can write the tensors can write the
+hashes. A key (HMAC-SHA256 over this text) does.
 """
 
 import hashlib
@@ -10,19 +9,19 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from nsa.checkpoint.block_hashes import BLOCK_BYTES, ManifestEntry, hash_blocks, same_content
 from nsa.errors import CheckpointError
 from nsa.files import open_regular
 from nsa.names import COMMIT
 
 FORMAT = 2
 _WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
-BLOCK_BYTES = 8 << 20
 LARGEST_COMMIT_BYTES = 64 << 20  # enough for the blocks of 8 TB
 CHUNK_BYTES = 4 << 20
 IRREGULAR = -1
@@ -72,15 +71,6 @@ class LocalFiles:
         with open_regular(self.path / name, follow_links=False) as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
-
-
-@dataclass(frozen=True)
-class ManifestEntry:
-    bytes: int
-    blocks: tuple[str, ...]
-    """SHA-256 of every block; the last one may be short, an empty file has none."""
-    sha256: str | None = None
-    """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
 
 
 REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
@@ -137,15 +127,33 @@ def read_key(file: Path) -> bytes:
     return key
 
 
-def build_manifest(store: FileStore, step: int, saved_at: str, reason: str = INTERVAL) -> CheckpointManifest:
-    """Hash every file of a checkpoint that is about to be committed."""
+def build_manifest(
+    store: FileStore,
+    step: int,
+    saved_at: str,
+    reason: str = INTERVAL,
+    hashed: Mapping[str, ManifestEntry] | None = None,
+) -> CheckpointManifest:
+    """The manifest of a checkpoint that is about to be committed.
+
+    `hashed` are the files that their writers have hashed already: of these only the size is compared. The others are
+    read and hashed here.
+    """
     sizes = store.files()
     sizes.pop(COMMIT, None)
     if irregular := sorted(name for name, size in sizes.items() if size == IRREGULAR):
         raise CheckpointError(
             f"{store} holds {irregular[0]}, which is not a regular file: a checkpoint cannot keep it."
         )
-    return CheckpointManifest(step, saved_at, _hash_all(store, sorted(sizes)), reason)
+    hashed = hashed or {}
+    if wrong := sorted(name for name, entry in hashed.items() if sizes.get(name) != entry.bytes):
+        found = f"{sizes[wrong[0]]} bytes" if wrong[0] in sizes else "no such file"
+        raise CheckpointError(
+            f"{store}/{wrong[0]} was written with {hashed[wrong[0]].bytes} bytes, and there is {found} now: nothing "
+            f"was committed. Check that all nodes see the same folder, and its disk."
+        )
+    found_now = _hash_all(store, sorted(sizes.keys() - hashed.keys()))
+    return CheckpointManifest(step, saved_at, {**hashed, **found_now}, reason)
 
 
 def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
@@ -271,39 +279,11 @@ def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str
             yield f"{name} does not match its SHA-256"
 
 
-def same_content(listed: ManifestEntry, found: ManifestEntry) -> bool:
-    """Whether a file that was just hashed is the one listed."""
-    if listed.sha256 is not None:
-        return (listed.bytes, listed.sha256) == (found.bytes, found.sha256)
-    return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
-
-
 def _hash_all(store: FileStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
     """hashlib releases the GIL, so threads overlap both reading and hashing."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-hash") as pool:
         hashed = pool.map(lambda name: hash_blocks(store.chunks(name), whole=name in by_file), names)
         return dict(zip(names, hashed, strict=True))
-
-
-def hash_blocks(chunks: Iterable[bytes], *, whole: bool = False) -> ManifestEntry:
-    """Size and block hashes of a file given in pieces; with `whole` its own hash too."""
-    blocks, size, left = [], 0, BLOCK_BYTES
-    block, entire = hashlib.sha256(), hashlib.sha256()
-    for chunk in chunks:
-        size += len(chunk)
-        if whole:
-            entire.update(chunk)
-        rest = memoryview(chunk)
-        while len(rest):
-            part, rest = rest[:left], rest[left:]
-            block.update(part)
-            left -= len(part)
-            if not left:
-                blocks.append(block.hexdigest())
-                block, left = hashlib.sha256(), BLOCK_BYTES
-    if left < BLOCK_BYTES:
-        blocks.append(block.hexdigest())
-    return ManifestEntry(size, tuple(blocks), entire.hexdigest() if whole else None)
 
 
 def _canonical(value: object) -> bytes:

@@ -4,6 +4,8 @@ DCP's index (`.metadata`), the tensors inside `.distcp` files and the engine's `
 of them is ever given to `pickle` or `torch.load`: `tensor_index` and `torch_file` read them without executing anything.
 """
 
+from pathlib import Path
+
 from nsa import names
 from nsa.checkpoint.pickle_reader import PickleRefused
 from nsa.checkpoint.run_state import LARGEST_JSON_BYTES
@@ -24,38 +26,39 @@ def read_index(files: VerifiedFiles) -> Metadata:
     name = f"{folder}{names.TENSOR_INDEX}"
     if name not in files.sizes:
         raise CheckpointError(f"{files.path} holds no tensors: {names.TENSORS}/{names.TENSOR_INDEX} is missing.")
-    raw = files.read(name, limit=largest_index(sum(sizes.values())))
+    raw = files.read(name, limit=largest_index(sum(sizes.values()), len(sizes)))
     return parse_index(raw, sizes, files.path / name)
 
 
 def read_piece(files: VerifiedFiles, where: PieceLocation) -> object:
     """A tensor, or a plain value, from its location in a `.distcp` file."""
     name = f"{files.tensor_folder}{where.relative_path}"
-    return _plain(files, name, files.read_range(name, where.offset, where.length))
+    return parse_plain(files.read_range(name, where.offset, where.length), files.path / name)
 
 
 def read_trainer_state(files: VerifiedFiles, rank: int) -> object:
     """The engine's state of a rank; that of rank 0 if the saving run had no such rank. None if there is neither."""
     for name in (names.trainer_state(rank), names.trainer_state(0)):
         if name in files.sizes:
-            return _plain(files, name, files.read(name, limit=LARGEST_RANK_FILE_BYTES))
+            return parse_plain(files.read(name, limit=LARGEST_RANK_FILE_BYTES), files.path / name)
     return None
 
 
-def require_harmless(files: VerifiedFiles, *, pieces: bool = True) -> Metadata:
+def require_harmless(files: VerifiedFiles, *, pieces: bool = True, rank: int = 0, world: int = 1) -> Metadata:
     """Raise CheckpointError, naming the file, for anything that does not belong in a checkpoint or cannot be loaded.
 
     Returns the index of the tensors. `pieces=False` skips the headers of the pieces of tensors, of which a large run
-    has millions: they are checked when they are loaded.
+    has millions: they are checked when they are loaded. The ranks of a run divide the trainer states, one file per
+    rank that saved, among them.
     """
+    states = sorted(name for name in files.sizes if name.endswith(".pt"))
+    for name in states[rank::world]:
+        _check(files, name, files.read(name, limit=LARGEST_RANK_FILE_BYTES), 0, files.sizes[name])
     for name, size in files.sizes.items():
         if not names.is_known_file(name):
             raise CheckpointError(f"{files.path} holds {name!r}, which does not belong in a checkpoint.")
         if name.endswith(".json") and name != names.COMMIT and size > LARGEST_JSON_BYTES:
             raise CheckpointError(f"{files.path / name} has {size} bytes: a record has at most {LARGEST_JSON_BYTES}.")
-        if name.endswith(".pt"):
-            raw = files.read(name, limit=LARGEST_RANK_FILE_BYTES)
-            _check(files, name, raw, 0, size)
     index = read_index(files)
     folder, used = files.tensor_folder, set()
     for where in index.storage_data.values():
@@ -80,15 +83,16 @@ def _check(files: VerifiedFiles, name: str, raw: bytearray | None, start: int, s
     try:
         check_torch_file(read, size)
     except PickleRefused as error:
-        raise _refusal(files, name, error) from error
+        raise _refusal(files.path / name, error) from error
 
 
-def _plain(files: VerifiedFiles, name: str, content: bytearray) -> object:
+def parse_plain(raw: bytearray, where: Path) -> object:
+    """Tensors and plain values from the bytes of a file of torch.save; `where` is for messages."""
     try:
-        return read_torch_file(content)
+        return read_torch_file(raw)
     except PickleRefused as error:
-        raise _refusal(files, name, error) from error
+        raise _refusal(where, error) from error
 
 
-def _refusal(files: VerifiedFiles, name: str, error: PickleRefused) -> CheckpointError:
-    return CheckpointError(f"{files.path / name} cannot be loaded safely: {error}.")
+def _refusal(path: Path, error: PickleRefused) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be loaded safely: {error}.")

@@ -30,6 +30,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 _FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _FORMAT = PickledName(_DCP, "_MEM_FORMAT_ENCODING")
 _SMALLEST_LIMIT_BYTES = 64 << 20
+_LARGEST_SHARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,13 @@ class PieceLocation:
     length: int
 
 
-def largest_index(tensor_bytes: int) -> int:
-    """Size limit of an index for so many bytes of tensors; a real index has less than a thousandth of that."""
-    return _SMALLEST_LIMIT_BYTES + tensor_bytes // 1000
+def largest_index(tensor_bytes: int, files: int) -> int:
+    """Size limit of an index of so many bytes of tensors in so many files.
+
+    An index has about 120 bytes per piece: less than a thousandth of the tensors while pieces are large, and with
+    thousands of shards, whose pieces are small, 120 kB per rank and thousand tensors.
+    """
+    return _SMALLEST_LIMIT_BYTES + tensor_bytes // 1000 + files * _LARGEST_SHARE_BYTES
 
 
 def parse_index(raw: bytes | bytearray, sizes: Mapping[str, int], where: object) -> Metadata:

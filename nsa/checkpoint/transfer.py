@@ -90,9 +90,21 @@ class S3Prefix:
                 str(source), self._bucket, self._root + name, ExtraArgs={"ChecksumAlgorithm": "SHA256"}
             )
 
+    def has(self, name: str) -> bool:
+        from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+
+        with self._explained():
+            try:
+                self.client.head_object(Bucket=self._bucket, Key=self._root + name)
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                    return False
+                raise
+        return True
+
     def put_if_absent(self, name: str, content: bytes) -> bool:
         """Write a small object; False, and nothing changed, if another writer was first."""
-        from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+        from botocore.exceptions import ClientError
 
         with self._explained():
             try:

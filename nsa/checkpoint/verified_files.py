@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from nsa import names
-from nsa.checkpoint.manifest import BLOCK_BYTES, IRREGULAR, CheckpointManifest, LocalFiles, hash_blocks, same_content
+from nsa.checkpoint.block_hashes import BLOCK_BYTES, hash_blocks, same_content
+from nsa.checkpoint.manifest import IRREGULAR, CheckpointManifest, LocalFiles
 from nsa.errors import CheckpointError
 from nsa.files import open_regular
 
@@ -33,6 +34,8 @@ class VerifiedFiles:
         self._cache: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._digests: dict[str, tuple[str, ...]] = {}
         self._lock = threading.Lock()
+        self.bytes_read = 0
+        """Read from the files so far: whole blocks, and parts that are not verified."""
 
     @property
     def tensor_folder(self) -> str:
@@ -67,9 +70,12 @@ class VerifiedFiles:
         """Part of a file, not verified: for checks that do not use the content."""
         try:
             with open_regular(self.path / name, follow_links=False) as file:
-                return os.pread(file.fileno(), length, offset)
+                content = os.pread(file.fileno(), length, offset)
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
+        with self._lock:
+            self.bytes_read += len(content)
+        return content
 
     def _block(self, name: str, number: int, *, keep: bool) -> bytes:
         """`keep` caches the block: the next piece probably begins in it, or another thread needs it now."""

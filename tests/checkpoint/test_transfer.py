@@ -1,6 +1,5 @@
 """push and pull: a checkpoint in an object store exists only once its COMMIT.json does; hostile stores are bounded."""
 
-import logging
 import os
 import pickle
 import warnings
@@ -16,12 +15,12 @@ server_module = pytest.importorskip("moto.server")
 from botocore.config import Config  # noqa: E402
 
 from nsa.checkpoint import transfer  # noqa: E402
+from nsa.checkpoint.block_hashes import ManifestEntry  # noqa: E402
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.checkpoint.manifest import (  # noqa: E402
     CHUNK_BYTES,
     CheckpointManifest,
     LocalFiles,
-    ManifestEntry,
     build_manifest,
     encode,
 )
@@ -31,33 +30,6 @@ from nsa.errors import CheckpointError, ConfigError  # noqa: E402
 
 KEY = b"k" * 32
 NAMES = ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "state.json"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
-@pytest.fixture
-def client(server, monkeypatch):
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "something",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    made = S3Prefix(URL).client
-    made.create_bucket(Bucket="models")
-    yield made
-    everything = boto3.resource("s3").Bucket("models")
-    everything.objects.delete()
-    everything.delete()
 
 
 URL = "s3://models/team/run"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint.manifest import BLOCK_BYTES, LocalFiles, build_manifest, decode, encode, examine
+from nsa.checkpoint.block_hashes import BLOCK_BYTES
+from nsa.checkpoint.manifest import LocalFiles, build_manifest, decode, encode, examine
 from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
 

@@ -1,18 +1,19 @@
-"""The engine's checkpointer and its callback: saves through `CheckpointFolder`, loads verified bytes only.
+"""The engine's checkpointer: saves through `CheckpointFolder`, loads verified bytes only.
 
 A load does not use the engine's own reader, which unpickles: rank 0 checks COMMIT.json and broadcasts it, and each rank
 then reads the index, its trainer state and its pieces of the tensors through `VerifiedFiles`.
 
 Order of an asynchronous save, on every rank, in the main thread unless stated otherwise:
-1. rank 0 empties the staging folder; barrier;
-2. each rank writes `train/rank{N}.pt`, rank 0 also `state.json`; barrier (the engine's);
+1. rank 0 empties the staging folder, and all ranks wait for it;
+2. each rank writes and hashes `train/rank{N}.pt`, rank 0 also `state.json`; an error on one is raised on all;
 3. each rank copies its tensors to host memory and hands them to DCP's thread; training continues;
-4. in that thread: all ranks write; rank 0 writes the index, hashes, commits, renames, moves `latest`, deletes old ones.
+4. in that thread: all ranks write and hash (`HashingWriter`); rank 0 gets their hashes, writes the index, commits,
+   renames, moves `latest`, deletes old ones.
 The future that rank 0 gets is done after 4, so waiting for it waits for the commit. The other ranks' futures are done
 when the tensors are written; `wait_for_save` makes all ranks wait for the outcome and raise alike.
-The engine's own retention must be off: `CheckpointerCallback(max_checkpoints=None, remove="never")`.
 """
 
+import io
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,23 +21,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
-from olmo_core.distributed.utils import all_gather_object, barrier, broadcast_object, get_rank, get_world_size
+from olmo_core.distributed.utils import all_gather_object, broadcast_object, get_rank, get_world_size
 from olmo_core.io import is_url
-from olmo_core.train.callbacks import CheckpointerCallback
-from olmo_core.train.callbacks.checkpointer import CheckpointRemovalStrategy
-from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig
+from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig, CheckpointMetadata
 from olmo_core.train.train_module import TrainModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nsa import names
+from nsa.checkpoint.block_hashes import HashedFile, ManifestEntry
 from nsa.checkpoint.folder import CheckpointFolder, ResumableCheckpoint, RetentionPolicy
 from nsa.checkpoint.load import VerifiedReader, open_checkpoint, read_record, require_trustworthy
-from nsa.checkpoint.manifest import INTERVAL, LAST, REQUESTED, CheckpointManifest, LocalFiles, read_key, wrong_hashes
-from nsa.checkpoint.pickle_scan import read_trainer_state, require_harmless
+from nsa.checkpoint.manifest import INTERVAL, CheckpointManifest, LocalFiles, read_key, wrong_hashes
+from nsa.checkpoint.pickle_scan import parse_plain, read_trainer_state, require_harmless
 from nsa.checkpoint.run_state import RunRecord
-from nsa.checkpoint.verified_files import VerifiedFiles
+from nsa.checkpoint.save import HashingWriter
+from nsa.checkpoint.save_plan import SavePlanCache, SharedSavePlanner
+from nsa.checkpoint.store_copy import StoreCopy
+from nsa.checkpoint.verified_files import LARGEST_RANK_FILE_BYTES, VerifiedFiles
 from nsa.config.schema import RunConfig
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError
@@ -73,9 +77,12 @@ class VerifiedCheckpointer(Checkpointer):
     """Builds state.json; called on rank 0 at every save."""
     tokenizer: Tokenizer | None = field(default=None, repr=False)
     """Saved as tokenizer.json with every checkpoint."""
+    store: str | None = None
+    """s3://… to which every checkpoint is copied while it is saved."""
     reason: str = INTERVAL
     """Why the next checkpoint is saved; for that one only."""
     _folders: dict[Path, CheckpointFolder] = field(default_factory=dict, repr=False)
+    _plans: SavePlanCache = field(default_factory=SavePlanCache, repr=False)
     loaded_record: RunRecord | None = field(default=None, repr=False)
     """state.json of the checkpoint that was loaded last."""
 
@@ -121,20 +128,76 @@ class VerifiedCheckpointer(Checkpointer):
     def save(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> None:
-        folder, step, reason = self._begin(dir)
-        super().save(folder.staging(step), train_module, train_state, ephemeral=ephemeral)
-        barrier()
-        self._raise_on_all_ranks(lambda: folder.commit(step, reason))
+        folder, step, reason = self._begin(dir, train_module)
+        writer = self._write_small_files(folder.staging(step), step, train_state, ephemeral)
+        with torch.no_grad():
+            try:
+                dist_cp.save(
+                    train_module.state_dict_to_save(),
+                    storage_writer=writer,
+                    planner=SharedSavePlanner(self._plans),
+                    process_group=self.process_group,
+                )
+            except CheckpointException as error:  # on all ranks, if on one
+                raise CheckpointError(
+                    f"step {step} was not written ({_first_failure(error)}): nothing was committed."
+                ) from error
+        self._raise_on_all_ranks(lambda: writer.finish_copy(folder.commit(step, reason, writer.hashes)))
 
     def save_async(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
     ) -> "Future[None]":
-        folder, step, reason = self._begin(dir)
-        written = super().save_async(folder.staging(step), train_module, train_state, ephemeral=ephemeral)
+        assert self.process_group is not None or get_world_size() == 1, "a background save needs a group of its own"
+        folder, step, reason = self._begin(dir, train_module)
+        writer = self._write_small_files(folder.staging(step), step, train_state, ephemeral)
+        with torch.no_grad():
+            written = dist_cp.async_save(
+                train_module.state_dict_to_save(),
+                storage_writer=writer,
+                planner=SharedSavePlanner(self._plans),
+                process_group=self.process_group,
+            )
+        assert isinstance(written, Future)
         if get_rank() == 0:
-            # The engine's own callback, which writes .metadata.json, was added first and so runs first.
-            return folder.commit_after(written, step, reason)  # type: ignore[return-value]
+            committed = folder.commit_after(written, step, reason, lambda: writer.hashes, writer.finish_copy)
+            return committed  # type: ignore[return-value]
         return written
+
+    def _write_small_files(
+        self, staging: Path, step: int, train_state: dict[str, Any], ephemeral: bool
+    ) -> HashingWriter:
+        """Write everything but the tensors; the writer for those, which knows the hash of this rank's file."""
+        name = names.trainer_state(get_rank())
+        path = staging / name
+        hashed: dict[str, ManifestEntry] = {}
+
+        def write() -> None:
+            content = io.BytesIO()
+            torch.save(train_state, content)
+            # State that cannot be loaded again must fail here, not in the run that needs it.
+            if content.tell() > LARGEST_RANK_FILE_BYTES:
+                raise CheckpointError(
+                    f"{path} would have {content.tell()} bytes, more than the {LARGEST_RANK_FILE_BYTES} that such a "
+                    f"file may have."
+                )
+            parse_plain(bytearray(content.getbuffer()), path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with HashedFile(path) as file:
+                file.write(content.getbuffer())
+            hashed[name] = file.entry()
+            if get_rank() != 0:
+                return
+            self._save_metadata(staging, CheckpointMetadata(ephemeral=ephemeral))
+            if self.record is not None:
+                self.record().write(staging)
+                if self.tokenizer is not None:
+                    (staging / names.TOKENIZER).write_text(self.tokenizer.to_json(), encoding="utf-8")
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._raise_on_all_ranks(write, on_every_rank=True)
+        copy = StoreCopy(self.store, step) if self.store is not None else None
+        return HashingWriter(staging, thread_count=self.save_thread_count, hashed=hashed, copy=copy)
 
     def set_reason(self, dir: PathOrStr, reason: str) -> None:
         """Change the reason of a checkpoint that this run has committed. Collective."""
@@ -170,7 +233,7 @@ class VerifiedCheckpointer(Checkpointer):
         read: dict[str, Any] = {}
 
         def read_small_files() -> None:
-            read["index"] = require_harmless(files, pieces=False)
+            read["index"] = require_harmless(files, pieces=False, rank=get_rank(), world=get_world_size())
             read["record"] = read_record(files)
             read["state"] = read_trainer_state(files, get_rank()) if load_trainer_state is not False else None
             if load_trainer_state is True and not isinstance(read["state"], dict):
@@ -186,8 +249,7 @@ class VerifiedCheckpointer(Checkpointer):
                 process_group=self.process_group,
             )
         except CheckpointException as error:  # on all ranks, if on one
-            failures = [failure for failure, _ in error.failures.values()]
-            raise CheckpointError(f"{path} could not be loaded: {failures[0]}") from error
+            raise CheckpointError(f"{path} could not be loaded: {_first_failure(error)}") from error
         train_module.load_state_dict(state)
         self.loaded_record = read["record"]
         return read["state"]
@@ -197,17 +259,9 @@ class VerifiedCheckpointer(Checkpointer):
         self.load(path, train_module, load_trainer_state=False, load_optim_state=False)
         self.loaded_record = None
 
-    def _save_train_state(self, dir: PathOrStr, wd: Path, train_state: dict[str, Any]) -> None:
-        """Inside the engine's barriers, so that no rank's file can miss the commit."""
-        super()._save_train_state(dir, wd, train_state)
-        # State that cannot be loaded again must fail here, not in the run that needs it.
-        read_trainer_state(VerifiedFiles(wd, None), get_rank())
-        if get_rank() == 0 and self.record is not None:
-            self.record().write(wd)
-            if self.tokenizer is not None:
-                (wd / names.TOKENIZER).write_text(self.tokenizer.to_json(), encoding="utf-8")
-
-    def _begin(self, dir: PathOrStr) -> tuple[CheckpointFolder, int, str]:
+    def _begin(self, dir: PathOrStr, train_module: TrainModule) -> tuple[CheckpointFolder, int, str]:
+        if hasattr(train_module, "save_state_dict_direct"):
+            raise CheckpointError(f"{type(train_module).__name__} writes checkpoints itself: it cannot be used here.")
         path = self._local(dir)
         step = names.step_of(path.name)
         if step is None:
@@ -223,8 +277,8 @@ class VerifiedCheckpointer(Checkpointer):
     def _local(dir: PathOrStr) -> Path:
         if is_url(dir):
             raise CheckpointError(
-                f"{dir} is an object store, and runs save to a folder: whole, verified checkpoints are copied to an "
-                f"object store and back. Set train.out_dir to a folder that all nodes share."
+                f"{dir} is an object store, and runs save to a folder. Set train.out_dir to a folder that all nodes "
+                f"share, and train.checkpoint_store to the object store: each checkpoint is copied there."
             )
         return Path(dir)
 
@@ -246,70 +300,19 @@ class VerifiedCheckpointer(Checkpointer):
             raise CheckpointError(reasons[0])
 
 
-@dataclass
-class CheckpointCallback(CheckpointerCallback):
-    """The engine's checkpoint schedule, with saves that all ranks wait for and whose errors all ranks raise."""
-
-    _future = None
-    settle: Callable[[], None] | None = None
-    """Called before every save: what must be known of the last step."""
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        if self.settle is not None:
-            self.settle()
-        return super()._save_checkpoint(*args, **kwargs)
-
-    def save_now(self) -> None:
-        """Save a requested checkpoint, which retention keeps. Collective, between steps."""
-        if self.step > self._latest_checkpoint_step:
-            self.checkpointer.reason = REQUESTED
-            self._save_checkpoint(save_async=False)
-        else:
-            self.wait_for_save()
-            self.checkpointer.set_reason(self._latest_checkpoint_path, REQUESTED)
-
-    def post_train(self) -> None:
-        self.checkpointer.reason = LAST
-        super().post_train()
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background has failed on this rank."""
-        saving: Future[Any] | None = self._future
-        return saving is not None and saving.done() and saving.exception() is not None
-
-    def wait_for_save(self) -> None:
-        """Wait for a save in the background; raises on all ranks if it failed on one."""
-        self._await_last_checkpoint()
-
-    def _await_last_checkpoint(self, blocking: bool = True) -> "Future[Any] | None":
-        # Whether the future is done differs between ranks, so only a wait of all ranks may act on it.
-        saving: Future[Any] | None = self._future
-        if not blocking or saving is None:
-            return None
-        self._future = None
-        self.checkpointer.wait_for_save(saving)
-        return saving
-
-
-def make_checkpoint_callback(config: RunConfig) -> CheckpointCallback:
-    return CheckpointCallback(
-        save_interval=config.train.save_every or None,
-        save_async=config.train.save_async,
-        pre_train_checkpoint=False,
-        remove=CheckpointRemovalStrategy.never,
-        max_checkpoints=None,  # retention is the checkpointer's
-    )
+def _first_failure(error: CheckpointException) -> BaseException:
+    return next(failure for failure, _ in error.failures.values())
 
 
 def make_checkpointer(
-    config: RunConfig, work_dir: Path, record: Callable[[], RunRecord] | None = None
+    config: RunConfig, work_dir: Path, record: Callable[[], RunRecord] | None = None, *, store: str | None = None
 ) -> VerifiedCheckpointer:
     return VerifiedCheckpointer(
         work_dir=work_dir,
         retention=RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every),
         record=record,
         key=signing_key(config),
+        store=store,
     )
 
 

@@ -28,11 +28,13 @@ from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 
+from nsa.checkpoint import pieces  # noqa: E402
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.checkpoint.load import export, open_checkpoint, read_model, require_trustworthy  # noqa: E402
 from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode  # noqa: E402
 from nsa.checkpoint.run_state import RunRecord  # noqa: E402
 from nsa.checkpoint.tensor_index import parse_index  # noqa: E402
+from nsa.checkpoint.verified_files import VerifiedFiles  # noqa: E402
 from nsa.errors import CheckpointError  # noqa: E402
 from nsa.model.transformer import NSATransformer  # noqa: E402
 from nsa.train.engine.checkpointer import VerifiedCheckpointer, VerifiedCheckpointerConfig  # noqa: E402
@@ -47,15 +49,19 @@ MODEL = dict(
 class Module:
     """The part of the engine's TrainModule that its checkpointer calls."""
 
-    def __init__(self, seed: int = 0, *, shard: bool = False) -> None:
+    def __init__(self, seed: int = 0, *, shard: bool = False, replicas: int = 1) -> None:
         torch.manual_seed(seed)
         self.model: nn.Module = NSATransformer(**MODEL)
         if shard:
+            from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
+            ranks = torch.distributed.get_world_size()
+            shape = (replicas, ranks // replicas) if replicas > 1 else (ranks,)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             for block in self.model.blocks:
-                fully_shard(block)
-            fully_shard(self.model)
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def step(self) -> None:
@@ -472,6 +478,26 @@ def test_two_sharded_ranks_save_what_one_rank_loads(server, tmp_path):
     assert server.wait() == [0, 0], (tmp_path / "errors").read_text()
 
 
+def test_replicas_share_the_writing_and_resume_bit_for_bit(server, tmp_path):
+    """Four ranks save as HSDP 2×2 and as four plain replicas; each layout continues from the other's checkpoint."""
+    server.start("replicas", tmp_path, ranks=4)
+    assert server.wait() == [0] * 4, (tmp_path / "errors").read_text()
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    for step in (1, 2):
+        manifest = CheckpointFolder(tmp_path / "checkpoints").examine(step).require_good()
+        sizes = [manifest.files[f"model_and_optim/__{rank}_0.distcp"].bytes for rank in range(4)]
+        assert max(sizes) < 1.3 * sum(sizes) / 4, sizes
+        assert_same(read_model(open_checkpoint(tmp_path / f"checkpoints/step{step}")), whole)
+
+
+def test_a_larger_world_reads_what_it_needs_and_no_more(server, tmp_path):
+    """Two ranks saved, four load: with shards stored whole each rank would read twice what it needs."""
+    server.start("save", tmp_path, ranks=2)
+    assert server.wait() == [0, 0], (tmp_path / "errors").read_text()
+    server.start("reshard", tmp_path, ranks=4)
+    assert server.wait() == [0] * 4, (tmp_path / "errors").read_text()
+
+
 def test_a_failed_save_fails_on_every_rank(server, tmp_path):
     server.start("fail", tmp_path, ranks=2)
     assert server.wait() == [0, 0], (tmp_path / "errors").read_text()
@@ -522,17 +548,64 @@ def _loop(folder: Path) -> None:
 
 
 def _save(folder: Path) -> None:
+    pieces.SMALLEST_PIECE_BYTES = 1024
     maker = checkpointer(folder)
     maker.process_group = torch.distributed.new_group()
     module = Module(shard=True)
+    read_back: list[str] = []
+    chunks = LocalFiles.chunks
+    LocalFiles.chunks = lambda self, name: read_back.append(name) or chunks(self, name)  # type: ignore[method-assign]
     for step in (1, 2):
         module.step()
         saving = maker.save_async(folder / f"checkpoints/step{step}", module, {"global_step": step})
         maker.wait_for_save(saving)
         assert (folder / f"checkpoints/step{step}/COMMIT.json").is_file(), "settled before the commit"
+    tensors_and_states = [name for name in read_back if name.endswith((".distcp", ".pt", "/.metadata"))]
+    assert not tensors_and_states, "a file was read again to be hashed"
     whole = module.whole()
     if torch.distributed.get_rank() == 0:
         torch.save(whole, folder / "whole.pt")
+
+
+def _replicas(folder: Path) -> None:
+    maker = checkpointer(folder)
+    maker.process_group = torch.distributed.new_group()
+    layouts = (dict(shard=True, replicas=2), dict(shard=False))
+    for step, layout in enumerate(layouts, 1):
+        module = Module(**layout)
+        module.step()
+        maker.wait_for_save(maker.save_async(folder / f"checkpoints/step{step}", module, {"global_step": step}))
+    module.step()
+    expected = module.whole()
+    for step in (1, 2):
+        for layout in (*layouts, dict(shard=True)):
+            other = Module(seed=1, **layout)
+            assert checkpointer(folder).load(folder / f"checkpoints/step{step}", other) == {"global_step": step}
+            if step == 2 and torch.distributed.get_rank() == 0 and not layout["shard"]:
+                torch.save(other.whole(), folder / "whole.pt")
+            other.step()
+            assert_same(other.whole(), expected)
+
+
+def _reshard(folder: Path) -> None:
+    needed = 0
+    lengths: list[int] = []
+    read_range = VerifiedFiles.read_range
+
+    def counted(self, name, offset, length):
+        if name.endswith(".distcp"):
+            lengths.append(length)
+        return read_range(self, name, offset, length)
+
+    VerifiedFiles.read_range = counted  # type: ignore[method-assign]
+    module = Module(seed=1, shard=True)
+    checkpointer(folder).load(folder / "checkpoints/step2", module)
+    assert_same(module.whole(), torch.load(folder / "whole.pt", weights_only=True))
+    for parameter in module.model.parameters():
+        needed += 3 * parameter.to_local().nbytes  # and two moments
+    overhead = 2_000 * len(lengths)  # of torch.save, per piece
+    assert sum(lengths) < 1.1 * needed + overhead, (sum(lengths), needed, overhead)
+    assert max(lengths) < 4096 + 2_000, "a shard was stored whole"
 
 
 def _resume(folder: Path) -> None:
@@ -571,13 +644,16 @@ def _fail(folder: Path) -> None:
     saving = maker.save_async(folder / "checkpoints/step3", module, {"global_step": 3})
     with pytest.raises(CheckpointError):
         maker.wait_for_save(saving)
+    with pytest.raises(CheckpointError):  # state of one rank that could not be loaded again
+        maker.save(folder / "checkpoints/step4", module, {"x": Path if torch.distributed.get_rank() == 1 else 1})
 
 
 def _program(what: str, rank: int, ranks: int, folder: Path) -> None:
     if ranks > 1:
         meeting = f"file://{folder}/meet-{what}"
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    {"loop": _loop, "save": _save, "resume": _resume, "fail": _fail}[what](folder)
+    programs = {"loop": _loop, "save": _save, "resume": _resume, "fail": _fail, "replicas": _replicas}
+    {**programs, "reshard": _reshard}[what](folder)
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
