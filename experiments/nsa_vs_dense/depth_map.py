@@ -9,7 +9,7 @@ results file holds from an earlier call are not computed again.
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +20,10 @@ import torch
 from experiments.nsa_vs_dense.results import RESULTS
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
 from nsa.data.rows.specs import SyntheticData
+from nsa.data.rows.synthetic import AnswerPlace
 from nsa.infer.evaluation.held_out import held_out_data, last_hidden_states, rows_of
 from nsa.infer.evaluation.selection import right_answers
-from nsa.infer.load_model import load_model
+from nsa.infer.load_model import LoadedModel, load_model
 
 DEPTHS = 5
 """Equal parts of a row."""
@@ -42,22 +43,26 @@ class DepthCell(NamedTuple):
 
 def accuracy_by_depth(run: StudyRun, length: int, rows: int) -> list[DepthCell]:
     """Of a finished run, over `rows` held-out rows."""
-    loaded = load_model(run.folder)
-    data = held_out_data(loaded, None, length)
-    if not isinstance(data, SyntheticData):
-        raise SystemExit(f"{run.folder} was not trained on synthetic rows: they alone say where a fact lies.")
-    source = data.make_rows()
     right_by_depth: dict[int, list[bool]] = defaultdict(list)
-    for batch in rows_of(data, rows):
-        places = source.answer_places(batch.row_ids)
-        with torch.inference_mode():
-            right = right_answers(loaded.model, batch, places, last_hidden_states(loaded.model, batch))
-        for place, hit in zip(places, right, strict=True):
-            right_by_depth[place.fact * DEPTHS // length].append(hit)
+    for place, hit in held_out_answers(load_model(run.folder), length, rows):
+        right_by_depth[place.fact * DEPTHS // length].append(hit)
     return [
         DepthCell(run.variant, run.seed, length, depth, len(hits), fmean(hits))
         for depth, hits in sorted(right_by_depth.items())
     ]
+
+
+def held_out_answers(loaded: LoadedModel, length: int, rows: int) -> Iterator[tuple[AnswerPlace, bool]]:
+    """The place of every question in held-out rows of this length, and whether the model answers it."""
+    data = held_out_data(loaded, None, length)
+    if not isinstance(data, SyntheticData):
+        raise SystemExit(f"{loaded.source} was not trained on synthetic rows: they alone say where a fact lies.")
+    source = data.make_rows()
+    for batch in rows_of(data, rows):
+        places = source.answer_places(batch.row_ids)
+        with torch.inference_mode():
+            right = right_answers(loaded.model, batch, places, last_hidden_states(loaded.model, batch))
+        yield from zip(places, right, strict=True)
 
 
 def draw_map(title: str, cells: Sequence[DepthCell]) -> str:

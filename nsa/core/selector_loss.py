@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.core.branches import BranchesOutput, BranchKeys
+from nsa.core.keys_at_places import keys_at, row_numbers
 from nsa.core.positions import Positions
 from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import budget
@@ -34,13 +35,19 @@ def sampled_queries(n_tokens: int, share: float, step: int, device: torch.device
     return places.long().clamp(max=n_tokens - 1)
 
 
+def query_sample(layer: Any, n_tokens: int, device: torch.device) -> Tensor | None:
+    """Queries of a row of n_tokens in this pass; None outside of training and of a layer without the loss."""
+    if not layer.selector_loss or not layer.training or not torch.is_grad_enabled():
+        return None
+    return sampled_queries(n_tokens, layer.selector_loss_share, layer.selector_step, device)
+
+
 def with_sampled_queries(where: Positions, layer: Any) -> Positions:
     """With the queries of a training pass; unchanged in evaluation, with a cache, and for padded rows."""
-    if where.layout is None or where.padding is not None or not layer.training or not torch.is_grad_enabled():
+    if where.layout is None or where.padding is not None:
         return where
     pos_BS = where.layout.pos_BS
-    sampled_Q = sampled_queries(pos_BS.shape[1], layer.selector_loss_share, layer.selector_step, pos_BS.device)
-    return where._replace(sampled_Q=sampled_Q)
+    return where._replace(sampled_Q=query_sample(layer, pos_BS.shape[1], pos_BS.device))
 
 
 def selector_layers(model: nn.Module) -> list[Any]:
@@ -50,7 +57,7 @@ def selector_layers(model: nn.Module) -> list[Any]:
 
 def average_over_layers(model: nn.Module) -> None:
     """Divide the weight of the loss among a model's layers, so that they add their mean to the gradient."""
-    layers = [layer for layer in selector_layers(model) if layer.gates is not None]  # others select nothing
+    layers = [layer for layer in selector_layers(model) if layer.selects]
     for layer in layers:
         layer.selector_weight = layer.selector_loss / len(layers)
 
@@ -82,8 +89,9 @@ class _AttachedLoss(torch.autograd.Function):
 def selector_loss(
     queries_Q: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, made: BranchesOutput, compressed: BranchKeys,
     selected: BranchKeys, *, geometry: Geometry, scale: float,
-) -> Tensor:  # fmt: skip
-    """The mean over sampled queries (and groups) with two comparable blocks or more; has a gradient in k_BCGK alone.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The mean over sampled queries (and groups) with two comparable blocks or more, and their number; has a gradient
+    in k_BCGK alone.
 
     k_BCGK: the compressed keys once more, made of detached hidden states.
     """
@@ -92,8 +100,8 @@ def selector_loss(
     per_query = (q_BSGRK, made.blocks, lse_compressed, lse_selected, selected.pos_BS, selected.start_BS)
     sampled = [x.detach().index_select(1, queries_Q) for x in (*per_query, compressed.start_BS)]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
-    loss: Tensor = _selector_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)[0]
-    return loss
+    loss, counted, _ = _selector_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    return loss, counted
 
 
 class _Chunk(NamedTuple):
@@ -114,7 +122,7 @@ class _Chunk(NamedTuple):
         """Of the selected branch, per chosen block [c, G, N]; anything where the block is not complete."""
         token_t = torch.arange(geometry.l_sel, device=self.pos_c.device)
         at_cGNt = self.start_c[:, None, None, None] + self.blocks_cGN[..., None] * geometry.l_sel + token_t
-        scores_cGRNt = self._scores(_rows_of(k_sel_TGK, at_cGNt), self.lse_sel_cGR)
+        scores_cGRNt = self._scores(keys_at(k_sel_TGK, at_cGNt), self.lse_sel_cGR)
         return scores_cGRNt.logsumexp((2, 4))
 
     def selector_scores(self, k_cmp_CGK: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -128,7 +136,7 @@ class _Chunk(NamedTuple):
         number_cGNm = self.blocks_cGN[..., None] * (g.l_sel // g.d) + begin_m // g.d
         hidden_cGNm = (number_cGNm < 0) | (number_cGNm * g.d + g.l - 1 > self.pos_c[:, None, None, None])
         at_cGNm = self.first_c[:, None, None, None] + number_cGNm
-        scores_cGRNm = self._scores(_rows_of(k_cmp_CGK, at_cGNm), self.lse_cmp_cGR) + log_overlap_m
+        scores_cGRNm = self._scores(keys_at(k_cmp_CGK, at_cGNm), self.lse_cmp_cGR) + log_overlap_m
         return scores_cGRNm.masked_fill_(hidden_cGNm[:, :, None], -torch.inf), at_cGNm
 
     def complete_cGN(self, geometry: Geometry) -> Tensor:
@@ -139,18 +147,6 @@ class _Chunk(NamedTuple):
     def _scores(self, k_cGNxK: Tensor, lse_cGR: Tensor) -> Tensor:
         scores = torch.einsum("cgrk,cgnxk->cgrnx", self.q_cGRK, k_cGNxK.to(self.q_cGRK.dtype))
         return scores.sub_(lse_cGR[..., None, None])
-
-
-def _rows_of(k_XGK: Tensor, at_cGNx: Tensor) -> Tensor:
-    """Keys of each query's own group at these places; places outside are moved inside."""
-    n, n_groups, width = k_XGK.shape
-    rows = _row_numbers(at_cGNx, n, n_groups)
-    return k_XGK.reshape(-1, width).index_select(0, rows.flatten()).view(*rows.shape, width)
-
-
-def _row_numbers(at_cGNx: Tensor, n: int, n_groups: int) -> Tensor:
-    group_G11 = torch.arange(n_groups, device=at_cGNx.device)[:, None, None]
-    return at_cGNx.clamp(0, n - 1) * n_groups + group_G11
 
 
 def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: Tensor, dk_cmp: Tensor | None) -> None:
@@ -174,7 +170,7 @@ def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: T
     parts_cGRNm = (scores_cGRNm - log_score_cGN.where(compared_cGN, 0)[:, :, None, :, None]).exp_()
     dscores_cGRNm = parts_cGRNm.mul_(dlog_cGN[:, :, None, :, None]).where(compared_cGN[:, :, None, :, None], 0)
     dk_cGNmK = torch.einsum("cgrnm,cgrk->cgnmk", dscores_cGRNm, chunk.q_cGRK)
-    rows = _row_numbers(at_cGNm, *k_cmp.shape[:2])
+    rows = row_numbers(at_cGNm, *k_cmp.shape[:2])
     # Not `index_add_`: on a GPU its sums depend on the order of threads.
     dk_cmp.view(-1, dk_cmp.shape[-1]).index_put_((rows.flatten(),), dk_cGNmK.flatten(0, -2), accumulate=True)
 
@@ -183,7 +179,7 @@ def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: T
 def _selector_loss(
     k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
     start: Tensor, first: Tensor, sizes: list[int], scale: float, need_grad: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return without_autocast(
         q, _compute, k_cmp, k_sel, (q, blocks, lse_cmp, lse_sel, pos, start, first), Geometry.from_ints(sizes), scale,
         need_grad,
@@ -192,7 +188,7 @@ def _selector_loss(
 
 def _compute(
     k_cmp: Tensor, k_sel: Tensor, per_query: tuple[Tensor, ...], g: Geometry, scale: float, need_grad: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     q, blocks, lse_cmp, lse_sel, pos, start, first = per_query
     wide = torch.promote_types(q.dtype, torch.float32)
     row_B1 = torch.arange(len(q), device=q.device)[:, None]
@@ -204,24 +200,25 @@ def _compute(
         given = [x.flatten(0, 1).split(chunk) for x in (q, blocks.long(), lse_cmp, lse_sel, pos, start, first)]
         for q_c, *rest in zip(*given, strict=True):
             _add_chunk(_Chunk(q_c.to(wide) * scale, *rest), k_cmp_rows, k_sel_rows, g, sums, dk_cmp)
-    loss_sum, count = sums.unbind()
-    count = count.clamp(min=1)
+    loss_sum, counted = sums[0], sums[1].clone()  # an operator's results share no memory
+    count = counted.clamp(min=1)
     if dk_cmp is None:
-        return loss_sum / count, k_cmp.new_empty(0)
-    return loss_sum / count, (dk_cmp / count).to(k_cmp.dtype).view(k_cmp.shape)
+        return loss_sum / count, counted, k_cmp.new_empty(0)
+    return loss_sum / count, counted, (dk_cmp / count).to(k_cmp.dtype).view(k_cmp.shape)
 
 
 @_selector_loss.register_fake
 def _(
     k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
     start: Tensor, first: Tensor, sizes: list[int], scale: float, need_grad: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((), dtype=wide), k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+    loss, counted = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
+    return loss, counted, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[2])
 
 
 def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

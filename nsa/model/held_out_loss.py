@@ -3,7 +3,8 @@
 Accuracy is the share of counted tokens that are the model's most likely token. On rows whose loss mask marks answers
 it says how many tokens of the answers are right.
 
-The trainer's evaluations and `nsa eval` compute both here; they differ in the callable that runs the model.
+`nsa eval` computes them here. The trainer's evaluations sum the same token scores where they are computed
+(`nsa.train.callbacks.evaluation`): ranks that divide the tokens of a row never hold those of a whole one.
 
 B rows · S tokens · P position buckets
 """

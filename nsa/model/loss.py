@@ -22,6 +22,17 @@ class TokenScores(NamedTuple):
     """Whether the label is the most likely token; False where there is no label."""
 
 
+class ScoreSums(NamedTuple):
+    """Sums over the tokens that have a label, as scalar tensors; no gradient."""
+
+    nats: Tensor
+    """Of their cross-entropies."""
+    tokens: Tensor
+    """How many there are."""
+    hits: Tensor
+    """How many of the labels are the most likely token."""
+
+
 def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean") -> Tensor:
     """Cross-entropy of x·Wᵀ against labels (−100: no label), without ever holding all logits.
 
@@ -36,16 +47,41 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, redu
 @torch.no_grad()
 def linear_token_scores(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> TokenScores:
     """The same cross-entropy of every token [N], and whether its label has the largest of the logits x·Wᵀ."""
-    losses_N = x_ND.new_empty(len(labels_N), dtype=torch.promote_types(x_ND.dtype, torch.float32))
-    hits_N = torch.empty_like(labels_N, dtype=torch.bool)
+    return TokenScores(*_linear_token_scores(x_ND, weight_VD, labels_N))
+
+
+def linear_score_sums(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> ScoreSums:
+    """Sums of the token scores in fp64: those of parts of a batch add up to those of the whole."""
+    scores, counted_N = linear_token_scores(x_ND, weight_VD, labels_N), labels_N != IGNORE
+    return ScoreSums(scores.losses.sum(dtype=torch.float64), counted_N.sum(), (scores.hits & counted_N).sum())
+
+
+@torch.library.custom_op("nsa::linear_token_scores", mutates_args=())
+def _linear_token_scores(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    losses_N, hits_N = _score_buffers(x_ND, labels_N)
     for at in _chunks(x_ND, weight_VD):
         losses_N[at], logits_nV, _ = _chunk_losses(x_ND[at], weight_VD, labels_N[at])
         hits_N[at] = logits_nV.argmax(-1) == labels_N[at]
-    return TokenScores(losses_N, hits_N)
+    return losses_N, hits_N
+
+
+@_linear_token_scores.register_fake
+def _(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    return _score_buffers(x_ND, labels_N)
+
+
+def _score_buffers(x_ND: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+    losses_N = x_ND.new_empty(len(labels_N), dtype=torch.promote_types(x_ND.dtype, torch.float32))
+    return losses_N, torch.empty_like(labels_N, dtype=torch.bool)
+
+
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose logits exist at once."""
+    return max(1, _CHUNK_ELEMENTS // vocab_size)
 
 
 def _chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // weight_VD.shape[0])
+    rows = chunk_tokens(weight_VD.shape[0])
     return (slice(begin, begin + rows) for begin in range(0, x_ND.shape[0], rows))
 
 

@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from nsa.config.schema import RunConfig
-from nsa.errors import ConfigError
+from nsa.config.parallel_rules import broken_parallel_rules
+from nsa.config.schema import ParallelConfig, RunConfig
+from nsa.errors import require_rules
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class RankInfo:
     restarts: int = 0
     agent: int | None = None
     """Process id of the parent, if that is torchrun or the agent of `nsa launch`."""
+    ranks_per_row: int = 1
+    """Consecutive ranks that work on the same rows, by tensor and context parallelism."""
 
     @classmethod
     def from_environment(cls) -> "RankInfo":
@@ -38,6 +41,20 @@ class RankInfo:
             restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             agent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
+
+    def divided(self, parallel: ParallelConfig) -> "RankInfo":
+        """With the rows divided among the ranks as these settings say."""
+        return replace(self, ranks_per_row=parallel.ranks_per_row)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this rank works on."""
+        return self.rank // self.ranks_per_row
+
+    @property
+    def data_world(self) -> int:
+        """Number of shares of a global batch."""
+        return self.world // self.ranks_per_row
 
     @property
     def first(self) -> bool:
@@ -98,20 +115,4 @@ class HostCollectives:
 
 def check_world_size(config: RunConfig, ranks: RankInfo) -> None:
     """Raise for settings that this number of ranks cannot run. Needs no engine, so a launcher can check it first."""
-    train, parallel = config.train, config.parallel
-    if train.batch_size % ranks.world:
-        fitting = -(-train.batch_size // ranks.world) * ranks.world
-        raise ConfigError(
-            f"train.batch_size ({train.batch_size}) must be a multiple of the number of ranks ({ranks.world}): every "
-            f"rank gets the same number of rows. Set e.g. train.batch_size={fitting}."
-        )
-    if parallel.data == "hsdp" and ranks.world % (parallel.shard_ranks or ranks.local_world):
-        raise ConfigError(
-            f"parallel.shard_ranks ({parallel.shard_ranks}) must divide the number of ranks ({ranks.world}): hsdp "
-            f"makes groups of that size. Set e.g. parallel.shard_ranks={ranks.local_world}."
-        )
-    if train.replica_check_every and parallel.data == "fsdp" and ranks.world > 1:
-        raise ConfigError(
-            f"train.replica_check_every is {train.replica_check_every} and parallel.data is fsdp: every rank holds "
-            f"a different shard of the weights, so there are no replicas to compare. Set train.replica_check_every=0."
-        )
+    require_rules(broken_parallel_rules(config, ranks.world, ranks.local_world))

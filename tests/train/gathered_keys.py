@@ -1,6 +1,6 @@
 """Two ranks on gloo, each with queries of its own over all keys: which ways of gathering keys give right gradients.
 
-Context and tensor parallelism will stand on the ways that do; run by test_hazards.py as `python -m`.
+Context and tensor parallelism use the ways that do; run by test_hazards.py as `python -m`.
 """
 
 import os

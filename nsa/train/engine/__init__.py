@@ -4,14 +4,17 @@ The rest of `nsa.train` uses these modules and the public names below. Everythin
 member of the engine is here, and each such use has a test of its own in tests/train/engine/test_contract.py:
 
 - `mixer`: `SequenceMixer` and `SequenceMixerConfig`, registered as "nsa".
+- `transformer`: `Transformer`; overrides `_prepare_inputs`, `apply_compile`, `apply_cp`, `init_weights`, where it
+  replaces `distribute_like` of the engine's initialisation.
+- `lm_head`: `LMHead`; overrides `forward`, uses `_finalize_loss`.
 - `build`: model, parallelism, optimizer and schedule from a `RunConfig`.
 - `data_loader`: `TextDataLoaderBase`; overrides `_iter_batches`, sets `_epoch`.
-- `bad_step_hook`: `TransformerTrainModule`; overrides `optim_step`, `_clip_grad_norm`, calls `_prepare_batch` and
-  `_train_microbatch_context`. `Trainer`; overrides `fit`, `_fit_epoch`, `_log_metrics`, uses `_metrics`, `_error`,
-  `_iter_callbacks`.
-- `checkpointer`: `Checkpointer`; overrides `save`, `save_async`, `load`, `_save_train_state`. `CheckpointerCallback`;
-  overrides `_await_last_checkpoint`, `post_train`, uses `_save_checkpoint`, `_future`, `_latest_checkpoint_step` and
-  `_latest_checkpoint_path`.
+- `bad_step_hook`: `TransformerTrainModule`; overrides `optim_step`, `_clip_grad_norm`, calls `_prepare_batch`,
+  `_train_microbatch_context`, `_eval_batch_context` and `_set_model_mode`. `Trainer`; overrides `fit`, `_fit_epoch`,
+  `_log_metrics`, uses `_metrics`, `_error`, `_iter_callbacks`.
+- `checkpointer`: `Checkpointer`; overrides `save`, `save_async`, `load`, calls `_save_metadata`.
+- `checkpoint_callback`: `CheckpointerCallback`; overrides `_await_last_checkpoint`, `post_train`, uses
+  `_save_checkpoint`, `_future`, `_latest_checkpoint_step` and `_latest_checkpoint_path`.
 - `engine_log`: filters on loggers of the engine, by their names.
 - this file: sets OLMO_TRITON_CACHE_BASE before the engine is imported.
 - `environment`: process groups, seeds, logging and the default device that the engine sets.

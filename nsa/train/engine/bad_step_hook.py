@@ -13,6 +13,7 @@ step had been made. Its gradients are dropped; weights, moments and the optimize
 for bit.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,14 @@ from nsa import names
 from nsa.config.schema import RunConfig
 from nsa.core.selector_loss import selector_layers, set_sampling_step
 from nsa.errors import NonFiniteError
+from nsa.model.loss import ScoreSums
 from nsa.observe.events import EventKind
 from nsa.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.distributed import HostCollectives
 from nsa.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
-from nsa.train.engine.checkpointer import CheckpointCallback
+from nsa.train.engine.checkpoint_callback import CheckpointCallback
+from nsa.train.engine.lm_head import SCORE_SUMS
 from nsa.train.run_report import EventLogCallback
 
 
@@ -127,8 +130,8 @@ class BadStepCallback(Callback):
         mean_loss, norm = loss.detach().double(), grad_norm.detach().double()
         if dist.is_initialized():
             mean_loss = mean_loss.clone()
-            dist.all_reduce(mean_loss, group=self.trainer.dp_process_group)
-            mean_loss /= dist.get_world_size(self.trainer.dp_process_group)
+            dist.all_reduce(mean_loss)  # all ranks: those that share a row have different tokens of it
+            mean_loss /= dist.get_world_size()
         good = mean_loss.isfinite() & (mean_loss <= top_loss) & norm.isfinite() & (norm <= top_norm)
         self._unread = UnreadStep.copied(self.step, torch.stack([mean_loss, norm]))
         return (~good).float()
@@ -210,11 +213,22 @@ class StepSkippingTrainModule(TransformerTrainModule):
 
     def forward_backward(self, batch: dict[str, Any]) -> float:
         """Loss of one forward and backward pass as the engine makes them, without a trainer (for the dry run)."""
+        return float(self._pass_loss(batch, 0, 1))
+
+    def step_without_trainer(self, batches: Sequence[dict[str, Any]], max_norm: float) -> None:
+        """A step of these micro-batches that reads no value, so that it also runs on fake tensors."""
+        for index, batch in enumerate(batches):
+            self._pass_loss(batch, index, len(batches))
+        super()._clip_grad_norm(max_norm)
+        self.optim.step()
+        self.zero_grads()
+
+    def _pass_loss(self, batch: dict[str, Any], index: int, count: int) -> Tensor:
         on_device = {
             name: value.to(self.device) if name in ("input_ids", "labels") else value for name, value in batch.items()
         }
         input_ids, labels, more = self._prepare_batch(on_device)
-        with self._train_microbatch_context(0, 1):
+        with self._train_microbatch_context(index, count):
             output = self.model_forward(
                 input_ids,
                 labels=labels,
@@ -224,7 +238,24 @@ class StepSkippingTrainModule(TransformerTrainModule):
                 **more,
             )
             output.loss.backward()
-        return float(output.loss.detach())
+        loss: Tensor = output.loss.detach()
+        return loss
+
+    def score_batch(self, batch: dict[str, Any]) -> ScoreSums:
+        """Evaluate on one batch: sums over the tokens that this rank computes, as the engine's `eval_batch` runs it."""
+        input_ids, labels, more = self._prepare_batch(batch)
+        self._set_model_mode("eval")
+        with self._eval_batch_context():
+            sums = self.model_forward(
+                input_ids,
+                labels=labels,
+                ignore_index=self.label_ignore_index,
+                loss_reduction=SCORE_SUMS,
+                return_logits=False,
+                **more,
+            )
+        assert isinstance(sums, ScoreSums)
+        return sums
 
     def clip_gradients(self, limit: float) -> float:
         """Clip the gradients as the engine does and return their norm before that, without a trainer."""

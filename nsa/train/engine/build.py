@@ -1,4 +1,4 @@
-"""Builds model, data parallelism (ddp, fsdp, hsdp), optimizer and learning-rate schedule from a `RunConfig`."""
+"""Builds model, parallelism (ddp, fsdp, hsdp, tp, cp), optimizer and learning-rate schedule from a `RunConfig`."""
 
 import fnmatch
 
@@ -12,9 +12,12 @@ from olmo_core.train import Duration, LoadStrategy
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
 from olmo_core.train.train_module.transformer.config import (
     TransformerActivationCheckpointingConfig,
+    TransformerContextParallelConfig,
     TransformerDataParallelConfig,
+    TransformerTensorParallelConfig,
 )
 
+from nsa.config.parallel_rules import hsdp_shard_ranks
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
 from nsa.observe.run_folder import RunFolder
@@ -84,9 +87,11 @@ def build_train_module(
             fused=True if device.type == "cuda" else None,  # skips a step without asking the host
             group_overrides=[OptimGroupOverride(params=_not_decayed(model), opts={"weight_decay": 0.0})],
         ),
-        rank_microbatch_size=train.batch_size // ranks.world * train.seq_len,
+        rank_microbatch_size=train.batch_size // ranks.data_world * train.seq_len,
         max_sequence_length=train.seq_len,
-        dp_config=_data_parallel(config, bf16) if ranks.distributed else None,
+        dp_config=_data_parallel(config, ranks, bf16) if ranks.distributed else None,
+        cp_config=_context_parallel(config) if ranks.distributed else None,
+        tp_config=TransformerTensorParallelConfig(degree=config.parallel.tp) if config.parallel.tp > 1 else None,
         ac_config=TransformerActivationCheckpointingConfig() if checkpointing == "full" else None,
         # Sharded weights are cast as they are gathered; whole ones, kept in fp32, at each use.
         autocast_precision=torch.bfloat16 if bf16 and not sharded else None,
@@ -138,15 +143,24 @@ def _not_decayed(model: Transformer) -> list[str]:
     return [pattern for pattern in NOT_DECAYED if fnmatch.filter(names, pattern)]
 
 
-def _data_parallel(config: RunConfig, bf16: bool) -> TransformerDataParallelConfig:
+def _data_parallel(config: RunConfig, ranks: RankInfo, bf16: bool) -> TransformerDataParallelConfig:
     name = DataParallelType(config.parallel.data)
     if name == DataParallelType.ddp:
         return TransformerDataParallelConfig(name=name)
     return TransformerDataParallelConfig(
         name=name,
         param_dtype=DType.bfloat16 if bf16 else None,
-        shard_degree=config.parallel.shard_ranks if name == DataParallelType.hsdp else None,
+        shard_degree=hsdp_shard_ranks(config.parallel, ranks.local_world) if name == DataParallelType.hsdp else None,
     )
+
+
+def _context_parallel(config: RunConfig) -> TransformerContextParallelConfig | None:
+    """The engine's style names the split of rows alone; `nsa.train.parallel` does the rest."""
+    if config.parallel.cp == 1:
+        return None
+    if config.parallel.cp_split == "zigzag":
+        return TransformerContextParallelConfig.zig_zag(config.parallel.cp)
+    return TransformerContextParallelConfig.ulysses(config.parallel.cp)
 
 
 def _schedule(config: RunConfig) -> Scheduler:

@@ -1,4 +1,4 @@
-"""The engine's data loader over row streams: each rank gets its share of every global batch.
+"""The engine's data loader over row streams: each data-parallel rank gets its share of every global batch.
 
 The saved state is the stream's cursor after the last batch taken; it holds neither rank nor world size. Ranks that
 stream documents directly divide the reading: each reads and tokenizes its share of the units and shares the tokens
@@ -49,13 +49,13 @@ class RowLoader(TextDataLoaderBase):
         prefetch: PrefetchSettings | None = None,
         on_documents: Callable[[int], None] = lambda count: None,
     ) -> None:
-        check_batch(data, global_rows, ranks.world)
+        check_batch(data, global_rows, ranks.data_world)
         super().__init__(
             collator=DataCollator(pad_token_id=0),
             work_dir=work_dir,
             global_batch_size=global_rows * data.seq_len,
-            dp_world_size=ranks.world,
-            dp_rank=ranks.rank,
+            dp_world_size=ranks.data_world,
+            dp_rank=ranks.data_rank,
             fs_local_rank=ranks.rank,
         )
         self.data, self.global_rows, self.ranks = data, global_rows, ranks
@@ -83,7 +83,7 @@ class RowLoader(TextDataLoaderBase):
 
     def get_mock_batch(self) -> Tensors:
         """As large as a real batch, for the engine's trial step before training."""
-        rows, seq_len = self.global_rows // self.ranks.world, self.data.seq_len
+        rows, seq_len = self.global_rows // self.ranks.data_world, self.data.seq_len
         tokens = torch.zeros(rows, seq_len, dtype=torch.long)
         labels = torch.zeros_like(tokens)
         labels[:, -1] = IGNORE
@@ -107,8 +107,8 @@ class RowLoader(TextDataLoaderBase):
         self._prefetcher = prefetcher = BatchPrefetcher(
             divide_reading(self.data, self.ranks, self.work_dir),
             global_rows=self.global_rows,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
+            rank=self.ranks.data_rank,
+            world=self.ranks.data_world,
             settings=self._prefetch,
             state=self._state,
         )
@@ -125,7 +125,8 @@ class RowLoader(TextDataLoaderBase):
             stream.load_state_dict(self._state)
         try:
             while True:
-                yield stream.next_batch(self.global_rows, self.ranks.rank, self.ranks.world), stream.state_dict()
+                batch = stream.next_batch(self.global_rows, self.ranks.data_rank, self.ranks.data_world)
+                yield batch, stream.state_dict()
         finally:
             stream.close()
 

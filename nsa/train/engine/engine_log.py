@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 ENGINE = "olmo_core"
 TRANSFORMER_ENGINE_LOG = f"{ENGINE}.nn.attention.te_attn_api"
+REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 ANNOUNCING_LOGS = (f"{ENGINE}.utils", f"{ENGINE}.distributed.utils", f"{ENGINE}.train")
 """Loggers of the engine that announce environment variables, ranks and time limits."""
 
@@ -24,7 +25,13 @@ def _no_announcement(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO and not record.getMessage().startswith("Will skip setting env var")
 
 
+def _not_about_a_norm(record: logging.LogRecord) -> bool:
+    """The gradient norm is reduced over one kind of parallelism after the other: one number, and nothing to change."""
+    return "_NormPartial" not in record.getMessage()
+
+
 logging.getLogger(TRANSFORMER_ENGINE_LOG).addFilter(_about_an_installed_package)
+logging.getLogger(REDISTRIBUTION_LOG).addFilter(_not_about_a_norm)
 
 
 @contextmanager

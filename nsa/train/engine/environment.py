@@ -32,6 +32,7 @@ def training_environment(config: RunConfig, ranks: RankInfo, device: torch.devic
                 shared_filesystem=True,
             )
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")  # the engine's, with cp
         # The engine sets a default device, which puts a Python hook into every torch call.
         torch.set_default_device(None)
         try:

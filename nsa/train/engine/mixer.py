@@ -2,28 +2,49 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
-from olmo_core.nn.attention import SequenceMixer, SequenceMixerConfig
+from olmo_core.nn.attention import (
+    RingContextParallelStyle,
+    SequenceMixer,
+    SequenceMixerConfig,
+    UlyssesContextParallelStyle,
+)
 from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
 from olmo_core.nn.lm_head import LMHeadConfig
-from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
+from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nsa.attention_rules import INIT_STD, SLIDING_GATE_INIT, layer_kinds
+from nsa.attention_rules import INIT_STD, SLIDING_GATE_INIT, layer_kinds, repeated
 from nsa.config.schema import RunConfig
+from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.compression import BlockCompressor
+from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
-from nsa.core.layer_kinds import LAYER_CLASSES, DenseAttention, GlobalAttention, WindowAttention, layer_parameters
+from nsa.core.layer_kinds import (
+    LAYER_CLASSES,
+    DenseAttention,
+    GlobalAttention,
+    WindowAttention,
+    layer_arguments,
+    layer_of_kind,
+)
+from nsa.core.merged_attention import MergedAttention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
-from nsa.geometry import Geometry
-from nsa.kernels.registry import BackendRequest
+from nsa.geometry import N_COARSE, Geometry
+from nsa.kernels.registry import BackendRequest, KernelPlan
 from nsa.model.build import attention_arguments, wanted_kernels
-from nsa.options import AttentionKind
+from nsa.options import AttentionKind, RopeLayer
+from nsa.train.parallel.context_exchange import compressed_keys, context_keys, share_of_mean, slide_by_piece
+from nsa.train.parallel.context_layout import ContextGroup, context_group
+from nsa.train.parallel.tensor import shard_by_group
 
 _SEEDS = 2**62
 
@@ -50,6 +71,8 @@ class NSAMixerConfig(SequenceMixerConfig):
     l_sel: int = Geometry.l_sel
     n_sel: int = Geometry.n_sel
     w: int = Geometry.w
+    coarse_block: int = 0
+    n_coarse: int = N_COARSE
     phi: str = "softmax"
     phi_pos_emb: bool = False
     gate: str = "softmax"
@@ -60,11 +83,15 @@ class NSAMixerConfig(SequenceMixerConfig):
     rope_scale: float = 1.0
     rope_compressed: str = "auto"
     rope_scaling: dict[str, Any] | None = None
+    rope: str = "scaled"
+    rotary_dim: int | None = None
+    rope_angles: str = "fp64"
     kv: str = "shared"
     selector_loss: float = 0.0
     selector_loss_share: float = 0.0625
     qk_norm: bool = False
     qk_norm_eps: float = 1e-6
+    qk_norm_per: str = "head"
     bias: bool = False
     out_bias: bool = False
     init_std: float = INIT_STD
@@ -75,9 +102,10 @@ class NSAMixerConfig(SequenceMixerConfig):
     kernel_sliding: str = "auto"
 
     @classmethod
-    def of_run(cls, config: RunConfig, kind: AttentionKind = "nsa") -> "NSAMixerConfig":
+    def of_run(cls, config: RunConfig, kind: AttentionKind = "nsa", rope: RopeLayer = "scaled") -> "NSAMixerConfig":
         kernels = {f"kernel_{branch}": name for branch, name in wanted_kernels(config)._asdict().items()}
-        return cls(**attention_arguments(config), **kernels, kind=kind)
+        attention = layer_arguments(attention_arguments(config), kind, rope, config.model.window)
+        return cls(**attention, **kernels, kind=kind)
 
     def arguments(self) -> dict[str, Any]:
         """For the class of this kind of layer."""
@@ -103,9 +131,11 @@ class NSAMixer(NSAAttention, SequenceMixer):
     def __init__(self, dim: int, config: NSAMixerConfig) -> None:
         super().__init__(dim, **config.arguments())
         self.config = config
+        self.context: ContextGroup | None = None
         # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
-        if "compressed" in self.branches:
-            self.phi_k.reset_parameters = self.phi_v.reset_parameters = _do_nothing  # type: ignore[method-assign]
+        for module in self.children():
+            if isinstance(module, BlockCompressor):
+                module.reset_parameters = _do_nothing  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -126,14 +156,20 @@ class NSAMixer(NSAAttention, SequenceMixer):
                 f"Decode with nsa.model instead."
             )
         if positions is None:
+            if self.context is not None:
+                raise ConfigError(
+                    "the nsa mixer shares rows with other ranks and was given no positions: they are those of a part "
+                    "of a row. Call the whole model, which makes them."
+                )
             return super().forward(x_BSD, cu_doc_lens=cu_doc_lens)
         where = positions.where
         rows = x_BSD if where.tables[0].shape[:2] == x_BSD.shape[:2] else x_BSD.flatten(0, 1)[None]  # packed: one row
         return super().forward(rows, where=where).view(x_BSD.shape)
 
     def num_flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward; choosing blocks has no backward."""
-        parts = self.flops(seq_len)
+        """Forward and backward of the whole layer, however it is sharded; choosing blocks has no backward."""
+        with torch.device("meta"):
+            parts = LAYER_CLASSES[self.kind](self.dim, **self.config.arguments()).flops(seq_len)
         return int(3 * sum(parts.values()) - 2 * parts["select"])
 
     def init_weights(self, *, num_blocks: int, generator: torch.Generator | None = None, **_: Any) -> None:
@@ -146,24 +182,50 @@ class NSAMixer(NSAAttention, SequenceMixer):
         seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
-            whole = nn.ModuleDict({"attention": NSAAttention(self.dim, **self.config.arguments())})
-            init_weights(whole, num_blocks, self.config.init_std)
-        values = layer_parameters(self, dict(whole["attention"].named_parameters()))
+            whole = NSAAttention(self.dim, **self.config.arguments())
+            init_weights(nn.ModuleDict({"attention": whole}), num_blocks, self.config.init_std)
+            made = layer_of_kind(self.kind, whole, **self.config.arguments())
+        values = dict(made.named_parameters())
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 _fill(parameter, values[name].detach())
 
-    def apply_tp(self, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(
-            "tensor parallelism is not available for NSA: its gates and compression weights have no sharding plan. "
-            "Use parallel.data=fsdp or hsdp."
-        )
+    def apply_tp(self, tp_mesh: DeviceMesh, *, float8_enabled: bool = False, **layouts: Any) -> None:
+        assert not float8_enabled  # no setting asks for it
+        shard_by_group(self, tp_mesh, **layouts)
 
-    def apply_cp(self, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(
-            "context parallelism is not available for NSA: selection needs every compressed key, and the engine's "
-            "ring and Ulysses styles do not carry them. Use parallel.data=fsdp with gradient checkpointing."
-        )
+    def apply_cp(
+        self,
+        cp_mesh: DeviceMesh,
+        ring: RingContextParallelStyle | None = None,
+        uly: UlyssesContextParallelStyle | None = None,
+    ) -> None:
+        """The engine's styles choose the split of rows: `ring` zig-zag, `uly` contiguous; the exchange is ours."""
+        self.context = context_group(cp_mesh, zigzag=ring is not None)
+
+    def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
+        run = super().plan(device, dtype)
+        if self.context is None or self.context.split.slots == 1 or self.kind == "dense":
+            return run
+        sliding = partial(slide_by_piece, run.functions.sliding, self.context.split.slots)
+        return run._replace(functions=run.functions._replace(sliding=sliding))
+
+    def _lay_out(
+        self, new: BranchStreams, layout: DocumentLayout, where: Positions
+    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+        if where.elsewhere is None:
+            return super()._lay_out(new, layout, where)
+        return context_keys(self, new, layout, where.elsewhere)
+
+    def _compressed_keys(self, k_BSGK: Tensor, where: Positions) -> Tensor:
+        if where.elsewhere is None:
+            return super()._compressed_keys(k_BSGK, where)
+        assert where.layout is not None
+        return compressed_keys(self, k_BSGK, where.layout, where.elsewhere)
+
+    def _weighted(self, loss: Tensor, counted: Tensor) -> Tensor:
+        weighted = super()._weighted(loss, counted)
+        return weighted if self.context is None else weighted * share_of_mean(self.context, counted)
 
 
 class DenseMixer(NSAMixer, DenseAttention):
@@ -178,8 +240,12 @@ class GlobalMixer(NSAMixer, GlobalAttention):
     """The compressed and the selected branch."""
 
 
+class MergedMixer(NSAMixer, MergedAttention):
+    """One softmax over the selected blocks and the window."""
+
+
 MIXERS: dict[AttentionKind, type[NSAMixer]] = {
-    mixer.kind: mixer for mixer in (NSAMixer, DenseMixer, WindowMixer, GlobalMixer)
+    mixer.kind: mixer for mixer in (NSAMixer, DenseMixer, WindowMixer, GlobalMixer, MergedMixer)
 }
 
 
@@ -187,21 +253,23 @@ def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
     """The run's model as the engine builds it: the same parameters, names and logits as `nsa.model.build_model`."""
     model = config.model
     norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
-    kinds = layer_kinds(model.attention, model.n_layers)
+    kinds, ropes = layer_kinds(model.attention, model.n_layers), repeated(model.rope_layers, model.n_layers)
+    layers = list(zip(kinds, ropes, strict=True))
     blocks = {
-        kind: TransformerBlockConfig(
-            sequence_mixer=NSAMixerConfig.of_run(config, kind),
-            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=False),
+        (kind, rope): TransformerBlockConfig(
+            name=TransformerBlockType.reordered_norm if model.post_norm else TransformerBlockType.default,
+            sequence_mixer=NSAMixerConfig.of_run(config, kind, rope),
+            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=model.ffn_bias),
             layer_norm=norm,
         )
-        for kind in kinds
+        for kind, rope in layers
     }
     return TransformerConfig(
         d_model=model.dim,
         vocab_size=model.vocab_size or vocab_size,
         n_layers=model.n_layers,
-        block=blocks[kinds[0]],
-        block_overrides={layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]} or None,
+        block=blocks[layers[0]],
+        block_overrides={place: blocks[layer] for place, layer in enumerate(layers) if layer != layers[0]} or None,
         lm_head=LMHeadConfig(layer_norm=replace(norm), bias=False),
         tie_word_embeddings=model.tie_embeddings,
         init_seed=config.train.seed,
@@ -214,10 +282,17 @@ def _do_nothing(std: float = INIT_STD) -> None:
 
 
 def _fill(parameter: Tensor, whole: Tensor) -> None:
+    part = own_part(parameter, whole)
     if isinstance(parameter, DTensor):
-        # Every rank made the same values, so none needs to send them.
-        mesh, placements = parameter.device_mesh, parameter.placements
-        whole = whole.to(parameter.device)
-        parameter.to_local().copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local())
+        assert isinstance(part, DTensor)
+        parameter.to_local().copy_(part.to_local())
     else:
-        parameter.copy_(whole)
+        parameter.copy_(part)
+
+
+def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
+    """`whole` sharded as a parameter is; every rank must have the same values, of which none are sent."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)

@@ -5,34 +5,78 @@ layout and the same RoPE tables again, and whose varying number makes torch.comp
 once, outside of the compiled blocks, in tensors whose shapes depend on the batch's shape alone.
 """
 
+import warnings
 from typing import Any
 
 import torch
 from olmo_core.nn.transformer import Transformer
+from olmo_core.nn.transformer import init as engine_init
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import fully_shard
 
 from nsa.config.schema import RunConfig
+from nsa.core.layer_positions import locate_layers
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.selector_loss import average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
-from nsa.train.engine.mixer import SharedPositions, transformer_config
+from nsa.train.engine.lm_head import ChunkedHead
+from nsa.train.engine.mixer import SharedPositions, own_part, transformer_config
+from nsa.train.parallel.context_layout import ContextGroup, context_group, own_layer_positions, own_tokens
 
 
 class EngineTransformer(Transformer):
     """Makes positions once per forward pass."""
 
     compiled = False
+    context: ContextGroup | None = None
 
     def _prepare_inputs(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         input_ids, labels, for_blocks, per_block, for_head = super()._prepare_inputs(input_ids, *args, **kwargs)
-        layer = next(module for module in self.modules() if isinstance(module, NSAAttention))
-        where = layer.locate(input_ids[..., None], cu_doc_lens=for_blocks.pop("cu_doc_lens", None))
+        layers = [module for module in self.modules() if isinstance(module, NSAAttention)]
+        cu_doc_lens = for_blocks.pop("cu_doc_lens", None)
+        if self.context is None:
+            located = locate_layers(layers, input_ids[..., None], cu_doc_lens=cu_doc_lens)
+        else:
+            located = own_layer_positions(self.context, layers, input_ids.shape, cu_doc_lens, input_ids.device)
+            packed = cu_doc_lens is not None
+            input_ids = self.own_tokens(input_ids, packed)
+            labels = None if labels is None else self.own_tokens(labels, packed)
         for unused in ("max_doc_len", "loss_div_factor"):
             for_blocks.pop(unused, None)
-        return input_ids, labels, {**for_blocks, "positions": SharedPositions(where)}, per_block, for_head
+        per_block = {
+            place: {**per_block.get(place, {}), "positions": SharedPositions(where)}
+            for place, where in enumerate(located)
+        }
+        return input_ids, labels, for_blocks, per_block, for_head
+
+    def own_tokens(self, x_BS: Tensor, packed: bool) -> Tensor:
+        """The part of a batch's rows that this rank computes: all without context parallelism. Packed rows are divided
+        as one row, laid end to end, because their documents are."""
+        if self.context is None:
+            return x_BS
+        return own_tokens(self.context.split, x_BS.flatten()[None] if packed else x_BS)
+
+    def apply_cp(self, cp_mesh: DeviceMesh, ring: Any = None, uly: Any = None) -> None:
+        """As the engine does it, without its load balancer: rows are divided here, where their positions are made."""
+        for block in self.blocks.values():
+            block.apply_cp(cp_mesh, ring=ring, uly=uly)
+        self.lm_head.apply_cp(cp_mesh)
+        self.context = context_group(cp_mesh, zigzag=ring is not None)
+
+    def init_weights(self, **options: Any) -> torch.Generator:
+        """As the engine does it, but nothing is sent: every rank makes all values and keeps its part. torch cannot
+        scatter a tensor whose axis is sharded by two kinds of parallelism into parts of different sizes."""
+        engines = engine_init.distribute_like
+        engine_init.distribute_like = own_part
+        try:
+            with warnings.catch_warnings():  # of values that are replaced: every module's `reset_parameters`
+                warnings.filterwarnings("ignore", "DTensor random operators")
+                generator: torch.Generator = super().init_weights(**options)
+        finally:
+            engine_init.distribute_like = engines
+        return generator
 
     def apply_compile(self) -> None:
         """As the engine does it, without its marks for varying sizes: here all batches of a run have one shape."""
@@ -68,6 +112,7 @@ def build_transformer(config: RunConfig, vocab_size: int) -> EngineTransformer:
     """The run's model without weights, with checkpointed blocks where the config asks for selective ones."""
     model = transformer_config(config, vocab_size).build(init_device="meta")
     model.__class__ = EngineTransformer  # the engine's config builds no subclass
+    model.lm_head.__class__ = ChunkedHead
     assert isinstance(model, EngineTransformer)
     average_over_layers(model)
     if config.runtime.gradient_checkpointing == "selective":

@@ -93,6 +93,16 @@ def later(tmp_path_factory):
         tmp_path_factory,
         without_1=(Job("", 1, [RARE]), Fault("left_out", [4], **LATER)),
         forward_1=(Job("", 1, [RARE]), Fault("forward", [4], **LATER)),
+        last=(Job("", 1, [RARE]), Fault("forward", [11], **LATER)),
+        without_last=(Job("", 1, [RARE]), Fault("left_out", [11], **LATER)),
+    )
+
+
+@pytest.fixture(scope="module")
+def later_in_other_runs(tmp_path_factory):
+    return run(
+        tmp_path_factory,
+        without_1=(Job("", 1, [RARE]), Fault("left_out", [4], **LATER)),
         gradient_1=(Job("", 1, [RARE]), Fault("gradient", [4], **LATER)),
         spike_1=(Job("", 1, [RARE, *SPIKES]), Fault("spike", [4], **LATER)),
         logged_1=(Job("", 1), Fault("forward", [4], **LATER)),
@@ -102,16 +112,13 @@ def later(tmp_path_factory):
         forward_fsdp=(Job("", 2, [RARE, *FSDP]), Fault("forward", [4], rank=0, **LATER)),
         gap=(Job("", 1, [RARE, *STREAK]), Fault("gap", [*GONE, 9], **LATER)),
         streak=(Job("", 1, [RARE, *STREAK]), Fault("forward", BAD_STREAK, **LATER)),
-        last=(Job("", 1, [RARE]), Fault("forward", [11], **LATER)),
-        without_last=(Job("", 1, [RARE]), Fault("left_out", [11], **LATER)),
         resumed=(Job("", 1, [RARE, "train.save_every=4", "train.steps=8"]), Fault()),
         resumed__again=(Job("", 1, [RARE, "train.save_every=4"], resume=True), Fault("forward", [9], **LATER)),
     )
 
 
-@pytest.mark.parametrize("case", ["forward_1", "gradient_1", "spike_1", "logged_1", "loss_ddp", "forward_fsdp"])
-def test_a_step_skipped_on_the_device_leaves_the_same_weights_and_record(later, case):
-    folder, codes = later
+def assert_skipped_once(runs, case):
+    folder, codes = runs
     assert set(codes[case]) == {0}
     assert same_weights(folder / case, folder / f"without_{case.split('_')[1]}")
     told = [skipped(folder / case, rank) for rank in range(len(codes[case]))]
@@ -120,8 +127,19 @@ def test_a_step_skipped_on_the_device_leaves_the_same_weights_and_record(later, 
     assert state(folder / case, 12)["spike_window"]["skipped_steps"] == 1
 
 
-def test_a_streak_read_later_leaves_out_one_batch_more(later):
-    folder, codes = later
+def test_a_step_skipped_on_the_device_leaves_the_same_weights_and_record(later):
+    assert_skipped_once(later, "forward_1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gradient_1", "spike_1", "logged_1", "loss_ddp", "forward_fsdp"])
+def test_so_does_one_of_another_cause_or_on_several_ranks(later_in_other_runs, case):
+    assert_skipped_once(later_in_other_runs, case)
+
+
+@pytest.mark.slow
+def test_a_streak_read_later_leaves_out_one_batch_more(later_in_other_runs):
+    folder, codes = later_in_other_runs
     assert codes["streak"] == codes["gap"] == [0]
     assert same_weights(folder / "streak", folder / "gap")
     record = state(folder / "streak", 12)
@@ -136,8 +154,9 @@ def test_the_last_step_is_read_before_the_last_save(later):
     assert state(folder / "last", 12)["spike_window"]["skipped_steps"] == 1
 
 
-def test_a_checkpoint_of_another_optimizer_is_resumed(later):
-    folder, codes = later
+@pytest.mark.slow
+def test_a_checkpoint_of_another_optimizer_is_resumed(later_in_other_runs):
+    folder, codes = later_in_other_runs
     assert codes["resumed__again"] == [0]
     assert [step for step, _ in skipped(folder / "resumed")] == [10]
 

@@ -21,12 +21,16 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 import torch
 from olmo_core.data.data_loader import DataLoaderBase, TextDataLoaderBase
+from olmo_core.distributed.utils import distribute_like
 from olmo_core.nn.attention import SequenceMixer, SequenceMixerConfig
+from olmo_core.nn.lm_head import LMHead, LMOutputWithLoss
 from olmo_core.nn.transformer import Transformer
+from olmo_core.nn.transformer import init as engine_init
 from olmo_core.train import Checkpointer, Trainer
 from olmo_core.train import prepare_training_environment as prepare
 from olmo_core.train.callbacks import Callback, CheckpointerCallback, WandBCallback
 from olmo_core.train.train_module import TransformerTrainModule
+from olmo_core.train.train_module.transformer.config import TransformerContextParallelConfig
 
 from nsa.checkpoint.run_state import RunRecord
 from nsa.config import load
@@ -40,12 +44,8 @@ from nsa.train.distributed import RankInfo
 from nsa.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, bad_step_hook
 from nsa.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, StepSkippingTrainModule
 from nsa.train.engine.build import build_train_module, build_trainer
-from nsa.train.engine.checkpointer import (
-    CheckpointCallback,
-    VerifiedCheckpointer,
-    make_checkpoint_callback,
-    make_checkpointer,
-)
+from nsa.train.engine.checkpoint_callback import CheckpointCallback, make_checkpoint_callback
+from nsa.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
 from nsa.train.engine.data_loader import RowLoader, to_engine
 from nsa.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
 from nsa.train.run_report import EventLogCallback
@@ -337,22 +337,22 @@ def test_data_loader_state_goes_through_checkpoints(engine):
 # Checkpointer
 
 
-@pytest.mark.parametrize("name", ["save", "save_async", "load", "_save_train_state"])
+@pytest.mark.parametrize("name", ["save", "save_async", "load"])
 def test_checkpointer_overrides_take_the_engines_parameters(name):
     same_parameters(getattr(VerifiedCheckpointer, name), getattr(Checkpointer, name))
 
 
-def test_checkpointer_saves_through_save_and_save_train_state(engine):
-    with engine.counting(VerifiedCheckpointer, "save", "_save_train_state"):
+def test_checkpointer_saves_through_save_with_the_engines_own_note(engine):
+    with engine.counting(VerifiedCheckpointer, "save", "_save_metadata"):
         engine.fit()
-    assert engine.calls == {"save": 2, "_save_train_state": 2}  # at step 2 and at the end
+    assert engine.calls == {"save": 2, "_save_metadata": 2}  # at step 2 and at the end
     checkpoint = engine.folder.checkpoints / f"step{STEPS}"
     files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     assert files >= {"train/rank0.pt", "state.json", ".metadata.json", "model_and_optim/.metadata", "COMMIT.json"}
+    assert Checkpointer.dir_is_checkpoint(checkpoint)
 
 
-def test_checkpointer_writes_all_its_files_before_a_background_save_is_committed(engine):
-    """The engine adds its done-callback, which writes .metadata.json, before ours, which commits."""
+def test_checkpointer_saves_in_the_background_through_save_async(engine):
     with engine.counting(VerifiedCheckpointer, "save_async"):
         engine.fit(save_async=True)
     assert engine.calls["save_async"] == 1
@@ -462,10 +462,41 @@ def test_mixer_overrides_exist_in_the_engine(name):
     assert callable(getattr(SequenceMixer, name))
 
 
+def test_context_parallelism_reaches_layers_and_head_through_apply_cp():
+    """`EngineTransformer.apply_cp` does what the engine's does, but for the load balancer, which nothing else needs."""
+    source = inspect.getsource(Transformer.apply_cp)
+    assert ".apply_cp(cp_mesh, ring=ring, uly=uly)" in source
+    assert "self.lm_head.apply_cp(cp_mesh)" in source
+    assert "loss_div_factor / self._cp_mesh.size()" in inspect.getsource(LMHead._finalize_loss)
+    styles = TransformerContextParallelConfig.zig_zag(2), TransformerContextParallelConfig.ulysses(2)
+    assert [style.ring is not None for style in styles] == [True, False]
+    assert [style.uly is not None for style in styles] == [False, True]
+
+
 def test_mixer_weights_come_from_init_weights(engine):
     with engine.counting(NSAMixer, "init_weights"):
         engine.module()
     assert engine.calls["init_weights"] == engine.config.model.n_layers
+
+
+def test_initial_weights_are_sharded_by_distribute_like(engine):
+    """`EngineTransformer.init_weights` replaces it for a moment."""
+    assert engine_init.distribute_like is distribute_like
+    assert "distribute_like(x, full_x)" in inspect.getsource(engine_init._apply_init)
+    engine.module()
+    assert engine_init.distribute_like is distribute_like
+
+
+def test_the_head_hands_its_options_on_and_finishes_losses():
+    """`ChunkedHead` takes the loss from `nsa.model.loss` and the rest from the engine's head."""
+    finish = inspect.signature(LMHead._finalize_loss).parameters
+    assert {"loss_reduction", "loss_div_factor", "reduce_across_tp_group"} <= finish.keys()
+    options = inspect.signature(LMHead.forward).parameters.keys() - {"self", "x"}
+    assert options == {
+        "labels", "ignore_index", "loss_reduction", "z_loss_multiplier", "loss_div_factor", "return_logits",
+        "logits_to_keep",
+    }  # fmt: skip
+    assert LMOutputWithLoss._fields == ("logits", "loss", "ce_loss", "z_loss")
 
 
 # Environment and tracking
@@ -556,21 +587,15 @@ UPGRADES = {
         test_data_loader_state_goes_through_checkpoints,
         rewrite, Trainer, "load_state_dict", 'self.data_loader.load_state_dict(state_dict["data_loader"])', "pass",
     ),
-    "save": (test_checkpointer_saves_through_save_and_save_train_state, rename, "save", *SAVING),
-    "save_train_state": (
-        test_checkpointer_saves_through_save_and_save_train_state, rename, "_save_train_state", Checkpointer
+    "save": (test_checkpointer_saves_through_save_with_the_engines_own_note, rename, "save", *SAVING),
+    "save_metadata": (
+        test_checkpointer_saves_through_save_with_the_engines_own_note, rename, "_save_metadata", Checkpointer
     ),
     "save parameters": (
         partial(test_checkpointer_overrides_take_the_engines_parameters, name="save"),
         rewrite, Checkpointer, "save", "ephemeral: bool = False,", "ephemeral: bool = False, keep: bool = True,",
     ),
-    "save_async": (
-        test_checkpointer_writes_all_its_files_before_a_background_save_is_committed, rename, "save_async", *SAVING
-    ),
-    "done callback": (
-        test_checkpointer_writes_all_its_files_before_a_background_save_is_committed,
-        rewrite, Checkpointer, "save_async", "future.add_done_callback(done_callback)", "pass",
-    ),
+    "save_async": (test_checkpointer_saves_in_the_background_through_save_async, rename, "save_async", *SAVING),
     "load": (test_checkpointer_loads_through_load_and_then_reports_to_callbacks, rename, "load", *SAVING),
     "await_last_checkpoint": (
         test_checkpoint_callback_waits_through_await_last_checkpoint,

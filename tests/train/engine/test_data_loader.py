@@ -23,8 +23,8 @@ from nsa.train.engine.data_loader import RowLoader, divide_reading, to_engine
 DATA = SyntheticData("uniform", vocab_size=50, seq_len=16, seed=3)
 
 
-def loader(tmp_path, rank=0, world=1, prefetch=None) -> RowLoader:
-    ranks = RankInfo(rank=rank, world=world, distributed=world > 1)
+def loader(tmp_path, rank=0, world=1, prefetch=None, ranks_per_row=1) -> RowLoader:
+    ranks = RankInfo(rank=rank, world=world, distributed=world > 1, ranks_per_row=ranks_per_row)
     return RowLoader(DATA, global_rows=4, ranks=ranks, work_dir=tmp_path, prefetch=prefetch)
 
 
@@ -42,6 +42,16 @@ def test_ranks_share_one_sequence(tmp_path):
     whole = take(loader(tmp_path), 3)
     shares = [take(loader(tmp_path, rank, 2), 3) for rank in (0, 1)]
     assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
+
+
+@pytest.mark.parametrize("prefetch", [None, PrefetchSettings()])
+def test_ranks_that_divide_a_row_get_the_same_rows(tmp_path, prefetch):
+    shares = [take(loader(tmp_path, rank, 2), 2) for rank in (0, 1)]
+    for rank in range(4):
+        of_rank = loader(tmp_path, rank, 4, prefetch, ranks_per_row=2)
+        assert len(of_rank.get_mock_batch()["input_ids"]) == 2
+        taken = take(of_rank, 2)
+        assert all(torch.equal(a, b) for a, b in zip(taken, shares[rank // 2], strict=True))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (4, 2)])

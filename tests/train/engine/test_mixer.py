@@ -16,7 +16,9 @@ from nsa.options import PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
-from tests.attention_options import OPTIONS
+from nsa.train.parallel.context_layout import ContextGroup
+from nsa.train.parallel.row_split import RowSplit
+from tests.attention_options import FAMILIES, OPTIONS
 from tests.initial_weights import RAISED, require_raised
 
 VOCAB, SEQ = 61, 48
@@ -33,7 +35,8 @@ def run(nsa=None, **model) -> RunConfig:
 
 
 def with_option(name: str) -> RunConfig:
-    return run(OPTIONS[name].get("nsa"), **OPTIONS[name].get("model", {}))
+    sections = {**OPTIONS, **FAMILIES}[name]
+    return run(sections.get("nsa"), **sections.get("model", {}))
 
 
 def with_nsa(config: TransformerConfig, layers: set[int] | None = None) -> TransformerConfig:
@@ -113,9 +116,13 @@ def test_one_state_dict_fits_both_models(change, nsa):
     both_models_are_one(run(nsa, **change))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, *FAMILIES])
 def test_both_models_have_every_option_of_the_attention(name):
     both_models_are_one(with_option(name))
+
+
+def test_both_models_have_the_second_level():
+    both_models_are_one(run(dict(coarse_block=2, n_coarse=4)))
 
 
 def both_models_are_one(config: RunConfig) -> None:
@@ -157,7 +164,7 @@ def test_the_norm_of_queries_and_keys_has_the_models_epsilon():
     assert (attention.q_norm.eps, attention.k_norm.eps) == (1e-2, 1e-2)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [*OPTIONS, *FAMILIES])
 def test_flops_are_those_of_our_model(name):
     config = with_option(name)
     ours, engines = build_model(config, VOCAB), transformer_config(config, VOCAB).build()
@@ -245,9 +252,8 @@ def test_it_is_registered_and_survives_a_dictionary():
 
 def test_what_it_cannot_do_it_refuses():
     mixer = NSAMixerConfig(**SIZES, **BLOCKS).build(32, layer_idx=0, n_layers=1)
-    with pytest.raises(ConfigError, match=r"tensor parallelism.*parallel\.data"):
-        mixer.apply_tp(None)
-    with pytest.raises(ConfigError, match=r"context parallelism.*parallel\.data"):
-        mixer.apply_cp(None)
     with pytest.raises(ConfigError, match="cache_leftpad"):
         mixer(torch.zeros(1, 8, 32), cache_leftpad=torch.zeros(1))
+    mixer.context = ContextGroup(RowSplit(2, 0), "")
+    with pytest.raises(ConfigError, match="no positions"):
+        mixer(torch.zeros(1, 8, 32))

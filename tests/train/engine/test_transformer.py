@@ -18,15 +18,17 @@ from nsa.options import CHECKPOINTING
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module, compiles
 from nsa.train.engine.mixer import SharedPositions, transformer_config
+from tests.attention_options import FAMILIES
 
 CPU = torch.device("cpu")
 LAYERS, ROWS, SEQ_LEN, VOCAB = 3, 2, 64, 97
 
 
-def config_of(checkpointing="off", compile="off", **nsa) -> RunConfig:
+def config_of(checkpointing="off", compile="off", model=None, **nsa) -> RunConfig:
+    sizes = dict(dim=32, n_layers=LAYERS, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, vocab_size=VOCAB)
     return RunConfig.model_validate(
         {
-            "model": dict(dim=32, n_layers=LAYERS, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, vocab_size=VOCAB),
+            "model": {**sizes, **(model or {})},
             "nsa": {**dict(l=8, d=4, l_sel=8, n_sel=4, w=16), **nsa},
             "runtime": dict(device="cpu", precision="fp32", gradient_checkpointing=checkpointing, compile=compile),
             "kernels": dict.fromkeys(("compressed", "select", "selected", "sliding"), "portable"),
@@ -84,8 +86,17 @@ class OperatorCounts(TorchDispatchMode):
 @pytest.mark.parametrize("nsa", [{}, dict(phi="mlp", rope_compressed="after"), dict(kv="shared")], ids=str)
 def test_shared_positions_change_nothing(batch, nsa):
     """The same weights in the engine's own class, where every layer makes its positions."""
-    module = module_of(config_of(**nsa))
-    engines = transformer_config(config_of(**nsa), VOCAB).build(init_device="cpu")
+    compare_with_the_engines_class(config_of(**nsa), batch)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_that_rotate_differently_get_their_own_positions(name):
+    compare_with_the_engines_class(config_of(**FAMILIES[name]), packed_batch(0))
+
+
+def compare_with_the_engines_class(config: RunConfig, batch: dict) -> None:
+    module = module_of(config)
+    engines = transformer_config(config, VOCAB).build(init_device="cpu")
     engines.load_state_dict(module.model.state_dict())
     more = {name: batch[name] for name in ("doc_lens", "max_doc_lens") if name in batch}
     assert torch.equal(module.model(batch["input_ids"], **more), engines(batch["input_ids"], **more))
@@ -97,6 +108,9 @@ def test_rope_tables_are_made_once_per_forward_pass(batch, monkeypatch):
     compute = RotaryEmbedding._computed
     monkeypatch.setattr(RotaryEmbedding, "_computed", lambda self, *a: made.append(a) or compute(self, *a))
     loss_of(module, batch)
+    assert len(made) == 1
+    made.clear()
+    loss_of(module_of(config_of(model=dict(rope_layers=["none", "scaled"]))), batch)
     assert len(made) == 1
 
 
@@ -112,7 +126,8 @@ def test_how_often_operators_run(checkpointing, times):
     with OperatorCounts() as counts:
         loss_of(module, packed_batch(1)).backward()
     forward = {name: n for name, n in counts.seen.items() if "backward" not in name}
-    assert forward == {"nsa::attend": 3 * LAYERS * times, "nsa::select": LAYERS * times}
+    head = {"nsa::linear_cross_entropy": 1}
+    assert forward == {"nsa::attend": 3 * LAYERS * times, "nsa::select": LAYERS * times, **head}
     assert counts.seen["nsa::attend_backward"] == 3 * LAYERS
 
 
