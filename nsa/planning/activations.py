@@ -18,7 +18,8 @@ from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.build import wanted_kernels
-from nsa.options import AttentionKind, Checkpointing
+from nsa.model.loss import chunk_tokens
+from nsa.options import SELECTING_KINDS, AttentionKind, Checkpointing
 
 FP32 = 4
 INT32, INT64 = 4, 8
@@ -30,15 +31,25 @@ class ForwardPass:
 
     rows: int
     seq_len: int
+    """Of whole rows, which `cp` ranks divide."""
     vocab_size: int
     autocast: bool
     """Weights in fp32, cast to bf16 at each use; otherwise used in the dtype they are gathered in."""
     width: int
     """Bytes per number in the compute precision: 2 for bf16, 4 for fp32."""
     on_gpu: bool
+    tp: int = 1
+    """Tensor parallelism divides heads, groups and the feed-forward's width, and outside of them the tokens."""
+    cp: int = 1
+    """Context parallelism divides tokens; keys that may be selected, and compressed ones, are gathered whole."""
 
     @property
     def tokens(self) -> int:
+        return self.rows * self.seq_len // self.cp
+
+    @property
+    def gathered_tokens(self) -> int:
+        """On the key axis of the selected branch."""
         return self.rows * self.seq_len
 
     @property
@@ -82,9 +93,8 @@ def activations(
     saved = {kind: block.saved() + casts[kind] for kind, block in blocks.items()}
     results = {kind: block.operator_results() for kind, block in blocks.items()}
     workspace = workspace_bytes(config, one)
-    head, logits = _head(config, one) + head_casts, one.tokens * one.vocab_size
-    # Forward: logits, the same in fp32, log-probabilities. Backward: log-probabilities and two gradients of them.
-    loss_forward, loss_backward = logits * (one.width + 2 * FP32), logits * 3 * FP32
+    head = _head(config, one) + head_casts
+    loss_forward, loss_backward = _loss(config, one, head_weights)
     during = {
         kind: max(block.feed_forward_backward(), block.attention_backward(workspace)) for kind, block in blocks.items()
     }
@@ -92,8 +102,9 @@ def activations(
     def of_all(by_kind: Mapping[AttentionKind, int]) -> int:
         return sum(count * by_kind[kind] for kind, count in counts.items())
 
-    shared = one.tokens * (FP32 * config.model.d_k + 2 * INT64)  # of all blocks: RoPE tables, positions and starts
-    inputs = shared + layers * one.tokens * config.model.dim * one.stream_width
+    tables = FP32 * (config.model.rotary_dim or config.model.d_k) * len({*config.model.rope_layers} - {"none"})
+    shared = one.tokens * (tables + 2 * INT64)  # of all blocks: RoPE tables, positions and starts
+    inputs = shared + layers * one.tokens * config.model.dim * one.stream_width // one.tp
     all_casts = of_all(casts)  # autocast keeps them until it ends, after the loss and before the backward pass
     loss = max(all_casts + head + loss_forward, head + loss_backward)
     return ActivationMemory(
@@ -110,21 +121,25 @@ class _BlockTensors:
     def __init__(self, config: RunConfig, one: ForwardPass, kind: AttentionKind) -> None:
         model, nsa, geometry = config.model, config.nsa, config.nsa.geometry
         self.one, self.phi, self.after = one, nsa.phi, nsa.rope_compressed == "after"
-        self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size, geometry.n_sel, geometry.l
-        self.keys, self.values = model.n_heads * model.d_k, model.n_heads * model.d_v
-        self.heads, self.groups, self.d_k, self.d_v = model.n_heads, model.n_kv_groups, model.d_k, model.d_v
+        self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size // one.tp, geometry.n_sel, geometry.l
+        self.heads, self.groups = model.n_heads // one.tp, model.n_kv_groups // one.tp
+        self.d_k, self.d_v = model.d_k, model.d_v
+        self.keys, self.values = self.heads * model.d_k, self.heads * model.d_v
         self.blocks = geometry.n_compressed(one.seq_len)
+        self.own_blocks = -(-self.blocks // one.cp)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
         branches = LAYER_CLASSES[kind].branches
-        self.branches, self.selects = len(branches), "selected" in branches
-        self.selector_loss = nsa.selector_loss > 0 and self.selects
+        self.branches, self.selects, self.gated = len(branches), "selected" in branches, "compressed" in branches
+        self.windowed = "sliding" in branches and kind != "dense"
+        self.selector_loss = nsa.selector_loss > 0 and self.selects and (self.gated or nsa.phi != "avg")
         self.qk_norm = model.qk_norm
-        self.key_streams, self.value_streams = (min(n, self.branches) for n in kv_streams(nsa.kv))
+        kv = "shared" if kind == "merged" else nsa.kv
+        self.key_streams, self.value_streams = (min(n, self.branches) for n in kv_streams(kv))
         self.raw_branches = min(self.key_streams, sum(branch in branches for branch in ("selected", "sliding")))
 
     def saved(self) -> int:
         """Saved by the forward pass for the backward pass."""
-        readers = 4 if self.selects else 3  # queries, keys, values, and gates
+        readers = 4 if self.gated else 3  # queries, keys, values, and gates
         per_token = self._norm(readers) + self._attention() + self._norm(readers=2) + self._feed_forward()
         per_row = self._compressed() + (self._selector_loss() if self.selector_loss else 0)
         return self.one.tokens * per_token + self.one.rows * per_row + self.operator_results()
@@ -142,49 +157,74 @@ class _BlockTensors:
         """In addition to `saved` during the backward pass of the feed-forward, after its last product is freed."""
         width = self.one.width
         cast = width * self.dim if self.one.autocast else 0
-        gradients = self.one.stream_width * self.dim + cast + 3 * width * self.ffn
+        gradients = self._stream() + cast + 3 * width * self.ffn
         return self.one.tokens * (gradients - width * self.ffn)
 
     def attention_backward(self, workspace: int) -> int:
         """In addition to `saved` during the backward pass of the attention, after the feed-forward's is freed."""
         width = self.one.width
         gradients = (
-            self.one.stream_width * self.dim
+            self._stream()
             + (FP32 * self.values if self.selects else 0)  # of the mixed branches
             + width * self.values  # of one branch at a time
             + 2 * width * self.keys  # of the queries: from this branch, and from those before it
-            + (FP32 + width) * self.groups * (self.d_k + self.d_v)  # of keys and values, summed in fp32
         )
+        # Of keys and values, summed in fp32; gathered ones also as they are scattered.
+        of_keys = (FP32 + width) * self.groups * (self.d_k + self.d_v) * self.one.gathered_tokens
         freed = self._norm(readers=2) + self._feed_forward() + width * self.values
-        return max(0, self.one.tokens * (gradients - freed) + workspace)
+        return max(0, self.one.tokens * (gradients - freed) + of_keys + workspace)
+
+    def _stream(self) -> int:
+        """Gradient of the residual stream; with tensor parallelism also that of a sum over ranks before it is
+        scattered."""
+        own = self.one.stream_width * self.dim
+        return own if self.one.tp == 1 else own // self.one.tp + self.one.width * self.dim
 
     def _norm(self, readers: int) -> int:
         """Input and normalised input in fp32, and the output: once, or cast for each product that reads it."""
         width = self.one.width
         outputs = readers * width if self.one.autocast else width
-        return 2 * FP32 * self.dim + FP32 + outputs * self.dim
+        return (2 * FP32 * self.dim + FP32) // self.one.tp + outputs * self.dim
 
     def _attention(self) -> int:
         width = self.one.width
         return (
             width * self.keys  # q
-            + self.raw_branches * width * self.groups * self.d_k  # k of the selected and the sliding branch
-            + width * self.groups * self.value_streams * self.d_v  # v of all branches is one tensor
+            + self._raw_keys()
             + (self._qk_norm(self.heads + self.groups * self.key_streams) if self.qk_norm else 0)
-            + (3 * FP32 * self.gates if self.selects else 0)
+            + self._weights_of_branches()
         )
+
+    def _weights_of_branches(self) -> int:
+        """The gates; of a softmax over two branches, the shares of both and where one of them is empty."""
+        if self.gated:
+            return 3 * FP32 * self.gates
+        return (2 * FP32 + 1) * self.heads if self.selects else 0
+
+    def _raw_keys(self) -> int:
+        """Per own token: keys of the selected and the sliding branch, and the values of all, which are one tensor. With
+        context parallelism those of the selected branch are of all tokens and the window's are copies."""
+        width, cp = self.one.width, self.one.cp
+        if cp == 1:
+            return width * self.groups * (self.raw_branches * self.d_k + self.value_streams * self.d_v)
+        gathered = cp * (self.selects or not self.windowed)
+        return width * self.groups * (gathered + self.windowed) * (self.d_k + self.d_v)
 
     def _qk_norm(self, heads: int) -> int:
         """Input and normalised input in fp32, and a scale per head; a fused kernel on a GPU saves less."""
         return 2 * FP32 * heads * self.d_k + FP32 * heads
 
     def _compressed(self) -> int:
-        """Per row: the compressed keys and values, and what making them saves."""
-        if not self.selects:
+        """Per row: the compressed keys and values, and what making them saves; nothing where they only choose."""
+        if not self.gated:
             return 0
         made = self.one.width * self.groups * (self.d_k + self.d_v)
-        scores = self.one.seq_len * (self._token_scores(self.d_k) + self._token_scores(self.d_v))
-        return scores + self.blocks * (made + self._phi(self.d_k, self.after) + self._phi(self.d_v, False))
+        scores = self._own_length() * (self._token_scores(self.d_k) + self._token_scores(self.d_v))
+        pooled = self._phi(self.d_k, self.after) + self._phi(self.d_v, False)
+        return scores + self.blocks * made + self.own_blocks * pooled
+
+    def _own_length(self) -> int:
+        return self.one.seq_len // self.one.cp
 
     def _token_scores(self, channels: int) -> int:
         """Of one token, for φ that weighs tokens by a score: the factors of its product, one a wider copy of the token
@@ -213,7 +253,8 @@ class _BlockTensors:
             per_token += self.one.width * self.dim if self.one.autocast else 0
             per_token += self._qk_norm(self.groups * self.key_streams) if self.qk_norm else 0
         gradient = self.one.width * self.groups * self.d_k
-        return self.one.seq_len * per_token + self.blocks * (gradient + self._phi(self.d_k, self.after))
+        pooled = self.own_blocks * self._phi(self.d_k, self.after)
+        return self._own_length() * per_token + self.blocks * gradient + pooled
 
     def _feed_forward(self) -> int:
         return 4 * self.one.width * self.ffn
@@ -221,12 +262,22 @@ class _BlockTensors:
 
 def _head(config: RunConfig, one: ForwardPass) -> int:
     """Saved by the last norm and the head, and the ids and labels."""
-    return one.tokens * (2 * FP32 * config.model.dim + FP32 + one.width * config.model.dim + 2 * INT64)
+    of_stream = 2 * FP32 * config.model.dim + FP32 + one.width * config.model.dim
+    return one.tokens * (of_stream // one.tp + 2 * INT64)
+
+
+def _loss(config: RunConfig, one: ForwardPass, head_weights: int) -> tuple[int, int]:
+    """Of the chunked loss (`nsa.model.loss`) in the forward and in the backward pass: the gradients of its inputs, and
+    the logits of one chunk twice in fp32, or once with a copy and the chunk's gradient of the weight."""
+    logits = min(one.tokens, chunk_tokens(one.vocab_size)) * one.vocab_size
+    of_hidden = one.tokens * config.model.dim * one.width
+    forward = max(2 * FP32 * logits, (FP32 + one.width) * logits + one.width * head_weights)
+    return of_hidden + FP32 * head_weights + forward, 2 * of_hidden + (2 * FP32 + one.width) * head_weights
 
 
 def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
     """Largest temporary memory of the kernels that will run: the backward pass of the selected branch, if any."""
-    if not {"nsa", "global"} & {*config.model.attention}:
+    if not {*SELECTING_KINDS} & {*config.model.attention}:
         return _packed_keys(config, one)
     if not one.on_gpu and wanted_kernels(config).selected in ("auto", "cpu"):
         return _packed_keys(config, one)
@@ -238,18 +289,19 @@ def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
 def _packed_keys(config: RunConfig, one: ForwardPass) -> int:
     """Compiled CPU kernels: two packed fp32 copies of one branch's keys and values, and their gradients in fp32."""
     model = config.model
-    return 3 * FP32 * one.tokens * model.n_kv_groups * (model.d_k + model.d_v)
+    return 3 * FP32 * one.gathered_tokens * (model.n_kv_groups // one.tp) * (model.d_k + model.d_v)
 
 
 def _slots(config: RunConfig, one: ForwardPass) -> int:
     """Triton kernels: the partial result of every query and selected block, which may overlap two windows of keys, and
     fp32 gradients of the windows: one sum per window, and one more for every PIECE of its readers."""
     model, geometry = config.model, config.nsa.geometry
-    queries = one.tokens * model.n_heads * model.d_k * one.width
-    slots = one.tokens * model.n_heads * 2 * geometry.n_sel * max(model.d_k, model.d_v) * one.width
+    heads, groups = model.n_heads // one.tp, model.n_kv_groups // one.tp
+    queries = one.tokens * heads * model.d_k * one.width
+    slots = one.tokens * heads * 2 * geometry.n_sel * max(model.d_k, model.d_v) * one.width
     share = min(1.0, max(SLOT_BYTES, QUERIES_OF_SLOTS * queries) / slots)  # of the queries, processed in chunks
-    windows = one.rows * model.n_kv_groups * geometry.n_blocks(one.seq_len)
-    sums = windows + int(share * one.tokens * model.n_kv_groups * geometry.n_sel * 2) // PIECE
+    windows = one.rows * groups * geometry.n_blocks(one.seq_len)
+    sums = windows + int(share * one.tokens * groups * geometry.n_sel * 2) // PIECE
     return int(share * slots) + sums * geometry.l_sel * (model.d_k + model.d_v) * FP32
 
 
@@ -258,10 +310,11 @@ def _window_pieces(config: RunConfig, one: ForwardPass) -> int:
     their gradients, and keys and values of each piece, with theirs. All in fp32, two entries per choice (packed)."""
     model, geometry = config.model, config.nsa.geometry
     widths, l_sel = model.d_k + model.d_v, geometry.l_sel
-    per_query = 2 * geometry.n_sel * model.n_kv_groups
+    groups = model.n_kv_groups // one.tp
+    per_query = 2 * geometry.n_sel * groups
     largest = per_query * (model.n_heads // model.n_kv_groups) * max(model.d_k, model.d_v, l_sel)
     entries = min(one.tokens, max(one.rows, OTHER_ELEMENTS // largest)) * per_query
-    pieces = entries // WINDOW_PIECE + one.rows * model.n_kv_groups * geometry.n_blocks(one.seq_len)
+    pieces = entries // WINDOW_PIECE + one.rows * groups * geometry.n_blocks(one.seq_len)
     rows = pieces * WINDOW_PIECE * (model.n_heads // model.n_kv_groups)
     return FP32 * (rows * (widths + model.d_k + 2 * l_sel) + 2 * pieces * l_sel * widths)
 

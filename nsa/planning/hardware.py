@@ -1,7 +1,7 @@
 """Target hardware of estimates and preflight: `--target` names, and the GPUs or CPU cores of this machine."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from nsa.config.layer import nearest
 from nsa.errors import ConfigError
@@ -25,10 +25,13 @@ class HardwareDevice:
     bandwidth_gb_s: float
     usd_per_hour: float
     """Assumed: what one costs per hour to rent, in round figures. `--price` replaces it."""
+    node_gb_s: float = 5.0
+    network_gb_s: float = 1.0
+    """Both assumed: received per second from ranks of the same node, and of other nodes."""
 
     @classmethod
     def from_gpu(cls, gpu: GpuSpec) -> "HardwareDevice":
-        return cls(gpu.name, gpu.memory_gib, gpu.bf16_tflops, gpu.fp32_tflops, gpu.bandwidth_gb_s, gpu.usd_per_hour)
+        return cls(**{field.name: getattr(gpu, field.name) for field in fields(cls)})
 
     @property
     def is_gpu(self) -> bool:
@@ -48,6 +51,10 @@ class HardwareTarget:
     def memory_bytes(self) -> int:
         """Of one device."""
         return int(self.device.memory_gib * GIB)
+
+    def data_ranks(self, ranks_per_row: int) -> int:
+        """Shares of a global batch, if so many devices work on the same rows."""
+        return max(1, self.count // ranks_per_row)
 
     def flops(self, precision: str) -> float:
         """Peak FLOP/s of one device in a run's precision."""

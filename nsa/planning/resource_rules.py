@@ -83,8 +83,8 @@ def memory(facts: PreflightFacts) -> RuleFinding:
         fix = "Shard with parallel.data=fsdp over more GPUs, or make the model smaller: model.dim, model.n_layers."
     elif config.runtime.gradient_checkpointing != "full":
         fix = _more_checkpointing(memory, memory.available)
-    elif config.train.batch_size > facts.target.count:
-        half = max(facts.target.count, config.train.batch_size // 2)
+    elif config.train.batch_size > (shares := facts.target.data_ranks(config.parallel.ranks_per_row)):
+        half = max(shares, config.train.batch_size // 2)
         more = config.train.accumulate_grad_batches * config.train.batch_size // half
         fix = f"Set train.batch_size={half} train.accumulate_grad_batches={more}."
     else:

@@ -19,6 +19,7 @@ from nsa.geometry import Geometry
 from nsa.gpus import GPUS
 from nsa.kernels.registry import BackendChoice
 from nsa.model.build import wanted_kernels
+from nsa.options import SELECTING_KINDS
 from nsa.planning.hardware import HardwareTarget
 
 PREDICTIONS = Path(__file__).with_name("predictions.json")
@@ -129,11 +130,12 @@ def portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
     row_passes = _ROW_PASSES + (_ROW_PASSES_FORWARD if recomputed else 0)
     score_passes = _SCORE_PASSES + (_SCORE_PASSES_FORWARD if recomputed else 0)
     selecting = windows * geometry.l_sel + geometry.n_compressed(length)
-    in_window = 2 * min(geometry.w, length)
-    scores = {"nsa": selecting + in_window, "global": selecting, "window": in_window, "dense": length}
+    in_window, in_window_layer = (2 * min(w, length) for w in (geometry.w, config.window))
+    both = selecting + in_window
+    scores = {"nsa": both, "merged": both, "global": selecting, "window": in_window_layer, "dense": length}
     total = 0
     for kind, count in kind_counts(model.attention, model.n_layers).items():
-        rows = windows * (model.d_k + model.d_v) if kind in ("nsa", "global") else 0
+        rows = windows * (model.d_k + model.d_v) if kind in SELECTING_KINDS else 0
         total += count * (rows * row_passes + scores[kind] * score_passes)
     return model.n_heads * _FP32 * total
 

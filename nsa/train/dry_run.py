@@ -58,18 +58,19 @@ def dry_run(
     `done` as soon as it is known. `no_data`, `no_real_step`: why no batch is fetched, why the step uses fake tensors.
     """
     log("fetching a batch")
+    shares = target.data_ranks(config.parallel.ranks_per_row)
     if no_data is not None:
         data, batch = DryRunAttempt(not_tried=no_data), None
     else:
-        data, batch = _try_data(config, vocab_size, target.count, fetch_remote)
+        data, batch = _try_data(config, vocab_size, shares, fetch_remote)
     done("data", data)
     if reason := no_real_step or _why_not_here(config, target):
         log("one step with fake tensors")
-        model, step = _try_fake(config, vocab_size, target.count)
+        model, step = _try_fake(config, vocab_size, shares)
         return DryRun(data, model, step, DryRunAttempt(not_tried=f"{reason}: the run writes its first one itself"))
     log("building the model")
     with quiet_engine_log():
-        return _try_here(config, vocab_size, target.count, data, batch, log, done)
+        return _try_here(config, vocab_size, shares, data, batch, log, done)
 
 
 def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
@@ -78,6 +79,8 @@ def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
         return f"{target} is not here"
     if target.count > 1 and config.parallel.data != "ddp":
         return f"parallel.data={config.parallel.data} shards the model over {target.count} ranks, and this is one"
+    if config.parallel.ranks_per_row > 1:
+        return f"parallel.tp and parallel.cp divide a row among {config.parallel.ranks_per_row} ranks, and this is one"
     return None
 
 

@@ -26,6 +26,7 @@ from nsa.files import remove_scratch_of
 from nsa.planning.hardware import GIB, HardwareDevice, HardwareTarget
 from nsa.planning.host_memory import process_memory
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
+from nsa.train.child_messages import last_line, message_sender
 
 _POLL_S = 0.05
 _EXIT_WAIT_S = 10.0
@@ -161,23 +162,16 @@ def _exit_reason(code: int, errors: IO[bytes]) -> str:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         guess = ": the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
         return f"the process of the dry run was killed by {name}{guess}"
-    errors.seek(0)
-    last = (errors.read().decode("utf-8", "replace").strip().splitlines() or ["it printed no reason"])[-1]
-    return f"the process of the dry run ended with exit code {code}: {last[:300]}"
+    return f"the process of the dry run ended with exit code {code}: {last_line(errors)}"
 
 
 def _main() -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
     request = DryRunRequest(**json.loads(sys.stdin.buffer.readline()))
     config, target = request.run_config(), request.hardware()
-    # Output of libraries goes to stderr: stdout carries JSON lines only.
-    with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)
+    with message_sender() as send:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
         from nsa.train.dry_run import dry_run
-
-        def send(**message: Any) -> None:
-            out.write(json.dumps(message) + "\n")
 
         result = dry_run(
             config,

@@ -1,5 +1,6 @@
 """Collects the facts for preflight (`nsa.planning`): before a run with a dry run, at its start without one."""
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -74,13 +75,14 @@ def gather(
         tried = DryRun.not_tried("the config cannot be computed: see the rule precision_fp16")
         tried = replace(tried, data=_look_for_data(config, target, folder, resuming))
     elif try_it:
+        shares = target.data_ranks(config.parallel.ranks_per_row)
         limits = DryRunLimits(spare, time_s=time_limit_s + config.data.loader_timeout_s)
         request = DryRunRequest.of(
             config,
             vocab_size,
             target,
             fetch_remote=fetch_remote,
-            no_data=_too_large(_batch_bytes(config, datasets.global_rows(config) // target.count), spare, "a batch"),
+            no_data=_too_large(_batch_bytes(config, datasets.global_rows(config) // shares), spare, "a batch"),
             no_real_step=_too_large(_host_bytes(estimated), spare, "a real step") if target.here else None,
         )
         tried = dry_run_in_child(request, limits, log)
@@ -108,8 +110,16 @@ def _with_kernels(
         kernels = _kernels(config, target)
     except KernelUnavailable as error:
         return replace(facts, kernels_problem=str(error))
-    options = dict(efficiency=efficiency, price=price, measured_step_s=facts.dry_run.step_s)
-    return replace(facts, kernels=kernels, estimate=estimate(config, target, vocab_size, **options, kernels=kernels))
+    again = estimate(
+        config,
+        target,
+        vocab_size,
+        efficiency=efficiency,
+        price=price,
+        measured_step_s=facts.dry_run.step_s,
+        kernels=kernels,
+    )
+    return replace(facts, kernels=kernels, estimate=again)
 
 
 def _kernels(config: RunConfig, target: HardwareTarget) -> tuple[BackendChoice, ...]:
@@ -137,22 +147,27 @@ def _batch_bytes(config: RunConfig, n_rows: int) -> int:
 
 
 def require_preflight(
-    config: RunConfig, ranks: RankInfo, options: StartOptions, *, left_to_ranks: Collection[str] = ()
+    config: RunConfig,
+    ranks: RankInfo,
+    options: StartOptions,
+    *,
+    look_for_data: bool | None = None,
+    left_to_ranks: Collection[str] = (),
 ) -> None:
     """At the start of a run, in one process: raise with every preflight rule that it breaks.
 
     Reads one held-out batch of the data at most; the run's own first batch, step and checkpoint replace the dry run.
-    `left_to_ranks`: rules that a launcher leaves to its ranks. A `.HALT` file alone does not raise: the run ends with
-    an exit code of its own for it.
+    `look_for_data`: whether missing data is a reason to refuse; by default for a single rank only, since one of several
+    may have been restarted and the data may come back. `left_to_ranks`: rules that a launcher leaves to its ranks. A
+    `.HALT` file alone does not raise: the run ends with an exit code of its own for it.
     """
     target = hardware_here(config.runtime.device, ranks.world, ranks.local_world)
-    # A rank may have been restarted: missing data may come back then, so it is no reason to give up.
     facts = gather(
         config,
         target,
         try_it=False,
         resuming=options.resuming,
-        look_for_data=not ranks.distributed,
+        look_for_data=not ranks.distributed if look_for_data is None else look_for_data,
         look_for_held_out=HELD_OUT not in left_to_ranks,
     )
     if options.clear_halt:
@@ -162,11 +177,27 @@ def require_preflight(
         require_passed(verdicts)
 
 
-def world_of(config: RunConfig, nproc: int, nodes: tuple[int, int]) -> RankInfo:
-    """The ranks that a launcher will start: for an elastic number of nodes, the smallest that this config can use."""
-    worlds = [nproc * count for count in range(nodes[0], nodes[1] + 1)]
-    fitting = (world for world in worlds if _ranks_problem(config, world, nproc) is None)
-    return RankInfo(world=next(fitting, worlds[0]), local_world=nproc)
+def smallest_world(config: RunConfig, nproc: int, nodes: tuple[int, int]) -> RankInfo:
+    """The ranks that a launcher may start, of an elastic number of nodes the fewest.
+
+    Raises if that number includes some that cannot run this config: a run that comes to have that many would end. If
+    none can, preflight says why.
+    """
+    counts = range(nodes[0], nodes[1] + 1)
+    unfit = [count for count in counts if _ranks_problem(config, nproc * count, nproc) is not None]
+    if not unfit or len(unfit) == len(counts):
+        return RankInfo(world=nproc * nodes[0], local_world=nproc)
+    fit = ", ".join(str(count) for count in counts if count not in unfit)
+    ranks, rows = nproc * unfit[0], config.train.batch_size
+    step = math.lcm(*(nproc * count for count in counts))
+    why, fix = f"the rule `ranks` fails with {ranks} ranks", ""
+    if rows % ranks:
+        why = f"train.batch_size ({rows}) must be a multiple of the number of ranks ({ranks})"
+        fix = f", or e.g. train.batch_size={-(-rows // step) * step}"
+    raise ConfigError(
+        f"--nnodes {nodes[0]}:{nodes[1]} --nproc {nproc} allows {unfit[0]} nodes, and {why}: the run would end when a "
+        f"node is lost or joins. Set --nnodes to numbers that all fit (of these: {fit}){fix}."
+    )
 
 
 def _look_for_data(config: RunConfig, target: HardwareTarget, folder: FolderFacts, resuming: bool) -> DryRunAttempt:

@@ -10,6 +10,7 @@ from nsa.core.document_layout import packed_layout
 from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import SLOT_BYTES
+from nsa.model import loss
 from nsa.options import CHECKPOINTING
 from nsa.planning.activations import ForwardPass, workspace_bytes
 from nsa.planning.estimate import estimate
@@ -81,12 +82,34 @@ def test_the_reckoned_peak_is_near_the_measured_one(size, precision, checkpointi
     assert reckoned == pytest.approx(measured_peak(config), rel=tolerance)
 
 
+def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
+    """Less than a third of the pass with the engine's head and all logits; the estimate follows the size of a chunk."""
+    from olmo_core.nn.lm_head import LMHead
+
+    from nsa.train.engine.lm_head import ChunkedHead
+
+    monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 1 << 19)
+    config = config_of("loss", precision="fp32", checkpointing="full", options=dict(vocab_size=16000))
+    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.recomputed
+    chunked = measured_peak(config)
+    assert reckoned == pytest.approx(chunked, rel=0.15)
+    monkeypatch.setattr(ChunkedHead, "forward", LMHead.forward)
+    assert measured_peak(config) > 3 * chunked
+
+
 def test_each_mode_keeps_less_than_the_one_before():
     """In a deep model: the inputs of all blocks, their operators' results, or everything."""
     configs = [config_of("blocks", checkpointing=mode, options=dict(n_layers=8)) for mode in CHECKPOINTING]
     off, selective, full = (measured_peak(config) for config in configs)
     assert off > 1.5 * selective
     assert selective > 1.2 * full
+
+
+def test_norms_of_outputs_and_of_all_heads_together():
+    options = dict(post_norm=True, qk_norm=True, qk_norm_per="layer", ffn_bias=True, rope_layers=["scaled", "none"])
+    config = config_of("blocks", precision="fp32", options=options)
+    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +146,11 @@ def test_options_of_the_attention(options, nsa, precision):
     assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
 
 
-@pytest.mark.parametrize("attention", ["window", "global", "dense", "dense,nsa,window,global"])
+@pytest.mark.parametrize("attention", ["window", "global", "dense", "merged", "dense,nsa,window,global"])
 def test_other_kinds_of_layers(attention, monkeypatch):
     monkeypatch.setattr(layer_kinds, "COMPILED_ON_CPU", "none")  # its memory is not heard; dense takes PyTorch's
-    config = config_of("blocks", options=dict(attention=attention))
+    loss = 1.0 if attention == "merged" else 0.0  # nothing else trains its φ
+    config = config_of("blocks", options=dict(attention=attention), selector_loss=loss)
     automatic = KernelsConfig(**dict.fromkeys(("compressed", "select", "selected"), "portable"))
     config = config.model_copy(update={"kernels": automatic if attention == "dense" else config.kernels})
     reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept

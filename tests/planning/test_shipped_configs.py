@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nsa.config import load
+from nsa.geometry import Geometry
 from nsa.planning.preflight import RuleStatus, judge
 from nsa.planning.preflight_rules import is_long
 
@@ -20,12 +21,14 @@ from nsa.data.source.hub import FINEWEB_EDU
 from nsa.planning.hardware import parse_target
 from nsa.train.preflight_facts import gather
 from tests.docs.blocks import tokenizer_command
+from tools.docs.plan_pages import PLANNED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INTENDED = {
     "base_125m_8k": "a100-80gb",
     "base_1b_32k": "h100-80gb:8",
-    "base_7b_128k": "h200:8",
+    "base_7b_128k": "h100-80gb:128",
+    "base_7b_1m": "h100-80gb:1024",
     "cpu_demo": "cpu",
     "cpu_half_hour": "cpu",
     "cpu_quickstart": "cpu",
@@ -89,7 +92,7 @@ def header(name: str) -> str:
 
 
 def test_the_base_configs_are_for_long_sequences():
-    assert sorted(load(CONFIGS / f"{name}.yaml").train.seq_len for name in BASE) == [8192, 32768, 131072]
+    assert sorted(load(CONFIGS / f"{name}.yaml").train.seq_len for name in BASE) == [8192, 32768, 131072, 1048576]
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -117,17 +120,39 @@ def test_the_125m_header_names_what_a_query_reads_and_a_smaller_gpu():
     assert broken(verdicts("base_125m_8k", "rtx3090")[0]) == set()
 
 
-def test_the_7b_config_has_the_papers_attention_and_needs_more_than_80_gb():
+def test_the_7b_config_has_the_papers_attention_and_needs_its_rows_divided():
     config = load(CONFIGS / "base_7b_128k.yaml")
     model, nsa = config.model, config.nsa
     assert (model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v) == (4, 16, 192, 128)
     assert (nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w) == (32, 16, 64, 16, 512)
     assert (nsa.phi, nsa.phi_pos_emb, nsa.gate, nsa.rope_compressed) == ("mlp", True, "sigmoid", "after")
-    found, facts = verdicts("base_7b_128k", "h100-80gb:512", "train.batch_size=512")
+    undivided = ("parallel.cp=1", "train.batch_size=512", "runtime.gradient_checkpointing=full")
+    found, facts = verdicts("base_7b_128k", "h100-80gb:512", *undivided)
     assert broken(found) == {"memory"}
     kept = round(facts.estimate.memory.activations.peak("full") / 2**30)
     assert f"{kept} GiB of activations: no number of 80 GB GPUs is enough" in header("base_7b_128k")
     assert f"a checkpoint takes {round(facts.estimate.checkpoint_bytes / 2**30)} GiB" in header("base_7b_128k")
+
+
+def test_the_million_token_config_reads_what_its_header_says():
+    config = load(CONFIGS / "base_7b_1m.yaml")
+    assert f"reads {config.nsa.geometry.reads(config.train.seq_len):,} keys" in header("base_7b_1m")
+    assert f"the {Geometry().reads(config.train.seq_len):,} of stride 16" in header("base_7b_1m")
+
+
+def test_plans_are_committed_for_the_hardware_of_their_configs():
+    assert {name: INTENDED[name] for name in PLANNED} == PLANNED
+
+
+@pytest.mark.parametrize("name", ["base_7b_128k", "base_7b_1m"])
+def test_the_config_of_many_gpus_has_the_first_layout_of_its_committed_plan(name):
+    lines = (CONFIGS.parent / f"docs/plans/{name}.txt").read_text().splitlines()
+    settings = lines[lines.index("The first, to give after the config:") + 1].split()
+    planned, config = dict(word.split("=") for word in settings), load(CONFIGS / f"{name}.yaml")
+    # A long run recomputes something until a GPU has confirmed its memory (tests/config/test_shipped_configs.py).
+    checkpointing = planned.pop("runtime.gradient_checkpointing")
+    assert config.runtime.gradient_checkpointing == {"off": "selective"}.get(checkpointing, checkpointing)
+    assert {key: str(config.value(key)) for key in planned} == planned
 
 
 def test_a_missing_tokenizer_is_refused_before_the_run_and_the_command_in_the_header_makes_it(tmp_path, monkeypatch):

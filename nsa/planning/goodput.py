@@ -1,0 +1,61 @@
+"""Goodput of a run under failures: how often to save, and what failures and saving cost (Young and Daly).
+
+With a mean time between failures M, a save that stops training for δ and a restart that takes R, saving every T loses
+δ/T + T/(2M) + R/M of the time; T = √(2δM) loses least.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+
+LLAMA3_GPU_HOURS = 16_384 * 54 * 24 / 419
+"""GPU-hours per interruption in the pretraining of Llama 3: 419 unexpected ones in 54 days on 16,384 GPUs."""
+RESTART_S = 600.0
+"""Assumed: from a failure to the next step, with detection, rendezvous and loading."""
+STORAGE_GB_S = 2.0
+"""Assumed: written to storage by one node."""
+STAGING_GB_S = 10.0
+"""Assumed: copied from a GPU to the host, which a save in the background waits for."""
+FIXED_SAVE_S = 2.0
+"""Assumed: planning a save and its barriers."""
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    gpu_hours_per_failure: float = LLAMA3_GPU_HOURS
+    restart_s: float = RESTART_S
+    storage_gb_s: float = STORAGE_GB_S
+
+    def mtbf_s(self, gpus: int) -> float:
+        """Mean time between failures of any of so many GPUs."""
+        return 3600 * self.gpu_hours_per_failure / gpus
+
+    def save_s(self, checkpoint_bytes: float, gpus: int, writers: int, nodes: int, *, background: bool) -> float:
+        """For which a save stops training. `writers`: ranks that have a share of the checkpoint to write."""
+        if background:
+            return FIXED_SAVE_S + checkpoint_bytes / min(writers, gpus) / (1e9 * STAGING_GB_S)
+        return FIXED_SAVE_S + self.write_s(checkpoint_bytes, nodes)
+
+    def write_s(self, checkpoint_bytes: float, nodes: int) -> float:
+        """Until a checkpoint is stored, by the nodes that hold a share of it."""
+        return checkpoint_bytes / (1e9 * self.storage_gb_s * nodes)
+
+
+@dataclass(frozen=True)
+class RunGoodput:
+    mtbf_s: float
+    save_s: float
+    restart_s: float
+    interval_s: float
+    """Between two saves."""
+
+    @property
+    def best_interval_s(self) -> float:
+        return sqrt(2 * self.save_s * self.mtbf_s)
+
+    @property
+    def lost(self) -> float:
+        """Share of the time: saving, steps done again, restarts; at most 1."""
+        return min(1.0, self.lost_at(self.interval_s))
+
+    def lost_at(self, interval_s: float) -> float:
+        return self.save_s / interval_s + interval_s / (2 * self.mtbf_s) + self.restart_s / self.mtbf_s
