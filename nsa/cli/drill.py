@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 _WIDTH = 170  # of a table that goes to a file
 _ONLY = "Run only this scenario (may be repeated); `--list` names them."
+_JOBS = "Scenarios at a time (default: 2, on one core and with --nodes 1)."
+_NODES = "Run the scenarios of several nodes: three on this machine, in network namespaces (Linux, root)."
 
 
 def drill(
     only: list[str] = typer.Option(None, "--only", metavar="NAME", help=_ONLY),
     keep: Path = typer.Option(None, "--keep", metavar="DIR", help="New folder in which to keep the runs."),
     as_json: bool = typer.Option(False, "--json", help="Print results as JSON; progress goes to stderr."),
-    jobs: int = typer.Option(None, "--jobs", min=1, help="Scenarios at a time (default: 2, on one core 1)."),
+    jobs: int = typer.Option(None, "--jobs", min=1, help=_JOBS),
+    nodes: bool = typer.Option(False, "--nodes", help=_NODES),
     list_only: bool = typer.Option(False, "--list", help="List the scenarios and exit."),
 ) -> None:
     """Check that this installation detects each fault and recovers: real runs of a tiny model, real faults.
@@ -38,22 +41,27 @@ def drill(
     Prints what detected each fault, what was left behind and whether the run resumed. Exit code 0 if every requirement
     of every scenario holds; else 1, and the run folders are kept. Needs no GPU.
 
+    With `--nodes` the faults are those of several nodes: killed, cut off, slow, back with another address. Nodes are
+    namespaces of this machine, whose own network is not touched; exit code 20 where that is not permitted. The table
+    adds when the run continued and how many steps it repeated.
+
     **Example:** `nsa drill --only killed_rank --only full_disk --keep artifacts/drill`
     """
     from rich.console import Console
 
-    from nsa.drill.suite import SCENARIOS, choose
+    from nsa.drill.suite import NODE_SCENARIOS, SCENARIOS, choose
 
     if list_only:
-        for name, scenario in SCENARIOS.items():
-            print(f"{name:16} {scenario.title}")
+        for name, scenario in {**({} if nodes else SCENARIOS), **NODE_SCENARIOS}.items():
+            print(f"{name:28} {scenario.title}{' (--nodes)' if name in NODE_SCENARIOS else ''}")
         return
-    names = choose(only or [])
+    names = choose(only or [], nodes=nodes)
+    at_a_time = jobs or (1 if nodes else min(2, len(os.sched_getaffinity(0))))
     folder = _folder(keep)
     console = Console(stderr=as_json, highlight=False, markup=False, soft_wrap=True)
     began, rows = time.monotonic(), {}
     with sigterm_as_interrupt():
-        for name, row in _run(names, folder, jobs or min(2, len(os.sched_getaffinity(0))), console):
+        for name, row in _run(names, folder, at_a_time, console):
             rows[name] = row
     ordered = [rows[name] for name in names]
     if as_json:
@@ -88,7 +96,7 @@ def _run(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iter
     """Print each result when it is ready; on a terminal the table grows below."""
     from rich.live import Live
 
-    from nsa.drill.suite import SCENARIOS, DrillSuite
+    from nsa.drill.suite import DrillSuite, scenario
 
     done: dict[str, DrillResult] = {}
     with DrillSuite(folder, jobs) as suite, Live(console=console, transient=True, auto_refresh=False) as live:
@@ -97,7 +105,7 @@ def _run(names: list[str], folder: Path, jobs: int, console: "Console") -> "Iter
         for name, row in suite.run(names):
             done[name] = row
             if console.is_terminal:
-                rows = [done.get(other) or SCENARIOS[other].title for other in names]
+                rows = [done.get(other) or scenario(other).title for other in names]
                 live.update(_table(rows), refresh=True)
             else:
                 console.print(f"{row.fault}: {_verdict(row)}, {row.took_s:.0f} s")
@@ -109,16 +117,25 @@ def _table(rows: "Sequence[DrillResult | str]") -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    columns = ("fault", "detected by", "after", "left behind", "resumed", "verdict")
+    from nsa.drill.result import DrillResult
+
+    of_nodes = any(isinstance(row, DrillResult) and row.continued_s is not None for row in rows)
+    columns = ["fault", "detected by", "after", "left behind", "resumed", "verdict"]
+    columns[3:3] = ["continued after", "steps repeated"] if of_nodes else []
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
         if isinstance(row, str):
             table.add_row(row, style="dim")
             continue
-        after = "" if row.after_s is None else f"{row.after_s:.1f} s"
-        style = "green" if row.holds else "bold red"
-        table.add_row(row.fault, row.detected_by, after, row.left_behind, row.resumed, Text(_verdict(row), style))
+        repeated = "" if row.repeated_steps is None else str(row.repeated_steps)
+        cost = [_seconds(row.continued_s), repeated] if of_nodes else []
+        verdict = Text(_verdict(row), "green" if row.holds else "bold red")
+        table.add_row(row.fault, row.detected_by, _seconds(row.after_s), *cost, row.left_behind, row.resumed, verdict)
     return table
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
 
 
 def _verdict(row: "DrillResult") -> str:

@@ -108,11 +108,15 @@ def _require_preflight(config: "RunConfig", nproc: int, nodes: tuple[int, int], 
 
 
 def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
-    from nsa.train.preflight_facts import require_preflight, world_of
+    from nsa.train.datasets import remote_address
+    from nsa.train.preflight_facts import require_preflight, smallest_world
 
     # Held-out rows take time to read. A node that joins later finds the checkpoints of the run that it joins.
     left_to_ranks = ("held_out", "other_run") if nodes[1] > 1 else ("held_out",)
-    require_preflight(config, world_of(config, nproc, nodes), options, left_to_ranks=left_to_ranks)
+    # A path that does not exist before the first start is a mistake; a server may answer at the next attempt.
+    local = remote_address(config) is None
+    world = smallest_world(config, nproc, nodes)
+    require_preflight(config, world, options, look_for_data=local, left_to_ranks=left_to_ranks)
 
 
 def _clear_halt(folder: Path) -> None:

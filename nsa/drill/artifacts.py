@@ -82,12 +82,38 @@ def finite_weights(folder: Path) -> bool:
     return all(bool(np.isfinite(values).all()) for values in load_file(folder / names.MODEL_SAFETENSORS).values())
 
 
-def same_end(folder: Path, other: Path) -> bool:
-    """Whether two runs logged the same losses and have bitwise equal final weights."""
+def same_weights(folder: Path, other: Path) -> bool:
+    """Whether two runs have bitwise equal final weights."""
     from safetensors.numpy import load_file
 
     ours, theirs = (load_file(path / names.MODEL_SAFETENSORS) for path in (folder, other))
-    same_weights = ours.keys() == theirs.keys() and all(
-        ours[name].tobytes() == theirs[name].tobytes() and ours[name].shape == theirs[name].shape for name in theirs
+    return (
+        bool(theirs)
+        and ours.keys() == theirs.keys()
+        and all(
+            ours[name].tobytes() == theirs[name].tobytes() and ours[name].shape == theirs[name].shape for name in theirs
+        )
     )
-    return bool(theirs) and same_weights and step_history(folder) == step_history(other)
+
+
+def same_end(folder: Path, other: Path) -> bool:
+    """Whether two runs logged the same losses and have bitwise equal final weights."""
+    return same_weights(folder, other) and step_history(folder) == step_history(other)
+
+
+def largest_differences(folder: Path, other: Path) -> tuple[float, float]:
+    """Largest absolute difference of two runs in the loss of a step and in a final weight; infinite if steps or
+    weights are missing in one of them.
+    """
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    ours, theirs = step_history(folder), step_history(other)
+    weights, reference = (load_file(path / names.MODEL_SAFETENSORS) for path in (folder, other))
+    if ours.keys() != theirs.keys() or weights.keys() != reference.keys() or not ours:
+        return float("inf"), float("inf")
+    losses = [(ours[step][0], theirs[step][0]) for step in ours]
+    return (
+        max(float("inf") if a is None or b is None else abs(a - b) for a, b in losses),
+        max(float(np.abs(weights[name] - reference[name]).max()) for name in weights),
+    )

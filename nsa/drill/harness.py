@@ -21,6 +21,7 @@ from nsa import names
 from nsa.config.env import without_settings
 from nsa.drill import artifacts, inject
 from nsa.drill.inject import FaultKind, PlantedFault
+from nsa.drill.node_network import NetworkNode
 
 PROGRESS_TIMEOUT_S = 240.0
 """A wait fails after this long without progress; how fast something must happen is required by each scenario."""
@@ -49,13 +50,16 @@ class NotObserved(Exception):
 
 
 class DrillProcess:
-    """A command in its own session, with its output in a log file."""
+    """A Python module as a program in its own session, here or on a node, with its output in a log file."""
 
-    def __init__(self, command: list[str], log: Path, stop_event: threading.Event) -> None:
+    def __init__(
+        self, command: list[str], log: Path, stop_event: threading.Event, node: NetworkNode | None = None
+    ) -> None:
         self.log, self._stop_event, self._timeout = log, stop_event, ProgressTimeout(log.parent)
+        here = [sys.executable, "-m", "nsa.drill.harness", str(os.getpid()), *command]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nsa.drill.harness", str(os.getpid()), *command],
+                here if node is None else node.command([sys.executable, "-m", *command]),
                 env={**without_settings(), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -148,13 +152,13 @@ class DrillHarness:
     def train(self, *words: str, fault: PlantedFault | None = None) -> DrillProcess:
         """`nsa train`, or the same with a fault injected."""
         if fault is not None:
-            return self.start(inject.MODULE, "train", fault.to_json(), "1", *self._arguments(words))
-        return self.start("nsa.cli", "train", *self._arguments(words))
+            return self.start(inject.MODULE, "train", fault.to_json(), "1", *self.arguments(words))
+        return self.start("nsa.cli", "train", *self.arguments(words))
 
     def launch(self, *words: str, nproc: int = 2, fault: PlantedFault | None = None) -> DrillProcess:
         if fault is not None:
-            return self.start(inject.MODULE, "launch", fault.to_json(), str(nproc), *self._arguments(words))
-        return self.start("nsa.cli", "launch", "--nproc", str(nproc), *self._arguments(words))
+            return self.start(inject.MODULE, "launch", fault.to_json(), str(nproc), *self.arguments(words))
+        return self.start("nsa.cli", "launch", "--nproc", str(nproc), *self.arguments(words))
 
     def watch(self, **limits: float) -> DrillProcess:
         """`nsa watch --halt 1` with two checks per second; limits not given have their defaults."""
@@ -167,9 +171,11 @@ class DrillHarness:
         self.wait_for("the watchdog's first record", log.exists, process)
         return process
 
-    def start(self, *command: str) -> DrillProcess:
-        log = self.folder / f"{len(self._processes)}-{command[1]}.log"
-        self._processes.append(DrillProcess(list(command), log, self._stop_event))
+    def start(self, *command: str, node: NetworkNode | None = None) -> DrillProcess:
+        """Start a module with arguments, here or on a node."""
+        where = "" if node is None else f"{node.name}-"
+        log = self.folder / f"{len(self._processes)}-{where}{command[1]}.log"
+        self._processes.append(DrillProcess(list(command), log, self._stop_event, node))
         return self._processes[-1]
 
     def wait_for(self, what: str, condition: Callable[[], _T], process: DrillProcess | None = None) -> _T:
@@ -214,12 +220,19 @@ class DrillHarness:
             raise NotObserved("the injected fault never took effect")
         return float(self._marker.read_text())
 
-    def undisturbed(self, ranks: int) -> Path:
-        """The folder of a run with the same settings and no fault."""
+    def undisturbed(self, ranks: int, *words: str) -> Path:
+        """The folder of a run without a fault, with the same settings if `words` are those of the scenario."""
         assert self._undisturbed is not None
-        return self._undisturbed.of(ranks)
+        return self._undisturbed.of(ranks, *words)
 
-    def _arguments(self, words: tuple[str, ...]) -> list[str]:
+    def pause(self, seconds: float) -> None:
+        """Sleep; raises if the drill was stopped."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pause(self._stop_event)
+
+    def arguments(self, words: tuple[str, ...]) -> list[str]:
+        """Config and settings of this scenario's run, as arguments of `nsa train` or `nsa launch`."""
         return [str(self._config), f"train.out_dir={self.run_folder}", *words]
 
 
@@ -228,20 +241,25 @@ class UndisturbedRuns:
 
     def __init__(self, folder: Path, stop_event: threading.Event) -> None:
         self._folder, self._stop_event = folder, stop_event
-        self._locks = {1: threading.Lock(), 2: threading.Lock()}
-        self._folders: dict[int, Path] = {}
+        self._guard = threading.Lock()
+        self._locks: dict[tuple[int, tuple[str, ...]], threading.Lock] = {}
+        self._folders: dict[tuple[int, tuple[str, ...]], Path] = {}
 
-    def of(self, ranks: int) -> Path:
-        with self._locks[ranks]:
-            if ranks not in self._folders:
-                with DrillHarness(self._folder / f"{ranks}_ranks", self._stop_event) as harness:
-                    process = harness.train() if ranks == 1 else harness.launch(nproc=ranks)
+    def of(self, ranks: int, *words: str) -> Path:
+        key = ranks, words
+        with self._guard:
+            lock = self._locks.setdefault(key, threading.Lock())
+            folder = self._folder / f"{ranks}_ranks{'' if not words else f'_{len(self._locks)}'}"
+        with lock:
+            if key not in self._folders:
+                with DrillHarness(folder, self._stop_event) as harness:
+                    process = harness.train(*words) if ranks == 1 else harness.launch(*words, nproc=ranks)
                     if (code := process.wait()) != 0:
                         raise NotObserved(
                             f"an undisturbed run of {ranks} ranks exited with {code}: {_tail(process.output())}"
                         )
-                    self._folders[ranks] = harness.run_folder
-            return self._folders[ranks]
+                    self._folders[key] = harness.run_folder
+            return self._folders[key]
 
 
 def pause(stop_event: threading.Event) -> None:

@@ -15,6 +15,10 @@ class DrillResult:
     detected_by: str = ""
     after_s: float | None = None
     """Seconds from the fault to the record that reports it."""
+    continued_s: float | None = None
+    """Seconds from the fault to the first step after the interruption; only for faults of nodes."""
+    repeated_steps: int | None = None
+    """Steps that were done again; only for faults of nodes."""
     left_behind: str = ""
     resumed: str = ""
     unmet: list[str] = field(default_factory=list)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.drill.harness import DrillHarness, NotObserved, UndisturbedRuns
+from nsa.drill.node_network import NodeNetworkError, unshare_options
 from nsa.drill.result import DrillResult
-from nsa.drill.scenarios import data, disk, numbers, pace, processes
+from nsa.drill.scenarios import data, disk, nodes, numbers, pace, processes
 from nsa.errors import ConfigError
 
 
@@ -34,13 +35,36 @@ SCENARIOS = {
     "healthy": DrillScenario("none: 500 steps, noise", pace.healthy),
 }
 
+NODE_SCENARIOS = {
+    "node_restarted": DrillScenario("node killed, back", nodes.node_restarted),
+    "node_power_cut": DrillScenario("power cut of a node, back", nodes.node_power_cut),
+    "node_readdressed": DrillScenario("node killed, back with another address", nodes.node_readdressed),
+    "rendezvous_host_restarted": DrillScenario("rendezvous host killed, back", nodes.rendezvous_host_restarted),
+    "rendezvous_host_readdressed": DrillScenario(
+        "rendezvous host killed, back with another address", nodes.rendezvous_host_readdressed
+    ),
+    "node_lost": DrillScenario("node killed, stays away", nodes.node_lost),
+    "node_rejoins": DrillScenario("node killed, back later", nodes.node_rejoins),
+    "partition": DrillScenario("node unreachable for 45 s", nodes.partition),
+    "short_cut": DrillScenario("node unreachable for 5 s", nodes.short_cut),
+    "slow_link": DrillScenario("slow link of a node", nodes.slow_link),
+}
+"""Need network namespaces (`node_network`); not part of the drill unless asked for."""
 
-def choose(wanted: Iterable[str]) -> list[str]:
-    """The requested scenarios in the suite's order; all if none is named."""
-    names = list(wanted)
-    if unknown := [name for name in names if name not in SCENARIOS]:
-        raise ConfigError(f"--only {unknown[0]}: there is no such scenario. Choose among {', '.join(SCENARIOS)}.")
-    return [name for name in SCENARIOS if name in names or not names]
+
+def choose(wanted: Iterable[str], *, nodes: bool = False) -> list[str]:
+    """The requested scenarios in the suite's order; if none is named, all of one machine, or all of several nodes."""
+    names, known = list(wanted), {**SCENARIOS, **NODE_SCENARIOS}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only {unknown[0]}: there is no such scenario. Choose among {', '.join(known)}.")
+    found = [name for name in known if name in names] or list(NODE_SCENARIOS if nodes else SCENARIOS)
+    if any(name in NODE_SCENARIOS for name in found):
+        unshare_options()
+    return found
+
+
+def scenario(name: str) -> DrillScenario:
+    return SCENARIOS.get(name) or NODE_SCENARIOS[name]
 
 
 class DrillSuite:
@@ -65,11 +89,12 @@ class DrillSuite:
             yield running[future], future.result()
 
     def _run(self, name: str) -> DrillResult:
-        scenario, result, began = SCENARIOS[name], DrillResult(SCENARIOS[name].title), time.monotonic()
+        chosen, began = scenario(name), time.monotonic()
+        result = DrillResult(chosen.title)
         try:
             with DrillHarness(self._folder / name, self._stop_event, self._undisturbed) as harness:
-                scenario.run(harness, result)
-        except (NotObserved, OSError) as problem:
+                chosen.run(harness, result)
+        except (NotObserved, NodeNetworkError, OSError) as problem:
             result.unmet.append(str(problem))
         result.took_s = time.monotonic() - began
         return result

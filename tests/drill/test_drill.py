@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.drill.suite import SCENARIOS
+from nsa.drill.suite import NODE_SCENARIOS, SCENARIOS, scenario
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,14 +36,23 @@ def test_a_killed_trainer_and_a_full_disk(tmp_path):
     assert "2 of 2 rows hold" in said
 
 
+def rows_of(request, test: str, *words: str) -> dict[str, dict]:
+    """Of one drill with the scenarios for which this test was selected."""
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == test]
+    names = [item.callspec.params["name"] for item in tests]
+    _, found, _ = drill(*words, *(word for name in names for word in ("--only", name)), timeout_s=3500)
+    titles = {scenario(name).title: name for name in names}
+    return {titles[row["fault"]]: row for row in found}
+
+
 @pytest.fixture(scope="module")
 def rows(request) -> dict[str, dict]:
-    """Of one drill with the scenarios whose tests were selected."""
-    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_a_row_holds"]
-    names = [item.callspec.params["name"] for item in tests]
-    _, found, _ = drill(*(word for name in names for word in ("--only", name)), timeout_s=3500)
-    titles = {scenario.title: name for name, scenario in SCENARIOS.items()}
-    return {titles[row["fault"]]: row for row in found}
+    return rows_of(request, "test_a_row_holds")
+
+
+@pytest.fixture(scope="module")
+def rows_of_nodes(request, permitted) -> dict[str, dict]:
+    return rows_of(request, "test_a_row_of_several_nodes_holds", "--nodes")
 
 
 @pytest.mark.slow
@@ -52,3 +61,12 @@ def rows(request) -> dict[str, dict]:
 def test_a_row_holds(rows, name):
     assert rows[name]["unmet"] == []
     assert rows[name]["holds"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", NODE_SCENARIOS)
+def test_a_row_of_several_nodes_holds(rows_of_nodes, name):
+    assert rows_of_nodes[name]["unmet"] == []
+    assert rows_of_nodes[name]["holds"]
+    assert rows_of_nodes[name]["continued_s"] is not None

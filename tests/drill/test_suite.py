@@ -121,7 +121,7 @@ def processes_with(text: str) -> list[bytes]:
     return [command for command in commands if text.encode() in command]
 
 
-def wait_until(holds, what: str, timeout_s: float = 90) -> None:
+def wait_until(holds, what: str, timeout_s: float = 240) -> None:
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, what

@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nsa.errors import ConfigError
 from nsa.files import write_atomic
 from nsa.train.launch.node_address import interface_of, loopback_interface, read_secret
-from nsa.train.signal_handlers import stop_signals
+from nsa.train.signal_handlers import REGROUP, stop_signals
 
+NO_RENDEZVOUS = 75
+"""Exit code of an agent that did not meet the other nodes in time and has started no rank."""
 _MODULE = "nsa.train.launch.agent"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -48,9 +51,29 @@ class AgentSpec:
         """File: rank → exit code of the ranks of this node that failed first; written if the agent exits by itself."""
         return Path(self.logs) / "outcome.json"
 
+    @property
+    def no_rendezvous(self) -> Path:
+        """File: why this node did not meet the others; written if the agent exits with `NO_RENDEZVOUS`."""
+        return Path(self.logs) / "no_rendezvous.txt"
+
 
 def rank_log(logs: Path, rank: int) -> Path:
     return logs / f"rank{rank}.log"
+
+
+def started_ranks(logs: Path) -> bool:
+    """Whether any rank of this node has been started since the log folder was made."""
+    return any(logs.glob("rank*.log"))
+
+
+def signal_children(pid: int, number: int) -> None:
+    """Send a signal to every child of a process."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in children.read_text().split():
+                os.kill(int(child), number)
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            continue
 
 
 def die_with_parent(parent: int) -> None:
@@ -77,13 +100,15 @@ def run_agent(spec: AgentSpec) -> int:
     )
     _choose_interface(spec, one_node)
 
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from nsa.train.launch.rendezvous import ONE_NODE, SEVERAL_NODES, register, rendezvous_id
 
-    register(spec.listen, secret)
+    register(spec.listen, secret, on_nodes_waiting=lambda: signal_children(os.getpid(), REGROUP))
     config = LaunchConfig(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
@@ -104,6 +129,11 @@ def run_agent(spec: AgentSpec) -> int:
     except ChildFailedError as error:
         _write_outcome(spec, {rank: failure.exitcode for rank, failure in error.failures.items()})
         return 1
+    except (RendezvousError, DistError, ConfigError) as error:
+        if one_node or started_ranks(Path(spec.logs)):
+            raise
+        write_atomic(spec.no_rendezvous, " ".join(str(error).split()))
+        return NO_RENDEZVOUS
     _write_outcome(spec, {})
     return 0
 

@@ -14,7 +14,7 @@ import subprocess
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFin
 from nsa.names import CHECKPOINTS
 from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.failure_codes import code_of_exit_status
-from nsa.train.launch.agent import AgentSpec, rank_log
+from nsa.train.launch.agent import NO_RENDEZVOUS, AgentSpec, rank_log, signal_children, started_ranks
 from nsa.train.launch.node_address import LOOPBACK, make_secret, own_address
 from nsa.train.launch.repeated_errors import without_repeated_errors
 from nsa.train.signal_handlers import stop_signals
@@ -44,9 +44,11 @@ RETRYABLE_EXITS: dict[int, str] = {
     DataError.exit_code: "data could not be read",
     CheckpointError.exit_code: "a checkpoint could not be written or read",
     ExitCode.HUNG: "killed because it hung",
+    ExitCode.REGROUP: "saved to continue on more nodes",
 }
 """Codes that stand for a failure that may pass. So does any code not listed here: a crash or a kill."""
 _POLL_S = 0.1
+_REMIND_S = 15.0
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -73,6 +75,8 @@ class LaunchSettings:
     backoff_max_s: float = 120.0
     shutdown_s: int = 15
     """How long the other ranks may take to exit after one has failed."""
+    meet_s: float = 1800.0
+    """How long a node waits for the others before it gives up."""
 
     def nodes(self) -> tuple[int, int]:
         least, _, most = self.nnodes.partition(":")
@@ -127,6 +131,8 @@ def classify_exit(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
     if not codes:
         if agent_code == 0:
             return RankOutcome(ExitCode.DONE, "done")
+        if agent_code == NO_RENDEZVOUS:
+            return RankOutcome(NO_RENDEZVOUS, "the other nodes could not be reached or were too few")
         how = _killed_by(agent_code) if agent_code < 0 else f"exited with {agent_code}"
         return RankOutcome(agent_code, f"the agent {how}")
     for known in (FINAL_EXITS, RETRYABLE_EXITS):
@@ -148,14 +154,15 @@ def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[
     checkpoints = CheckpointFolder(settings.run_folder / CHECKPOINTS)
     requests = _StopRequests()
     show = without_repeated_errors(show) if show is not None else None
-    options, fruitless, newest = settings.start, 0, _newest(checkpoints)
+    options, fruitless, newest, met_at = settings.start, 0, _newest(checkpoints), time.monotonic()
     try:
         while True:
             logs = _new_logs(settings)
             log(f"starting {settings.nproc} ranks that listen at {address}, logs in {logs}")
-            outcome = _RankCycle(settings, logs, options, requests, show).run()
+            outcome = _RankCycle(settings, logs, options, requests, log, show).run()
             before, newest = newest, _newest(checkpoints)
-            fruitless = 0 if newest > before else fruitless + 1
+            if outcome.code != NO_RENDEZVOUS:
+                fruitless, met_at = 0 if newest > before else fruitless + 1, time.monotonic()
             if outcome.code == ExitCode.DONE:
                 log("done")
                 return ExitCode.DONE
@@ -172,6 +179,10 @@ def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[
                 _record(settings, outcome, newest, logs, LauncherAction.GAVE_UP)
                 log(f"gave up after {fruitless} cycles without a new checkpoint: {outcome.why}; {at}. Logs: {logs}")
                 return outcome.exit_code
+            if (alone_s := time.monotonic() - met_at) > settings.meet_s:
+                _record(settings, outcome, newest, logs, LauncherAction.GAVE_UP)
+                log(f"gave up after {alone_s:.0f} s: {outcome.why}; {at}. Logs: {logs}")
+                return ExitCode.FAILED
             pause_s = min(settings.backoff_s * 2.0 ** max(fruitless - 1, 0), settings.backoff_max_s)
             _record(settings, outcome, newest, logs, LauncherAction.RESTARTED)
             log(f"restarting in {pause_s:.0f} s: {outcome.why}; {at}")
@@ -220,6 +231,7 @@ class _RankCycle:
         logs: Path,
         options: StartOptions,
         requests: _StopRequests,
+        log: Callable[[str], None],
         show: Callable[[str], None] | None,
     ) -> None:
         least, most = settings.nodes()
@@ -236,8 +248,9 @@ class _RankCycle:
             launcher_pid=os.getpid(),
             shutdown_s=settings.shutdown_s,
         )
-        self._settings, self._logs, self._requests, self._show = settings, logs, requests, show
+        self._settings, self._logs, self._requests, self._log, self._show = settings, logs, requests, log, show
         self._shown = 0
+        self._began, self._reminders = time.monotonic(), 0
 
     def run(self) -> RankOutcome:
         with (self._logs / "agent.log").open("wb") as log:
@@ -249,14 +262,15 @@ class _RankCycle:
         try:
             while agent.poll() is None:
                 while self._requests.forward:
-                    _signal_children(agent.pid, self._requests.forward.pop(0))
+                    signal_children(agent.pid, self._requests.forward.pop(0))
                 if self._requests.stop > handled:
                     handled = self._requests.stop
                     deadline = min(deadline, time.monotonic() + self._settings.grace_s)
-                    _signal_children(agent.pid, signal.SIGTERM)
+                    signal_children(agent.pid, signal.SIGTERM)
                 if time.monotonic() > deadline:
                     agent.kill()
                 self._show_more()
+                self._remind_of_other_nodes()
                 time.sleep(_POLL_S)
         finally:
             agent.kill()  # the ranks die with it
@@ -266,7 +280,22 @@ class _RankCycle:
             codes = {int(rank): int(code) for rank, code in json.loads(self._spec.outcome.read_text()).items()}
         except FileNotFoundError:
             codes = {}
-        return classify_exit(codes, agent.returncode)
+        outcome = classify_exit(codes, agent.returncode)
+        if outcome.code == NO_RENDEZVOUS:
+            outcome = replace(outcome, why=f"{outcome.why} ({self._spec.no_rendezvous.read_text()})")
+        return outcome
+
+    def _remind_of_other_nodes(self) -> None:
+        """Log that this node still waits for others, every `_REMIND_S`."""
+        waited_s = time.monotonic() - self._began
+        if self._spec.max_nodes == 1 or waited_s < (self._reminders + 1) * _REMIND_S:
+            return
+        self._reminders += 1
+        if not started_ranks(self._logs):
+            self._log(
+                f"waiting for other nodes at {self._spec.rdzv_endpoint} for {waited_s:.0f} s "
+                f"(--nnodes {self._settings.nnodes}, this one is {self._spec.listen})"
+            )
 
     def _show_more(self) -> None:
         """Show new output of rank 0, if it is on this node."""
@@ -282,15 +311,6 @@ class _RankCycle:
         self._shown += len(whole)
         if whole:
             self._show(whole.decode("utf-8", "replace"))
-
-
-def _signal_children(pid: int, number: int) -> None:
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            for child in children.read_text().split():
-                os.kill(int(child), number)
-        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
-            continue
 
 
 def _newest(checkpoints: CheckpointFolder) -> int:
@@ -313,7 +333,7 @@ def _new_logs(settings: LaunchSettings) -> Path:
 
 
 def _record(settings: LaunchSettings, outcome: RankOutcome, newest: int, logs: Path, action: LauncherAction) -> None:
-    failed = outcome.code not in (ExitCode.PREEMPTED, ExitCode.HALTED)
+    failed = outcome.code not in (ExitCode.PREEMPTED, ExitCode.HALTED, ExitCode.REGROUP)
     add_event(
         settings.run_folder,
         EventKind.ERROR if failed else EventKind.STOP,

@@ -8,6 +8,7 @@ themselves nor read keys of earlier ranks.
 
 import hmac
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -36,12 +37,15 @@ def rendezvous_id(secret: bytes, name: str) -> str:
     return hmac.digest(secret, b"id " + name.encode(), _DIGEST).hex()[:32]
 
 
-def register(own: str, secret: bytes | None) -> None:
-    """Register the handlers with the elastic agent of this process."""
+def register(own: str, secret: bytes | None, on_nodes_waiting: Callable[[], None]) -> None:
+    """Register the handlers with the elastic agent of this process.
+
+    on_nodes_waiting: called on one node, again and again, while another one waits to join a running run.
+    """
 
     def several(params: RendezvousParameters) -> RendezvousHandler:
         assert secret is not None
-        return SeveralNodes(params, own, secret)
+        return SeveralNodes(params, own, secret, on_nodes_waiting)
 
     rendezvous_handler_registry.register(ONE_NODE, lambda params: OneNode(params.run_id))
     rendezvous_handler_registry.register(SEVERAL_NODES, several)
@@ -99,11 +103,14 @@ class SeveralNodes(RendezvousHandler):
     node for the ranks' store, but do not serve it themselves.
     """
 
-    def __init__(self, params: RendezvousParameters, own: str, secret: bytes) -> None:
+    def __init__(
+        self, params: RendezvousParameters, own: str, secret: bytes, on_nodes_waiting: Callable[[], None]
+    ) -> None:
         store = _rendezvous_store(params.endpoint, own)
         backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret)
         self._inner, self._own = create_handler(store, backend, params), own
         self._ranks_store: TCPStore | None = None
+        self._on_nodes_waiting, self._first = on_nodes_waiting, False
 
     def get_backend(self) -> str:
         return SEVERAL_NODES
@@ -116,7 +123,8 @@ class SeveralNodes(RendezvousHandler):
         info = self._inner.next_rendezvous()
         self._ranks_store = None
         assert info.bootstrap_store_info is not None
-        if info.rank == 0:
+        self._first = info.rank == 0
+        if self._first:
             self._ranks_store = serve_store(self._own, info.bootstrap_store_info.master_port)
         return info
 
@@ -127,14 +135,18 @@ class SeveralNodes(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """0 if the store is gone or its state was forged: the running ranks need neither.
+        """Always 0, since torch would end the ranks of each node by SIGTERM and start the same command again.
 
-        An agent that failed here instead would hide the exit codes of its ranks, e.g. that they were halted.
+        Here the first node asks its ranks to regroup: all ranks of all nodes save at the same step and exit with a code
+        of their own, and each launcher resumes the run. A store that is gone or a forged state is ignored: the running
+        ranks need neither, and an agent that failed here would hide the exit codes of its ranks.
         """
         try:
-            return self._inner.num_nodes_waiting()
+            if self._inner.num_nodes_waiting() and self._first:
+                self._on_nodes_waiting()
         except (RendezvousConnectionError, RendezvousStateError):
-            return 0
+            pass
+        return 0
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()

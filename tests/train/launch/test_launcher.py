@@ -23,6 +23,7 @@ from nsa.errors import ConfigError  # noqa: E402
 from nsa.observe.events import LauncherAction, read_events  # noqa: E402
 from nsa.observe.failure_codes import code_of_exit_status  # noqa: E402
 from nsa.train.launch import launcher as launching  # noqa: E402
+from nsa.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
 from nsa.train.launch.launcher import LaunchSettings, RankOutcome, classify_exit, launch  # noqa: E402
 
 STEPS = 12
@@ -49,6 +50,9 @@ STEPS = 12
         ({0: -11}, 1, -11, True),
         ({}, -9, -9, True),
         ({}, 1, 1, True),
+        ({}, NO_RENDEZVOUS, NO_RENDEZVOUS, True),
+        ({0: 12, 1: 12}, 1, 12, True),
+        ({0: 12, 1: 10}, 1, 10, False),
     ],
 )
 def test_only_what_can_get_better_is_restarted(codes, agent, code, again):
@@ -80,7 +84,7 @@ class Lives:
         left = list(told)
 
         class Cycle:
-            def __init__(cycle, settings, logs, options, requests, show) -> None:
+            def __init__(cycle, settings, logs, options, requests, log, show) -> None:
                 self.resumed.append(options.resume)
 
             def run(cycle) -> RankOutcome:
@@ -118,6 +122,29 @@ def test_a_checkpoint_saved_again_is_no_progress(monkeypatch, tmp_path):
     lives = Lives(monkeypatch, tmp_path, (1, 5), (1, 5), (1, 4), (1, 5))
     assert launch(plan(tmp_path), lambda text: None) == 1
     assert len(lives.resumed) == 4
+
+
+def test_a_node_that_meets_nobody_waits_longer_than_three_cycles(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, *[(NO_RENDEZVOUS, None)] * 9, (0, 5))
+    assert launch(plan(tmp_path), lambda text: None) == 0
+    assert lives.pauses == [2.0] * 9
+
+
+def test_a_node_that_meets_nobody_gives_up_in_the_end(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, (1, 5), *[(NO_RENDEZVOUS, None)] * 9)
+    ticks = iter(range(0, 10000, 500))
+    monkeypatch.setattr(launching.time, "monotonic", lambda: next(ticks))
+    assert launch(plan(tmp_path, meet_s=1800.0), lambda text: None) == 1
+    assert 2 <= len(lives.resumed) <= 4
+    assert read_events(tmp_path)[-1].details["launcher"] == LauncherAction.GAVE_UP
+
+
+def test_ranks_that_saved_for_another_node_are_resumed(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, (12, 5), (0, 9))
+    assert launch(plan(tmp_path), lambda text: None) == 0
+    assert lives.resumed == [False, True]
+    details = read_events(tmp_path)[-1].details
+    assert (details["launcher"], details.get("failure_code")) == (LauncherAction.RESTARTED, None)
 
 
 def test_waiting_has_a_limit(monkeypatch, tmp_path):
@@ -301,6 +328,17 @@ def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
     assert result.returncode == 20
     assert "Did you mean train.steps?" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dataset", ["prepared", "local"])
+def test_a_data_folder_that_does_not_exist_ends_at_once(dataset, tmp_path):
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    words = [f"data.dataset={dataset}", f"data.path={tmp_path}/nowhere", f"train.out_dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "2", "configs/cpu_quickstart.yaml", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert f"{tmp_path}/nowhere" in result.stderr
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 def _stand_in(run: Path, mode: str, again: bool) -> None:
