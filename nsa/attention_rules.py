@@ -6,10 +6,21 @@ Needs no torch. A rule that does not hold is a `BrokenRule` with the settings co
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from nsa.errors import BrokenRule
-from nsa.options import ATTENTION_KINDS, PHIS, ROPE_COMPRESSED, ROPE_TYPES, AttentionKind
+from nsa.options import (
+    ATTENTION_KINDS,
+    PHIS,
+    QK_NORMS_PER,
+    ROPE_ANGLES,
+    ROPE_COMPRESSED,
+    ROPE_LAYERS,
+    ROPE_TYPES,
+    AttentionKind,
+)
+
+T = TypeVar("T")
 
 PHIS_WITH_POS_EMB = ("linear", "mlp")
 PHIS_OF_UNROTATED_KEYS = ("softmax", *PHIS_WITH_POS_EMB)
@@ -57,6 +68,47 @@ def broken_head_rules(n_heads: int, n_kv_groups: int, d_k: int) -> Iterator[Brok
         )
 
 
+def broken_rotary_rules(rotary_dim: int | None, d_k: int, rope_angles: str) -> Iterator[BrokenRule]:
+    """Rules of the channels that RoPE rotates, and of the precision of its angles."""
+    yield from broken_option("model.rope_angles", rope_angles, ROPE_ANGLES)
+    if rotary_dim is not None and (rotary_dim < 2 or rotary_dim % 2 or rotary_dim > d_k):
+        fix = max(2, min(rotary_dim + rotary_dim % 2, d_k - d_k % 2))
+        yield BrokenRule(
+            ("model.rotary_dim", "model.d_k"),
+            f"model.rotary_dim ({rotary_dim}) must be even, at least 2 and at most model.d_k ({d_k}): RoPE rotates "
+            f"pairs of a key's first channels. Set e.g. model.rotary_dim={fix}, or null for all; for layers without "
+            f"RoPE set model.rope_layers=none.",
+        )
+
+
+def broken_window_rules(window: int | None) -> Iterator[BrokenRule]:
+    if window is not None and window < 1:
+        yield BrokenRule(
+            ("model.window",),
+            f"model.window ({window}) must be at least 1: it counts tokens, with the query's own. Set e.g. "
+            f"model.window=512, or null for nsa.w.",
+        )
+
+
+def broken_qk_norm_rules(qk_norm: bool, qk_norm_per: str, kv: str) -> Iterator[BrokenRule]:
+    """A norm over the keys of all groups together has one weight per channel of one set of keys."""
+    yield from broken_option("model.qk_norm_per", qk_norm_per, QK_NORMS_PER)
+    if qk_norm_per != "layer":
+        return
+    if not qk_norm:
+        yield BrokenRule(
+            ("model.qk_norm_per", "model.qk_norm"),
+            f"model.qk_norm_per ({qk_norm_per}) has no meaning with model.qk_norm (false): there is no norm. Set "
+            f"model.qk_norm=true or model.qk_norm_per=head.",
+        )
+    if kv == "per_branch":
+        yield BrokenRule(
+            ("model.qk_norm_per", "nsa.kv"),
+            f"model.qk_norm_per ({qk_norm_per}) needs one set of keys and nsa.kv ({kv}) has one per branch: the norm "
+            f"would couple the branches. Set nsa.kv=shared or model.qk_norm_per=head.",
+        )
+
+
 def _divisor_up_to(limit: int, number: int) -> int:
     """The largest divisor worth suggesting, found in bounded time for numbers of any size."""
     return next(divisor for divisor in range(min(limit, _LARGEST_SUGGESTION), 0, -1) if number % divisor == 0)
@@ -64,11 +116,22 @@ def _divisor_up_to(limit: int, number: int) -> int:
 
 def broken_pattern_rules(pattern: Sequence[str], n_layers: int) -> Iterator[BrokenRule]:
     """Rules of `model.attention`: kinds of attention, repeated over the layers."""
-    key = "model.attention"
+    yield from _broken_list_rules("model.attention", pattern, ATTENTION_KINDS, n_layers)
+
+
+def broken_rope_layer_rules(pattern: Sequence[str], n_layers: int) -> Iterator[BrokenRule]:
+    """Rules of `model.rope_layers`: which rotation a layer has, repeated over the layers."""
+    yield from _broken_list_rules("model.rope_layers", pattern, ROPE_LAYERS, n_layers)
+
+
+def _broken_list_rules(
+    key: str, pattern: Sequence[str], options: tuple[str, ...], n_layers: int
+) -> Iterator[BrokenRule]:
+    """Of a list of options that is repeated over the layers."""
     if not pattern:
-        yield BrokenRule((key,), f"{key} is an empty list: every layer needs a kind of attention. Set e.g. {key}=nsa.")
-    for kind in dict.fromkeys(pattern):
-        yield from broken_option(key, kind, ATTENTION_KINDS)
+        yield BrokenRule((key,), f"{key} is an empty list: every layer needs an entry. Set e.g. {key}={options[0]}.")
+    for entry in dict.fromkeys(pattern):
+        yield from broken_option(key, entry, options)
     if len(pattern) > n_layers >= 1:
         yield BrokenRule(
             (key, "model.n_layers"),
@@ -77,9 +140,14 @@ def broken_pattern_rules(pattern: Sequence[str], n_layers: int) -> Iterator[Brok
         )
 
 
-def layer_kinds(pattern: Sequence[AttentionKind], n_layers: int) -> list[AttentionKind]:
-    """The kind of attention of every layer: the pattern, repeated and cut."""
+def repeated(pattern: Sequence[T], n_layers: int) -> list[T]:
+    """The entry of every layer: the pattern, repeated and cut."""
     return [pattern[layer % len(pattern)] for layer in range(n_layers)]
+
+
+def layer_kinds(pattern: Sequence[AttentionKind], n_layers: int) -> list[AttentionKind]:
+    """The kind of attention of every layer."""
+    return repeated(pattern, n_layers)
 
 
 def kind_counts(pattern: Sequence[AttentionKind], n_layers: int) -> Counter[AttentionKind]:
@@ -134,6 +202,25 @@ def broken_selector_loss_rules(weight: float, share: float, kv: str, phi: str) -
             ("nsa.selector_loss", "nsa.kv", "nsa.phi"),
             f"nsa.selector_loss ({weight}) has nothing to train with nsa.kv ({kv}) and nsa.phi ({phi}): where branches "
             f"share keys it trains phi alone, and a mean has no weights. Set nsa.phi=softmax or nsa.selector_loss=0.",
+        )
+
+
+def broken_merged_rules(pattern: Sequence[str], phi: str, selector_loss: float) -> Iterator[BrokenRule]:
+    """Rules of layers of kind `merged`, whose φ is trained by the selector loss alone."""
+    keys = ("model.attention", "nsa.phi", "nsa.selector_loss")
+    if "merged" in pattern and phi != "avg" and not selector_loss > 0:
+        yield BrokenRule(
+            keys,
+            f"model.attention ({', '.join(pattern)}) has layers of kind merged, where nothing but nsa.selector_loss "
+            f"({selector_loss}) trains nsa.phi ({phi}): it would keep its initial weights. Set nsa.selector_loss=1.0, "
+            f"or nsa.phi=avg, which has none.",
+        )
+    if {*pattern} == {"merged"} and phi == "avg" and selector_loss > 0:
+        yield BrokenRule(
+            keys,
+            f"nsa.selector_loss ({selector_loss}) has nothing to train with model.attention (merged) and nsa.phi "
+            f"({phi}): there it trains phi alone, and a mean has no weights. Set nsa.phi=softmax or "
+            f"nsa.selector_loss=0.",
         )
 
 

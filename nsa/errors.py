@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
     REFUSED = 2, "the command line is wrong, or preflight refused the run"
     PREEMPTED = 10, "stopped by a signal; a checkpoint was saved and the run can resume"
     HALTED = 11, "stopped by `.HALT`; a person must clear it before the run resumes"
+    REGROUP = 12, "saved to continue on more nodes; `nsa launch` restarts it by itself"
     REPLICAS_DIFFER = 16, "replicas of the weights differ: suspect hardware"
     CONFIG = 20, "a setting is unknown, malformed or contradicts another one"
     DATA = 21, "data is missing, corrupt or too late"

@@ -90,6 +90,12 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_data(file: BinaryIO) -> None:
+    """Bring what was written to an open file to the disk."""
+    file.flush()
+    os.fdatasync(file.fileno())
+
+
 def fsync_tree(root: Path) -> None:
     """fsync every file and folder below `root`, and `root` itself."""
     for folder, _, names in os.walk(root, topdown=False):

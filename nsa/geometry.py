@@ -4,12 +4,14 @@ Needs no torch, so that configuration and planning can use it too.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd
+from math import gcd, lcm
 
 from nsa.errors import BrokenRule, require_rules
 
+N_COARSE = 16
+"""Default of `nsa.n_coarse`."""
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
 _FFN_MULTIPLE = 64
 
@@ -100,8 +102,75 @@ class Geometry:
             + _triangle(partial),
         }
 
+    def total_merged_reads(self, n_tokens: int) -> dict[str, int]:
+        """The same of a layer of kind `merged`, whose blocks are chosen among the tokens before the window."""
+        return {**self.total_reads(max(0, n_tokens - self.w)), "sliding": self.total_reads(n_tokens)["sliding"]}
+
+
+def broken_coarse_rules(entries: int, n_blocks: int, l: int, d: int, l_sel: int, n_sel: int) -> Iterator[BrokenRule]:
+    """Rules of `nsa.coarse_block` (0: no second level) and `nsa.n_coarse`."""
+    if entries < 0:
+        yield BrokenRule(
+            ("nsa.coarse_block",), f"nsa.coarse_block ({entries}) must be at least 0: it counts entries. Set e.g. 64."
+        )
+    if n_blocks < FORCED_BLOCKS:
+        yield BrokenRule(
+            ("nsa.n_coarse",),
+            f"nsa.n_coarse ({n_blocks}) must be at least {FORCED_BLOCKS}: the first coarse block and two local ones "
+            f"are always read. Set e.g. nsa.n_coarse={N_COARSE}.",
+        )
+    if entries < 1 or d < 1 or l_sel < 1:
+        return
+    unit = lcm(l_sel, d) // d
+    if entries % unit or entries * d < l:
+        yield BrokenRule(
+            ("nsa.coarse_block", "nsa.d", "nsa.l_sel", "nsa.l"),
+            f"nsa.coarse_block ({entries}) times nsa.d ({d}) must be a multiple of nsa.l_sel ({l_sel}) and at least "
+            f"nsa.l ({l}): coarse blocks consist of whole selection blocks. Set e.g. "
+            f"nsa.coarse_block={-(-max(entries, -(-l // d)) // unit) * unit}.",
+        )
+    elif n_blocks * entries * d < n_sel * l_sel:
+        yield BrokenRule(
+            ("nsa.n_coarse", "nsa.coarse_block", "nsa.n_sel"),
+            f"nsa.n_coarse ({n_blocks}) coarse blocks of nsa.coarse_block ({entries}) entries hold "
+            f"{n_blocks * entries * d // l_sel} selection blocks, and nsa.n_sel ({n_sel}) of them are selected. Set "
+            f"e.g. nsa.n_coarse={-(-n_sel * l_sel // (entries * d))}.",
+        )
+
+
+@dataclass(frozen=True)
+class CoarseLevel:
+    """Coarse blocks of `entries` compressed entries, of which a query reads the best `n_blocks`."""
+
+    entries: int
+    n_blocks: int
+    geometry: Geometry = field(init=False, compare=False)
+    """Block sizes on the axis of compressed entries: there a coarse block is compressed, and selected, as one."""
+
+    def __post_init__(self) -> None:
+        m = self.entries
+        object.__setattr__(self, "geometry", Geometry(m, m, m, self.n_blocks, m))
+
+    @property
+    def ints(self) -> list[int]:
+        return [self.entries, self.n_blocks]
+
+    @staticmethod
+    def from_ints(ints: Sequence[int]) -> "CoarseLevel":
+        return _coarse_from_ints(*ints)
+
+    def total_reads(self, geometry: Geometry, n_tokens: int) -> dict[str, int]:
+        """Sum over the first n_tokens queries of the coarse keys that each scores and the entries that it reads."""
+        strides, rest = divmod(max(0, n_tokens - geometry.l + 1), geometry.d)
+        of_whole, of_rest = self.geometry.total_reads(strides), self.geometry.total_reads(strides + 1)
+        return {
+            "coarse": geometry.d * of_whole["compressed"] + rest * (of_rest["compressed"] - of_whole["compressed"]),
+            "compressed": geometry.d * of_whole["selected"] + rest * (of_rest["selected"] - of_whole["selected"]),
+        }
+
 
 _from_ints = lru_cache(Geometry)
+_coarse_from_ints = lru_cache(CoarseLevel)
 
 
 def _triangle(n: int) -> int:

@@ -5,6 +5,24 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, truncate=False)
 
+FAMILIES: dict[str, dict[str, dict]] = {
+    "post_norm": {"model": dict(post_norm=True)},
+    "qk_norm_per_layer": {"model": dict(qk_norm=True, qk_norm_per="layer")},
+    "ffn_bias": {"model": dict(ffn_bias=True)},
+    "rotary_dim": {"model": dict(rotary_dim=4)},
+    "no_rope": {"model": dict(rope_layers=["scaled", "none"])},
+    "plain_rope": {"model": dict(rope_layers=["plain", "scaled"], rope_scaling=YARN)},
+    "fp32_angles": {"model": dict(rope_angles="fp32", rope_scaling=LLAMA3)},
+    "window": {"model": dict(attention=["window", "nsa"], window=5)},
+    "olmo": {
+        "model": dict(
+            post_norm=True, qk_norm=True, qk_norm_per="layer", attention=["window", "dense"], window=6,
+            rope_layers=["plain", "scaled"], rope_scaling=YARN, rope_angles="fp32",
+        )
+    },
+}  # fmt: skip
+"""Options that published dense models have and ours by default has not, one at a time and as OLMo 3 has them."""
+
 OPTIONS: dict[str, dict[str, dict]] = {
     "plain": {},
     "per_branch": {"nsa": dict(kv="per_branch", phi="avg")},

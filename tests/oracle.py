@@ -42,10 +42,31 @@ def complete_blocks(t: int, l: int, d: int) -> list[int]:
     return found
 
 
-def chosen_blocks(heads: list[Array], compressed_keys: list[Array], t: int, *, l: int, d: int, l_sel: int, n_sel: int,
-                  scale: float) -> list[int]:  # fmt: skip
-    """The selection blocks of one query and group: counted token by token, stride by stride."""
+def entries_read(heads: list[Array], compressed_keys: list[Array], t: int, *, l: int, d: int, coarse_block: int,
+                 n_coarse: int, scale: float) -> list[int]:  # fmt: skip
+    """The compressed entries that one query and group attend to: all that are complete, or, with coarse blocks, those
+    in the first coarse block, in the last two, and in the ones whose mean keys the heads like best."""
     visible = complete_blocks(t, l, d)
+    if not coarse_block or not visible:
+        return visible
+    liking: dict[int, float] = {}
+    whole = list(range(len(visible) // coarse_block))
+    means = [sum(compressed_keys[j * coarse_block : (j + 1) * coarse_block]) / coarse_block for j in whole]
+    for q in heads:
+        for j, p in zip(whole, softmax_row([scale * float(q @ mean) for mean in means]), strict=True):
+            liking[j] = liking.get(j, 0.0) + p
+    last = visible[-1] // coarse_block
+    read = {0, last, max(0, last - 1)}
+    for j in sorted((j for j in liking if j not in read), key=lambda j: (-liking[j], j)):
+        if len(read) < n_coarse:
+            read.add(j)
+    return [c for c in visible if c // coarse_block in read]
+
+
+def chosen_blocks(heads: list[Array], compressed_keys: list[Array], t: int, *, l: int, d: int, l_sel: int, n_sel: int,
+                  scale: float, visible: list[int], coarse_block: int = 0) -> list[int]:  # fmt: skip
+    """The selection blocks of one query and group: counted token by token, stride by stride. `visible`: the compressed
+    entries that it reads; with coarse blocks, a block that none of them covers is chosen only if all blocks are."""
     mass = dict.fromkeys(visible, 0.0)
     for q in heads:
         for c, p in zip(visible, softmax_row([scale * float(q @ compressed_keys[c]) for c in visible]), strict=True):
@@ -58,7 +79,11 @@ def chosen_blocks(heads: list[Array], compressed_keys: list[Array], t: int, *, l
             shared_tokens = sum(1 for token in range(c * d, c * d + l) if j * l_sel <= token <= j * l_sel + l_sel - 1)
             score[j] += mass[c] * shared_tokens / d
     chosen = {0, last_block, max(0, last_block - 1)}
-    ranked = sorted((j for j in score if j not in chosen), key=lambda j: (-score[j], j))
+    candidates = [j for j in score if j not in chosen]
+    if coarse_block and last_block >= n_sel:
+        covered = {token // l_sel for c in visible for token in range(c * d, c * d + l)}
+        candidates = [j for j in candidates if j in covered]
+    ranked = sorted(candidates, key=lambda j: (-score[j], j))
     for j in ranked:
         if len(chosen) < n_sel:
             chosen.add(j)
@@ -106,6 +131,7 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
               d: int, l_sel: int, n_sel: int, w: int, gate: str = "softmax", gate_per: str = "head",
               gate_temperature: float = 1.0, rope_base: float = 500_000.0, rope_scale: float = 1.0,
               rope_compressed: str = "auto", kv: str = "per_branch", qk_norm_eps: float = 1e-6,
+              coarse_block: int = 0, n_coarse: int = 16,
               **_: object) -> Array:  # fmt: skip
     """A whole NSAAttention on one document x [S, D], from its state dict."""
     n_tokens, heads_per_group, scale = len(x), n_heads // n_kv_groups, 1 / math.sqrt(d_k)
@@ -150,10 +176,11 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
             for r in range(heads_per_group):
                 row = (g * heads_per_group + r) * d_k
                 heads.append(turn(projected("w_q", row, d_k, x[t]), t))
-            blocks = chosen_blocks(heads, c_keys, t, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=scale)
+            seen = entries_read(heads, c_keys, t, l=l, d=d, coarse_block=coarse_block, n_coarse=n_coarse, scale=scale)
+            sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, coarse_block=coarse_block)
+            blocks = chosen_blocks(heads, c_keys, t, **sizes, scale=scale, visible=seen)
             picked = [i for i in range(t + 1) if i // l_sel in blocks]
             near = window_tokens(t, w)
-            seen = complete_blocks(t, l, d)
             for r, q in enumerate(heads):
                 h = g * heads_per_group + r
                 parts = (
@@ -165,6 +192,53 @@ def nsa_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups:
                 logits = weights["gates.proj.weight"][row : row + 3] @ x[t] + weights["gates.proj.bias"][row : row + 3]
                 logits = logits / gate_temperature
                 shares = softmax_row(list(logits)) if gate == "softmax" else [1 / (1 + math.exp(-z)) for z in logits]
+                if gate == "tanh":
+                    shares = [math.tanh(logits[0]), 2 * shares[1], math.tanh(logits[2])]
                 for share, part in zip(shares, parts, strict=True):
                     out[t, h * d_v : h * d_v + d_v] += share * part
+    return out @ weights["w_out.weight"].T + weights.get("w_out.bias", np.zeros(1))
+
+
+def merged_layer(x: Array, weights: dict[str, Array], *, n_heads: int, n_kv_groups: int, d_k: int, d_v: int, l: int,
+                 d: int, l_sel: int, n_sel: int, w: int, rope_compressed: str, qk_norm_eps: float = 1e-6,
+                 coarse_block: int = 0, n_coarse: int = 16) -> Array:  # fmt: skip
+    """A whole layer of kind `merged` on one document x [S, D]: every query attends once, to the union of its window and
+    of the blocks that a query at the last token before that window would choose."""
+    scale, per_group = 1 / math.sqrt(d_k), n_heads // n_kv_groups
+    out = np.zeros((len(x), n_heads * d_v))
+
+    def projected(name: str, row: int, width: int, token: Array) -> Array:
+        made = weights[f"{name}.weight"][row : row + width] @ token
+        made = made + weights.get(f"{name}.bias", np.zeros(row + width))[row : row + width]
+        norm = weights.get(name.replace("w_", "") + "_norm.weight")
+        return made if norm is None else made / math.sqrt(float(made @ made) / width + qk_norm_eps) * norm
+
+    phi = {name.removeprefix("phi_k."): value for name, value in weights.items() if name.startswith("phi_k.")}
+    for g in range(n_kv_groups):
+        straight = [projected("w_k", g * d_k, d_k, token) for token in x]
+        keys = [rotated(key, t, 500_000.0, 1.0) for t, key in enumerate(straight)]
+        values = [projected("w_v", g * d_v, d_v, token) for token in x]
+        entries = []
+        for c in complete_blocks(len(x) - 1, l, d):
+            if rope_compressed == "after":
+                entry = rotated(compress_block(straight[c * d : c * d + l], phi, g), c * d + l - 1, 500_000.0, 1.0)
+            else:
+                entry = compress_block(keys[c * d : c * d + l], phi, g)
+            entries.append(entry)
+        for t, token in enumerate(x):
+            rows = [(g * per_group + r) * d_k for r in range(per_group)]
+            heads = [rotated(projected("w_q", row, d_k, token), t, 500_000.0, 1.0) for row in rows]
+            read = window_tokens(t, w)
+            last_far = read[0] - 1
+            if last_far >= 0:
+                coarse = dict(coarse_block=coarse_block, n_coarse=n_coarse)
+                seen = entries_read(heads, entries, last_far, l=l, d=d, **coarse, scale=scale)
+                sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, coarse_block=coarse_block)
+                blocks = chosen_blocks(heads, entries, last_far, **sizes, scale=scale, visible=seen)
+                read = [i for i in range(last_far + 1) if i // l_sel in blocks] + read
+            for r, q in enumerate(heads):
+                h = g * per_group + r
+                out[t, h * d_v : (h + 1) * d_v] = attend_to(
+                    q, [keys[i] for i in read], [values[i] for i in read], d_v, scale
+                )
     return out @ weights["w_out.weight"].T + weights.get("w_out.bias", np.zeros(1))

@@ -18,6 +18,7 @@ def test_the_values_never_change():
         "REFUSED": 2,
         "PREEMPTED": 10,
         "HALTED": 11,
+        "REGROUP": 12,
         "REPLICAS_DIFFER": 16,
         "CONFIG": 20,
         "DATA": 21,

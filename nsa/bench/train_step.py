@@ -58,7 +58,7 @@ class DenseBenchLayer(nn.Module):
     def __init__(self, nsa: NSAAttention, shape: BenchShape, attend: Attend) -> None:
         super().__init__()
         s = shape
-        self.shape, self.attend, self.locate = s, attend, nsa.locate
+        self.shape, self.attend, self.locate, self.rotary = s, attend, nsa.locate, nsa.rotary
         self.w_q = nn.Linear(nsa.dim, s.n_heads * s.d_k, bias=False)
         self.w_k = nn.Linear(nsa.dim, s.n_kv_groups * s.d_k, bias=False)
         self.w_v = nn.Linear(nsa.dim, s.n_kv_groups * s.d_v, bias=False)

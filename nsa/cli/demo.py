@@ -1,11 +1,14 @@
 """`nsa demo`: prepare the shipped text, train a small model, report, generate, and draw what the layers selected.
 
-It runs the commands that a user would type, prints each, and leaves out those whose results are there.
+It runs the commands that a user would type, prints each, and leaves out those whose results are there. While the model
+trains, each new checkpoint continues a prompt.
 """
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,16 +17,22 @@ from nsa.cli.outputs import print_line
 from nsa.cli.report import DEFAULT_NAME
 from nsa.errors import ExitCode
 
+if TYPE_CHECKING:
+    from nsa.observe.heartbeat import HeartbeatRecord
+    from nsa.train.callbacks.evaluation import EvaluationResult
+    from nsa.train.run_report import RunReporter
+
 STEPS_PER_MINUTE = 120
-"""Steps of the demo's model that two idle cores compute in a minute, roughly."""
-_PROMPT = "The "
+"""Training steps for each minute of the whole command: 600 steps took 4 min 52 s on two idle cores."""
+_PROMPT, _TEMPERATURE, _SEED = "The ", 0.7, 1
+_SAMPLE_TOKENS, _LAST_TOKENS = 32, 60
 _PICTURE = "selection.svg"
 _INTERRUPTED = 130
 
 
 def demo(
     folder: Path = typer.Argument(Path("nsa-demo"), metavar="FOLDER", help="Folder for everything the demo writes."),
-    minutes: float = typer.Option(5.0, min=0.1, help="About how long to train on two idle cores."),
+    minutes: float = typer.Option(5.0, min=0.1, help="About how long the demo takes on two idle cores."),
     steps: int = typer.Option(None, min=1, help="Training steps, instead of --minutes."),
 ) -> None:
     """Train a small model on a small corpus and show the results. Ctrl-C stops; the same command continues.
@@ -58,10 +67,9 @@ def demo(
         if not saved or saved[-1] < steps:
             every = max(1, steps // 3)
             changes = [f"train.steps={steps}", f"train.save_every={every}", f"train.eval_every={every}"]
-            _run(["train", str(config), *changes, *(["--resume"] if saved else [])])
-        for step in CheckpointFolder(run / CHECKPOINTS).steps():
-            at = ["--prompt", _PROMPT, "--temperature", "0.7", "--seed", "1", "-n", "60"]
-            _run(["generate", str(run / CHECKPOINTS / f"step{step}"), *at])
+            _train([str(config), *changes], run / CHECKPOINTS, resume=bool(saved))
+        sampling = ["--temperature", str(_TEMPERATURE), "--seed", str(_SEED), "-n", str(_LAST_TOKENS)]
+        _run(["generate", str(run), "--prompt", _PROMPT, *sampling])
         _run(["report", str(run)])
         _draw_selection(run, text, folder / _PICTURE)
     except (KeyboardInterrupt, typer.Abort):
@@ -80,7 +88,22 @@ def _run(words: Sequence[str]) -> None:
     from nsa.cli.main import app
 
     print_line(f"$ nsa {shlex.join(words)}")
-    code = typer.main.get_command(app).main(args=list(words), prog_name="nsa", standalone_mode=False)
+    _require_done(typer.main.get_command(app).main(args=list(words), prog_name="nsa", standalone_mode=False))
+
+
+def _train(words: Sequence[str], checkpoints: Path, *, resume: bool) -> None:
+    """`nsa train` with samples of text."""
+    from nsa.cli.config import resolve
+    from nsa.cli.train import console_reporter, import_exported
+    from nsa.train.run import train
+    from nsa.train.start_options import StartOptions
+
+    print_line(f"$ nsa train {shlex.join([*words, *(['--resume'] if resume else [])])}")
+    reporter = SampleReporter(console_reporter(), checkpoints)
+    _require_done(train(resolve(list(words)), StartOptions(resume=resume), reporter, import_exported))
+
+
+def _require_done(code: int | None) -> None:
     if code:
         if code == ExitCode.PREEMPTED:
             _say_how_to_continue()
@@ -91,17 +114,53 @@ def _say_how_to_continue() -> None:
     print_line("stopped: run the same command again to continue.")
 
 
+class SampleReporter:
+    """Console output of a run that also continues a prompt with every checkpoint saved while it trains."""
+
+    def __init__(self, console: "RunReporter", checkpoints: Path) -> None:
+        from nsa.checkpoint.folder import CheckpointFolder
+        from nsa.infer.generate import silence_transformers  # takes seconds: before training, not between two steps
+
+        silence_transformers()
+        self._console, self._checkpoints = console, CheckpointFolder(checkpoints)
+        self._shown = set(self._checkpoints.steps())
+
+    def line(self, text: str) -> None:
+        self._show_samples()
+        self._console.line(text)
+
+    def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
+        self._console.beat(beat, steps)
+        self._show_samples()
+
+    def evaluation(self, result: "EvaluationResult") -> None:
+        self._console.evaluation(result)
+        self._show_samples()
+
+    def _show_samples(self) -> None:
+        """Checkpoints are written in the background, so the sample may come some steps after the save."""
+        for step in self._checkpoints.committed_steps():
+            if step not in self._shown:
+                self._shown.add(step)
+                self._console.line(f"step {step} writes: {self._sample(step)}")
+
+    def _sample(self, step: int) -> str:
+        from nsa.infer.load_model import load_model
+
+        loaded = load_model(self._checkpoints.step_path(step), device="cpu")
+        written = loaded.generate(_PROMPT, temperature=_TEMPERATURE, seed=_SEED, max_new_tokens=_SAMPLE_TOKENS)
+        return " ".join(f"{_PROMPT}{written}".split()) + " …"
+
+
 def _draw_selection(run: Path, text: Path, picture: Path) -> None:
     from nsa.cli.model_options import open_model
     from nsa.data.source import open_source
-    from nsa.infer.selection_map import selection_maps, text_rows, write_svg
+    from nsa.infer.selection_map import selection_maps, side_by_side, write_svg
 
     loaded = open_model(run, device=None, dtype=None, tokenizer=None, key_file=None)
     document = next(iter(open_source(str(text)).read(0)))
     maps = selection_maps(loaded, document.text)
     write_svg(maps, picture)
     print_line(f"blocks that queries selected (key blocks to the right, queries downwards), wrote {picture}:")
-    rows = [text_rows(each) for each in maps]
-    print_line("   ".join(f"layer {each.layer}".ljust(len(shown[0])) for each, shown in zip(maps, rows, strict=True)))
-    for line in zip(*rows, strict=True):
-        print_line("   ".join(line))
+    for line in side_by_side(maps, shutil.get_terminal_size().columns):
+        print_line(line)

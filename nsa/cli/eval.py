@@ -76,7 +76,9 @@ def evaluate(
         seq_len=None if seq_len is None else parse_count(seq_len, "--seq-len"),
         hay=hay,
     )
-    loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
+    loaded = open_model(
+        model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file, needs_text=lm_eval is not None
+    )
     path = out or evaluation_file(results_folder(loaded.source), loaded.source.step)
     require_writable_file(path)
     require_mergeable(path)

@@ -12,6 +12,7 @@ from nsa.cli import (
     chat,
     checkpoint,
     config,
+    convert,
     demo,
     doctor,
     drill,
@@ -23,6 +24,7 @@ from nsa.cli import (
     init,
     launch,
     monitor,
+    plan,
     preflight,
     report,
     serve,
@@ -46,6 +48,8 @@ EXTRA_OF = {
     **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
     "triton": "dev",
 }
+REQUIRED = ("torch", "pydantic", "yaml")
+"""Packages of every install that commands import when they need them: missing after an install with --no-deps."""
 
 app = typer.Typer(
     name="nsa",
@@ -65,6 +69,7 @@ app.command()(init.init)
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
+app.command()(convert.convert)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
@@ -76,6 +81,7 @@ app.command()(watch.halt)
 app.command()(watch.smoke)
 app.command()(preflight.preflight)
 app.command()(estimate.estimate)
+app.command()(plan.plan)
 app.command()(monitor.monitor)
 app.command()(report.report)
 app.command()(report.compare)
@@ -114,20 +120,26 @@ def _run() -> None:
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRA_OF:
+        if package not in EXTRA_OF and package not in REQUIRED:
             raise
-        extra = EXTRA_OF[package]
-        print(
-            f"this command needs the package {package}, which is not installed. It is part of the extra {extra!r}. "
-            f"Run: pip install 'nsa-train[{extra}]' (in a checkout: pip install -e '.[{extra}]').",
-            file=sys.stderr,
-        )
+        print_error(_how_to_install(package))
         sys.exit(ConfigError.exit_code)
     except OSError as error:
         if (explained := explain(error)) is None:
             raise
         print_error(f"{type(explained).__name__}: {explained}")
         sys.exit(explained.exit_code)
+
+
+def _how_to_install(package: str) -> str:
+    if package in REQUIRED:
+        where, extra = "Every install of nsa-train has it", ""
+    else:
+        where, extra = f"It is part of the extra {EXTRA_OF[package]!r}", f"[{EXTRA_OF[package]}]"
+    return (
+        f"this command needs the package {package}, which is not installed. {where}. Run: pip install "
+        f"'nsa-train{extra}' (in a checkout: pip install -e '.{extra}')."
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,13 @@ KEY = typer.Option(None, "--key-file", help="File with the key that signs the ch
 
 
 def open_model(
-    path: Path, *, device: str | None, dtype: str | None, tokenizer: str | None, key_file: Path | None
+    path: Path,
+    *,
+    device: str | None,
+    dtype: str | None,
+    tokenizer: str | None,
+    key_file: Path | None,
+    needs_text: bool = True,
 ) -> "LoadedModel":
     """Verify and load a model; a line on stderr says so if it takes a while."""
     with ProgressLine(f"loading {path}"):
@@ -39,4 +45,5 @@ def open_model(
             tokenizer=tokenizer,
             key=read_key(key_file) if key_file else None,
             on_rejected=print_rejected,
+            needs_text=needs_text,
         )

@@ -18,6 +18,7 @@ from nsa.train.start_options import StartOptions
 if TYPE_CHECKING:
     from nsa.observe.heartbeat import HeartbeatRecord
     from nsa.train.callbacks.evaluation import EvaluationResult
+    from nsa.train.run_report import RunReporter
 
 _SEPARATOR = " · "
 _ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
@@ -76,10 +77,11 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         raise typer.Exit(launch_ranks(words, options, nproc=gpus))
-    raise typer.Exit(run(config, options, _reporter(), _import_exported))
+    raise typer.Exit(run(config, options, console_reporter(), import_exported))
 
 
-def _import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
+def import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
+    """`import_folder`, imported when it is needed: Transformers takes seconds to import."""
     from nsa.hf.import_folder import import_folder
 
     import_folder(folder, out, key=key)
@@ -106,7 +108,8 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _reporter() -> Any:
+def console_reporter() -> "RunReporter":
+    """A line that is updated in place on a terminal, else a line per record."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)

@@ -65,7 +65,8 @@ LIBRARIES: dict[str, str] = {
     "sets 1000. On cores that nothing else uses, a higher count is faster for small models.",
     "OMP_WAIT_POLICY": "`active` or `passive`; if set, `nsa` leaves the spin count alone.",
     "OMP_NUM_THREADS": "Threads of one process; `nsa launch --nproc N` sets 1 if N > 1 and it is not set.",
-    "NO_COLOR": "Any value: no colours in the output of commands. Output into a file or a pipe never has any.",
+    "NO_COLOR": "Any value but the empty one: no colours in the output of commands; bold and dim text stays. Output "
+    "into a file or a pipe has neither.",
 }
 """Variables of libraries that matter here, for docs/ENV.md."""
 

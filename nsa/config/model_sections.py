@@ -19,7 +19,7 @@ from nsa.config.setting_types import (
     Tokens,
     ValueDescription,
 )
-from nsa.geometry import Geometry, default_ffn_dim
+from nsa.geometry import N_COARSE, Geometry, default_ffn_dim
 from nsa.options import (
     AttentionKind,
     Checkpointing,
@@ -30,7 +30,10 @@ from nsa.options import (
     Phi,
     Precision,
     Preset,
+    QKNormPer,
+    RopeAngles,
     RopeCompressed,
+    RopeLayer,
     RopeType,
 )
 
@@ -44,6 +47,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "selector_loss": 0.0,
         "sliding_gate_init": 0.0,
     },
+    # The last query of 262,144 tokens reads 11k keys instead of 18k, of 1,048,576 tokens 21k instead of 67k.
+    "long_256k": {"l": 64, "d": 32, "n_sel": 32},
+    "long_1m": {"l": 128, "d": 64, "l_sel": 128, "n_sel": 32},
 }
 """Values of settings in `nsa` that differ from their defaults, by `nsa.preset`."""
 
@@ -94,11 +100,16 @@ class ModelConfig(ConfigSection):
     dim: Count = Field(default=768, description="Width of the residual stream.")
     n_layers: Count = Field(default=12, description="Number of transformer blocks.")
     attention: Annotated[
-        tuple[AttentionKind, ...], TEXT_OR_LIST, ValueDescription("nsa, dense, window or global, or a list of them")
+        tuple[AttentionKind, ...], TEXT_OR_LIST, ValueDescription("nsa, dense, window, global or merged, or a list")
     ] = Field(
         default=("nsa",),
         description="Kind of attention, or a list that is repeated over the layers, e.g. [dense, nsa, nsa, nsa]. "
-        "dense: all tokens; window: the last nsa.w; global: compressed and selected branch without the window.",
+        "dense: all tokens; window: the last model.window; global: compressed and selected branch without the window; "
+        "merged: one softmax over selected blocks and window, equal to dense for the first n_sel · l_sel + w tokens.",
+    )
+    window: Tokens | None = Field(
+        default=None,
+        description="Length of the window of layers of kind window, including the query's own token; null means nsa.w.",
     )
     n_heads: Count = Field(default=12, description="Query heads per block.")
     n_kv_groups: Count = Field(
@@ -112,8 +123,14 @@ class ModelConfig(ConfigSection):
     ffn_dim: Count | None = Field(
         default=None, description="Hidden width of the SwiGLU; null means 8/3 of dim, rounded up to a multiple of 64."
     )
+    ffn_bias: bool = Field(default=False, description="Biases of the feed-forward's three projections.")
     tie_embeddings: bool = Field(default=False, description="Share the input embedding with the output projection.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon inside RMSNorm.")
+    post_norm: bool = Field(
+        default=False,
+        description="RMSNorm on the outputs of attention and feed-forward, before they are added to the residual "
+        "stream, instead of on their inputs (as in OLMo 2).",
+    )
     init_std: Positive = Field(
         default=INIT_STD,
         description="Standard deviation of the initial weights, divided by sqrt(2 · n_layers) for those that write to "
@@ -123,8 +140,27 @@ class ModelConfig(ConfigSection):
     rope_scale: Positive = Field(
         default=1.0, description="Positions are divided by this before rotation (linear RoPE scaling)."
     )
-    qk_norm: bool = Field(
-        default=False, description="RMSNorm over each head of queries and keys before RoPE (with norm_eps)."
+    rotary_dim: Count | None = Field(
+        default=None,
+        description="Channels of each query and key that RoPE rotates, the first ones; even; null means all d_k.",
+    )
+    rope_layers: Annotated[
+        tuple[RopeLayer, ...], TEXT_OR_LIST, ValueDescription("scaled, plain or none, or a list of them")
+    ] = Field(
+        default=("scaled",),
+        description="RoPE of the layers, or a list that is repeated over them, e.g. [scaled, scaled, scaled, none]. "
+        "scaled: with rope_scale and rope_scaling; plain: without them; none: no position embedding.",
+    )
+    rope_angles: RopeAngles = Field(
+        default="fp64",
+        description="Precision of RoPE's frequencies and angles. fp32: the cosines and sines that Transformers "
+        "computes, for models trained with them; they are less exact far from the start.",
+    )
+    qk_norm: bool = Field(default=False, description="RMSNorm over queries and keys before RoPE (with norm_eps).")
+    qk_norm_per: QKNormPer = Field(
+        default="head",
+        description="qk_norm over the channels of each head, with one weight for all heads, or over those of all "
+        "heads of the layer together (as in OLMo 2); layer needs one set of keys (nsa.kv other than per_branch).",
     )
     qkv_bias: bool = Field(default=False, description="Biases of the query, key and value projections.")
     attention_out_bias: bool = Field(
@@ -140,8 +176,9 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        heads, rope = (self.n_heads, self.n_kv_groups, self.d_k), (self.rope_scaling.given, self.rope_scale)
-        return rules.enforce(self, rules.check_model(*heads, *rope, self.attention, self.n_layers))
+        heads, scaling = (self.n_heads, self.n_kv_groups, self.d_k), (self.rope_scaling.given, self.rope_scale)
+        rotation, patterns = (self.rotary_dim, self.rope_angles), (self.attention, self.rope_layers)
+        return rules.enforce(self, rules.check_model(*heads, *scaling, *rotation, *patterns, self.n_layers))
 
 
 class SparseAttentionConfig(ConfigSection):
@@ -150,7 +187,9 @@ class SparseAttentionConfig(ConfigSection):
     preset: Changeable[Preset] = Field(
         default="base",
         description="Defaults of the settings below. paper: phi mlp with phi_pos_emb, gate sigmoid, kv per_branch "
-        "and sliding_gate_init 0, as published; a setting that is given wins over it.",
+        "and sliding_gate_init 0, as published. long_256k, long_1m: larger strides for rows of 256k tokens and more, "
+        "where compressed keys are most of what a query reads; selection is coarser, and its effect on quality was not "
+        "measured. A setting that is given wins over it.",
     )
     l: Tokens = Field(default=Geometry.l, description="Length of a compression block.")
     d: Tokens = Field(default=Geometry.d, description="Stride between compression blocks; divides l and l_sel.")
@@ -159,6 +198,14 @@ class SparseAttentionConfig(ConfigSection):
         default=Geometry.n_sel, description="Selected blocks per query, including the first block and two local ones."
     )
     w: Tokens = Field(default=Geometry.w, description="Length of the sliding window, including the query's own token.")
+    coarse_block: Annotated[int, Field(ge=0), SettingUnit("entries, 0 = off")] = Field(
+        default=0,
+        description="Second level of the compressed branch, for 256k tokens and more: compressed entries per coarse "
+        "block. A query scores coarse blocks and reads the entries of the best n_coarse instead of all.",
+    )
+    n_coarse: Annotated[int, Field(ge=1), SettingUnit("blocks")] = Field(
+        default=N_COARSE, description="Coarse blocks that a query reads, including the first and two local ones."
+    )
     phi: Phi = Field(
         default="softmax",
         description="Compression operator that pools a block into one token: the mean, a sum with a learned weight "
@@ -170,7 +217,9 @@ class SparseAttentionConfig(ConfigSection):
     )
     gate: Gate = Field(
         default="softmax",
-        description="softmax: branch weights sum to 1 (the health limits assume it); sigmoid: as in the paper.",
+        description="softmax: branch weights sum to 1 (the health limits assume it); sigmoid: as in the paper; tanh: "
+        "starts as the selected branch alone, with kv shared equal to dense attention for the first n_sel · l_sel "
+        "tokens (2 · sigmoid for that branch, tanh for the others; no entropy is recorded).",
     )
     gate_per: GatePer = Field(default="head", description="One gate per query head or per group of heads.")
     gate_temperature: Positive = Field(
@@ -179,7 +228,8 @@ class SparseAttentionConfig(ConfigSection):
     sliding_gate_init: Changeable[float] = Field(
         default=SLIDING_GATE_INIT,
         description="Initial bias of the sliding branch's gate. -3: the window starts with 2 % of the weights "
-        "(softmax), so that its gradients do not hide those of far tokens; 0: all branches start with equal weights.",
+        "(softmax), so that its gradients do not hide those of far tokens; 0: all branches start with equal weights. "
+        "Without effect with gate tanh.",
     )
     rope_compressed: RopeCompressed = Field(
         default="auto",
@@ -189,7 +239,7 @@ class SparseAttentionConfig(ConfigSection):
     kv: KVProjections = Field(
         default="shared",
         description="Keys and values: one projection per branch as in the paper, shared keys with a value per branch, "
-        "or one of both shared by the three branches.",
+        "or one of both shared by the three branches, as always in layers of kind merged.",
     )
     selector_loss: Changeable[Annotated[float, Field(ge=0)]] = Field(
         default=0.0,
@@ -229,7 +279,8 @@ class SparseAttentionConfig(ConfigSection):
     def _check_rules(self) -> Self:
         sizes = {name: getattr(self, name) for name in Geometry.__dataclass_fields__}
         of_loss = self.kv, self.selector_loss, self.selector_loss_share
-        return rules.enforce(self, rules.check_nsa(sizes, self.phi, self.phi_pos_emb, self.rope_compressed, *of_loss))
+        of_phi = self.phi, self.phi_pos_emb, self.rope_compressed
+        return rules.enforce(self, rules.check_nsa(sizes, *of_phi, *of_loss, self.coarse_block, self.n_coarse))
 
 
 class RuntimeConfig(ConfigSection):

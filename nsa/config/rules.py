@@ -7,14 +7,18 @@ from pydantic_core import PydanticCustomError
 
 from nsa.attention_rules import (
     broken_head_rules,
+    broken_merged_rules,
     broken_pattern_rules,
     broken_phi_rules,
+    broken_qk_norm_rules,
     broken_rope_compressed_rules,
+    broken_rope_layer_rules,
     broken_rope_scaling_rules,
+    broken_rotary_rules,
     broken_selector_loss_rules,
 )
 from nsa.errors import BrokenRule
-from nsa.geometry import broken_rules
+from nsa.geometry import broken_coarse_rules, broken_rules
 
 T = TypeVar("T")
 
@@ -35,12 +39,25 @@ def check_model(
     d_k: int,
     rope_scaling: Mapping[str, Any],
     rope_scale: float,
+    rotary_dim: int | None,
+    rope_angles: str,
     attention: Sequence[str],
+    rope_layers: Sequence[str],
     n_layers: int,
 ) -> Iterator[BrokenRule]:
     yield from broken_head_rules(n_heads, n_kv_groups, d_k)
     yield from broken_rope_scaling_rules(rope_scaling, rope_scale)
+    yield from broken_rotary_rules(rotary_dim, d_k, rope_angles)
     yield from broken_pattern_rules(attention, n_layers)
+    yield from broken_rope_layer_rules(rope_layers, n_layers)
+
+
+def check_run(
+    qk_norm: bool, qk_norm_per: str, kv: str, attention: Sequence[str], phi: str, selector_loss: float
+) -> Iterator[BrokenRule]:
+    """Rules between settings of `model` and `nsa`."""
+    yield from broken_qk_norm_rules(qk_norm, qk_norm_per, kv)
+    yield from broken_merged_rules(attention, phi, selector_loss)
 
 
 def check_nsa(
@@ -51,9 +68,12 @@ def check_nsa(
     kv: str,
     selector_loss: float,
     selector_loss_share: float,
+    coarse_block: int,
+    n_coarse: int,
 ) -> Iterator[BrokenRule]:
     """`sizes`: l, d, l_sel, n_sel and w, which need not make a `Geometry`."""
     yield from broken_rules(**sizes)
+    yield from broken_coarse_rules(coarse_block, n_coarse, *(sizes[name] for name in ("l", "d", "l_sel", "n_sel")))
     yield from broken_phi_rules(phi, phi_pos_emb)
     yield from broken_rope_compressed_rules(phi, rope_compressed)
     yield from broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi)
@@ -72,6 +92,16 @@ def check_train(steps: int, warmup_steps: int, save_every: int, keep_every: int)
             ("train.warmup_steps", "train.steps"),
             f"train.warmup_steps ({warmup_steps}) must not exceed train.steps ({steps}): the learning rate would never "
             f"reach train.lr. Set e.g. train.warmup_steps={steps // 20}.",
+        )
+
+
+def check_checkpoint_store(url: str | None) -> Iterator[BrokenRule]:
+    bucket, _, path = (url or "").removeprefix("s3://").partition("/")
+    if url is not None and not (url.startswith("s3://") and bucket and path):
+        yield BrokenRule(
+            ("train.checkpoint_store",),
+            f"train.checkpoint_store ({url}) must name a place in an object store: a folder of checkpoints is that of "
+            f"train.out_dir. Set it to s3://BUCKET/PATH, or to null.",
         )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
+from nsa.config import rules
 from nsa.config.model_sections import (
     PRESETS,
     KernelsConfig,
@@ -82,6 +83,17 @@ class RunConfig(ConfigSection):
             if isinstance(given, Mapping):
                 complete[section] = {name: value, **given}
         return cls.model_validate(complete)
+
+    @property
+    def window(self) -> int:
+        """Window of layers of kind `window`, in tokens."""
+        return self.nsa.w if self.model.window is None else self.model.window
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        model, nsa = self.model, self.nsa
+        of_norm, of_merged = (model.qk_norm, model.qk_norm_per, nsa.kv), (model.attention, nsa.phi, nsa.selector_loss)
+        return rules.enforce(self, rules.check_run(*of_norm, *of_merged))
 
     @property
     def notices(self) -> tuple[str, ...]:

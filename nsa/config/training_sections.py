@@ -1,5 +1,6 @@
 """Settings of training, parallelism, data and experiment tracking: `train`, `parallel`, `data`, `track`."""
 
+from itertools import chain
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -17,7 +18,15 @@ from nsa.config.setting_types import (
     Text,
     Tokens,
 )
-from nsa.options import DataParallel, DatasetKind, LearningRateSchedule, OnDataEnd, RowPacking, SyntheticTask
+from nsa.options import (
+    ContextSplit,
+    DataParallel,
+    DatasetKind,
+    LearningRateSchedule,
+    OnDataEnd,
+    RowPacking,
+    SyntheticTask,
+)
 
 
 class TrainConfig(ConfigSection):
@@ -26,7 +35,7 @@ class TrainConfig(ConfigSection):
     steps: Changeable[Steps] = Field(default=1000, description="Optimizer steps of the whole run.")
     seq_len: Tokens = Field(default=2048, description="Length of a training row.")
     batch_size: Changeable[Annotated[int, Field(ge=1), SettingUnit("rows")]] = Field(
-        default=1, description="Rows per forward pass, summed over all ranks; a multiple of the number of ranks."
+        default=1, description="Rows per forward pass, summed over all ranks; a multiple of the data-parallel ranks."
     )
     accumulate_grad_batches: Changeable[Count] = Field(
         default=1,
@@ -84,6 +93,11 @@ class TrainConfig(ConfigSection):
         description="Checkpoints at multiples of this step are never removed; 0 keeps only the newest. Those requested "
         "by USR2 are never removed.",
     )
+    checkpoint_store: Changeable[str | None] = Field(
+        default=None,
+        description="s3://BUCKET/PATH to which every checkpoint is copied while it is saved, each rank its own files; "
+        "`nsa checkpoint pull` brings one back. A copy that fails is reported and does not stop the run.",
+    )
     checkpoint_key_file: Changeable[str | None] = Field(
         default=None,
         description="File with a key that signs checkpoints; only signed ones are then loaded.",
@@ -95,22 +109,41 @@ class TrainConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        return rules.enforce(self, rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every))
+        found = rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every)
+        return rules.enforce(self, chain(found, rules.check_checkpoint_store(self.checkpoint_store)))
 
 
 class ParallelConfig(ConfigSection):
-    """Data parallelism; unused with one rank."""
+    """Data, tensor and context parallelism; unused with one rank."""
 
     data: Changeable[DataParallel] = Field(
         default="ddp",
         description="ddp: replicated weights; fsdp: sharded over all ranks; hsdp: sharded in groups of shard_ranks.",
     )
     shard_ranks: Changeable[Annotated[int, Field(ge=1), SettingUnit("ranks")] | None] = Field(
-        default=None, description="Ranks that share one copy of the weights (hsdp); null: the ranks of one node."
+        default=None,
+        description="Data-parallel ranks that share one copy of the weights (hsdp); null: those of one node.",
+    )
+    tp: Changeable[Annotated[int, Field(ge=1), SettingUnit("ranks")]] = Field(
+        default=1,
+        description="Tensor parallelism: ranks that divide the heads of every layer; must divide model.n_kv_groups.",
+    )
+    cp: Changeable[Annotated[int, Field(ge=1), SettingUnit("ranks")]] = Field(
+        default=1, description="Context parallelism: ranks that divide the tokens of every row."
+    )
+    cp_split: Changeable[ContextSplit] = Field(
+        default="zigzag",
+        description="Tokens of a rank: zigzag gives each two pieces of the row, so that all attend over equally many "
+        "keys; contiguous gives each one piece.",
     )
     timeout_s: Changeable[Seconds] = Field(
         default=600.0, description="Timeout of collectives: longest wait for other ranks before a run fails."
     )
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows; the others are data-parallel to them."""
+        return self.tp * self.cp
 
 
 class DataConfig(ConfigSection):

@@ -4,6 +4,7 @@ B batch · S tokens · D model dim · G kv groups · R heads per group · X gate
 V value dim · N chosen blocks · 3 branches
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,18 @@ class BranchesOutput(NamedTuple):
     """[B, S, G, R] per branch."""
 
 
+class CompressedOutput(NamedTuple):
+    """Of the compressed branch and the selection."""
+
+    out: Tensor
+    """[B, S, G, R, V]."""
+    blocks: Tensor
+    lse: Tensor
+
+
+AttendCompressed = Callable[[Tensor, BranchKeys], CompressedOutput]
+
+
 def attend_branches(
     run: KernelPlan,
     q_BSGRK: Tensor,
@@ -65,14 +78,17 @@ def attend_branches(
     geometry: Geometry,
     scale: float,
     blocks: Tensor | None = None,
+    attend_compressed: AttendCompressed | None = None,
 ) -> BranchesOutput:
     """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
 
     `nsa_attention` and `NSAAttention` (with and without a cache) both end here. Without a window the first two branches
-    are mixed by their gates, and the window's log-sum-exp is missing.
+    are mixed by their gates, and the window's log-sum-exp is missing. `attend_compressed` replaces the first two steps.
     """
     options: ScoreOptions = {"geometry": geometry, "scale": scale}
-    if blocks is None:
+    if attend_compressed is not None:
+        compressed_out, blocks, lse_cmp = attend_compressed(q_BSGRK, compressed)
+    elif blocks is None:
         compressed_out, blocks, lse_cmp = run.compressed_and_select(q_BSGRK, *compressed, **options, return_lse=True)
     else:
         compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
@@ -95,25 +111,30 @@ GATE_STD = 1e-3  # branches start almost equal, so that every one gets a gradien
 
 
 class GateProjection(nn.Linear):
-    """Logits of `n_gates` gates with one value per branch."""
+    """Logits of `n_gates` gates with one value per branch. `zeros`: all of them start at zero."""
 
-    def __init__(self, dim: int, n_gates: int, n_branches: int, sliding_init: float) -> None:
+    def __init__(self, dim: int, n_gates: int, n_branches: int, sliding_init: float, zeros: bool) -> None:
         super().__init__(dim, n_gates * n_branches)
-        self._branches, self._sliding_init = BRANCH_ORDER[:n_branches], sliding_init
+        self._branches, self._sliding_init, self._zeros = BRANCH_ORDER[:n_branches], sliding_init, zeros
 
     def init_weights(self) -> None:
-        nn.init.normal_(self.weight, std=GATE_STD)
         nn.init.zeros_(self.bias)
+        if self._zeros:
+            nn.init.zeros_(self.weight)
+            return
+        nn.init.normal_(self.weight, std=GATE_STD)
         if "sliding" in self._branches:
             nn.init.constant_(self.bias[self._branches.index("sliding") :: len(self._branches)], self._sliding_init)
 
 
 class BranchGates(nn.Module):
-    """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. In fp32, also under autocast, but for
-    the projection, which is a linear layer like any other.
+    """`softmax`: shares that sum to one. `sigmoid`: independent, as in the paper. `tanh`: twice a sigmoid for the
+    selected branch, a hyperbolic tangent for the others; logits start at zero, so that the layer starts as the selected
+    branch alone and every gate has a gradient. In fp32, also under autocast, but for the projection, which is a linear
+    layer like any other.
 
     n_branches: how many branches, the first of BRANCH_ORDER, have a gate; the others' are 0.
-    sliding_init: initial bias of the sliding branch's logit.
+    sliding_init: initial bias of the sliding branch's logit; without effect on `tanh`.
     """
 
     def __init__(
@@ -135,12 +156,21 @@ class BranchGates(nn.Module):
         self.kind, self.temperature = kind, temperature
         self.n_groups, self.gates_per_group = n_groups, heads_per_group if per == "head" else 1
         self.n_branches = n_branches
-        self.proj = GateProjection(dim, n_groups * self.gates_per_group, n_branches, sliding_init)
+        n_gates = n_groups * self.gates_per_group
+        self.proj = GateProjection(dim, n_gates, n_branches, sliding_init, zeros=kind == "tanh")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, G, R or 1, 3], fp32, branches in BRANCH_ORDER."""
         logits = self.proj(x_BSD).unflatten(-1, (self.n_groups, self.gates_per_group, self.n_branches))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        gates = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        gates = self._weights(logits)
         missing = len(BRANCH_ORDER) - self.n_branches
         return nn.functional.pad(gates, (0, missing)) if missing else gates
+
+    def _weights(self, logits: Tensor) -> Tensor:
+        if self.kind == "softmax":
+            return logits.softmax(-1)
+        if self.kind == "sigmoid":
+            return logits.sigmoid()
+        is_selected = torch.arange(self.n_branches, device=logits.device) == BRANCH_ORDER.index("selected")
+        return torch.where(is_selected, 2 * logits.sigmoid(), logits.tanh())

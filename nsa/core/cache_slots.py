@@ -108,14 +108,15 @@ class PagedSlots(CacheSlots):
             return self.in_place()
         pages_BP = self.table.table_BP[:, :n_pages]
         copied = self.data.index_select(1, pages_BP.flatten())
-        return copied.view(len(self.data), len(pages_BP), -1, self.data.shape[-1]).permute(1, 2, 0, 3)
+        n = pages_BP.shape[1] * self.states
+        return copied.view(len(self.data), len(pages_BP), n, self.data.shape[-1]).permute(1, 2, 0, 3)
 
     def in_place(self) -> Tensor:
         """What it is while the rows' pages are in order. A pool that has not enough pages for that: the sizes alone."""
         G, _, _, X = self.data.shape
         if not self.table.reserved:
             return self.data.new_zeros(()).expand(len(self.table.table_BP), self.n, G, X)
-        return self.data[:, : self.table.n_pages].view(G, -1, self.n, X).permute(1, 2, 0, 3)
+        return self.data[:, : self.table.n_pages].view(G, len(self.table.table_BP), self.n, X).permute(1, 2, 0, 3)
 
     def reorder(self, index_B: Tensor, used: int) -> None:
         """The table is reordered, which serves all that is in pages."""
@@ -138,7 +139,7 @@ class PagedSlots(CacheSlots):
         return self.data.transpose(0, 1)
 
     def _tokens(self) -> Tensor:
-        return self.data.view(self.data.shape[0], -1, self.data.shape[-1]).transpose(0, 1)
+        return self.data.flatten(1, 2).transpose(0, 1)
 
     def address(self, slot_BS: Tensor, keep_BS: Tensor | None = None) -> tuple[Tensor, ...]:
         number_BS = slot_BS // self.states

@@ -53,12 +53,12 @@ class LayerStorage:
         self.exclusive = ExclusiveUse()
         self.page_table = PageTable(batch, geometry.n_blocks(max_len), geometry.l_sel, pages, device)
 
-        def both(*shape: int) -> tuple[Tensor, Tensor]:
-            k, v = (torch.zeros(*shape, width, device=device, dtype=dtype) for width in (d_k, d_v))
+        def both(*shape: int, widths: tuple[int, int] = (d_k, d_v)) -> tuple[Tensor, Tensor]:
+            k, v = (torch.zeros(*shape, width, device=device, dtype=dtype) for width in widths)
             return k, v
 
-        def paged(states: int) -> KeySlots:
-            data = both(n_groups, self.page_table.n_stored, states)
+        def paged(states: int, widths: tuple[int, int] = (d_k, d_v)) -> KeySlots:
+            data = both(n_groups, self.page_table.n_stored, states, widths=widths)
             return KeySlots(*(PagedSlots(x, self.page_table) for x in data))
 
         def ring(n: int) -> KeySlots:
@@ -67,7 +67,7 @@ class LayerStorage:
         selected_states, compressed_states = self._states_per_page()
         self.selected = paged(selected_states)
         self.window = self.selected if shared[0] else ring(geometry.w)
-        self.compressed = paged(compressed_states)
+        self.compressed = paged(compressed_states, self._compressed_widths())
         self.tail = self.selected if shared[1] else ring(geometry.l)
         # Longer rings of the same tokens, from which `crop` fills the short ones again.
         self._past_window = None if shared[0] or not rewind else ring(geometry.w + rewind)
@@ -89,6 +89,10 @@ class LayerStorage:
     def _states_per_page(self) -> tuple[int, int]:
         """Slots of a page for the selected branch, and for the compressed branch."""
         return self.geometry.l_sel, self.geometry.l_sel // self.geometry.d
+
+    def _compressed_widths(self) -> tuple[int, int]:
+        """Of a compressed key and value."""
+        return self.d_k, self.d_v
 
     def n_bytes(self) -> int:
         return sum(slots.data.nbytes for slots in self._all_slots())

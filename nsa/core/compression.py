@@ -62,22 +62,28 @@ class BlockCompressor(nn.Module):
     def forward(self, raw_BTGX: Tensor, begin_BC: Tensor) -> Tensor:
         """Compress the l tokens that start at each `begin`: [B, C, G, X]."""
         block_BClGX = _blocks(raw_BTGX, begin_BC, self.l, self.d)
+        dtype = block_BClGX.dtype
         if self.pos_emb is not None:
-            block_BClGX = block_BClGX + self.pos_emb.to(block_BClGX.dtype)
+            block_BClGX = block_BClGX + self.own(self.pos_emb).to(dtype)
         if self.w_place is not None:
-            return einsum("bclgx,gl->bcgx", block_BClGX, self.w_place.to(block_BClGX.dtype))
+            return einsum("bclgx,gl->bcgx", block_BClGX, self.own(self.w_place).to(dtype))
         if self.w_score is not None and self.w_square is not None:
             wide_BTGX = raw_BTGX.to(torch.promote_types(raw_BTGX.dtype, torch.float32))
-            score_BTG = (wide_BTGX * (self.w_score + wide_BTGX * (self.w_square / self.width))).sum(-1)
+            w_score, w_square = self.own(self.w_score), self.own(self.w_square)
+            score_BTG = (wide_BTGX * (w_score + wide_BTGX * (w_square / self.width))).sum(-1)
             share_BClG = _blocks(score_BTG, begin_BC, self.l, self.d).softmax(2)
-            return einsum("bclgx,bclg->bcgx", block_BClGX, share_BClG.to(block_BClGX.dtype))
+            return einsum("bclgx,bclg->bcgx", block_BClGX, share_BClG.to(dtype))
         if self.w_block is not None:
-            return einsum("bclgx,glxy->bcgy", block_BClGX, self.w_block.to(block_BClGX.dtype))
+            return einsum("bclgx,glxy->bcgy", block_BClGX, self.own(self.w_block).to(dtype))
         if self.w_in is not None and self.b_in is not None and self.w_out is not None:
-            hidden_BCGH = einsum("bclgx,glxh->bcgh", block_BClGX, self.w_in.to(block_BClGX.dtype))
-            hidden_BCGH = F.gelu(hidden_BCGH + self.b_in.to(block_BClGX.dtype))
-            return einsum("bcgh,ghy->bcgy", hidden_BCGH, self.w_out.to(block_BClGX.dtype))
+            hidden_BCGH = einsum("bclgx,glxh->bcgh", block_BClGX, self.own(self.w_in).to(dtype))
+            hidden_BCGH = F.gelu(hidden_BCGH + self.own(self.b_in).to(dtype))
+            return einsum("bcgh,ghy->bcgy", hidden_BCGH, self.own(self.w_out).to(dtype))
         return block_BClGX.mean(2)
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter that belongs to the groups computed here: all of it, unless it is sharded."""
+        return parameter
 
     def flops_per_block(self) -> int:
         """Multiply-adds count two; all groups."""

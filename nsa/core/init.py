@@ -14,7 +14,12 @@ def init_weights(root: nn.Module, n_layers: int | None = None, std: float = INIT
 
 
 def init_module(name: str, module: nn.Module, n_layers: int | None = None, std: float = INIT_STD) -> None:
-    """The own weights of one module, whose standard deviation depends on its name in the model."""
+    """The own weights of one module, whose standard deviation depends on its name in the model.
+
+    Weights on the meta device have no values, and drawing them takes longer than all else in building a model there.
+    """
+    if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+        return
     if isinstance(module, GateProjection):
         module.init_weights()
     elif isinstance(module, nn.Linear):

@@ -1,7 +1,8 @@
-"""Layers with fewer branches than NSA, to mix with it or compare it with: `dense`, `window`, `global`.
+"""Layers of other kinds than NSA, to mix with it or compare it with: `dense`, `window`, `global`, and `merged`
+(`nsa.core.merged_attention`).
 
 All take the arguments of `NSAAttention` and share its queries, RoPE, QK-norm, biases, groups and widths, so that every
-layer of a model may be of another kind. `dense` and `window` have one projection of keys and values and no gates.
+layer of a model may be of another kind. All but `global` have one projection of keys and values and no gates.
 
 B batch · S tokens · T keys · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
 """
@@ -14,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.core.branches import ATTENTION_PARTS, BRANCH_ORDER, DENSE_PART, BranchesOutput, BranchKeys, BranchStreams
+from nsa.core.document_layout import DocumentLayout
 from nsa.core.kv_cache import LayerCache
+from nsa.core.merged_attention import MergedAttention
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import Positions
 from nsa.core.probe import Probe
-from nsa.core.rope import Tables
 from nsa.core.token_caches import DenseCache, WindowCache
 from nsa.geometry import Geometry
 from nsa.kernels.interface import constant_when_traced
-from nsa.options import AttentionKind
+from nsa.options import AttentionKind, RopeLayer
 
 COMPILED_ON_CPU = "cpu"
 """Backend whose sliding kernel, with a window of all tokens, is faster than PyTorch's attention on a CPU."""
@@ -76,7 +79,7 @@ class WindowAttention(NSAAttention):
         keys = cache.append_held(new, new_lens_B, self.compress)
         return self.attend(q_BSGRK, None, *keys).out, None, keys
 
-    def _lay_out(self, new: BranchStreams, layout: Any, tables: Tables) -> _Keys:
+    def _lay_out(self, new: BranchStreams, layout: DocumentLayout, where: Positions) -> _Keys:
         keys = BranchKeys(new.k_win, new.v_win, layout.pos_BS, layout.start_BS)
         return keys, keys, keys
 
@@ -135,7 +138,7 @@ class DenseAttention(WindowAttention):
 
 
 LAYER_CLASSES: dict[AttentionKind, type[NSAAttention]] = {
-    layer.kind: layer for layer in (NSAAttention, DenseAttention, WindowAttention, GlobalAttention)
+    layer.kind: layer for layer in (NSAAttention, DenseAttention, WindowAttention, GlobalAttention, MergedAttention)
 }
 
 
@@ -165,7 +168,8 @@ def _torch_attention(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: flo
 def layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of a layer as parts of an NSA layer's: what kinds share starts from the same values.
 
-    Queries, output and norms are the same. Keys and values are those of the layer's own branches, `dense` as `window`.
+    Queries, output and norms are the same. Keys and values are those of the layer's own branches, `dense` as `window`;
+    of `merged`, which has one set of them, those of the selected branch.
     """
     own = [BRANCH_ORDER.index(branch) for branch in layer.branches]
     found = {}
@@ -175,9 +179,19 @@ def layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[
             # w_k and w_v are ordered (group, branch, width), gates (group, head, branch).
             outer, inner = (-1, 1) if name.startswith("gates.") else (layer.n_kv_groups, -1)
             by_branch = whole.unflatten(0, (outer, len(BRANCH_ORDER), inner))
-            whole = by_branch[:, torch.tensor(own, device=whole.device)].flatten(0, 2)
+            kept = own[: len(BRANCH_ORDER) * parameter.shape[0] // whole.shape[0]]
+            whole = by_branch[:, torch.tensor(kept, device=whole.device)].flatten(0, 2)
         found[name] = whole
     return found
+
+
+def layer_arguments(
+    attention: Mapping[str, Any], kind: AttentionKind, rope: RopeLayer = "scaled", window: int | None = None
+) -> dict[str, Any]:
+    """The arguments of one layer of a model, from those that all layers share. `window`: of layers of kind `window`, in
+    place of w."""
+    of_window = {"w": window} if kind == "window" and window is not None else {}
+    return {**attention, "rope": rope, **of_window}
 
 
 def layer_of_kind(kind: AttentionKind, whole: NSAAttention, **arguments: Any) -> NSAAttention:

@@ -4,7 +4,7 @@ B batch · S tokens · D model dim · G kv groups · R heads per group · K key 
 C compressed blocks · N chosen blocks
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Unpack
 
@@ -17,12 +17,22 @@ from nsa.attention_rules import (
     broken_head_rules,
     broken_init_std_rules,
     broken_option,
+    broken_qk_norm_rules,
     broken_rope_compressed_rules,
     broken_selector_loss_rules,
     kv_streams,
     resolve_rope_compressed,
 )
-from nsa.core.branches import BRANCH_ORDER, BranchesOutput, BranchGates, BranchKeys, BranchStreams, attend_branches
+from nsa.core.branches import (
+    BRANCH_ORDER,
+    BranchesOutput,
+    BranchGates,
+    BranchKeys,
+    BranchStreams,
+    CompressedOutput,
+    attend_branches,
+)
+from nsa.core.coarse_attention import attend_coarse
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
@@ -32,7 +42,7 @@ from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
 from nsa.core.selector_loss import attach_loss, selector_loss, with_sampled_queries
 from nsa.errors import ConfigError, require_rules
-from nsa.geometry import Geometry
+from nsa.geometry import N_COARSE, CoarseLevel, Geometry, broken_coarse_rules
 from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 from nsa.options import KV_PROJECTIONS, AttentionKind
@@ -49,23 +59,31 @@ class NSAAttention(nn.Module):
     dim, n_heads, n_kv_groups, d_k, d_v: width of the input, query heads, groups of heads that share keys and values,
         width of a key and of a value.
     l, d, l_sel, n_sel, w: block sizes, as in `Geometry`.
+    coarse_block, n_coarse: second level of the compressed branch (`nsa.core.coarse_attention`): entries of a coarse
+        block, and how many of these a query reads; 0: every query reads all compressed entries before it.
     phi, phi_pos_emb: how a block is pooled into one compressed entry: `avg`, `weighted`, `softmax`, `linear` or `mlp`;
         the last two also with a learned embedding of the place in the block.
-    gate, gate_per, gate_temperature: `softmax` (weights of the branches sum to 1) or `sigmoid` (as in the paper); one
-        gate per `head` or per `group`; logits are divided by the temperature.
+    gate, gate_per, gate_temperature: `softmax` (weights of the branches sum to 1), `sigmoid` (as in the paper) or
+        `tanh` (starts as the selected branch alone); one gate per `head` or per `group`; logits are divided by the
+        temperature.
     kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
         (group, branch, width) so that they shard by group. `shared_keys` has one key for all branches and three values.
         `shared` has one set for all branches, in the cache too. Each branch rotates the key as it would its own.
     selector_loss: weight of the selector loss (`nsa.core.selector_loss`), which a backward pass adds in training mode,
         without a cache and without padding; with shared keys it trains φ alone.
     selector_loss_share: the share of the queries it samples.
-    qk_norm: RMSNorm over each head of queries and keys before RoPE, one weight for all heads.
+    qk_norm: RMSNorm over queries and keys before RoPE.
+    qk_norm_per: `head`: over each head's channels, one weight for all heads; `layer`: over those of all heads together,
+        which needs one set of keys.
     bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
     init_std: standard deviation of the initial weights (`nsa.core.init`).
-    sliding_gate_init: initial bias of the sliding branch's gate.
+    sliding_gate_init: initial bias of the sliding branch's gate, unless that is `tanh`.
     rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
         `nsa.core.rope`.
     rope_base, rope_scale: base of the rotation's wavelengths; positions are divided by the scale.
+    rope: `scaled`; `plain`, without rope_scale and rope_scaling; or `none`, no rotation at all.
+    rotary_dim: how many channels of a query and key are rotated, the first ones; default all.
+    rope_angles: `fp64`, or `fp32` for the angles that Transformers computes.
     rope_compressed: rotate keys `before` compression or compressed keys `after` it; `auto` decides by φ.
     kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
 
@@ -90,6 +108,8 @@ class NSAAttention(nn.Module):
         n_sel: int = Geometry.n_sel,
         w: int = Geometry.w,
         *,
+        coarse_block: int = 0,
+        n_coarse: int = N_COARSE,
         phi: str = "softmax",
         phi_pos_emb: bool = False,
         gate: str = "softmax",
@@ -100,11 +120,15 @@ class NSAAttention(nn.Module):
         rope_scale: float = 1.0,
         rope_compressed: str = "auto",
         rope_scaling: Mapping[str, Any] | None = None,
+        rope: str = "scaled",
+        rotary_dim: int | None = None,
+        rope_angles: str = "fp64",
         kv: str = "shared",
         selector_loss: float = 0.0,
         selector_loss_share: float = 0.0625,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
+        qk_norm_per: str = "head",
         bias: bool = False,
         out_bias: bool = False,
         init_std: float = INIT_STD,
@@ -114,12 +138,16 @@ class NSAAttention(nn.Module):
         require_rules(broken_head_rules(n_heads, n_kv_groups, d_k))
         require_rules(broken_rope_compressed_rules(phi, rope_compressed))
         require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
+        require_rules(broken_qk_norm_rules(qk_norm, qk_norm_per, kv))
         require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi))
         require_rules(broken_init_std_rules(init_std))
+        require_rules(broken_coarse_rules(coarse_block, n_coarse, l, d, l_sel, n_sel))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
         self.geometry = Geometry(l, d, l_sel, n_sel, w)
         self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
-        self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale, rope_scaling)
+        self.coarse = CoarseLevel(coarse_block, n_coarse) if coarse_block else None
+        rotated = dict(rotary_dim=rotary_dim, angles=rope_angles, layer=rope)
+        self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale, rope_scaling, **rotated)  # type: ignore[arg-type]
         self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
         self.kernels, self.kv = backend_request(kernels), kv
         self.scale = d_k**-0.5
@@ -131,22 +159,29 @@ class NSAAttention(nn.Module):
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=bias)
         self.w_k = nn.Linear(dim, n_kv_groups * key_streams * d_k, bias=bias)
         self.w_v = nn.Linear(dim, n_kv_groups * value_streams * d_v, bias=bias)
-        self.q_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
-        self.k_norm = nn.RMSNorm(d_k, eps=qk_norm_eps) if qk_norm else None
+        self.qk_norm_per = qk_norm_per
+        normed = (n_heads * d_k, n_kv_groups * d_k) if qk_norm_per == "layer" else (d_k, d_k)
+        self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=qk_norm_eps) if qk_norm else None for n in normed)
         self.gates = None
-        if "compressed" in self.branches:
+        if self.selects:
             self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
+        if "compressed" in self.branches:
             self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
             options = (gate, gate_per, gate_temperature, len(self.branches), sliding_gate_init)
             self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, *options)
         self.w_out = nn.Linear(n_heads * d_v, dim, bias=out_bias)
         init_weights(self, std=init_std)
 
+    @property
+    def selects(self) -> bool:
+        """Whether the layer chooses blocks, and so has compressed keys."""
+        return "selected" in self.branches
+
     def extra_repr(self) -> str:
         g, heads = self.geometry, f"dim={self.dim}, n_heads={self.n_heads}, n_kv_groups={self.n_kv_groups}"
         blocks = f"l={g.l}, d={g.d}, l_sel={g.l_sel}, n_sel={g.n_sel}, w={g.w}"
         rope = f"rope_compressed={self.rope_compressed!r}, rope_type={self.rotary.scaling['rope_type']!r}"
-        phi = f"phi={self.phi_k.phi!r}, kv={self.kv!r}" if "compressed" in self.branches else f"kind={self.kind!r}"
+        phi = f"phi={self.phi_k.phi!r}, kv={self.kv!r}" if self.selects else f"kind={self.kind!r}"
         return f"{heads}, d_k={self.d_k}, d_v={self.d_v}, {blocks}, {phi}, {rope}"
 
     def forward(
@@ -209,7 +244,7 @@ class NSAAttention(nn.Module):
     ) -> Positions:
         """The positions of these tokens. Arguments as for `forward`."""
         where = locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
-        return with_sampled_queries(where, self) if self.selector_loss else where
+        return with_sampled_queries(where, self)
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
@@ -240,18 +275,30 @@ class NSAAttention(nn.Module):
 
     def flops(self, seq_len: int) -> dict[str, float]:
         """Forward FLOPs per token by part, averaged over a sequence of seq_len tokens; multiply-adds count two."""
-        g = self.geometry
-        reads = {branch: total / seq_len for branch, total in g.total_reads(seq_len).items()}
-        assert self.gates is not None
-        linear = (self.w_q, self.w_k, self.w_v, self.gates.proj, self.w_out)
-        phi = self.phi_k.flops_per_block() + self.phi_v.flops_per_block()
+        g, selectable = self.geometry, self._selectable(seq_len)
+        totals = {**g.total_reads(selectable), "sliding": g.total_reads(seq_len)["sliding"]}
+        reads = {branch: total / seq_len for branch, total in totals.items()}
+        scored = reads["compressed"]
+        if self.coarse is not None:
+            in_two = {part: total / seq_len for part, total in self.coarse.total_reads(g, selectable).items()}
+            reads["compressed"], scored = in_two["compressed"], sum(in_two.values())
+        linear = [module for module in self.modules() if isinstance(module, nn.Linear)]
+        phi = sum(module.flops_per_block() for module in self.children() if isinstance(module, BlockCompressor))
         per_read = 2 * self.n_heads * (self.d_k + self.d_v)
         return {
             "projections": 2.0 * sum(m.weight.numel() for m in linear),
             "compression": phi * g.n_compressed(seq_len) / seq_len,
-            "select": 2 * self.n_heads * self.d_k * reads["compressed"],
+            "select": 2 * self.n_heads * self.d_k * scored,
             **{branch: per_read * n if branch in self.branches else 0.0 for branch, n in reads.items()},
         }
+
+    def _selectable(self, n_tokens: int) -> int:
+        """Tokens among which the last of n_tokens tokens chooses its blocks."""
+        return n_tokens
+
+    def _visible(self, keys: _THREE_BRANCHES) -> _THREE_BRANCHES:
+        """What the branches attend over, with the positions up to which each sees it; here the query's own."""
+        return keys
 
     def attend_cached(
         self,
@@ -264,9 +311,8 @@ class NSAAttention(nn.Module):
         """A cached forward between its projections, for a caller that holds `cache.exclusive`: append the new tokens,
         attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
         decoder = self._decoder(cache, q_BSGRK)
-        keys = cache.append_held(new, new_lens_B, self.compress, decoder)
+        keys = self._visible(cache.append_held(new, new_lens_B, self.compress, decoder))
         if decoder is not None:
-            assert gates is not None
             return *decoder.attend(q_BSGRK, gates), keys
         made = self.attend(q_BSGRK, gates, *keys)
         return made.out, made.blocks, keys
@@ -279,12 +325,12 @@ class NSAAttention(nn.Module):
         gates, loss = None if self.gates is None else self.gates(x_BSD), None
         if cache is None:
             layout = where.layout_for(x_BSD, self.geometry)
-            keys = self._lay_out(streams, layout, where.tables)
+            keys = self._visible(self._lay_out(streams, layout, where))
             made = self.attend(q_BSGRK, gates, *keys)
             mixed_BSGRV, idx_BSGN = made.out, made.blocks
-            if where.sampled_Q is not None and self.gates is not None:
-                loss = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, streams, made, keys, layout, where.tables)
-                mixed_BSGRV = attach_loss(mixed_BSGRV, loss * self.selector_weight)
+            if where.sampled_Q is not None and self.selects:
+                loss, counted = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, streams, made, keys, where)
+                mixed_BSGRV = attach_loss(mixed_BSGRV, self._weighted(loss, counted))
         else:
             if where.layout is not None:
                 raise ConfigError(
@@ -302,23 +348,25 @@ class NSAAttention(nn.Module):
         return out_BSD if padding is None else padding.back(out_BSD)
 
     def _record(self, probe: Probe, gates: Tensor | None, idx_BSGN: Tensor | None, keys: _THREE_BRANCHES) -> None:
-        assert gates is not None
         assert idx_BSGN is not None
-        reads_BSG = count_reads(idx_BSGN, *keys, self.geometry, self.branches)
-        probe.record(gates, idx_BSGN, keys[1].pos_BS, reads_BSG, self.geometry, self.branches)
+        options = self.geometry, self.branches, self.coarse
+        reads_BSG = count_reads(idx_BSGN, *keys, *options)
+        kind = "" if self.gates is None else self.gates.kind
+        pos_BS, own_BS = keys[1].pos_BS, keys[2].pos_BS
+        probe.record(gates, idx_BSGN, pos_BS, reads_BSG, *options, window_pos_BS=own_BS, gate_kind=kind)
 
     def project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
         heads = (self.n_kv_groups, -1)
-        if tables[0].shape != (*x_BSD.shape[:2], self.d_k // 2):
+        needed = (*x_BSD.shape[:2], self.rotary.rotary_dim // 2)
+        if tables[0].shape != needed:
             raise ConfigError(
-                f"`where` rotates {list(tables[0].shape)} and the input needs {[*x_BSD.shape[:2], self.d_k // 2]}: "
-                f"these are the positions of other tokens. Pass what this module's locate gives for this input."
+                f"`where` rotates {list(tables[0].shape)} and the input needs {list(needed)}: these are the positions "
+                f"of other tokens or of a layer with other RoPE. Pass what this module's locate gives for this input."
             )
-        q_BSGRK = self.w_q(x_BSD).unflatten(-1, (*heads, self.d_k))
+        q_BSGRK = self._normed_heads(self.w_q(x_BSD), self.q_norm)
         k_BSGbK = self._project_keys(x_BSD)
         v_BSGbV = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v))
-        q_BSGRK = rotate(q_BSGRK if self.q_norm is None else _normed(self.q_norm, q_BSGRK), tables)
-        return q_BSGRK, self._streams(k_BSGbK, v_BSGbV, tables)
+        return rotate(q_BSGRK, tables), self._streams(k_BSGbK, v_BSGbV, tables)
 
     def _streams(self, k_BSGbK: Tensor, v_BSGbV: Tensor, tables: Tables) -> BranchStreams:
         """Keys and values by branch, rotated. A branch that the layer lacks repeats those of the one before it."""
@@ -331,12 +379,20 @@ class NSAAttention(nn.Module):
 
     def _project_keys(self, x_BSD: Tensor) -> Tensor:
         """Not rotated yet; b: one per branch, or one for all."""
-        k_BSGbK = self.w_k(x_BSD).unflatten(-1, (self.n_kv_groups, -1, self.d_k))
-        return k_BSGbK if self.k_norm is None else _normed(self.k_norm, k_BSGbK)
+        return self._normed_heads(self.w_k(x_BSD), self.k_norm)
 
-    def _lay_out(self, new: BranchStreams, layout: DocumentLayout, tables: Tables) -> _THREE_BRANCHES:
+    def _normed_heads(self, x_BSH: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Of a projection, by group: [B, S, G, heads or branches, K]."""
+        heads = (self.n_kv_groups, -1, self.d_k)
+        if norm is None or self.qk_norm_per == "head":
+            x_BSGHK = x_BSH.unflatten(-1, heads)
+            return x_BSGHK if norm is None else _normed(norm, x_BSGHK)
+        return _normed(norm, x_BSH).unflatten(-1, heads)
+
+    def _lay_out(self, new: BranchStreams, layout: DocumentLayout, where: Positions) -> _THREE_BRANCHES:
+        """What the branches attend over, of the tokens of a pass without a cache."""
         pos, start, first, begin, block_pos = layout
-        k_cmp, v_cmp = self.compress(new.k_cmp, new.v_cmp, begin, block_pos, tables)
+        k_cmp, v_cmp = self.compress(new.k_cmp, new.v_cmp, begin, block_pos, where.tables)
         return (
             BranchKeys(k_cmp, v_cmp, pos, first),
             BranchKeys(new.k_sel, new.v_sel, pos, start),
@@ -348,7 +404,10 @@ class NSAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Entries of the blocks that begin at `begin` in k and v. A key rotated afterwards is rotated as its block's
         last token: as `tables` rotate that token, or by its position in the document."""
-        return self._compress_keys(k, begin_BC, block_pos_BC, tables), self.phi_v(v, begin_BC)
+        return self._compress_keys(k, begin_BC, block_pos_BC, tables), self.compress_values(v, begin_BC)
+
+    def compress_values(self, v: Tensor, begin_BC: Tensor) -> Tensor:
+        return self.phi_v(v, begin_BC)
 
     def _compress_keys(self, k: Tensor, begin_BC: Tensor, block_pos_BC: Tensor, tables: Tables | None) -> Tensor:
         k_BCGK = self.phi_k(k, begin_BC)
@@ -365,19 +424,28 @@ class NSAAttention(nn.Module):
 
     def _selector_loss(
         self, sampled_Q: Tensor, x_BSD: Tensor, q_BSGRK: Tensor, streams: BranchStreams, made: BranchesOutput,
-        keys: _THREE_BRANCHES, layout: DocumentLayout, tables: Tables,
-    ) -> Tensor:  # fmt: skip
-        """Of the sampled queries. Its gradient reaches `w_k`, its norm and φ through the compressed keys, which are
-        made once more of detached hidden states, and nothing else. Of keys that other branches read too, it reaches φ
-        alone: it would outweigh what attention itself asks of them."""
+        keys: _THREE_BRANCHES, where: Positions,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Of the sampled queries, and how many of them count. Its gradient reaches `w_k`, its norm and φ through the
+        compressed keys, which are made once more of detached hidden states, and nothing else. Of keys that other
+        branches read too, it reaches φ alone: it would outweigh what attention itself asks of them."""
         if self.kv == "per_branch":
             k_BSGK = self._project_keys(x_BSD.detach()).select(-2, 0)
-            k_BSGK = rotate(k_BSGK, tables) if self.rope_compressed == "before" else k_BSGK
+            k_BSGK = rotate(k_BSGK, where.tables) if self.rope_compressed == "before" else k_BSGK
         else:
             k_BSGK = streams.k_cmp.detach()
-        k_BCGK = self._compress_keys(k_BSGK, layout.begin_BC, layout.block_pos_BC, tables)
+        k_BCGK = self._compressed_keys(k_BSGK, where)
         options = dict(geometry=self.geometry, scale=self.scale)
         return selector_loss(sampled_Q, q_BSGRK, k_BCGK, made, *keys[:2], **options)
+
+    def _compressed_keys(self, k_BSGK: Tensor, where: Positions) -> Tensor:
+        """All compressed keys of the rows, of the raw keys of a pass without a cache."""
+        assert where.layout is not None
+        return self._compress_keys(k_BSGK, where.layout.begin_BC, where.layout.block_pos_BC, where.tables)
+
+    def _weighted(self, loss: Tensor, counted: Tensor) -> Tensor:
+        """The selector loss as it is added to the gradient. `counted`: the number of queries that it is the mean of."""
+        return loss * self.selector_weight
 
     def _check_cache(self, x_BSD: Tensor, cache: LayerCache, cu_doc_lens: object = None) -> None:
         """Refuse a cache that was made for other sizes: what is kept there would be read with ours."""
@@ -407,17 +475,20 @@ class NSAAttention(nn.Module):
         return q_BSGRK.to(cache.dtype)
 
     def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> TokenDecoder | None:
-        """A backend's fused step for one new token per row; torch.compile cannot trace it."""
-        if q_BSGRK.shape[1] > 1 or torch.compiler.is_compiling():
+        """A backend's fused step for one new token per row, of one level; torch.compile cannot trace it."""
+        if q_BSGRK.shape[1] > 1 or self.coarse is not None or torch.compiler.is_compiling():
             return None
         prepared_for, decoder = cache.prepared
         if prepared_for is not self:
-            make = self.plan(cache.device, cache.dtype).decoder
+            make = self._decoder_maker(self.plan(cache.device, cache.dtype))
             means = self.phi_k.phi == "avg" and self.rope_compressed == "before"
             sizes = dict(heads_per_group=self.shape.heads_per_group, geometry=self.geometry, scale=self.scale)
             decoder = None if make is None else cache.decoder(make, means=means, **sizes)
             cache.prepared = self, decoder
         return decoder
+
+    def _decoder_maker(self, run: KernelPlan) -> Callable[..., TokenDecoder] | None:
+        return run.decoder
 
     def attend(
         self,
@@ -431,9 +502,16 @@ class NSAAttention(nn.Module):
         assert gates_BSGR3 is not None
         run = self.plan(q_BSGRK.device, q_BSGRK.dtype)
         keys = compressed, selected, window if "sliding" in self.branches else None
-        return attend_branches(run, q_BSGRK, gates_BSGR3, *keys, geometry=self.geometry, scale=self.scale)
+        options = dict(geometry=self.geometry, scale=self.scale)
+        in_two_levels = None if self.coarse is None else self._attend_coarse
+        return attend_branches(run, q_BSGRK, gates_BSGR3, *keys, **options, attend_compressed=in_two_levels)
+
+    def _attend_coarse(self, q_BSGRK: Tensor, compressed: BranchKeys) -> CompressedOutput:
+        assert self.coarse is not None
+        run = plan(self.kernels, q_BSGRK.device, q_BSGRK.dtype, self.shape._replace(geometry=self.coarse.geometry))
+        return attend_coarse(run, q_BSGRK, compressed, geometry=self.geometry, coarse=self.coarse, scale=self.scale)
 
 
-def _normed(norm: nn.RMSNorm, x_BSHK: Tensor) -> Tensor:
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Under autocast the weight is wider than the input: torch has a fused kernel for one dtype only, and warns."""
-    return norm(x_BSHK.to(torch.promote_types(x_BSHK.dtype, norm.weight.dtype))).to(x_BSHK.dtype)
+    return norm(x.to(torch.promote_types(x.dtype, norm.weight.dtype))).to(x.dtype)

@@ -4,7 +4,7 @@ B batch · S tokens · D model dim
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -66,12 +66,17 @@ class Positions(NamedTuple):
     """Of an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
     sampled_Q: Tensor | None = None
     """Queries of the selector loss, as indices of tokens of a row; None: there is no such loss in this pass."""
+    elsewhere: Any = None
+    """Where a row is divided among processes: what a subclass of `NSAAttention` needs to read the keys of the others.
+    `layout` and `tables` are then of this process's tokens, on the key axes of the whole row."""
 
     def layout_for(self, x_BSD: Tensor, geometry: Geometry) -> DocumentLayout:
         """The layout, which must be of this input's tokens."""
         if self.layout is not None:
             batch, length = x_BSD.shape[:2]
             per_token, per_block = (batch, length), (batch, geometry.n_compressed(length))
+            if self.elsewhere is not None:
+                per_block = batch, self.layout.begin_BC.shape[1]
             if [part.shape for part in self.layout] == [per_token] * 3 + [per_block] * 2:
                 return self.layout
         raise ConfigError(
@@ -139,7 +144,7 @@ def locate(
     if position_embeddings is not None:
         if rotates_later:
             raise _foreign_positions("position_embeddings")
-        cos, sin = given_tables(position_embeddings, batch, length, rotary.d_k)
+        cos, sin = given_tables(position_embeddings, batch, length, rotary.rotary_dim)
         return Positions(layout, (as_rows(cos), as_rows(sin)), padding)
     assert position_ids is not None
     given_BS = as_rows(checked_position_ids(position_ids, batch, length))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.core.branches import BRANCH_ORDER, BranchKeys
-from nsa.geometry import Geometry
+from nsa.geometry import CoarseLevel, Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
 COLLAPSED_ENTROPY = 0.2  # nats; a gate whose tokens stay below this on average takes one branch whatever it sees
@@ -27,17 +27,23 @@ class Probe:
     @torch.no_grad()
     def record(
         self,
-        gates: Tensor,
+        gates: Tensor | None,
         idx_BSGN: Tensor,
         pos_BS: Tensor,
         reads_BSG: Tensor,
         geometry: Geometry,
         branches: Sequence[str] = BRANCH_ORDER,
+        coarse: CoarseLevel | None = None,
+        window_pos_BS: Tensor | None = None,
+        gate_kind: str = "softmax",
     ) -> None:
+        """`pos_BS`: positions up to which queries choose blocks; `window_pos_BS`: their own, if these are others."""
+        own_BS = pos_BS if window_pos_BS is None else window_pos_BS
+        in_window_BS = (own_BS + 1).clamp(max=geometry.w) if "sliding" in branches else 0
         self.figures = {
-            **_gate_figures(gates),
+            **({} if gates is None else _gate_figures(gates, gate_kind)),
             **_selection_figures(idx_BSGN, pos_BS, geometry),
-            "reads_pred": _predicted_reads(pos_BS, geometry, branches).sum(),
+            "reads_pred": (_predicted_reads(pos_BS, geometry, coarse) + in_window_BS).sum(),
             "reads_act_total": reads_BSG.double().mean(-1).sum().long(),
         }
 
@@ -83,27 +89,34 @@ def count_reads(
     window: BranchKeys,
     g: Geometry,
     branches: Sequence[str] = BRANCH_ORDER,
+    coarse: CoarseLevel | None = None,
 ) -> Tensor:
     """Keys each query and group reads, counted from the kernels' arguments rather than from the formula: [B, S, G]."""
     shared_BS = _compressed_reads(compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d)
+    if coarse is not None:
+        shared_BS = _most_read(shared_BS, coarse.geometry)
     if "sliding" in branches:
         shared_BS = shared_BS + _sliding_reads(window.pos_BS, window.start_BS, window.k.shape[1], g.w)
     return shared_BS[..., None] + _selected_reads(idx_BSGN, selected.pos_BS, g.l_sel)
 
 
-def _gate_figures(gates: Tensor) -> dict[str, Tensor]:
+def _gate_figures(gates: Tensor, kind: str = "softmax") -> dict[str, Tensor]:
     """Entropy in nats (ln 3 is uniform), largest share, share per branch, fraction of collapsed gates.
 
     A gate belongs to a head (or group) of a layer. It has collapsed when it hardly mixes for any token; gates that are
-    decided for some tokens and open for others are what training is for.
+    decided for some tokens and open for others are what training is for. Gates of kind `tanh` start with one branch and
+    may be negative: of these only the shares of their magnitudes are recorded.
     """
-    share = gates / gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
+    share = gates.abs() / gates.abs().sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
+    shares = {"gate_branch_shares": share.flatten(0, -2).mean(0).view(len(BRANCH_ORDER))}
+    if kind == "tanh":
+        return shares
     entropy = -torch.special.xlogy(share, share).sum(-1)
     return {
         "gate_entropy_mean": entropy.mean(),
         "gate_max_mean": share.amax(-1).mean(),
         "gate_collapse_frac": (entropy.mean((0, 1)) < COLLAPSED_ENTROPY).to(share.dtype).mean(),
-        "gate_branch_shares": share.flatten(0, -2).mean(0).view(len(BRANCH_ORDER)),
+        **shares,
     }
 
 
@@ -127,12 +140,18 @@ def _union_sizes(idx_BSGN: Tensor) -> Tensor:
     return (~_repeats(tiled) & (tiled >= 0)).sum(-1)
 
 
-def _predicted_reads(pos_BS: Tensor, g: Geometry, branches: Sequence[str]) -> Tensor:
-    """`Geometry.reads` for a tensor of positions, without the window if the layer has none."""
+def _predicted_reads(pos_BS: Tensor, g: Geometry, coarse: CoarseLevel | None) -> Tensor:
+    """`Geometry.reads` for a tensor of positions, without the window."""
     n = pos_BS + 1
-    whole_blocks = (pos_BS // g.l_sel).clamp(max=g.n_sel - 1)
-    reads_BS = ((n - g.l) // g.d + 1).clamp(min=0) + whole_blocks * g.l_sel + pos_BS % g.l_sel + 1
-    return reads_BS + n.clamp(max=g.w) if "sliding" in branches else reads_BS
+    entries_BS = ((n - g.l) // g.d + 1).clamp(min=0)
+    entries_BS = entries_BS if coarse is None else _most_read(entries_BS, coarse.geometry)
+    return entries_BS + _most_read(n, g)
+
+
+def _most_read(n: Tensor, g: Geometry) -> Tensor:
+    """Of n tokens or entries, those in the chosen blocks of the last one, which chooses all that it can."""
+    whole_blocks = ((n - 1) // g.l_sel).clamp(max=g.n_sel - 1)
+    return (whole_blocks * g.l_sel + (n - 1) % g.l_sel + 1).where(n > 0, 0)
 
 
 def _sliding_reads(pos_BS: Tensor, start_BS: Tensor, n_keys: int, w: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE), rotate-half convention, with linear, llama3 and yarn scaling.
 
-B batch · S positions · H any head axes · K key dim · F frequencies (K / 2)
+B batch · S positions · H any head axes · K key dim · F frequencies: half of the channels that are rotated
 """
 
 import math
@@ -11,32 +11,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.attention_rules import broken_rope_scaling_rules, yarn_betas
+from nsa.attention_rules import broken_option, broken_rope_scaling_rules, broken_rotary_rules, yarn_betas
 from nsa.errors import ConfigError, require_rules
+from nsa.options import ROPE_LAYERS
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines of the angles: [B, S, F]."""
 
 
 class RotaryEmbedding:
-    """Angles pos / scale · frequency, where frequency i is base^(−2i/K), changed by `scaling`.
+    """Angles pos / scale · frequency, where frequency i is base^(−2i/rotary_dim), changed by `scaling`.
 
-    `scaling` is a mapping as in a Hugging Face config (`rope_scaling` or `rope_parameters`).
+    scaling: a mapping as in a Hugging Face config (`rope_scaling` or `rope_parameters`).
+    rotary_dim: how many of a key's d_k channels are rotated, the first ones; default all.
+    angles: precision of frequencies and angles, `fp64` or `fp32`. With fp32 and on a CPU the tables are bit for bit
+        those of Transformers.
+    layer: which rotation a layer has: `scaled`; `plain`, without `scale` and `scaling`; or `none`, whose tables have no
+        columns.
     """
 
-    def __init__(self, d_k: int, base: float, scale: float, scaling: Mapping[str, Any] | None = None) -> None:
-        self.d_k, self.base, self.scale = d_k, base, scale
-        self.scaling = _checked_scaling(scaling, base, scale)
+    def __init__(
+        self,
+        d_k: int,
+        base: float,
+        scale: float,
+        scaling: Mapping[str, Any] | None = None,
+        *,
+        rotary_dim: int | None = None,
+        angles: str = "fp64",
+        layer: str = "scaled",
+    ) -> None:
+        require_rules(broken_rotary_rules(rotary_dim, d_k, angles))
+        require_rules(broken_option("model.rope_layers", layer, ROPE_LAYERS))
+        checked = _checked_scaling(scaling, base, scale)
+        self.base, self.scale = base, scale if layer == "scaled" else 1.0
+        self.scaling: dict[str, Any] = checked if layer == "scaled" else {"rope_type": "default"}
+        self.rotary_dim = 0 if layer == "none" else rotary_dim or d_k
+        self.dtype = torch.float64 if angles == "fp64" else torch.float32
         self.attention_factor = _yarn_attention_factor(self.scaling) if self.scaling["rope_type"] == "yarn" else 1.0
+        self.key = (self.rotary_dim, base, self.scale, angles, *sorted(self.scaling.items()))
+        """Equal for rotations that have equal tables."""
         self._device_tables: dict[torch.device, Tables] = {}
 
     def tables(self, pos_BS: Tensor, dtype: torch.dtype = torch.float64, limit: int | None = None) -> Tables:
-        """Cosines and sines in `dtype`, rounded once from fp64. `limit`: if known, what every position is below.
+        """Cosines and sines in `dtype`, rounded once from that of the angles. `limit`: if known, what every position
+        is below.
 
         On an accelerator they are looked up in a table made on the CPU, because fp64 is slow or missing there. Without
         a limit, or while torch.compile traces, they are computed from the positions.
         """
         device = pos_BS.device
+        if self.rotary_dim == 0:
+            none = torch.empty(*pos_BS.shape, 0, dtype=dtype, device=device)
+            return none, none
         if device.type == "cpu" or dtype == torch.float64 or torch.compiler.is_compiling():
             return self._computed(pos_BS, dtype)
         if limit is not None:
@@ -48,8 +75,8 @@ class RotaryEmbedding:
         return self._computed(pos_BS, dtype)
 
     def _computed(self, pos_BS: Tensor, dtype: torch.dtype) -> Tables:
-        # fp64 angles: at position 1,000,000 an fp32 angle is off by up to 0.06 rad in the fastest pair.
-        angle_BSF = (pos_BS.double() / self.scale)[..., None] * self.frequencies(pos_BS.device)
+        # In fp64: at position 1,000,000 an fp32 angle is off by up to 0.06 rad in the fastest pair.
+        angle_BSF = (pos_BS.to(self.dtype) / self.scale)[..., None] * self.frequencies(pos_BS.device)
         cos, sin = angle_BSF.cos(), angle_BSF.sin()
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
@@ -68,8 +95,10 @@ class RotaryEmbedding:
         return made
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per position of each pair: [F], fp64."""
-        exponent_F = torch.arange(0, self.d_k, 2, dtype=torch.float64, device=device) / self.d_k
+        """Radians per position of each pair: [F], in the precision of the angles."""
+        if self.dtype == torch.float32:
+            return self._fp32_frequencies(device)
+        exponent_F = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=device) / self.rotary_dim
         plain_F, s = self.base**-exponent_F, self.scaling
         if s["rope_type"] == "default":
             return plain_F
@@ -81,9 +110,32 @@ class RotaryEmbedding:
             keep_F = (turns_F - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
         else:
             first, last = self._yarn_range()
-            keep_F = 1 - (torch.arange(self.d_k // 2, device=device).double() - first) / (last - first)
+            keep_F = 1 - (torch.arange(self.rotary_dim // 2, device=device).double() - first) / (last - first)
         keep_F = keep_F.clamp(0, 1)
         return slow_F * (1 - keep_F) + plain_F * keep_F
+
+    def _fp32_frequencies(self, device: torch.device) -> Tensor:
+        """In Transformers' order of operations, on which the last bits depend."""
+        s, exponent_F = self.scaling, torch.arange(0, self.rotary_dim, 2, device=device).float() / self.rotary_dim
+        radian_F = self.base**exponent_F  # positions per radian
+        plain_F = 1.0 / radian_F
+        if s["rope_type"] == "default":
+            return plain_F
+        if s["rope_type"] == "linear":
+            return plain_F / s["factor"]
+        if s["rope_type"] == "yarn":
+            first, last = self._yarn_range()
+            pair_F = torch.arange(self.rotary_dim // 2, device=device).float()
+            keep_F = 1 - ((pair_F - first) / (last - first)).clamp(0, 1)
+            return (1 - keep_F) * (1.0 / (s["factor"] * radian_F)) + keep_F * plain_F
+        length, low, high = (
+            s[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        turn_F = 2 * math.pi / plain_F  # positions per turn
+        keep_F = (length / turn_F - low) / (high - low)
+        between_F = (1 - keep_F) * plain_F / s["factor"] + keep_F * plain_F
+        slow_or_between_F = torch.where(turn_F > length / low, plain_F / s["factor"], between_F)
+        return torch.where(turn_F < length / high, plain_F, slow_or_between_F)
 
     def _yarn_range(self) -> tuple[float, float]:
         """Pairs up to the first keep their frequency, pairs from the last on are slowed down by `factor`."""
@@ -92,33 +144,41 @@ class RotaryEmbedding:
         def pair(turns: float) -> float:
             """The pair that makes so many turns within the original length."""
             length = s["original_max_position_embeddings"]
-            return self.d_k * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            return self.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         first, last = (pair(turns) for turns in yarn_betas(s))
         if s.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, self.d_k - 1)
+        first, last = max(first, 0), min(last, self.rotary_dim - 1)
         return first, last + 0.001 if first == last else last
 
 
 def rotate(x_BSHK: Tensor, tables: Tables) -> Tensor:
-    """Rotate the pairs (i, i + K/2) of the last axis; any number of axes may lie between S and K."""
-    wide = torch.promote_types(x_BSHK.dtype, torch.float32)
+    """Rotate the pairs (i, i + F) of the first 2 F channels of the last axis; the rest stays as it is. Any number of
+    axes may lie between S and K."""
     batch, length, half = tables[0].shape
+    if half == 0:
+        return x_BSHK
+    if 2 * half < x_BSHK.shape[-1]:
+        return torch.cat((rotate(x_BSHK[..., : 2 * half], tables), x_BSHK[..., 2 * half :]), dim=-1)
+    wide = torch.promote_types(x_BSHK.dtype, torch.float32)
     shape = (batch, length, *[1] * (x_BSHK.dim() - 3), half)
     cos, sin = (table.to(wide).view(shape) for table in tables)
     a, b = x_BSHK.to(wide).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BSHK.dtype)
 
 
-def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, d_k: int) -> Tables:
-    """Tables made elsewhere as [B, S, F]: the caller's may have K columns (both halves alike) and no batch axis."""
-    half, made = d_k // 2, []
+def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, rotary_dim: int) -> Tables:
+    """Tables made elsewhere as [B, S, F]: the caller's may have 2 F columns (both halves alike) and no batch axis. A
+    layer without RoPE ignores them."""
+    half, made = rotary_dim // 2, []
     for name, x in zip(("cos", "sin"), cos_sin, strict=True):
-        if x.dim() not in (2, 3) or x.shape[-1] not in (half, d_k) or x.shape[-2] != length:
+        fits = x.dim() in (2, 3) and x.shape[-2] == length and (half == 0 or x.shape[-1] in (half, rotary_dim))
+        if not fits:
             raise ConfigError(
                 f"position_embeddings: {name} has shape {list(x.shape)} and the input {batch} rows of {length} tokens "
-                f"with keys of {d_k}. Pass [{batch}, {length}, {half}], or {d_k} columns whose halves are equal."
+                f"with {rotary_dim} rotated channels. Pass [{batch}, {length}, {half}], or {rotary_dim} columns whose "
+                f"halves are equal."
             )
         if x.dim() == 3 and x.shape[0] not in (1, batch):
             raise ConfigError(f"position_embeddings: {name} has {x.shape[0]} rows and the input {batch}. Pass as many.")

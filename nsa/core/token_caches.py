@@ -1,4 +1,5 @@
-"""KV caches of layers without compression: all tokens in pages (`dense`), or a ring of the last w (`window`).
+"""KV caches of other layers than NSA: all tokens in pages (`dense`), a ring of the last w (`window`), all tokens and
+compressed keys without values (`merged`).
 
 B batch · S new tokens
 """
@@ -47,3 +48,10 @@ class WindowCache(LayerCache):
             k, v = (slots.content() for slots in self.window.both)
             keys = BranchKeys(k, v, self._window_pos_B1, pos_BS.new_zeros(()).expand_as(pos_BS))
         return keys, keys, keys
+
+
+class MergedCache(LayerCache):
+    """Keys and values of all tokens, and compressed keys, which have no values: they only choose blocks."""
+
+    def _compressed_widths(self) -> tuple[int, int]:
+        return self.d_k, 0

@@ -15,15 +15,30 @@ from nsa.attention_rules import (
     broken_init_std_rules,
     broken_pattern_rules,
     broken_phi_rules,
+    broken_qk_norm_rules,
     broken_rope_compressed_rules,
+    broken_rope_layer_rules,
     broken_rope_scaling_rules,
+    broken_rotary_rules,
     broken_selector_loss_rules,
     broken_sliding_gate_rules,
+    broken_window_rules,
     layer_kinds,
+    repeated,
 )
 from nsa.errors import BrokenRule, ConfigError, require_rules
-from nsa.geometry import Geometry, broken_rules, default_ffn_dim
-from nsa.options import AttentionKind, Gate, GatePer, KVProjections, Phi, RopeCompressed
+from nsa.geometry import N_COARSE, Geometry, broken_coarse_rules, broken_rules, default_ffn_dim
+from nsa.options import (
+    AttentionKind,
+    Gate,
+    GatePer,
+    KVProjections,
+    Phi,
+    QKNormPer,
+    RopeAngles,
+    RopeCompressed,
+    RopeLayer,
+)
 
 if TYPE_CHECKING:  # pydantic is not needed to load a model
     from nsa.config.schema import RunConfig
@@ -46,7 +61,8 @@ _COUNTS = (
 _SAME_NAMES = (
     *("l", "d", "l_sel", "n_sel", "w", "phi", "phi_pos_emb", "gate", "gate_per", "gate_temperature"),
     *("rope_scale", "rope_compressed", "rope_scaling", "kv", "qk_norm", "qk_norm_eps", "bias", "out_bias"),
-    *("selector_loss", "selector_loss_share", "sliding_gate_init"),
+    *("qk_norm_per", "rotary_dim", "rope_angles"),
+    *("selector_loss", "selector_loss_share", "sliding_gate_init", "coarse_block", "n_coarse"),
 )
 
 
@@ -81,11 +97,16 @@ class NSAConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     attention: AttentionKind | list[AttentionKind] = "nsa"
+    window: int | None = None
+    post_norm: bool = False
+    ffn_bias: bool = False
     l: int = Geometry.l
     d: int = Geometry.d
     l_sel: int = Geometry.l_sel
     n_sel: int = Geometry.n_sel
     w: int = Geometry.w
+    coarse_block: int = 0
+    n_coarse: int = N_COARSE
     phi: Phi = "softmax"
     phi_pos_emb: bool = False
     gate: Gate = "softmax"
@@ -94,11 +115,15 @@ class NSAConfig(PreTrainedConfig):
     sliding_gate_init: float | int = SLIDING_GATE_INIT
     rope_scale: float | int = 1.0
     rope_compressed: RopeCompressed = "auto"
+    rope_layers: RopeLayer | list[RopeLayer] = "scaled"
+    rope_angles: RopeAngles = "fp64"
+    rotary_dim: int | None = None
     kv: KVProjections = "shared"
     selector_loss: float | int = 0.0
     selector_loss_share: float | int = 0.0625
     qk_norm: bool = False
     qk_norm_eps: float | int = 1e-6
+    qk_norm_per: QKNormPer = "head"
     bias: bool = False
     out_bias: bool = False
 
@@ -125,6 +150,14 @@ class NSAConfig(PreTrainedConfig):
     def _attention_pattern(self) -> list[AttentionKind]:
         return [self.attention] if isinstance(self.attention, str) else self.attention
 
+    def layer_ropes(self) -> list[RopeLayer]:
+        """The RoPE of every layer."""
+        return repeated(self._rope_pattern, self.num_hidden_layers)
+
+    @property
+    def _rope_pattern(self) -> list[RopeLayer]:
+        return [self.rope_layers] if isinstance(self.rope_layers, str) else self.rope_layers
+
     @property
     def layer_types(self) -> list[str]:
         """What Transformers looks up the class of each layer's cache by; `layer_kinds` says how a layer attends."""
@@ -147,8 +180,13 @@ class NSAConfig(PreTrainedConfig):
                 *broken_head_rules(*heads),
                 *broken_init_std_rules(self.initializer_range, "initializer_range"),
                 *broken_pattern_rules(self._attention_pattern, self.num_hidden_layers),
+                *broken_rope_layer_rules(self._rope_pattern, self.num_hidden_layers),
                 *broken_rope_scaling_rules(scaling, self.rope_scale),
+                *broken_rotary_rules(self.rotary_dim, self.head_dim, self.rope_angles),
+                *broken_qk_norm_rules(self.qk_norm, self.qk_norm_per, self.kv),
+                *broken_window_rules(self.window),
                 *broken_rules(**{name: getattr(self, name) for name in Geometry.__dataclass_fields__}),
+                *broken_coarse_rules(self.coarse_block, self.n_coarse, self.l, self.d, self.l_sel, self.n_sel),
                 *broken_phi_rules(self.phi, self.phi_pos_emb),
                 *broken_sliding_gate_rules(self.sliding_gate_init),
                 *broken_selector_loss_rules(self.selector_loss, self.selector_loss_share, self.kv, self.phi),
@@ -194,6 +232,13 @@ class NSAConfig(PreTrainedConfig):
             qk_norm_eps=model.norm_eps,
             bias=model.qkv_bias,
             out_bias=model.attention_out_bias,
+            qk_norm_per=model.qk_norm_per,
+            rotary_dim=model.rotary_dim,
+            rope_angles=model.rope_angles,
+            rope_layers=model.rope_layers[0] if len(model.rope_layers) == 1 else list(model.rope_layers),
+            post_norm=model.post_norm,
+            ffn_bias=model.ffn_bias,
+            window=model.window,
             attention=model.attention[0] if len(model.attention) == 1 else list(model.attention),
             **config.nsa.arguments,
         )

@@ -17,6 +17,7 @@ from nsa.data.saved_tokenizer import choose_tokenizer
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
+from nsa.hf.conversion.copied_files import COPIED_FILES
 from nsa.hf.folder_files import read_json
 from nsa.hf.model_card import model_card
 from nsa.hf.output_folder import new_folder
@@ -27,7 +28,6 @@ from nsa.hf.weight_files import write_weights
 from nsa.hf.weight_names import HEAD, to_transformers
 
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 CARD = "README.md"
 ARCHITECTURE = "NSAForCausalLM"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,15 +62,18 @@ def export_folder(
     return trained
 
 
-def is_export(folder: Path) -> bool:
-    """Whether a folder holds an exported model and nothing that an export does not write."""
+def is_export(folder: Path, model_type: str = NSAConfig.model_type) -> bool:
+    """Whether a folder holds a model of this type and nothing that an export or a conversion does not write."""
     try:
-        if read_json(folder / CONFIG).get("model_type") != NSAConfig.model_type:
+        if read_json(folder / CONFIG).get("model_type") != model_type:
             return False
     except CheckpointError:
         return False
-    suffixes = (".json", ".safetensors", ".py", ".md")
-    return all(path.is_file() and not path.is_symlink() and path.suffix in suffixes for path in folder.iterdir())
+    suffixes = (".json", ".safetensors", ".py", ".md", ".yaml")
+    return all(
+        path.is_file() and not path.is_symlink() and (path.suffix in suffixes or path.name in COPIED_FILES)
+        for path in folder.iterdir()
+    )
 
 
 def _write(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,6 +10,8 @@ from nsa.errors import CheckpointError
 from nsa.files import open_regular
 
 LARGEST_JSON_BYTES = 16 << 20
+LARGEST_NUMBER = 2**31
+"""Of a size in a config.json."""
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -25,16 +28,34 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return raw
 
 
+def read_text(path: Path, limit: int = LARGEST_JSON_BYTES) -> str:
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not text ({error}).") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; numbers are finite and no key is given twice."""
-    raw = read_bytes(path, LARGEST_JSON_BYTES)
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, where: object) -> dict[str, Any]:
+    """The object in the text of a JSON file; `where` is its path, for messages."""
     try:
-        values = json.loads(raw, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise CheckpointError(f"{path} is not JSON ({error}).") from error
+        values = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON ({error}).") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, not an object.")
+        raise CheckpointError(f"{where} holds {type(values).__name__}, not an object.")
     return values
+
+
+def require_plausible_numbers(values: Mapping[str, Any], where: Path) -> None:
+    """Refuse sizes of a config.json that no model has, before anything is computed with them."""
+    for key, value in values.items():
+        if isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
+            raise CheckpointError(f"{where} has {key!r:.60}={value!r:.40}: no real model has that.")
 
 
 def _refuse(text: str) -> NoReturn:

@@ -25,14 +25,12 @@ from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.export_folder import ARCHITECTURE, CONFIG
-from nsa.hf.folder_files import read_json
+from nsa.hf.folder_files import read_json, require_plausible_numbers
 from nsa.hf.output_folder import new_folder
 from nsa.hf.tokenizer_files import read_tokenizer_files
 from nsa.hf.training_record import TRAINING_RECORD, TrainingRecord
 from nsa.hf.weight_files import read_weights
 from nsa.hf.weight_names import EMBEDDING, HEAD, from_transformers
-
-_LARGEST_SIZE = 2**31
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,8 @@ def open_exported(folder: Path) -> ExportedModel:
     if os.path.lexists(folder / TRAINING_RECORD):
         record = TrainingRecord.parse(read_json(folder / TRAINING_RECORD), folder / TRAINING_RECORD)
     tokenizer = read_tokenizer_files(folder)
-    if tokenizer is not None and (tokenizer.vocab_size > config.vocab_size or tokenizer.eos_id != config.eos_token_id):
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if tokenizer is not None and (tokenizer.vocab_size > config.vocab_size or tokenizer.eos_id not in ends):
         raise CheckpointError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids and ends documents with {tokenizer.eos_id}, "
             f"{CONFIG} says {config.vocab_size} and {config.eos_token_id}. Use the tokenizer the model was trained "
@@ -77,9 +76,7 @@ def read_config(folder: Path) -> NSAConfig:
     known = {field.name for field in fields(NSAConfig)} - {field.name for field in fields(NSAConfig.__mro__[1])}
     known |= {"vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
     given = {key: value for key, value in values.items() if key in known}
-    for key, value in given.items():
-        if isinstance(value, int | float) and abs(value) > _LARGEST_SIZE:
-            raise CheckpointError(f"{folder / CONFIG} has {key}={value!r:.40}: no real model has that.")
+    require_plausible_numbers(given, folder / CONFIG)
     try:
         return NSAConfig(**given)
     except (StrictDataclassError, ConfigError, TypeError, ValueError, OverflowError) as error:
@@ -137,7 +134,14 @@ def run_config(exported: ExportedModel) -> RunConfig:
         "rope_base": config.rope_theta,
         "rope_scale": config.rope_scale,
         "rope_scaling": config.rope_scaling or {},
+        "rope_layers": config.rope_layers,
+        "rope_angles": config.rope_angles,
+        "rotary_dim": config.rotary_dim,
+        "post_norm": config.post_norm,
+        "ffn_bias": config.ffn_bias,
+        "window": config.window,
         "qk_norm": config.qk_norm,
+        "qk_norm_per": config.qk_norm_per,
         "qkv_bias": config.bias,
         "attention_out_bias": config.out_bias,
     }

@@ -51,8 +51,8 @@ def _lines(
         f"(arXiv 2502.11089): compressed, selected and sliding-window attention, mixed by learned gates. Trained and "
         f"exported with nsa-train {record.version}."
     )
-    yield from ("", "## Load", "", *_how_to_load(remote_code), "## Training", "")
-    yield from _table(
+    yield from ("", "## Load", "", *how_to_load(remote_code), "## Training", "")
+    yield from card_table(
         {
             "data": record.data,
             "steps": f"{record.step:,}",
@@ -63,9 +63,9 @@ def _lines(
         }
     )
     if record.evaluations:
-        yield from ("", "## Evaluation", "", *_table(dict(record.evaluations)))
+        yield from ("", "## Evaluation", "", *card_table(dict(record.evaluations)))
     yield from ("", "## Model", "")
-    yield from _table(
+    yield from card_table(
         {
             "layers, width, heads, key/value groups": f"{config.num_hidden_layers}, {config.hidden_size}, "
             f"{config.num_attention_heads}, {config.num_key_value_heads}",
@@ -76,10 +76,10 @@ def _lines(
         }
     )
     yield from ("", "## Settings of the run", "")
-    yield from _table({key: _plain(value) for key, value in sorted(flatten(record.settings).items())})
+    yield from card_table({key: _plain(value) for key, value in sorted(flatten(record.settings).items())})
 
 
-def _how_to_load(remote_code: bool) -> Iterator[str]:
+def how_to_load(remote_code: bool) -> Iterator[str]:
     if remote_code:
         yield (
             "The folder holds its own modelling code (PyTorch only), which `trust_remote_code=True` runs: read it "
@@ -92,7 +92,7 @@ def _how_to_load(remote_code: bool) -> Iterator[str]:
         yield from ("", _LOAD.format(head="import nsa.hf  # registers the model\n", trust=""))
 
 
-def _table(rows: dict[str, str]) -> Iterator[str]:
+def card_table(rows: dict[str, str]) -> Iterator[str]:
     yield from ("| | |", "|---|---|")
     for name, value in rows.items():
         yield f"| {_cell(name)} | {_cell(value)} |"

@@ -19,6 +19,7 @@ from transformers.utils.generic import can_return_tuple
 
 from nsa.core.init import init_module
 from nsa.core.kv_cache import LayerCache
+from nsa.core.layer_kinds import layer_arguments
 from nsa.core.positions import checked_position_ids, padding_of
 from nsa.core.selector_loss import average_over_layers
 from nsa.errors import ConfigError
@@ -26,19 +27,21 @@ from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import run_blocks
-from nsa.options import AttentionKind
+from nsa.options import AttentionKind, RopeLayer
 
 
 class NSADecoderLayer(GradientCheckpointingLayer, LlamaBlockNSA):
     """A block of `nsa.model` that Transformers can checkpoint."""
 
-    def __init__(self, config: NSAConfig, kind: AttentionKind = "nsa") -> None:
+    def __init__(self, config: NSAConfig, kind: AttentionKind = "nsa", rope: RopeLayer = "scaled") -> None:
         super().__init__(
             config.hidden_size,
             ffn_dim=config.intermediate_size,
+            ffn_bias=config.ffn_bias,
+            post_norm=config.post_norm,
             norm_eps=config.rms_norm_eps,
             kind=kind,
-            **config.attention_arguments(),
+            **layer_arguments(config.attention_arguments(), kind, rope, config.window),
         )
 
 
@@ -67,7 +70,8 @@ class NSAModel(NSAPreTrainedModel):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(NSADecoderLayer(config, kind) for kind in config.layer_kinds())
+        of_layers = zip(config.layer_kinds(), config.layer_ropes(), strict=True)
+        self.layers = nn.ModuleList(NSADecoderLayer(config, kind, rope) for kind, rope in of_layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         average_over_layers(self)
         self.gradient_checkpointing = False

@@ -16,6 +16,7 @@ from nsa.hf.folder_files import read_bytes, read_json
 from nsa.names import TOKENIZER
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def tokenizer_options(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:

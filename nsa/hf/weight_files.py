@@ -1,9 +1,10 @@
-"""Safetensors files of an exported folder: written in shards, read only if every tensor is as the config implies."""
+"""Safetensors files of a model's folder: written in shards, read only if every tensor is as the config implies."""
 
 import json
+import os
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,31 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int)
 
 def read_weights(folder: Path, config: NSAConfig) -> dict[str, Tensor]:
     """Every tensor of the model by its name; raises CheckpointError for a missing, foreign or misshapen one."""
+    return read_tensors(folder, lambda found: expected_shapes(folder, config, len(found)))
+
+
+def read_tensors(
+    folder: Path, expect: Callable[[Mapping[str, TensorShape]], Mapping[str, tuple[int, ...]]]
+) -> dict[str, Tensor]:
+    """Tensors of the safetensors files in a folder by name; raises CheckpointError for one that is not as expected.
+
+    expect: the shapes by name that the folder's config implies, given what its files hold.
+    """
+    with _open_weights(folder) as (files, held):
+        found = {key: described for tensors in held.values() for key, described in tensors.items()}
+        _require_expected(folder, found, expect(found))
+        return {key: files[name].get_tensor(key) for name in held for key in sorted(held[name])}
+
+
+def describe_weights(folder: Path) -> dict[str, TensorShape]:
+    """Shape and type of every tensor in the safetensors files of a folder; their values are not read."""
+    with _open_weights(folder) as (_, held):
+        return {key: described for tensors in held.values() for key, described in tensors.items()}
+
+
+@contextmanager
+def _open_weights(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, dict[str, TensorShape]]]]:
+    """The open files and what each holds, after their headers and the index were checked."""
     from safetensors import SafetensorError
 
     with ExitStack() as opened:
@@ -56,9 +82,7 @@ def read_weights(folder: Path, config: NSAConfig) -> dict[str, Tensor]:
             files = {name: _open(folder / name, opened) for name in _weight_files(folder)}
             held = {name: _described(file) for name, file in files.items()}
             _require_index(folder, held)
-            found = {key: described for tensors in held.values() for key, described in tensors.items()}
-            _require_expected(folder, found, config)
-            return {key: files[name].get_tensor(key) for name in held for key in sorted(held[name])}
+            yield files, held
         except OSError as error:
             raise CheckpointError(
                 f"weights in {folder} cannot be read ({error}): they must be regular files and no links. Copy a folder "
@@ -71,6 +95,11 @@ def read_weights(folder: Path, config: NSAConfig) -> dict[str, Tensor]:
 def _weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS_INDEX).exists():
         return sorted(set(_weight_map(folder).values()))
+    if not os.path.lexists(folder / names.MODEL_SAFETENSORS) and any(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} has its weights in *.bin, which are pickles: reading one executes what is in it. Load the model "
+            f"with Transformers where you trust it, and save it again: save_pretrained writes safetensors."
+        )
     return [names.MODEL_SAFETENSORS]
 
 
@@ -118,17 +147,26 @@ def _described(file: Any) -> dict[str, TensorShape]:
     return {key: TensorShape(tuple(part.get_shape()), part.get_dtype()) for key, part in parts.items()}
 
 
-def _require_expected(folder: Path, found: Mapping[str, TensorShape], config: NSAConfig) -> None:
-    if config.num_hidden_layers > len(found):  # before a model of a billion layers is built to compare with
-        raise CheckpointError(f"{folder} has {len(found)} tensors for {config.num_hidden_layers} layers.")
+def expected_shapes(folder: Path, config: NSAConfig, n_tensors: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of `NSAForCausalLM` by name; of tied embeddings only one. `n_tensors`: in the folder."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in meta_model(folder, config, n_tensors).state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop(HEAD)
+    return shapes
+
+
+def meta_model(folder: Path, config: NSAConfig, n_tensors: int) -> NSAForCausalLM:
+    """The model of a folder without values. `n_tensors`: in the folder."""
+    if config.num_hidden_layers > n_tensors:  # before a model of a billion layers is built to compare with
+        raise CheckpointError(f"{folder} has {n_tensors} tensors for {config.num_hidden_layers} layers.")
     try:
         with torch.device("meta"):
-            model = NSAForCausalLM(config)
+            return NSAForCausalLM(config)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: config.json describes a model that cannot be built ({error}).") from error
-    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        expected.pop(HEAD)
+
+
+def _require_expected(folder: Path, found: Mapping[str, TensorShape], expected: Mapping[str, tuple[int, ...]]) -> None:
     if differing := sorted(expected.keys() ^ found.keys()):
         missing = sum(key in expected for key in differing)
         raise CheckpointError(

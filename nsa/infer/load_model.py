@@ -26,11 +26,9 @@ from nsa.hf.export_folder import CONFIG, DTYPES
 from nsa.hf.folder_files import LARGEST_JSON_BYTES, read_bytes, read_json
 from nsa.hf.import_folder import open_exported
 from nsa.hf.modeling import NSAForCausalLM
-from nsa.hf.tokenizer_files import TOKENIZER_CONFIG, transformers_tokenizer
+from nsa.hf.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
 from nsa.hf.weight_names import EMBEDDING, HEAD, to_transformers
 from nsa.infer.generate import BatchResult, SamplingSettings, generate_batch
-
-CHAT_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,17 @@ class LoadedModel:
     """A model ready to generate, with its tokenizer."""
 
     model: NSAForCausalLM = field(repr=False)
-    tokenizer: PreTrainedTokenizerFast = field(repr=False)
+    text_tokenizer: PreTrainedTokenizerFast | None = field(repr=False)
+    """None if it is not known, or if the model's ids stand for no text (synthetic data)."""
     source: ModelSource
     prefill_chunk: int = RuntimeConfig().prefill_chunk
     """Prompt tokens per forward pass."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        if self.text_tokenizer is None:
+            raise _no_tokenizer(self.source.path)
+        return self.text_tokenizer
 
     @property
     def trained_length(self) -> int:
@@ -115,6 +120,7 @@ def load_model(
     tokenizer: str | Path | None = None,
     key: bytes | None = None,
     on_rejected: Callable[[CheckpointFinding], None] | None = None,
+    needs_text: bool = True,
 ) -> LoadedModel:
     """The model of a run folder (its newest good checkpoint), of a checkpoint, or of an exported folder.
 
@@ -123,6 +129,7 @@ def load_model(
     tokenizer: `byte` or a tokenizer.json, for checkpoints of earlier versions, which have none.
     key: of signed checkpoints.
     on_rejected: called with each newer checkpoint that was not good.
+    needs_text: raise if the tokenizer is not known; without it, using `LoadedModel.tokenizer` raises.
     """
     folder = Path(path)
     target, number = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), _dtype(dtype)
@@ -132,6 +139,8 @@ def load_model(
         loaded = _from_weights_file(folder, tokenizer)
     else:
         loaded = _from_checkpoint(folder, tokenizer, key, on_rejected or (lambda finding: None))
+    if needs_text and loaded.text_tokenizer is None:
+        raise _no_tokenizer(loaded.source.path)
     loaded.model.to(device=target, dtype=number).eval()
     return loaded
 
@@ -152,7 +161,7 @@ def _from_checkpoint(
     folder: Path, tokenizer: str | Path | None, key: bytes | None, on_rejected: Callable[[CheckpointFinding], None]
 ) -> LoadedModel:
     trained = open_trained_model(folder, key=key, on_rejected=on_rejected)
-    chosen = _require_tokenizer(tokenizer, trained.tokenizer(), trained.path)
+    chosen = choose_tokenizer(tokenizer, trained.tokenizer())
     source = ModelSource(trained.path, trained.record.step)
     return _of_run(trained.config, trained.tensors, chosen, source)
 
@@ -177,15 +186,16 @@ def _from_weights_file(folder: Path, tokenizer: str | Path | None) -> LoadedMode
             f"with `nsa checkpoint export`."
         ) from error
     kept = load_tokenizer(str(folder)) if (folder / names.TOKENIZER).exists() else None
-    return _of_run(config, tensors, _require_tokenizer(tokenizer, kept, path), ModelSource(path, step))
+    return _of_run(config, tensors, choose_tokenizer(tokenizer, kept), ModelSource(path, step))
 
 
 def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
     exported = open_exported(folder)
-    chosen = _require_tokenizer(tokenizer, exported.tokenizer, folder)
+    chosen = choose_tokenizer(tokenizer, exported.tokenizer)
     source = ModelSource(folder, exported.record.step if exported.record is not None else None)
     loaded = _assemble(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
-    loaded.tokenizer.chat_template = _chat_template(folder)
+    if loaded.text_tokenizer is not None:
+        loaded.text_tokenizer.chat_template = _chat_template(folder)
     return loaded
 
 
@@ -199,28 +209,32 @@ def _chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _require_tokenizer(given: str | Path | None, kept: Tokenizer | None, where: Path) -> Tokenizer:
-    chosen = choose_tokenizer(given, kept)
-    if chosen is None:
-        raise CheckpointError(
-            f"{where} was saved without its tokenizer, as by earlier versions, so its ids mean no text. Name the "
-            f"one it was trained with: --tokenizer byte, or --tokenizer FILE.json (in Python tokenizer=…)."
-        )
-    return chosen
+def _no_tokenizer(where: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{where} was saved without a tokenizer, as by earlier versions or after training on synthetic data, so its "
+        f"ids mean no text. If it was trained on text, name the tokenizer: --tokenizer byte, or --tokenizer FILE.json "
+        f"(in Python tokenizer=…)."
+    )
 
 
-def _of_run(config: RunConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, source: ModelSource) -> LoadedModel:
+def _of_run(
+    config: RunConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer | None, source: ModelSource
+) -> LoadedModel:
     """The model of a run, from its tensors by the names of a checkpoint."""
     renamed = to_transformers(tensors)
     rows = renamed[EMBEDDING].shape[0] if EMBEDDING in renamed else 0
-    described = NSAConfig.from_run(config, max(1, rows), tokenizer.eos_id)
+    described = NSAConfig.from_run(config, max(1, rows), tokenizer.eos_id if tokenizer is not None else None)
     return _assemble(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
 
 
 def _assemble(
-    config: NSAConfig, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, source: ModelSource, prefill_chunk: int
+    config: NSAConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None,
+    source: ModelSource,
+    prefill_chunk: int,
 ) -> LoadedModel:
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids and the embedding of {source.path} "
             f"{config.vocab_size} rows: it is not the tokenizer the model was trained with. Name that one with "
@@ -234,4 +248,5 @@ def _assemble(
     except RuntimeError as error:
         raise CheckpointError(f"{source.path} does not hold the weights that its settings describe: {error}") from error
     model.tie_weights()
-    return LoadedModel(model, transformers_tokenizer(tokenizer, config.max_position_embeddings), source, prefill_chunk)
+    reader = transformers_tokenizer(tokenizer, config.max_position_embeddings) if tokenizer is not None else None
+    return LoadedModel(model, reader, source, prefill_chunk)

@@ -3,7 +3,7 @@
 B batch · S tokens · G kv groups · N chosen · n all blocks
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,14 @@ from nsa.files import write_atomic
 from nsa.geometry import Geometry
 from nsa.infer.load_model import LoadedModel
 
-_SIDE, _GAP, _TOP, _MOST_ROWS = 260, 26, 40, 64
-_SHADES = " ░▒▓█"
-_COLOUR = "#d98032"
+_SIDE, _GAP, _LEFT, _TOP, _BELOW, _MOST_ROWS = 256, 26, 62, 92, 88, 64
+_SHADES, _BETWEEN = " ░▒▓█", "   "
+_COLOUR, _VISIBLE = "#d98032", "#888"
+_STYLE = (
+    "<style>text{font:13px sans-serif;fill:#888}.t{font:600 15px sans-serif}rect{shape-rendering:crispEdges}</style>"
+)
+_TITLE = "Blocks of earlier tokens that each token read in the selected branch"
+_NOTE = "The first block and the two nearest are always read; the others are those with the highest scores."
 
 
 @dataclass
@@ -40,6 +45,8 @@ class SelectionMap:
     layer: int
     share_Sn: Tensor
     """Share of the groups that chose each block, by query."""
+    l_sel: int
+    """Tokens of a block."""
 
 
 @torch.inference_mode()
@@ -48,9 +55,11 @@ def selection_maps(loaded: LoadedModel, text: str) -> list[SelectionMap]:
     ids = torch.tensor([loaded.encode([text])[0][: loaded.trained_length]], device=loaded.model.device)
     with probing(loaded.model, ChosenBlocksProbe) as probes:
         loaded.model(input_ids=ids, use_cache=False)
-    n_blocks = -(-ids.shape[1] // loaded.model.config.l_sel)
+    l_sel: int = loaded.model.config.l_sel
+    n_blocks = -(-ids.shape[1] // l_sel)
     return [
-        SelectionMap(int(name.split(".")[2]), share_of_groups(probe.idx_BSGN[0], n_blocks))  # model.layers.N.attention
+        # model.layers.N.attention
+        SelectionMap(int(name.split(".")[2]), share_of_groups(probe.idx_BSGN[0], n_blocks), l_sel)
         for name, probe in probes.items()
         if probe.idx_BSGN is not None
     ]
@@ -63,31 +72,65 @@ def share_of_groups(idx_SGN: Tensor, n_blocks: int) -> Tensor:
 
 
 def write_svg(maps: Sequence[SelectionMap], path: Path) -> None:
-    width, height = _GAP + len(maps) * (_SIDE + _GAP), _TOP + _SIDE + 34
-    parts = [part for i, each in enumerate(maps) for part in _panel(each, _GAP + i * (_SIDE + _GAP))]
-    style = "<style>.t{font:600 15px sans-serif;fill:#888}.s{font:13px sans-serif;fill:#888}</style>"
-    note = f'<text x="{width / 2:.0f}" y="{height - 10}" text-anchor="middle" class="s">blocks → · queries ↓</text>'
+    """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups chose it."""
+    n_tokens, n_blocks = maps[0].share_Sn.shape
+    width, height = _LEFT + len(maps) * (_SIDE + _GAP), _TOP + _SIDE + _BELOW
+    parts = [_label(_LEFT, 24, _TITLE, kind="t"), _label(_LEFT, 46, _NOTE)]
+    for tokens in range(0, n_tokens + 1, max(1, n_blocks // 4) * maps[0].l_sel):
+        parts.append(_label(_LEFT - 8, _TOP + _SIDE * tokens / n_tokens + 4, str(tokens), anchor="end"))
+    turned = f'transform="translate(16 {_TOP + _SIDE / 2:.0f}) rotate(-90)"'
+    parts.append(f'<text {turned} text-anchor="middle">token that reads</text>')
+    for i, each in enumerate(maps):
+        parts += _panel(each, _LEFT + i * (_SIDE + _GAP))
+    parts += _legend(_LEFT, height - 18)
     write_atomic(
         path,
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">{style}'
-        f"{''.join(parts)}{note}</svg>\n",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">{_STYLE}'
+        f"<title>{_TITLE}</title>{''.join(parts)}</svg>\n",
     )
 
 
-def _panel(each: SelectionMap, left: float) -> list[str]:
-    every = max(1, len(each.share_Sn) // _MOST_ROWS)
-    rows = each.share_Sn[every - 1 :: every].tolist()
-    cell_w, cell_h = _SIDE / len(rows[0]), _SIDE / len(rows)
-    title = f'<text x="{left + _SIDE / 2:.0f}" y="20" text-anchor="middle" class="t">layer {each.layer}</text>'
-    frame = f'<rect x="{left}" y="{_TOP}" width="{_SIDE}" height="{_SIDE}" fill="#888" fill-opacity="0.12"/>'
-    cells = [
-        f'<rect x="{left + column * cell_w:.1f}" y="{_TOP + row * cell_h:.1f}" width="{cell_w:.2f}" '
-        f'height="{cell_h:.2f}" fill="{_COLOUR}" fill-opacity="{share:.2f}"/>'
-        for row, shares in enumerate(rows)
-        for column, share in enumerate(shares)
-        if share > 0
-    ]
-    return [title, frame, *cells]
+def _panel(each: SelectionMap, left: int) -> list[str]:
+    """Rows are samples of the queries, the last token of equal parts; blocks that a query cannot see stay empty."""
+    n_tokens, n_blocks = each.share_Sn.shape
+    every = max(1, n_tokens // _MOST_ROWS)
+    queries = range(every - 1, n_tokens, every)
+    cell_w, cell_h = _SIDE / n_blocks, _SIDE / len(queries)
+    parts = [_label(left + _SIDE / 2, _TOP - 12, f"layer {each.layer}", kind="t", anchor="middle")]
+    for row, query in enumerate(queries):
+        top = _TOP + row * cell_h
+        parts.append(_box(left, top, (query // each.l_sel + 1) * cell_w, cell_h, _VISIBLE, 0.12))
+        shares = each.share_Sn[query].tolist()
+        cells = ((block, share) for block, share in enumerate(shares) if share > 0)
+        parts += [_box(left + block * cell_w, top, cell_w, cell_h, _COLOUR, share) for block, share in cells]
+    for block in range(0, n_blocks, max(1, n_blocks // 4)):
+        parts.append(_label(left + (block + 0.5) * cell_w, _TOP + _SIDE + 17, str(block), anchor="middle"))
+    parts.append(
+        _label(left + _SIDE / 2, _TOP + _SIDE + 35, f"block of {each.l_sel} tokens that is read", anchor="middle")
+    )
+    return parts
+
+
+def _legend(left: int, bottom: int) -> list[str]:
+    entries = (
+        ("not read", _VISIBLE, 0.12),
+        ("read by some groups of heads", _COLOUR, 0.4),
+        ("by all of them", _COLOUR, 1.0),
+    )
+    parts, x = [], float(left)
+    for words, colour, opacity in entries:
+        parts += [_box(x, bottom - 11, 14, 14, colour, opacity), _label(x + 20, bottom, words)]
+        x += 48 + 7.2 * len(words)
+    return parts
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, opacity: float) -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{colour}" fill-opacity="{opacity:.2f}"/>'
+
+
+def _label(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}" text-anchor="{anchor}">{words}</text>'
 
 
 def text_rows(each: SelectionMap) -> list[str]:
@@ -95,3 +138,12 @@ def text_rows(each: SelectionMap) -> list[str]:
     n_blocks = each.share_Sn.shape[1]
     of_blocks = [part.mean(0).tolist() for part in each.share_Sn.chunk(n_blocks)]
     return ["".join(_SHADES[round(share * (len(_SHADES) - 1))] * 2 for share in shares) for shares in of_blocks]
+
+
+def side_by_side(maps: Sequence[SelectionMap], columns: int) -> Iterator[str]:
+    """Lines with the maps as characters, as many beside each other as fit in so many columns."""
+    shown = [[f"layer {each.layer}".ljust(2 * each.share_Sn.shape[1]), *text_rows(each)] for each in maps]
+    fitting = max(1, (columns + len(_BETWEEN)) // (len(shown[0][0]) + len(_BETWEEN)))
+    for first in range(0, len(shown), fitting):
+        for line in zip(*shown[first : first + fitting], strict=True):
+            yield _BETWEEN.join(line).rstrip()

@@ -58,7 +58,8 @@ class BranchInputs(NamedTuple):
     once or twice. Every `select` keeps to this, and `nsa.core.functional` sorts and removes repeats of given blocks."""
     pos_BS: Tensor
     """Position in the query's document; below 0 it sees nothing. Queries of a row that see anything follow one another
-    on the axis of raw keys, as tokens do: start + pos grows by one from each to the next."""
+    on the axis of raw keys, as tokens do: in the sliding branch start + pos grows by one from each to the next; in the
+    others it may leap forward where a row is divided among ranks (`nsa.train.parallel`)."""
     start_BS: Tensor
     """Where position 0 of the query's document lies on the key axis; in the compressed branch, its block 0. A
     stride of 0 along the queries says that each row is one document."""
@@ -157,5 +158,6 @@ class TokenDecoder(Protocol):
         Raises for tokens of another shape or device, and for rows without room. None: the cache appends by itself.
         """
 
-    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
-        """The three branches mixed by the gates, [B, 1, G, R, V], and the chosen blocks, [B, 1, G, N]."""
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The three branches mixed by the gates, [B, 1, G, R, V], and the chosen blocks, [B, 1, G, N]. A decoder of
+        layers of kind `merged` takes no gates."""

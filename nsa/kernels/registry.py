@@ -52,6 +52,8 @@ class KernelBackend:
     """Both in one pass: they need the same probabilities."""
     decoder: Callable[..., TokenDecoder] | None = None
     """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients."""
+    merged_decoder: Callable[..., TokenDecoder] | None = None
+    """The same with selected blocks before the window, and one softmax over both (`nsa.core.merged_attention`)."""
     mix: Mixing = reference.mix
 
 
@@ -93,6 +95,8 @@ class KernelPlan(NamedTuple):
     pass if one backend computes both and can."""
     decoder: Callable[..., TokenDecoder] | None
     """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
+    merged_decoder: Callable[..., TokenDecoder] | None
+    """The same for layers of kind `merged`."""
     mix: Mixing
     """Gated sum of the branches, by the backend that computes them all, else by tensor operations."""
 
@@ -111,6 +115,7 @@ BACKENDS: dict[str, KernelBackend] = {
             cpu.why_not,
             compressed_and_select=ops.bind_fused("cpu"),
             decoder=cpu.CpuDecoder,
+            merged_decoder=lambda *args, **kwargs: cpu.CpuDecoder(*args, **kwargs, merged=True),
             mix=ops.bind_mix("cpu"),
         ),
         KernelBackend(
@@ -121,6 +126,7 @@ BACKENDS: dict[str, KernelBackend] = {
             verify=verification,
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
+            merged_decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs, merged=True),
             mix=ops.bind_mix("triton"),
         ),
         KernelBackend("portable", ops.bind("portable", portable), _any_floating_point),
@@ -156,8 +162,9 @@ def _plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, sha
         _compressed_then_select, functions
     )
     if compressed is select is selected is sliding:
-        return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix)
-    return KernelPlan(functions, choices, both, None, reference.mix)
+        decoders = compressed.decoder, compressed.merged_decoder
+        return KernelPlan(functions, choices, both, *decoders, compressed.mix)
+    return KernelPlan(functions, choices, both, None, None, reference.mix)
 
 
 _plan_once = functools.cache(_plan)  # called by every layer at every step

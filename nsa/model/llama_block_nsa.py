@@ -1,4 +1,4 @@
-"""A pre-norm Llama block with NSA, or another kind of attention. Parameters are named as in OLMo-core.
+"""A Llama block with NSA, or another kind of attention. Parameters are named as in OLMo-core.
 
 B batch · S tokens · D model dim · F feed-forward dim
 """
@@ -19,37 +19,47 @@ from nsa.options import AttentionKind
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, bias: bool = False) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=bias)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=bias)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
 class LlamaBlockNSA(nn.Module):
-    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …"""
+    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
+
+    ffn_bias: biases of the feed-forward's projections.
+    post_norm: the norms are of what attention and feed-forward return, before it is added, not of what they read.
+    """
 
     def __init__(
         self,
         dim: int,
         *,
         ffn_dim: int | None = None,
+        ffn_bias: bool = False,
+        post_norm: bool = False,
         norm_eps: float = 1e-5,
         init_std: float = INIT_STD,
         kind: AttentionKind = "nsa",
         **attention: Any,
     ) -> None:
         super().__init__()
+        self.post_norm = post_norm
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.attention = LAYER_CLASSES[kind](dim, init_std=init_std, **attention)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim))
+        self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim), ffn_bias)
         init_weights(self, std=init_std)
 
     def forward(self, x_BSD: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
         """`options` are those of `NSAAttention.forward`: cache, cu_doc_lens, attention_mask, …"""
+        if self.post_norm:
+            x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, **options))
+            return x_BSD + self.feed_forward_norm(self.feed_forward(x_BSD))
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), **options)
         return x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))

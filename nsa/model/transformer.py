@@ -9,16 +9,24 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import INIT_STD, broken_pattern_rules, layer_kinds
+from nsa.attention_rules import (
+    INIT_STD,
+    broken_pattern_rules,
+    broken_rope_layer_rules,
+    broken_window_rules,
+    layer_kinds,
+    repeated,
+)
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache, NSACache
-from nsa.core.layer_kinds import layer_of_kind
+from nsa.core.layer_kinds import layer_arguments, layer_of_kind
+from nsa.core.layer_positions import locate_layers
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss import average_over_layers
 from nsa.errors import ConfigError, require_rules
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import linear_cross_entropy, linear_token_scores
-from nsa.options import AttentionKind
+from nsa.options import AttentionKind, RopeLayer
 
 
 def run_blocks(
@@ -34,13 +42,13 @@ def run_blocks(
     """The residual stream after all blocks; with `hidden`, what each block returns is appended to that list."""
     if not blocks:
         return x_BSD
-    # Positions and padding are the same for all layers.
-    where = blocks[0].attention.locate(x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, **positions)
-    padding = where.padding
+    layers = [block.attention for block in blocks]
+    located = locate_layers(layers, x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, **positions)
+    padding = located[0].padding
     if padding is not None:
-        x_BSD, where = padding.to_front(x_BSD), where._replace(padding=None)
+        x_BSD, located = padding.to_front(x_BSD), [where._replace(padding=None) for where in located]
         new_lens_B = padding.lengths_for(caches[0], new_lens_B)
-    for block, cache in zip(blocks, caches, strict=True):
+    for block, cache, where in zip(blocks, caches, located, strict=True):
         x_BSD = block(x_BSD, cache=cache, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)
         if hidden is not None:
             hidden.append(x_BSD if padding is None else padding.back(x_BSD))
@@ -61,10 +69,13 @@ class NSATransformer(nn.Module):
     """A causal language model in Llama's architecture, with NSA in place of dense attention.
 
     vocab_size, dim, n_layers, ffn_dim: sizes; the feed-forward width defaults to 8/3 of dim.
+    ffn_bias, post_norm: as for `LlamaBlockNSA`.
     tie_embeddings: one matrix for the embedding and the output.
     attention: `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
     layers: kinds of attention (`nsa.options.AttentionKind`), repeated over the layers. Parameters that two kinds share
         start from the same values for the same random state; those of an NSA model do not depend on this argument.
+    rope_layers: `NSAAttention`'s argument rope (`scaled`, `plain` or `none`), repeated over the layers.
+    window: w of layers of kind `window`; default that of all layers.
     init_std: standard deviation of the initial weights of every part.
     """
 
@@ -75,26 +86,43 @@ class NSATransformer(nn.Module):
         n_layers: int,
         *,
         ffn_dim: int | None = None,
+        ffn_bias: bool = False,
+        post_norm: bool = False,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-5,
         init_std: float = INIT_STD,
         layers: Sequence[AttentionKind] = ("nsa",),
+        rope_layers: Sequence[RopeLayer] = ("scaled",),
+        window: int | None = None,
         **attention: Any,
     ) -> None:
         super().__init__()
         require_rules(broken_pattern_rules(layers, n_layers))
+        require_rules(broken_rope_layer_rules(rope_layers, n_layers))
+        require_rules(broken_window_rules(window))
+        kinds = layer_kinds(layers, n_layers)
+        ropes = zip(kinds, repeated(rope_layers, n_layers), strict=True)
+        of_layers = [layer_arguments(attention, kind, rope, window) for kind, rope in ropes]
         self.tie_embeddings = tie_embeddings
         self.embeddings = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
-            LlamaBlockNSA(dim, ffn_dim=ffn_dim, norm_eps=norm_eps, init_std=init_std, **attention)
-            for _ in range(n_layers)
+            LlamaBlockNSA(
+                dim,
+                ffn_dim=ffn_dim,
+                ffn_bias=ffn_bias,
+                post_norm=post_norm,
+                norm_eps=norm_eps,
+                init_std=init_std,
+                **arguments,
+            )
+            for arguments in of_layers
         )
         self.lm_head = LMHead(dim, vocab_size, norm_eps)
         if tie_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight
         init_weights(self, n_layers, init_std)
-        for block, kind in zip(self._blocks(), layer_kinds(layers, n_layers), strict=True):
-            block.attention = layer_of_kind(kind, block.attention, **attention)
+        for block, kind, arguments in zip(self._blocks(), kinds, of_layers, strict=True):
+            block.attention = layer_of_kind(kind, block.attention, **arguments)
         average_over_layers(self)
 
     def forward(

@@ -26,7 +26,8 @@ from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
 from nsa.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, counts, make_bad_step_policy
 from nsa.train.engine.build import build_train_module, build_trainer
-from nsa.train.engine.checkpointer import VerifiedCheckpointer, make_checkpoint_callback, make_checkpointer
+from nsa.train.engine.checkpoint_callback import make_checkpoint_callback
+from nsa.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
 from nsa.train.engine.data_loader import RowLoader
 from nsa.train.engine.environment import on_first_rank
 from nsa.train.resume import (
@@ -88,7 +89,7 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
     """Everything that can refuse a run; writes nothing to its folder."""
     config, ranks, folder = context.config, context.ranks, context.folder
     vocab_size = config.model.vocab_size or datasets.vocabulary(config)
-    checkpointer = make_checkpointer(config, folder.path)
+    checkpointer = make_checkpointer(config, folder.path, store=config.train.checkpoint_store)
     point = find_resume_point(checkpointer, folder.checkpoints, context.options)
     changes: list[SettingChange] = []
     if point.path is not None:

@@ -21,7 +21,7 @@ from nsa.kernels.triton.tile_store import set_tuning
 from nsa.observe import halt_file
 from nsa.observe.run_folder import RunFolder
 from nsa.train.build_run import RunContext, build_parts, check_inputs
-from nsa.train.distributed import RankInfo
+from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine.bad_step_hook import RollbackTrainer
 from nsa.train.engine.build import choose_device
 from nsa.train.engine.checkpointer import signing_key
@@ -47,11 +47,10 @@ def train(
     importer: reads an exported folder that `options.init_from` may name.
     """
     options = options or StartOptions()
-    ranks = RankInfo.from_environment()
-    check = partial(require_preflight, config, ranks, options)
+    ranks = RankInfo.from_environment().divided(config.parallel)
     _configure_process(config)
     if not ranks.distributed:
-        check()  # before anything is written
+        require_preflight(config, ranks, options)  # before anything is written
     device = choose_device(config, ranks)
     with ExitStack() as cleanup:
         folder = RunFolder(config.train.out_dir)
@@ -61,7 +60,8 @@ def train(
         signals.install()
         cleanup.enter_context(training_environment(config, ranks, device))
         if ranks.distributed:
-            on_first_rank(ranks, check)
+            options = _agree_to_resume(options, config.parallel.timeout_s)
+            on_first_rank(ranks, partial(require_preflight, config, ranks, options))
         on_first_rank(ranks, lambda: _claim(config, folder, options.resuming, cleanup))
         reporter = reporter if reporter is not None and ranks.first else SilentReporter()
         halt_request = on_first_rank(ranks, lambda: _pending_halt(folder, options.clear_halt))
@@ -97,6 +97,12 @@ def _configure_process(config: RunConfig) -> None:
         torch.set_num_threads(config.runtime.threads)
     set_cache_folder(Path(config.runtime.kernel_cache) if config.runtime.kernel_cache else None)
     set_tuning(config.runtime.tune_kernels)
+
+
+def _agree_to_resume(options: StartOptions, timeout_s: float) -> StartOptions:
+    """Resume on all ranks if any does: a node that was rebooted may have been started without --resume."""
+    (any_resumes,) = HostCollectives(timeout_s).any([options.resume])
+    return options.joining_resumed_run() if any_resumes and not options.resume else options
 
 
 def _claim(config: RunConfig, folder: RunFolder, resuming: bool, cleanup: ExitStack) -> None:

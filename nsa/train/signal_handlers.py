@@ -1,4 +1,5 @@
-"""Signal handlers of a run: SIGTERM, INT and HUP stop it, USR2 saves, USR1 dumps stacks and the flight recorder.
+"""Signal handlers of a run: SIGTERM, INT and HUP stop it, USR2 saves, USR1 dumps stacks and the flight recorder; URG,
+from the agent of `nsa launch`, saves and stops it so that it can continue on more nodes.
 
 Handlers only record a signal; `StopRequestCallback` acts on it at the end of a step, on all ranks together.
 
@@ -24,6 +25,8 @@ from nsa.files import write_atomic
 
 SAVE = signal.SIGUSR2
 DUMP = signal.SIGUSR1
+REGROUP = signal.SIGURG
+"""Ignored by default, so that it does not end a rank that has not installed its handlers yet."""
 
 BUFFER = "TORCH_FR_BUFFER_SIZE"
 _ENTRIES = "2000"
@@ -43,6 +46,7 @@ class SignalHandlers:
     def __init__(self, stackdump: Path, collectives: Path | None = None) -> None:
         self.stop_signal: str | None = None
         self.save = False
+        self.regroup = False
         self._stop_signals = stop_signals()
         self._file: TextIO = stackdump.open("a", encoding="utf-8")
         self._collectives = collectives
@@ -57,7 +61,7 @@ class SignalHandlers:
         return cls(folder / names.stackdump(rank, os.getpid()), folder / names.collectives(rank, os.getpid()))
 
     def install(self) -> None:
-        for number in (*self._stop_signals, SAVE, DUMP):
+        for number in (*self._stop_signals, SAVE, DUMP, REGROUP):
             signal.signal(number, self._record)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
@@ -68,7 +72,7 @@ class SignalHandlers:
         self._listener.join()
         for number in (DUMP, SAVE):
             signal.signal(number, signal.SIG_IGN)
-        for number in self._stop_signals:
+        for number in (*self._stop_signals, REGROUP):
             signal.signal(number, signal.SIG_DFL)
         self._file.close()
         path = Path(self._file.name)
@@ -78,6 +82,8 @@ class SignalHandlers:
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self.save = True
+        elif number == REGROUP:
+            self.regroup = True
         elif number in self._stop_signals:
             self.stop_signal = signal.Signals(number).name
 

@@ -45,6 +45,10 @@ class StartOptions:
         """
         return replace(self, clear_halt=False)
 
+    def joining_resumed_run(self) -> "StartOptions":
+        """For a rank whose command line starts a new run, among ranks that resume theirs."""
+        return replace(self, resume=True, resume_from=None)
+
     def for_restart(self) -> "StartOptions":
         """After a cycle of ranks that left a checkpoint in the run folder."""
         return replace(self, resume=True, resume_from=None, init_from=None)

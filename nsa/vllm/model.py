@@ -21,10 +21,12 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
+from nsa.core.layer_kinds import layer_arguments
 from nsa.core.rope import RotaryEmbedding, Tables
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import FeedForward
+from nsa.options import RopeLayer
 from nsa.vllm.attention import PagedAttention
 from nsa.vllm.step import StepBuffers
 
@@ -61,26 +63,35 @@ def load_share(
 class PagedBlock(nn.Module):
     """`LlamaBlockNSA` of a rank, over page streams."""
 
-    def __init__(self, config: NSAConfig, prefix: str, buffers: StepBuffers, n_ranks: int) -> None:
+    def __init__(
+        self, config: NSAConfig, prefix: str, buffers: StepBuffers, n_ranks: int, rope: RopeLayer = "scaled"
+    ) -> None:
         super().__init__()
+        self.post_norm = config.post_norm
         dim = config.hidden_size
         share = dict(n_heads=config.num_attention_heads // n_ranks, n_kv_groups=config.num_key_value_heads // n_ranks)
         self.n_ranks = n_ranks
         self.attention_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.attention = PagedAttention(
             dim,
-            **{**config.attention_arguments(), **share},
+            **{**layer_arguments(config.attention_arguments(), "nsa", rope), **share},
             prefix=f"{prefix}.attention",
             buffers=buffers,
             n_ranks=n_ranks,
         )
         self.feed_forward_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
-        self.feed_forward = FeedForward(dim, feed_forward_dim(config) // n_ranks)
+        self.feed_forward = FeedForward(dim, feed_forward_dim(config) // n_ranks, config.ffn_bias)
 
     def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:
+        if self.post_norm:
+            x_ND = x_ND + self.attention_norm(self.attention(x_ND, tables))
+            return x_ND + self.feed_forward_norm(self._fed_forward(x_ND))
         x_ND = x_ND + self.attention(self.attention_norm(x_ND), tables)
-        made_ND = self.feed_forward(self.feed_forward_norm(x_ND))
-        return x_ND + (made_ND if self.n_ranks == 1 else tensor_model_parallel_all_reduce(made_ND))
+        return x_ND + self._fed_forward(self.feed_forward_norm(x_ND))
+
+    def _fed_forward(self, x_ND: Tensor) -> Tensor:
+        made_ND = self.feed_forward(x_ND)
+        return made_ND if self.n_ranks == 1 else tensor_model_parallel_all_reduce(made_ND)
 
 
 class PagedModel(nn.Module):
@@ -96,15 +107,18 @@ class PagedModel(nn.Module):
         buffers = StepBuffers(vllm_config.scheduler_config.max_num_seqs, config.l // config.d - 1, device)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            PagedBlock(config, f"{prefix}.layers.{i}", buffers, n_ranks) for i in range(config.num_hidden_layers)
+            PagedBlock(config, f"{prefix}.layers.{i}", buffers, n_ranks, rope)
+            for i, rope in enumerate(config.layer_ropes())
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x_ND: Tensor, positions_N: Tensor) -> Tensor:
-        rotary: RotaryEmbedding = self.layers[0].attention.rotary  # type: ignore[assignment,union-attr]
-        tables = rotary.tables(positions_N[None], torch.promote_types(x_ND.dtype, torch.float32))
+        wide, tables = torch.promote_types(x_ND.dtype, torch.float32), {}
         for layer in self.layers:
-            x_ND = layer(x_ND, tables)
+            rotary: RotaryEmbedding = layer.attention.rotary  # type: ignore[assignment,union-attr]
+            if rotary.key not in tables:
+                tables[rotary.key] = rotary.tables(positions_N[None], wide)
+            x_ND = layer(x_ND, tables[rotary.key])
         return self.norm(x_ND)
 
 
@@ -156,9 +170,20 @@ def _check_layers(config: NSAConfig) -> None:
             f"the model has layers of other attention than NSA ({', '.join(others)}), whose keys this plugin does not "
             f"page. Serve it with `nsa serve`."
         )
+    if config.coarse_block:
+        raise ConfigError(
+            f"the model has a second level of compressed attention (coarse_block {config.coarse_block}), which the "
+            f"paged kernels do not compute. Serve it with `nsa serve`."
+        )
 
 
 def _check_ranks(config: NSAConfig, n_ranks: int) -> None:
+    if n_ranks > 1 and (config.qk_norm_per == "layer" or config.ffn_bias):
+        raise ConfigError(
+            f"the model has qk_norm_per {config.qk_norm_per} and ffn_bias {config.ffn_bias}: a norm over all heads and "
+            f"biases of the feed-forward are computed by one rank only, and there are {n_ranks}. Start vLLM with "
+            f"--tensor-parallel-size 1."
+        )
     if config.num_key_value_heads % n_ranks or feed_forward_dim(config) % n_ranks:
         raise ConfigError(
             f"the model has {config.num_key_value_heads} kv groups and a feed-forward dimension of "

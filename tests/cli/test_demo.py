@@ -1,6 +1,7 @@
 """`nsa demo`: trains, generates, reports and draws; stops at Ctrl-C and continues; finished work is not repeated."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.infer.selection_map import SelectionMap, share_of_groups, text_rows
+from nsa.infer.selection_map import SelectionMap, share_of_groups, side_by_side, text_rows
 
 COMMAND = [sys.executable, "-m", "nsa.cli", "demo", "d", "--steps"]
 
@@ -30,7 +31,9 @@ def test_the_demo_shows_its_results(tmp_path):
     assert "$ nsa data tokenizer train d/text d/bpe.json" in output
     assert (tmp_path / "d/run/report.html").stat().st_size > 10_000
     picture = ET.parse(tmp_path / "d/selection.svg").getroot()
-    assert [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")][:2] == ["layer 0", "layer 1"]
+    words = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert [each for each in words if each.startswith("layer ")] == [f"layer {i}" for i in range(4)]
+    assert re.search(r"^step 1 writes: The .*\n(.*\n)*step 2 writes: The ", output, re.MULTILINE)
     assert "nsa init my-run" in output
 
 
@@ -57,4 +60,13 @@ def test_a_map_shows_the_share_of_groups_that_chose_a_block():
     idx_SGN = torch.tensor([[[0, -1], [0, -1]], [[0, 1], [0, -1]]])
     share = share_of_groups(idx_SGN, 2)
     assert share.tolist() == [[1.0, 0.0], [1.0, 0.5]]
-    assert text_rows(SelectionMap(0, share)) == ["██  ", "██▒▒"]
+    assert text_rows(SelectionMap(0, share, 1)) == ["██  ", "██▒▒"]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 2), (40, 4), (10, 8)])
+def test_maps_are_not_wider_than_the_terminal(columns, lines):
+    maps = [SelectionMap(layer, torch.ones(1, 8), 16) for layer in range(4)]
+    shown = list(side_by_side(maps, columns))
+    assert len(shown) == lines
+    assert all(len(line) <= max(columns, 16) for line in shown)
+    assert sum(line.count("layer") for line in shown) == 4

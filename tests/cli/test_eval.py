@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from nsa import names
 from nsa.cli.main import app
-from nsa.errors import ConfigError, OutputError
+from nsa.errors import CheckpointError, ConfigError, OutputError
 from nsa.hf.export_folder import export_folder
 from nsa.hf.import_folder import import_folder
 from nsa.infer.evaluation.hay import BUILT_IN
@@ -106,3 +106,16 @@ def test_a_file_that_is_not_ours_is_never_replaced(run, tmp_path):
     done = evaluate(run, *FAST, "--out", tmp_path / "notes.json")
     assert isinstance(done.exception, OutputError), done.output
     assert (tmp_path / "notes.json").read_text() == "[1, 2]"
+
+
+def test_a_synthetic_run_with_few_ids_needs_no_tokenizer(tmp_path):
+    config = settings(model={"vocab_size": 64}, data={"dataset": "synthetic", "synthetic_task": "copy", "path": None})
+    save_run(tmp_path / "run", config, keep_tokenizer=False)
+    done = evaluate(tmp_path / "run", "--json", *FAST)
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.stdout)
+    assert set(results) == {"held_out_loss", "selection"}
+    assert results["held_out_loss"]["bits_per_byte"] is None
+    assert "far tasks" in done.stderr
+    done = evaluate(tmp_path / "run", "--tasks", "needle", *FAST)
+    assert isinstance(done.exception, CheckpointError)

@@ -15,11 +15,14 @@ import pytest
         ("transformers", ["generate", "nowhere", "-p", "text"], "hf"),
         ("fastapi", ["serve", "nowhere"], "serve"),
         ("lm_eval", ["eval", "nowhere", "--lm-eval", "lambada"], "eval"),
+        ("torch", ["doctor"], None),
+        ("torch", ["train", "configs/cpu_quickstart.yaml"], None),
     ],
 )
-def test_a_missing_extra_is_named(missing, words, extra):
+def test_a_missing_package_is_named_with_what_installs_it(missing, words, extra):
     code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['nsa', *{words!r}]; import nsa.cli.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 20
-    assert f"pip install 'nsa-train[{extra}]'" in done.stderr
+    assert f"package {missing}," in done.stderr
+    assert f"pip install 'nsa-train{f'[{extra}]' if extra else ''}'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsa import names
-from nsa.checkpoint.manifest import CheckpointManifest, ManifestEntry, encode
+from nsa.checkpoint.block_hashes import ManifestEntry
+from nsa.checkpoint.manifest import CheckpointManifest, encode
 from nsa.cli.main import main
 from nsa.names import COMMIT
 from nsa.observe.events import EventKind

@@ -14,8 +14,8 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.checkpoint.lock import RunLock
 from nsa.cli.main import app
-from nsa.errors import PreflightError
-from nsa.train.preflight_facts import world_of
+from nsa.errors import ConfigError, PreflightError
+from nsa.train.preflight_facts import smallest_world
 from tests.train.runs import environment, write_config
 
 
@@ -110,10 +110,14 @@ def test_a_halt_file_beside_other_reasons_is_one_of_them(tmp_path, occupied):
     assert (occupied / ".HALT").exists()
 
 
-def test_an_elastic_launch_is_judged_by_the_smallest_number_of_nodes_that_works(tmp_path):
+def test_an_elastic_launch_must_work_with_every_number_of_nodes(tmp_path):
     from nsa.config import load
 
     config = load(write_config(tmp_path))  # 4 rows
-    assert world_of(config, 1, (3, 4)).world == 4
-    assert world_of(config, 2, (1, 4)).world == 2
-    assert world_of(config, 3, (1, 2)).world == 3
+    assert smallest_world(config, 1, (1, 2)).world == 1
+    assert smallest_world(config, 2, (1, 2)).world == 2
+    assert smallest_world(config, 3, (1, 2)).world == 3  # none works: preflight says why
+    with pytest.raises(ConfigError, match=r"3 nodes.*of these: 4.*train.batch_size=12"):
+        smallest_world(config, 1, (3, 4))
+    with pytest.raises(ConfigError, match=r"3 nodes.*6.*of these: 1, 2\).*train.batch_size=24"):
+        smallest_world(config, 2, (1, 4))

@@ -47,7 +47,10 @@ def test_the_default_is_nsa_and_values_survive_json():
     ("text", "words"),
     [
         ("{n_layers: 3, attention: [dense, nsa, nsa, nsa]}", ("4 layers", "model.n_layers is 3", "run.yaml:1")),
-        ("{attention: [dense, sparse]}", ("model.attention must be nsa, dense, window or global", "run.yaml:1")),
+        (
+            "{attention: [dense, sparse]}",
+            ("model.attention must be nsa, dense, window, global or merged", "run.yaml:1"),
+        ),
         ("{attention: []}", ("model.attention", "run.yaml:1")),
         ("{attention: [dense, [nsa]]}", ("model.attention takes", "run.yaml:1")),
         ("{dim: [1, 2]}", ("model.dim takes one value",)),
@@ -87,3 +90,25 @@ def test_an_unknown_preset_is_refused(tmp_path):
 def test_arguments_of_the_attention_are_without_the_preset():
     assert "preset" not in RunConfig().nsa.arguments
     assert RunConfig().nsa.arguments["phi"] == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {attention: merged}\n", ("model.attention (merged)", "nsa.phi (softmax)", "nsa.selector_loss=1.0")),
+        (
+            "model: {attention: [dense, merged]}\nnsa: {kv: per_branch, phi: mlp}\n",
+            ("run.yaml:2", "(dense, merged)", "(mlp)"),
+        ),
+        ("model: {attention: merged}\nnsa: {kv: per_branch, phi: avg, selector_loss: 1}\n", ("nothing to train",)),
+    ],
+)
+def test_merged_layers_train_phi_by_the_selector_loss_alone(tmp_path, text, words):
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, text)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize("nsa", ["{phi: avg}", "{selector_loss: 0.5}"])
+def test_merged_layers_in_a_config(tmp_path, nsa):
+    assert read(tmp_path, f"model: {{attention: merged}}\nnsa: {nsa}\n").model.attention == ("merged",)

@@ -22,13 +22,16 @@ CHECKED = {
     "nsa.rope_compressed": attention_rules.ROPE_COMPRESSED,
     "nsa.kv": nsa_attention.KV_PROJECTIONS,
     "model.rope_scaling.rope_type": attention_rules.ROPE_TYPES,
+    "model.rope_angles": attention_rules.ROPE_ANGLES,
+    "model.qk_norm_per": attention_rules.QK_NORMS_PER,
     "data.synthetic_task": options.SYNTHETIC_TASKS,
     "runtime.gradient_checkpointing": options.CHECKPOINTING,
 }
 APPLIED_BY_THE_SCHEMA = {"nsa.preset"}  # tests/config/test_attention_pattern.py
+OF_THE_ATTENTION = [key for key in CHECKED if key.startswith("nsa.")] + ["model.rope_angles", "model.qk_norm_per"]
 USED_BY_THE_TRAINER = {
-    "runtime.precision", "runtime.compile", "train.lr_schedule", "parallel.data", "data.dataset", "data.packing",
-    "data.on_end",
+    "runtime.precision", "runtime.compile", "train.lr_schedule", "parallel.data", "parallel.cp_split", "data.dataset",
+    "data.packing", "data.on_end",
 }  # fmt: skip
 
 
@@ -44,13 +47,12 @@ def test_the_schema_offers_the_tuple_that_the_code_checks(key):
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "option"), [(key, option) for key in CHECKED if key.startswith("nsa.") for option in ENUMERATED[key]]
-)
+@pytest.mark.parametrize(("key", "option"), [(key, option) for key in OF_THE_ATTENTION for option in ENUMERATED[key]])
 def test_the_attention_accepts_every_option_and_refuses_others(key, option):
-    name = key.removeprefix("nsa.")
+    name = key.split(".")[1]
     sizes = dict(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=4, d=2, l_sel=4, n_sel=3, w=4)
-    others = {"phi": "avg"} if name == "rope_compressed" else {}  # a mean of keys may be rotated before or after
+    others = {"phi": "avg", "qk_norm": True}  # a mean of keys may be rotated before or after
+    others.pop(name, None)
     NSAAttention(**sizes, **others, **{name: option})
     with pytest.raises(ConfigError, match=re.escape(key)):
         NSAAttention(**sizes, **{name: f"no_{option}"})

@@ -206,7 +206,7 @@ class Held:
     def __init__(self) -> None:
         self.inside, self.go_on = threading.Event(), threading.Event()
 
-    def record(self, *_: object) -> None:
+    def record(self, *_: object, **__: object) -> None:
         self.inside.set()
         assert self.go_on.wait(60)
 

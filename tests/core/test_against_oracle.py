@@ -53,6 +53,7 @@ def expected(module: NSAAttention, x_SD: torch.Tensor, args: dict) -> np.ndarray
         (90, attention_args("tiny", rope_compressed="after", rope_base=100.0, rope_scale=2.0)),
         (90, attention_args("tiny", gate="sigmoid", gate_per="group", gate_temperature=0.5)),
         (90, attention_args("tiny", gate_per="group", gate_temperature=2.0)),
+        (90, attention_args("tiny", gate="tanh", gate_temperature=1.5)),
         (40, attention_args("tiny", (16, 1), dim=32, d_k=192, d_v=128)),  # the paper's group
         (90, attention_args("tiny", kv="shared", bias=True)),
         (90, attention_args("tiny", kv="shared_keys", bias=True)),

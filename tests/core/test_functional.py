@@ -39,7 +39,7 @@ def by_hand(q_SHK, k, v, gates_SH3, g, scale):
         for t in range(n):
             heads = range(group * per_group, (group + 1) * per_group)
             chosen = chosen_blocks([q_SHK[t, h] for h in heads], c_keys, t, l=g.l, d=g.d, l_sel=g.l_sel,
-                                   n_sel=g.n_sel, scale=scale)  # fmt: skip
+                                   n_sel=g.n_sel, scale=scale, visible=complete_blocks(t, g.l, g.d))  # fmt: skip
             blocks[t, group, : len(chosen)] = chosen
             seen = (
                 [(c_keys[c], c_values[c]) for c in complete_blocks(t, g.l, g.d)],

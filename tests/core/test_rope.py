@@ -141,12 +141,52 @@ def test_scaling_that_cannot_be_meant_is_refused(scaling, scale):
 @pytest.mark.parametrize(
     "scaling", [None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}]
 )
-def test_an_accelerator_gets_the_tables_of_the_cpu(scaling):
+@pytest.mark.parametrize("angles", ["fp64", "fp32"])
+def test_an_accelerator_gets_the_tables_of_the_cpu(scaling, angles):
     """Bit for bit, from a table without fp64 on the device."""
-    rotary, pos = RotaryEmbedding(16, 500_000.0, 1.0, scaling), torch.tensor([[0, 1, 77, 1023, 5]])
+    rotary = RotaryEmbedding(16, 500_000.0, 1.0, scaling, rotary_dim=12, angles=angles)
+    pos = torch.tensor([[0, 1, 77, 1023, 5]])
     expected = [table.float() for table in rotary.tables(pos)]
     with pretended_cuda() as device:
         found = rotary.tables(pos.to("cuda:0", non_blocking=True), torch.float32, limit=1024)
     assert all(torch.equal(mine.values, its) for mine, its in zip(found, expected, strict=True))
     assert torch.float64 not in device.dtypes
     assert not device.waits
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        dict(rope_type="default"),
+        dict(rope_type="linear", factor=3.0),
+        dict(rope_type="llama3", **LLAMA3),
+        dict(rope_type="llama3", **{**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 1000}),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096),
+        dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.8),
+        dict(rope_type="yarn", factor=1.7, original_max_position_embeddings=777, beta_fast=9.0, truncate=False),
+        dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=512, attention_factor=1.3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("d_k", "base"), [(128, 500_000.0), (24, 12_345.0)])
+def test_fp32_angles_are_those_of_transformers_bit_for_bit(d_k, base, scaling, partial):
+    pytest.importorskip("transformers", reason="Transformers is in the hf extra")
+    from transformers import Phi3Config
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    sizes = dict(hidden_size=d_k, num_attention_heads=1, max_position_embeddings=131_072, pad_token_id=0)
+    sizes |= dict(rope_parameters=dict(scaling, rope_theta=base, partial_rotary_factor=partial))
+    if scaling["rope_type"] == "default" and partial < 1:  # Llama's ignores the factor if nothing is scaled
+        theirs = Phi3RotaryEmbedding(Phi3Config(**sizes))
+    else:
+        theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, head_dim=d_k))
+    ours = RotaryEmbedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k), angles="fp32")
+    pos = torch.cat([torch.arange(5000), torch.arange(5000, 131_073, 97), torch.tensor([131_071, 131_072])])[None]
+    for found, wanted in zip(ours.tables(pos, torch.float32), theirs(torch.zeros(1), pos), strict=True):
+        half = found.shape[-1]
+        assert torch.equal(wanted[..., :half], wanted[..., half:])
+        assert torch.equal(found, wanted[..., :half])
+    exact = RotaryEmbedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k)).tables(pos, torch.float32)
+    assert not torch.equal(exact[0], found)

@@ -39,13 +39,13 @@ def dense_loss(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> to
     x_BSD = x_BSD if cu_doc_lens is None else x_BSD.flatten(0, 1)[None]
     with torch.no_grad():
         q, streams = layer.project(x_BSD, where.tables)
-        compressed, selected, _ = layer._lay_out(streams, where.layout, where.tables)
+        compressed, selected, _ = layer._lay_out(streams, where.layout, where)
         blocks = reference.select_blocks(
             q, compressed.k, compressed.pos_BS, compressed.start_BS, geometry=g, scale=scale
         )
     with torch.set_grad_enabled(layer.kv == "per_branch"):
         _, again = layer.project(x_BSD.detach(), where.tables)
-    k_cmp = layer._lay_out(again, where.layout, where.tables)[0].k
+    k_cmp = layer._lay_out(again, where.layout, where)[0].k
     terms = []
     for b in range(len(x_BSD)):
         for s in where.sampled_Q.tolist():

@@ -4,6 +4,7 @@ The quick tests use moto's server, which accepts any secret; the slow one runs C
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -122,6 +123,21 @@ def test_json_lines_in_a_store_give_the_same_documents(store: str, filled: Path,
     manifest = prepare(plan, str(tmp_path / "lines"), workers=1)
     of_parquet = read_manifest(StorageFolder(_url(store, "out")))
     assert manifest.totals("train")["tokens"] == of_parquet.totals("train")["tokens"]
+
+
+def test_starting_from_a_set_in_a_store_lists_nothing(
+    store: str, filled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listing of a set of 15 trillion tokens would be dozens of pages, for each of a thousand ranks."""
+    data = PreparedData(_url(store, "out"), seq_len=64, cache_path=str(tmp_path / "cache"))
+    with caplog.at_level(logging.INFO, logger="werkzeug"):
+        rows = data.open()
+        requests = [record.getMessage() for record in caplog.records if "/corpus" in record.getMessage()]
+        assert any("manifest.json" in request for request in requests)
+        rows.next_batch(2)
+    requests = [record.getMessage() for record in caplog.records if "/corpus" in record.getMessage()]
+    assert any(".tok" in request for request in requests)
+    assert not [request for request in requests if "list-type" in request or "prefix=" in request]
 
 
 def test_a_damaged_object_is_refused(store: str, filled: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The word an engineer would search for lists the right file first, for nine of ten questions of docs/SEARCH.md."""
+"""The word an engineer would search for lists the right file first: nine of ten questions of docs/FINDING_CODE.md."""
 
 from tools.docs.search_test import QUESTIONS, answered, results
 

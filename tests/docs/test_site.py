@@ -52,6 +52,12 @@ def test_every_page_is_built_and_listed(site: Path):
     assert {f"{name}.html" for name in sources if name != Path("index")} <= listed
 
 
+def test_names_differ_on_file_systems_that_ignore_case(site: Path):
+    """A page of ours must not take the place of one of Sphinx's own, such as search.html."""
+    names = [path.relative_to(site).as_posix().lower() for path in site.rglob("*") if path.is_file()]
+    assert [name for name in set(names) if names.count(name) > 1] == []
+
+
 def test_every_link_of_the_site_leads_to_a_file_and_an_anchor(site: Path):
     assert sum(len(targets(page).links) for page in site.rglob("*.html")) > 1000
     assert broken_links(site) == []

@@ -13,13 +13,14 @@ from nsa.hf.remote_code import remote_code_files
 from nsa.hf.weight_names import to_transformers
 from nsa.model.build import build_model
 
-PATTERN = ["dense", "window", "global", "nsa"]
+PATTERN = ["dense", "window", "global", "merged", "nsa"]
 
 
-@pytest.fixture
-def run_config():
-    model = dict(dim=32, n_layers=5, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, attention=PATTERN)
-    return RunConfig.model_validate({"model": model, "nsa": dict(l=8, d=4, l_sel=16, n_sel=4, w=24)})
+@pytest.fixture(params=[{}, dict(coarse_block=4, n_coarse=4)], ids=["one_level", "two_levels"])
+def run_config(request):
+    model = dict(dim=32, n_layers=6, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, attention=PATTERN)
+    blocks = dict(l=8, d=4, l_sel=16, n_sel=4, w=24, selector_loss=1.0)
+    return RunConfig.model_validate({"model": model, "nsa": {**blocks, **request.param}})
 
 
 @pytest.fixture

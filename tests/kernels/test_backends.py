@@ -36,6 +36,11 @@ class Case:
             batch, n_queries, n = 1, 150, 150
             pos, start, first, begin, _ = packed_layout(torch.tensor([0, 1, 60, 60, 97, 150]), n, g)
             n_compressed = begin.shape[1]
+        elif layout == "leap":  # two pieces of a packed row, as one rank of several has them
+            batch, n_queries, n = 1, 75, 150
+            whole = packed_layout(torch.tensor([0, 1, 60, 60, 97, 150]), n, g)
+            pos, start, first = (torch.cat([x[:, 10:50], x[:, 115:]], 1) for x in whole[:3])
+            n_compressed = whole.begin_BC.shape[1]
         else:  # rows of different length in a cache with room left
             batch, n_queries, n = 3, 5, 140
             pos = torch.tensor([[0], [60], [135]]) + torch.arange(n_queries)
@@ -83,7 +88,7 @@ class Case:
 
 @pytest.mark.parametrize("backend", TESTED)
 @pytest.mark.parametrize("branch", ATTENTION)
-@pytest.mark.parametrize("layout", ["plain", "packed", "cached"])
+@pytest.mark.parametrize("layout", ["plain", "packed", "leap", "cached"])
 @pytest.mark.parametrize(
     ("geometry", "heads"),
     [("tiny", heads) for heads in HEADS] + [(name, (6, 2)) for name in GEOMETRIES if name != "tiny"],
@@ -111,7 +116,7 @@ def test_chosen_blocks_are_as_selected_attention_needs_them(backend, layout):
 
 
 @pytest.mark.parametrize("backend", TESTED)
-@pytest.mark.parametrize("layout", ["plain", "packed", "cached"])
+@pytest.mark.parametrize("layout", ["plain", "packed", "leap", "cached"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_selects_as_the_reference(backend, layout, geometry):
     for heads in HEADS:

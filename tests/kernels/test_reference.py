@@ -39,7 +39,9 @@ def test_each_branch_equals_the_loops(geometry, before, n_queries):
                 heads = [q[b, s, group, r].numpy() for r in range(R)]
                 keys, values = list(k[b, :, group].numpy()), list(v[b, :, group].numpy())
                 c_keys, c_values = list(kc[b, :, group].numpy()), list(vc[b, :, group].numpy())
-                blocks = chosen_blocks(heads, c_keys, t, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=SCALE)
+                blocks = chosen_blocks(
+                    heads, c_keys, t, l=l, d=d, l_sel=l_sel, n_sel=n_sel, scale=SCALE, visible=complete_blocks(t, l, d)
+                )
                 assert idx[b, s, group].tolist() == blocks + [-1] * (n_sel - len(blocks))
                 sees = {
                     sliding: ([keys[i] for i in window_tokens(t, w)], [values[i] for i in window_tokens(t, w)]),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nsa.core.nsa_attention import NSAAttention
+from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.interface import CachedKeys, one_page_per_row
 from nsa.kernels.registry import BACKENDS, BackendRequest
@@ -290,3 +291,41 @@ def test_a_single_row_of_64k_tokens_fills_a_gpu(monkeypatch):
 def assert_same(got, want):
     for a, b in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
         assert torch.equal(a, b)
+
+
+@interpreted
+@pytest.mark.parametrize(("paged", "heads"), [(False, 3), (True, 17)])
+def test_a_merged_step_is_one_softmax_over_blocks_before_the_window_and_the_window(paged, heads):
+    step = Step([1, TINY.w, TINY.w + 1, 44, 45, 101], heads=heads)
+    keys, values, pos, start = step.selected
+    place = scattered(TINY.l_sel, 1) if paged else one_page_per_row
+    tokens = CachedKeys(place(keys, values), pos, start)
+    k_cmp, _, _, first = step.compressed
+    entries = CachedKeys(one_page_per_row(k_cmp, k_cmp[..., :0]), pos, first)
+    got, blocks = decode.decode_merged(step.q, entries, tokens, tokens, geometry=TINY, scale=step.scale)
+    options = dict(geometry=TINY, scale=step.scale)
+    far = (pos - TINY.w).clamp(min=-1)
+    want_blocks = REFERENCE.select(step.q, k_cmp, far, first, **options)
+    assert torch.equal(blocks, want_blocks)
+    both = [
+        REFERENCE.selected(step.q, keys, values, want_blocks, far, start, **options, return_lse=True),
+        REFERENCE.sliding(step.q, keys, values, pos, start, **options, return_lse=True),
+    ]
+    outs, lses = (torch.stack(each) for each in zip(*both, strict=True))
+    want = (lses.softmax(0)[..., None] * outs).sum(0)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_a_merged_layer_decodes_through_it_from_its_cache():
+    from nsa.core.merged_attention import MergedAttention
+
+    args = {name: value for name, value in attention_args("tiny", (3, 1)).items() if name != "kv"}
+    module = MergedAttention(**args, kernels=BackendRequest(*["triton"] * 4))
+    x = torch.randn(2, 60, args["dim"])
+    cache = module.new_cache(2, 60)
+    parts = [module(x[:, :55], cache=cache), *(module(one, cache=cache) for one in x[:, 55:].split(1, 1))]
+    assert isinstance(cache.prepared[1], decode.TritonDecoder)
+    with pytest.raises(ConfigError, match="merged"):
+        cache.prepared[1].attend(torch.randn(2, 1, 1, 3, 8), torch.rand(2, 1, 1, 3, 3))
+    torch.testing.assert_close(torch.cat(parts, 1), module(x), atol=1e-5, rtol=1e-5)

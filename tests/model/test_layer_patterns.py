@@ -9,7 +9,15 @@ from nsa.model.build import build_model
 from nsa.model.transformer import NSATransformer
 
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=16, n_sel=4, w=24)
-PATTERNS = [("dense",), ("window",), ("global",), ("window", "global"), ("dense", "nsa", "nsa"), ("nsa", "dense")]
+PATTERNS = [
+    ("dense",),
+    ("window",),
+    ("global",),
+    ("merged",),
+    ("window", "global"),
+    ("dense", "nsa", "nsa"),
+    ("nsa", "dense"),
+]
 
 
 def transformer(*layers, n_layers=3, seed=3, **changes):

@@ -127,6 +127,7 @@ def far(tmp_path):
             machine.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_started_seen_stopped_and_gone_on_with(far, tmp_path):
     """One that is asked to leave saves and ends with 10; the next start goes on where it was."""
     words = [str(write_config(tmp_path)), f"train.out_dir={far.folder}", "train.steps=4900"]

@@ -165,7 +165,8 @@ def test_the_parts_of_the_jobset_name_each_other_rightly():
 def test_what_needs_a_person_is_not_started_again_and_a_preemption_is():
     codes = JOB["podFailurePolicy"]["rules"][0]["onExitCodes"]
     assert codes["containerName"] == CONTAINER["name"]
-    assert codes["values"] == sorted((FINAL_EXITS.keys() | RETRYABLE_EXITS.keys()) - {ExitCode.PREEMPTED}), (
+    saved_to_continue = {ExitCode.PREEMPTED, ExitCode.REGROUP}
+    assert codes["values"] == sorted((FINAL_EXITS.keys() | RETRYABLE_EXITS.keys()) - saved_to_continue), (
         "ordered, as Kubernetes demands"
     )
     assert TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [ExitCode.PREEMPTED]

@@ -39,7 +39,7 @@ class Job:
     allow: list[str] = field(default_factory=list)
 
 
-def run_all(*jobs: Job, timeout_s: float = 200) -> list[list[int]]:
+def run_all(*jobs: Job, timeout_s: float = 600) -> list[list[int]]:
     """Exit codes of the ranks of each run."""
     command = [sys.executable, "-m", "tests.train.runs"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -76,13 +76,8 @@ def free_port() -> int:
         return port
 
 
-def import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
-    from nsa.hf.import_folder import import_folder
-
-    import_folder(folder, out, key=key)
-
-
 def _rank(job: Job, config_path: Path) -> int:
+    from nsa.cli.train import import_exported
     from nsa.config import load
     from nsa.errors import NSAError
     from nsa.train.run import train

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from nsa.checkpoint.trained_model import open_trained_model
+from nsa.cli.train import import_exported
 from nsa.config.schema import RunConfig
 from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
 from nsa.errors import CheckpointError, ConfigError
 from nsa.train.resume import find_initial_weights
-from tests.train.runs import Job, import_exported, run_all
+from tests.train.runs import Job, run_all
 
 FEW = ["train.steps=3", "train.warmup_steps=1"]
 STILL = ["train.steps=1", "train.warmup_steps=0", "train.lr=1e-12", "train.weight_decay=0"]

@@ -10,7 +10,8 @@ from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
 DOCUMENTS = [f"Document {i}: " + " ".join(f"{w * i % 97}" for w in range(i % 50)) for i in range(400)]
-MIXED = ["nsa.kv=per_branch", "nsa.phi=avg", "model.n_layers=4", "model.attention=[dense,nsa,window,global]"]
+MIXED = ["nsa.kv=per_branch", "nsa.phi=avg", "model.n_layers=5", "model.attention=[dense,nsa,window,global,merged]"]
+MERGED = ["model.n_layers=2", "model.attention=merged", "nsa.phi=softmax", "nsa.selector_loss=1.0", "parallel.data=ddp"]
 STEPS = 8
 
 
@@ -32,6 +33,9 @@ def runs(tmp_path_factory):
         job("other_pattern", 1, "model.attention=nsa", resume_from=str(folder / "whole" / "checkpoints" / "step6")),
         job("fsdp", 2, "parallel.data=fsdp", "runtime.gradient_checkpointing=selective"),
         job("dense", 1, "model.attention=dense"),
+        job("merged", 2, *MERGED),
+        job("merged_stopped", 2, *MERGED, steps=5),
+        job("merged_stopped", 2, *MERGED, resume=True),
     ]
     codes = run_all(*jobs)
     assert codes == [[20] if "other_pattern" in one.out_dir else [0] * one.world for one in jobs]
@@ -51,9 +55,10 @@ def weights(folder):
     return torch.load(folder / names.MODEL, weights_only=True)
 
 
-def test_a_resumed_run_is_bit_identical(runs):
-    assert losses(runs / "stopped") == losses(runs / "whole")
-    mine, theirs = weights(runs / "stopped"), weights(runs / "whole")
+@pytest.mark.parametrize(("stopped", "whole"), [("stopped", "whole"), ("merged_stopped", "merged")])
+def test_a_resumed_run_is_bit_identical(runs, stopped, whole):
+    assert losses(runs / stopped) == losses(runs / whole)
+    mine, theirs = weights(runs / stopped), weights(runs / whole)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -69,19 +74,29 @@ def test_sharded_and_checkpointed_losses_norms_and_weights_are_those_of_one_rank
 
 def test_layers_have_the_parameters_of_their_kind(runs):
     found = weights(runs / "whole")
-    keys = [found[f"blocks.{layer}.attention.w_k.weight"].shape[0] // 16 for layer in range(4)]
-    assert keys == [1, 3, 1, 2]
+    keys = [found[f"blocks.{layer}.attention.w_k.weight"].shape[0] // 16 for layer in range(5)]
+    assert keys == [1, 3, 1, 2, 1]
     gated = {name.split(".")[1] for name in found if ".gates." in name}
     assert gated == {"1", "3"}
 
 
+def test_merged_layers_train_phi_by_the_selector_loss_and_record_no_gates(runs):
+    last = progress(runs / "merged")[-1]
+    assert last.selector_loss > 0
+    assert last.sel_k_max > 0
+    assert last.gate_entropy_mean is None
+    trained = weights(runs / "merged")
+    assert {name.split(".")[3] for name in trained if ".attention." in name} == {"w_q", "w_k", "w_v", "phi_k", "w_out"}
+    assert trained["blocks.0.attention.phi_k.w_score"].abs().max() > 0
+
+
 def test_loss_falls_for_every_pattern(runs):
-    for name in ("whole", "dense"):
+    for name in ("whole", "dense", "merged"):
         assert progress(runs / name)[-1].loss < progress(runs / name)[0].loss - 0.5
 
 
 def test_reads_are_counted_in_all_layers_and_gates_where_there_are_any(runs):
-    for name in ("whole", "dense"):
+    for name in ("whole", "dense", "merged"):
         for beat in progress(runs / name):
             assert beat.reads_pred == beat.reads_act_total > 0
     assert [len(beat.gate_shares_by_layer) for beat in progress(runs / "whole")] == [2] * STEPS

@@ -175,6 +175,24 @@ def test_a_term_to_one_rank_takes_all_along(start):
     assert beats[0].step == beats[1].step == CheckpointFolder(run.folder / names.CHECKPOINTS).latest()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_asked_to_regroup_save_together_and_are_resumed_by_the_launcher(start):
+    run = start(launcher="launch", ranks=2)
+    run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)
+    os.kill(last_beat(run.folder / names.heartbeat(1)).pid, signal.SIGURG)
+    run.wait_for(
+        "the resumed run", lambda: [event for event in read_events(run.folder) if event.kind == EventKind.RESTART]
+    )
+    events = read_events(run.folder)
+    (stopped,) = [event for event in events if "launcher" in event.details]
+    (resumed,) = [event for event in events if event.kind == EventKind.RESTART]
+    assert (stopped.kind, stopped.details["code"]) == (EventKind.STOP, 12)
+    assert resumed.step == stopped.step > 0
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 10
+
+
 @pytest.mark.parametrize(("launcher", "code"), [("train", 10), ("launch", 10), ("torchrun", 1)])
 def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
     ranks = 1 if launcher == "train" else 2
@@ -243,6 +261,7 @@ def test_a_hangup_saves_and_leaves(start):
     assert CheckpointFolder(run.folder / names.CHECKPOINTS).find_resumable().step == run.step()
 
 
+@pytest.mark.slow
 def test_ranks_whose_torchrun_is_gone_save_and_leave(start):
     """USR2 ends torchrun, which has no handler for it, and it ends no rank."""
     run = start(ranks=2)

@@ -28,6 +28,13 @@ N_NEW = 40
             id="paper-bias",
         ),
         pytest.param(
+            {
+                **{"post_norm": True, "ffn_bias": True, "qk_norm": True, "qk_norm_per": "layer", "rotary_dim": 8},
+                **{"rope_layers": ["scaled", "none"], "rope_angles": "fp32"},
+            },
+            id="families",
+        ),
+        pytest.param(
             {"kv": "shared", "phi": "linear", "gate_per": "group", "qk_norm": True},
             id="shared-linear",
             marks=pytest.mark.slow,

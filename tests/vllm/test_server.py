@@ -104,6 +104,8 @@ def check_requests(served, n: int, spread_s: float) -> None:
     hits = server.metric("prefix_cache_hits_total")
     made = answers_at_random_times(server, prompts, spread_s)
     assert made == transformers_tokens(model, prompts, N_NEW)
+    longest = prompts.index(max(prompts, key=len))  # its prefix is cached by now, however slowly requests arrived
+    assert server.tokens(prompts[longest]) == made[longest]
     assert server.metric("prefix_cache_hits_total") > hits
 
 

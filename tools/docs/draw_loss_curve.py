@@ -1,6 +1,8 @@
-"""Draw the loss of a run: python -m tools.docs.draw_loss_curve artifacts/cpu_quickstart docs/quickstart_curve.svg"""
+"""Draw the loss of a run: python -m tools.docs.draw_loss_curve nsa-demo/run docs/quickstart_curve.svg"""
 
 import csv
+import json
+import math
 import sys
 from pathlib import Path
 
@@ -26,7 +28,10 @@ def main() -> None:
     run, out = Path(sys.argv[1]), Path(sys.argv[2])
     train, held_out = column(run / "training.csv", "loss"), column(run / "val.csv", "val_loss")
     steps = train[-1][0]
-    low, high = 1.5, max(loss for _, loss in train)
+    losses = [loss for _, loss in [*train, *held_out]]
+    low, high = math.floor(2 * min(losses) - 1) / 2, max(losses)  # room for the numbers below the dots
+    tokenizer = json.loads((run / "env.json").read_text())["tokenizer"]
+    unit = "byte" if tokenizer is not None and tokenizer["name"] == "byte" else "token"
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
         step, loss = point
@@ -36,7 +41,7 @@ def main() -> None:
         )
 
     parts = []
-    for level in (2, 3, 4, 5):
+    for level in range(math.ceil(low), math.floor(high) + 1):
         y = at((0, level))[1]
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#8884"/><text x="{LEFT - 8}" y="{y + 4:.1f}" '
                      f'text-anchor="end">{level}</text>')  # fmt: skip
@@ -52,13 +57,13 @@ def main() -> None:
         x, y = at(point)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d98032"/>'
                      f'<text x="{x:.1f}" y="{y + 20:.1f}" text-anchor="middle">{point[1]:.2f}</text>')  # fmt: skip
-    caption = "loss in nats per byte over steps · line: training · dots: held-out"
+    caption = f"loss in nats per {unit} over steps · line: training · dots: held-out"
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">{caption}</text>')
     style = "<style>text{font:13px sans-serif;fill:#888}</style>"
     out.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">{style}{"".join(parts)}</svg>'
     )
-    print(f"wrote {out}: held-out {held_out[-1][1]:.3f} nats per byte at step {held_out[-1][0]:.0f}")
+    print(f"wrote {out}: held-out {held_out[-1][1]:.3f} nats per {unit} at step {held_out[-1][0]:.0f}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from nsa.config import docs as config_docs
 from nsa.observe.export.alert_rules import rule_file
-from tools.docs import draw_attention_map, draw_concepts, draw_layers, reference_pages, runbook_table, search_test
+from tools.docs import (
+    draw_attention_map,
+    draw_concepts,
+    draw_layers,
+    plan_pages,
+    reference_pages,
+    runbook_table,
+    search_test,
+)
 
 ROOT = Path(__file__).parents[2]
 SLOW = ("tools.perf_model.write_predictions", "tools.compile_report.write")
@@ -35,9 +43,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/RUNBOOK.md": _runbook,
     "docs/attention_map.svg": draw_attention_map.text,
     "docs/layers.svg": draw_layers.text,
-    "docs/SEARCH.md": search_test.text,
+    "docs/FINDING_CODE.md": search_test.text,
     **reference_pages.PAGES,
     **draw_concepts.PICTURES,
+    **plan_pages.PAGES,
     "ops/prometheus/rules.yml": rule_file,
     "ops/grafana/nsa.json": _dashboard,
 }

@@ -1,4 +1,4 @@
-"""docs/SEARCH.md: can a newcomer find the code, and the page of the documentation (`tools.docs.site_search`)?
+"""docs/FINDING_CODE.md: can a newcomer find the code, and the page of the documentation (`tools.docs.site_search`)?
 
 Twenty questions about code, each searched with the first word one would try.
 

@@ -118,7 +118,7 @@ def _pages_with_all(index: dict[str, Any], words: set[str]) -> dict[int, int]:
 
 
 def table() -> list[str]:
-    """Lines of docs/SEARCH.md."""
+    """Lines of docs/FINDING_CODE.md."""
     docs = Path(__file__).parents[2] / "docs"
     lines = ["| a newcomer types | page | line that answers |", "|---|---|---|"]
     for question in NEWCOMER_QUESTIONS:

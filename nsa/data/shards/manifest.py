@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,9 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
+@lru_cache(maxsize=2)
 def parse_manifest(raw: bytes, where: str) -> ShardManifest:
+    """The manifest in these bytes. Cached: a rank opens the same set several times while it starts."""
     broken = f"{where} is not a manifest of prepared shards"
     try:
         content = json.loads(raw)

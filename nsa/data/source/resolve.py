@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from nsa.data.document import DocumentColumns, DocumentSource
 from nsa.data.source.combined import CombinedSource
 from nsa.data.source.file import HttpFile
-from nsa.data.source.http import HttpClient
+from nsa.data.source.http import HttpClient, ServerUnreachable
 from nsa.data.source.hub import HUB_ID, list_hub
 from nsa.data.source.jsonl import JsonlSource
 from nsa.data.source.kinds import WHOLE_FILE_KINDS
@@ -51,7 +51,7 @@ def open_source(
     if remote or is_hub_id:
         client = HttpClient(retry_policy, headers=headers, proxy_url=proxy_url)
         if is_hub_id:
-            files = list_hub(specs[0], client, retry_policy, endpoint=hub_endpoint)
+            files = _list_hub(specs[0], client, retry_policy, hub_endpoint)
         elif len(remote) == len(specs):
             # The name is the path alone: another port or mirror of the same files has the same fingerprint.
             files = [HttpFile(urlsplit(url).path, url, client) for url in sorted(specs)]
@@ -66,6 +66,17 @@ def open_source(
     local = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
     parts = open_local(LocalListing(local, ReadReport()), retry_policy=retry_policy, columns=columns)
     return combine(parts)
+
+
+def _list_hub(spec: str, client: HttpClient, retry_policy: RetryPolicy, endpoint: str | None) -> list[HttpFile]:
+    """The files of a dataset on the hub. If there is none, the error also says that it is no local path."""
+    try:
+        return list_hub(spec, client, retry_policy, endpoint=endpoint)
+    except ServerUnreachable as error:
+        raise type(error)(
+            f"there is no file or folder {spec!r} here, and as a dataset id the hub does not list it ({error}). Check "
+            f"the path, or the id and the network."
+        ) from error
 
 
 def is_local(spec: str) -> bool:

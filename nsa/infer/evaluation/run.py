@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from nsa import names
 from nsa.data.rows.specs import RowData, SyntheticData
 from nsa.errors import ConfigError, DataError, NSAError
@@ -83,6 +85,9 @@ def evaluate_model(
     if SELECTION in tasks and data is not None:
         results[SELECTION] = _selection(loaded, data, request.rows, progress)
     far = [task for task in tasks if task in FAR_TASKS]
+    if far and loaded.text_tokenizer is None and not request.tasks:
+        note("far tasks left out: the model was saved without a tokenizer, and they are text")
+        far = []
     if not far:
         return results
     hay = _find_hay(loaded, data, request)
@@ -129,12 +134,18 @@ def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Pr
     sums = held_out_loss(
         rows_of(data, rows),
         model_token_scores(loaded.model),
-        bytes_per_token_V=bytes_per_token(loaded.tokenizer, loaded.model.config.vocab_size),
+        bytes_per_token_V=_bytes_per_token(loaded, data),
         after_batch=_TaskProgress(progress, HELD_OUT, rows),
     )
     if not sums.rows:
         raise DataError(f"{data} holds no row of {data.seq_len} tokens. Give other data with --data, or set --seq-len.")
     return held_out_record(sums, data)
+
+
+def _bytes_per_token(loaded: LoadedModel, data: RowData) -> Tensor | None:
+    if loaded.text_tokenizer is None or isinstance(data, SyntheticData):
+        return None
+    return bytes_per_token(loaded.text_tokenizer, loaded.model.config.vocab_size)
 
 
 def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:

@@ -26,7 +26,8 @@ AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
 
 @dataclass
 class FactFigures:
-    """Hits on the facts of questions. Left out: facts in blocks that are always chosen, queries that take all."""
+    """Hits on the facts of questions. Left out: facts in blocks that are always chosen, queries that take all. With
+    layers of kind `merged`, blocks are those before the window, also in the chances of other layers."""
 
     hits: FactHits = field(default_factory=FactHits)
     expected_by_layer: float = 0.0
@@ -88,9 +89,10 @@ def _add_facts(
     # Place i is the i-th query that was kept, in its own row.
     blocks = [layer_BQGN.cpu()[row_Q, torch.arange(len(places))].flatten(1).tolist() for layer_BQGN in chosen]
     n_groups = chosen[0].shape[2]
+    before_window = model.config.w if "merged" in model.config.layer_kinds() else 0
     for i, place in enumerate(places):
         block = place.fact // model.config.l_sel
-        chance = chance_of_block(place.query, block, model.config.l_sel, model.config.n_sel)
+        chance = chance_of_block(place.query - before_window, block, model.config.l_sel, model.config.n_sel)
         if chance is not None:
             facts.hits.add([layer[i] for layer in blocks], {block}, right_Q[i])
             facts.expected_by_layer += 1 - (1 - chance) ** n_groups

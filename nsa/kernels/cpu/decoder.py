@@ -16,10 +16,20 @@ BRANCHES = ("compressed", "selected", "sliding")
 
 
 class CpuDecoder:
-    """Keeps the cache's addresses; only the new token's addresses change from step to step."""
+    """Keeps the cache's addresses; only the new token's addresses change from step to step.
+
+    merged: one softmax over selected blocks and window, whose compressed keys have no values, without gates.
+    """
 
     def __init__(
-        self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
+        self,
+        cache: CacheView,
+        *,
+        heads_per_group: int,
+        means: bool,
+        geometry: Geometry,
+        scale: float,
+        merged: bool = False,
     ) -> None:
         self._cache = cache  # keeps alive the memory whose addresses the library has
         k, v, table_BP = cache.selected.pages
@@ -29,13 +39,19 @@ class CpuDecoder:
         self._gate_shapes = tuple(torch.Size((*q.shape[:3], n, 3)) for n in (heads_per_group, 1))
         self._new_shapes = [torch.Size((batch, 1, groups, x.shape[-1])) for x in (k, v)] * 3
         self._idx_B1GN = q.new_empty((batch, 1, groups, geometry.n_sel), dtype=torch.int32)
-        self._step, self._new_token = DecodeStep(), _append_arguments_of(cache, means, geometry)
+        self._step, self._new_token = DecodeStep(), _append_arguments_of(cache, means, geometry, merged)
+        self._far_B1 = torch.full_like(cache.selected.pos_B1, -1) if merged else None
         d_v = v.shape[-1]
         for branch, keys in zip(BRANCHES, (cache.compressed, cache.selected, cache.window), strict=True):
-            one = library.query_problem(branch, q, keys.pos_B1, keys.start_B1, geometry, scale, d_v)
+            pos_B1 = keys.pos_B1 if self._far_B1 is None or branch == "sliding" else self._far_B1
+            one = library.query_problem(branch, q, pos_B1, keys.start_B1, geometry, scale, d_v)
             one.T = keys.pages.n_entries
-            one.k, one.v = _paged(branch, keys.pages, batch, groups, (d_k, d_v), q.dtype)
+            widths = (d_k, 0 if merged and branch == "compressed" else d_v)
+            one.k, one.v = _paged(branch, keys.pages, batch, groups, widths, q.dtype)
             setattr(self._step, branch, one)
+        self._step.gates_per_group = 1
+        if self._far_B1 is not None:
+            self._step.far = self._far_B1.data_ptr()
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
         self._append, self._append_arguments = library.load().nsa_append, ctypes.byref(self._new_token)
         self._first, self._fresh = self._step.compressed, [stream.fresh for stream in self._new_token.streams]
@@ -65,22 +81,29 @@ class CpuDecoder:
             )
         return bool(outcome)
 
-    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
         """The selected blocks are overwritten by the next step."""
         if q_B1GRK.shape != self._q_shape or q_B1GRK.dtype is not self._dtype or not q_B1GRK.is_cpu:
             library.require("queries", q_B1GRK, self._q_shape, self._dtype)
-        if gates_B1GR3.shape not in self._gate_shapes or not gates_B1GR3.is_cpu:
-            library.require("gates", gates_B1GR3, self._gate_shapes[0], torch.float32)
-        q, gates = dense(q_B1GRK), gates_B1GR3
-        if gates.dtype is not torch.float32 or not gates.is_contiguous():
-            gates = gates.float().contiguous()
+        gates = gates_B1GR3
+        if (gates is None) != (self._far_B1 is not None):
+            raise ConfigError(
+                f"gates are {'missing' if gates is None else 'given'}: they mix the branches, and a merged layer has "
+                f"none. Pass them to a decoder that was made with merged=False, and only to that."
+            )
+        if gates is not None:
+            if gates.shape not in self._gate_shapes or not gates.is_cpu:
+                library.require("gates", gates, self._gate_shapes[0], torch.float32)
+            if gates.dtype is not torch.float32 or not gates.is_contiguous():
+                gates = gates.float().contiguous()
+            self._step.gates, self._step.gates_per_group = gates.data_ptr(), gates.shape[3]
+        q = dense(q_B1GRK)
         out, first = q.new_empty(self._out_shape), self._first
         if (strides := q.stride()) != self._q_strides:
             self._q_strides = strides
             self._q.batch, self._q.token, self._q.group, self._q.head, _ = strides
         self._q.data, self._out.data = q.data_ptr(), out.data_ptr()
         first.threads, first.isa = torch.get_num_threads(), library.isa_for(self._dtype)
-        self._step.gates, self._step.gates_per_group = gates.data_ptr(), gates.shape[3]
         library.call("nsa_decode", self._step)
         return out, self._idx_B1GN
 
@@ -97,7 +120,7 @@ def _paged(
     return [library.page_rows(f"cached {what}", x, pages.table_BP, batch, groups, width) for what, x, width in both]
 
 
-def _append_arguments_of(cache: CacheView, means: bool, geometry: Geometry) -> CacheAppend:
+def _append_arguments_of(cache: CacheView, means: bool, geometry: Geometry, merged: bool) -> CacheAppend:
     every = dict(tail=cache.tail, selected=cache.selected.pages, window=cache.window.pages)
     k, v, table_BP = cache.selected.pages
     batch, groups, widths = len(table_BP), k.shape[1], (k.shape[-1], v.shape[-1])
@@ -106,7 +129,8 @@ def _append_arguments_of(cache: CacheView, means: bool, geometry: Geometry) -> C
     placed = [(pages, x) for name, pages in every.items() for x in _paged(name, pages, batch, groups, widths, k.dtype)]
     for stream, (pages, x), width in zip(made.streams, placed, widths * len(every), strict=True):
         stream.slots, stream.n_slots, stream.width = x, pages.n_entries, width
-    made.compressed[:] = _paged("compressed", cache.compressed.pages, batch, groups, widths, k.dtype)
+    of_entries = (widths[0], 0) if merged else widths
+    made.compressed[:] = _paged("compressed", cache.compressed.pages, batch, groups, of_entries, k.dtype)
     made.n_compressed_slots = cache.compressed.pages.n_entries
     counters = (
         cache.compressed.start_B1, cache.length_B, cache.n_compressed_B, cache.selected.pos_B1, cache.window.pos_B1

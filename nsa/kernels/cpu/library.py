@@ -61,6 +61,7 @@ class DecodeStep(ctypes.Structure):
         *((name, AttentionProblem) for name in ("compressed", "selected", "sliding")),
         ("gates", c_void_p),
         ("gates_per_group", c_int64),
+        ("far", c_void_p),
     )
 
 

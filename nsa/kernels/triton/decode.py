@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
+from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CachedKeys, CacheView, on_device_of
+from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, on_device_of
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
     decode_merge_kernel,
@@ -41,20 +42,37 @@ class DecodeConstants(NamedTuple):
 
 
 class TritonDecoder:
-    """`nsa.kernels.interface.TokenDecoder`; the cache appends tokens by itself."""
+    """`nsa.kernels.interface.TokenDecoder`; the cache appends tokens by itself.
+
+    merged: one softmax over selected blocks and window, whose compressed keys have no values, without gates.
+    """
 
     append = None
 
     def __init__(
-        self, cache: CacheView, *, heads_per_group: int, means: bool, geometry: Geometry, scale: float
+        self,
+        cache: CacheView,
+        *,
+        heads_per_group: int,
+        means: bool,
+        geometry: Geometry,
+        scale: float,
+        merged: bool = False,
     ) -> None:
         self._keys = (cache.compressed, cache.selected, cache.window)
-        self._geometry, self._scale = geometry, scale
+        self._geometry, self._scale, self._merged = geometry, scale, merged
 
-    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
+        if (gates_B1GR3 is None) != self._merged:
+            raise ConfigError(
+                f"gates are {'missing' if gates_B1GR3 is None else 'given'}: they mix the branches, and a merged layer "
+                f"has none. Pass them to a decoder that was made with merged=False, and only to that."
+            )
         return on_device_of(q_B1GRK, self._attend, q_B1GRK, gates_B1GR3)
 
-    def _attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
+        if gates_B1GR3 is None:
+            return decode_merged(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
         branches, idx_B1GN = decode(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
         return mix_forward(gates_B1GR3, *branches), idx_B1GN
 
@@ -69,15 +87,41 @@ def decode(
     scale: float,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """The compressed, selected and sliding branch's outputs, and the chosen blocks; the cache is read in place."""
+    out, idx = _launch(q_B1GRK, compressed, selected, window, geometry, scale, merged=False)
+    return (out[0], out[1], out[2]), idx
+
+
+def decode_merged(
+    q_B1GRK: Tensor,
+    compressed: CachedKeys,
+    selected: CachedKeys,
+    window: CachedKeys,
+    *,
+    geometry: Geometry,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The output of one softmax over the window and blocks chosen among the tokens before it, and these blocks."""
+    far_B1 = (selected.pos_B1 - geometry.w).clamp(min=-1)
+    k, _, table_BP = compressed.pages
+    entries = compressed._replace(pages=KeyPages(k, k, table_BP), pos_B1=far_B1)  # values are not read
+    out, idx = _launch(q_B1GRK, entries, selected._replace(pos_B1=far_B1), window, geometry, scale, merged=True)
+    return out[0], idx
+
+
+def _launch(
+    q_B1GRK: Tensor, compressed: CachedKeys, selected: CachedKeys, window: CachedKeys, geometry: Geometry, scale: float,
+    *, merged: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs of all branches, [3 or 1, B, 1, G, R, V], and the chosen blocks."""
     B, _, G, R, K = q_B1GRK.shape
-    V = compressed.pages.v.shape[-1]
+    V = selected.pages.v.shape[-1]
     (q,) = rows_contiguous(q_B1GRK)
     in_cmp, in_sel, in_win = (_laid_out(keys) for keys in (compressed, selected, window))
     pos_cmp, first_cmp = in_cmp[3:]
     C, T = compressed.pages.n_entries, selected.pages.n_entries
 
     tiles = choose("decode", max(K, V), element_size=q.dtype.itemsize)
-    fixed = constants(G, R, K, V, geometry, tiles, wide=is_wide(q.dtype))
+    fixed = constants(G, R, K, V, geometry, tiles, wide=is_wide(q.dtype), merged=merged)
     keep, block_m = fixed.score["KEEP"], fixed.compressed["BLOCK_M"]
     n_cmp = min(fixed.compressed["PARTS"], max(1, triton.cdiv(C, tiles.n)))  # any further would always be empty
     n_raw = geometry.n_sel + fixed.raw["WINDOW_PARTS"]
@@ -89,7 +133,7 @@ def decode(
     scores = q.new_empty((B, G, R, C), dtype=torch.float32)
     best = q.new_empty((B, G, STRETCHES, keep), dtype=torch.int64)
     idx = q.new_empty((B, 1, G, geometry.n_sel), dtype=torch.int32)
-    out = q.new_empty((3, B, 1, G, R, V))
+    out = q.new_empty((1 if merged else 3, B, 1, G, R, V))
     q_strides = row_strides(q[:, 0])
 
     decode_compressed_kernel[(n_cmp, B * G, row_tiles)](
@@ -105,11 +149,13 @@ def decode(
         *q_strides, *row_strides(*in_sel[:2], *in_win[:2]), PAGE=_page(selected), WINDOW_PAGE=_page(window),
         **fixed.raw, **tiles.options,
     )  # fmt: skip
-    decode_merge_kernel[(3 * R, B * G)](part, part_lse, out, n_cmp, n_parts, B * G * R, **fixed.merge)
-    return (out[0], out[1], out[2]), idx
+    decode_merge_kernel[(len(out) * R, B * G)](part, part_lse, out, n_cmp, n_parts, B * G * R, **fixed.merge)
+    return out, idx
 
 
-def constants(G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSizes, *, wide: bool) -> DecodeConstants:
+def constants(
+    G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSizes, *, wide: bool, merged: bool = False
+) -> DecodeConstants:
     """They depend on the model alone, so that a row has the same bits in any batch and any cache."""
     l, d, l_sel, n_sel, w = geometry.ints
     parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
@@ -121,14 +167,15 @@ def constants(G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSiz
     blocks = dict(L_SEL=l_sel, KEEP=keep, STRETCHES=STRETCHES)
     v_width = split_width(V)
     return DecodeConstants(
-        compressed=dict(**attend, L=l, D=d, PARTS=parts),
+        compressed=dict(**attend, L=l, D=d, PARTS=parts, VALUES=not merged),
         score=dict(**heads, **blocks, L=l, D=d, PARTS=parts, BLOCK_R=HEADS_AT_ONCE, BLOCK_J=max(BLOCKS_AT_ONCE, keep)),
         raw=dict(
             **attend, **blocks, N_SEL=n_sel, W=w, WINDOW_PARTS=window_parts
         ),
         merge=dict(
             R=R, V=V, V1=v_width.main, V2=v_width.rest, N_SEL=n_sel,
-            PARTS=triton.next_power_of_2(max(parts, n_sel)), AT_ONCE=MERGED_AT_ONCE,
+            PARTS=triton.next_power_of_2(n_sel + window_parts if merged else max(parts, n_sel)),
+            AT_ONCE=MERGED_AT_ONCE, ONE_BRANCH=merged,
         ),
     )  # fmt: skip
 

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from nsa.data.rows.batch import Batch, EndOfData
 from nsa.data.rows.specs import RowData
 from nsa.errors import DataError, NSAError
-from nsa.model.held_out_loss import LossSums, held_out_loss
-from nsa.model.loss import TokenScores
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
 from nsa.train.engine.data_loader import to_engine
@@ -63,27 +61,30 @@ class EvaluationCallback(Callback):
         self._last_step = self.step
         problem = self._read_once()
         (failed,) = self.collectives.any([problem is not None])
-        sums = LossSums()
+        mine = [0.0, 0.0, 0.0]
         if not failed:
             try:
-                sums = held_out_loss(self._kept, self._score_tokens, after_batch=self.stay_alive)
+                mine = self._sum_scores()
             except _FAILURES as error:
                 problem = _describe(error)
             (failed,) = self.collectives.any([problem is not None])
         if failed:
             self.report_failure(problem)
             return
-        nats, tokens, hits = self.collectives.sum([sums.nats, sums.tokens, sums.hits])
+        nats, tokens, hits = self.collectives.sum(mine)
         counted = max(1.0, tokens)
         seconds = time.perf_counter() - began
         self.emit(EvaluationResult(self.step, nats / counted, int(tokens), seconds, hits / counted))
 
-    def _score_tokens(self, batch: Batch, labels_BS: Tensor) -> TokenScores:
-        """The engine computes the loss from all logits of the rank's rows, which it also returns."""
-        tensors = to_engine(batch)
-        del tensors["labels"]
-        output = self.trainer.train_module.eval_batch(tensors, labels=labels_BS)
-        return TokenScores(output.ce_loss, output.logits.argmax(-1) == labels_BS.to(output.logits.device))
+    def _sum_scores(self) -> list[float]:
+        """Nats, tokens and hits of this rank. Ranks that share a row have different tokens of it."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        for batch in self._kept:
+            sums = self.trainer.train_module.score_batch(to_engine(batch))
+            totals += torch.stack([value.double() for value in sums]).cpu()
+            self.stay_alive()
+        nats, tokens, hits = totals.tolist()
+        return [nats, tokens, hits]
 
     def _read_once(self) -> str | None:
         """Fill `_kept`, completely or not at all; return why it could not be filled, or None."""
@@ -98,7 +99,7 @@ class EvaluationCallback(Callback):
         stream, kept = self.data.open(), list[Batch]()
         try:
             for _ in range(self.batches):
-                kept.append(stream.next_batch(self.rows, self.ranks.rank, self.ranks.world))
+                kept.append(stream.next_batch(self.rows, self.ranks.data_rank, self.ranks.data_world))
         except EndOfData:
             if not kept:
                 raise DataError(

@@ -1,7 +1,7 @@
 """Stop and save requests: a callback that all-reduces them at the end of every step, so that all ranks act at once.
 
-A request is a `.HALT` file, a signal to stop or to save (`signal_handlers`), or a failed background save. All ranks
-synchronize what any of them has seen with one small all-reduce.
+A request is a `.HALT` file, a signal to stop, save or regroup (`signal_handlers`), or a failed background save. All
+ranks synchronize what any of them has seen with one small all-reduce.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nsa.observe.run_folder import RunFolder
 from nsa.train.callbacks.heartbeat import HeartbeatCallback
 from nsa.train.distributed import HostCollectives, RankInfo
 from nsa.train.engine import Callback
-from nsa.train.engine.checkpointer import CheckpointCallback
+from nsa.train.engine.checkpoint_callback import CheckpointCallback
 from nsa.train.run_report import EventLogCallback
 from nsa.train.signal_handlers import SignalHandlers
 
@@ -42,8 +42,8 @@ class StopRequestCallback(Callback):
         stop = f"{self.signals.stop_signal} received" if self.signals.stop_signal else None
         if self.ranks.agent_gone():
             stop = stop or f"process {self.ranks.agent}, which started this rank, is gone"
-        any_halt, any_stop, any_save, any_failed = self.collectives.any(
-            [reason is not None, stop is not None, self.signals.save, self.checkpoints.failed]
+        any_halt, any_stop, any_save, any_failed, any_regroup = self.collectives.any(
+            [reason is not None, stop is not None, self.signals.save, self.checkpoints.failed, self.signals.regroup]
         )
         if any_failed:
             self.checkpoints.wait_for_save()
@@ -56,6 +56,8 @@ class StopRequestCallback(Callback):
             )
         elif any_stop:
             self._end(ExitCode.PREEMPTED, names.STOPPED, EventKind.STOP, stop or "another rank received a stop signal")
+        elif any_regroup:
+            self._end(ExitCode.REGROUP, names.STOPPED, EventKind.STOP, "another node waits to join the run")
 
     def _end(self, code: int, msg: str, kind: EventKind, detail: str) -> None:
         if self.checkpoints.settle is not None:

@@ -27,7 +27,7 @@ class _BlockRecorder(Probe):
 
     idx_BSGN: Tensor
 
-    def record(self, gates: Tensor, idx_BSGN: Tensor, *_: object) -> None:
+    def record(self, gates: Tensor | None, idx_BSGN: Tensor, *_: object, **__: object) -> None:
         self.idx_BSGN = idx_BSGN
 
 

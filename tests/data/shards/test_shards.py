@@ -7,16 +7,19 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nsa.data.rows.batch import rows_of_rank
 from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa.data.rows.row_stream import IndexedRowStream
 from nsa.data.shards.cache import ShardCache
-from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
+from nsa.data.shards.manifest import MANIFEST_NAME, ShardManifest, read_manifest
 from nsa.data.shards.reader import ShardReader
-from nsa.data.shards.writer import BLOCK_BYTES, ShardWriter
+from nsa.data.shards.writer import BLOCK_BYTES, ShardInfo, ShardWriter
 from nsa.errors import ConfigError, DataError
 from nsa.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
@@ -196,3 +199,25 @@ def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
     digests = {child.communicate(timeout=120)[0] for child in children}
     assert all(child.returncode == 0 for child in children)
     assert len(digests) == 1
+
+
+def test_a_set_of_fifteen_trillion_tokens_opens_with_a_small_cursor(tmp_path):
+    """Its manifest alone: no shard is opened, and opening the set again parses nothing again."""
+    digest = "0" * 64
+    shards = [
+        ShardInfo(f"train/{number:06d}-000", 2**30, 10**6, 2**31, 10**7, 10**7, digest, digest, digest)
+        for number in range(13_970)
+    ]
+    manifest = ShardManifest(32_768, "any", 0, "uint16", {"source": "any"}, [], {"train": shards, "validation": []})
+    folder = StorageFolder(str(tmp_path))
+    folder.write_bytes(MANIFEST_NAME, manifest.to_bytes())
+    rows = PreparedRows(ShardReader(folder), 8192, shuffle=ShuffleSettings(7))
+    assert rows.reader.total_tokens > 15 * 10**12
+    stream = IndexedRowStream(rows)
+    assert len(json.dumps(stream.state_dict())) < 300
+    share = [rows_of_rank(4096, rank, 1024) for rank in (0, 1023)]
+    assert [len(range(part.start, part.stop)) for part in share] == [4, 4]
+    assert len(set(rows.stored_rows(np.arange(4096)).tolist())) == 4096
+    assert read_manifest(folder) is rows.reader.manifest
+    folder.write_bytes(MANIFEST_NAME, replace(manifest, eos_id=1).to_bytes())
+    assert read_manifest(folder).eos_id == 1

@@ -14,7 +14,7 @@ from tests.data.corpora import make_records, write_parquet
 from tests.data.faulty_server import Faults, FaultyServer
 
 QUICK = RetryPolicy(
-    connect_timeout_s=0.5, read_timeout_s=0.3, attempts=10, backoff_s=0.005, backoff_max_s=0.05, deadline_s=20.0
+    connect_timeout_s=2.0, read_timeout_s=0.5, attempts=30, backoff_s=0.005, backoff_max_s=0.05, deadline_s=60.0
 )
 ALL = Faults(error_500=0.2, cut_body=0.3, reset=0.05, hang_every=50, bytes_per_s=64 * 1024)
 

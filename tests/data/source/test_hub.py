@@ -67,6 +67,20 @@ def test_an_answer_is_read_up_to_its_limit_only(what: str) -> None:
         assert sent() < 20_000_000
 
 
+@pytest.mark.parametrize("online", [True, False])
+def test_a_wrong_local_path_that_reads_like_a_dataset_id_is_said_to_be_missing(online: bool) -> None:
+    with FaultyServer({}) as server:
+        endpoint = server.url("")
+        if online:
+            with pytest.raises(DataError, match="no file or folder 'my/texts' here") as caught:
+                open_source("my/texts", retry_policy=POLICY, hub_endpoint=endpoint)
+            assert "404" in str(caught.value)
+            assert not isinstance(caught.value, DataTimeout)
+    if not online:
+        with pytest.raises(DataTimeout, match="no file or folder 'my/texts' here"):
+            open_source("my/texts", retry_policy=POLICY, hub_endpoint=endpoint)
+
+
 def test_redirects_end() -> None:
     with FaultyServer({f"{API}/revision/main": f"{API}/revision/main"}) as server:
         with pytest.raises(DataError):

@@ -161,6 +161,7 @@ def test_a_kernel_that_adds_something_random_fails_by_its_bits_alone(tmp_path):
     assert all("values that differ" in name for name in wrong(record))
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_checks_and_the_other_waits(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), MIX]
     both = [

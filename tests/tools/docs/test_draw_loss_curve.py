@@ -19,6 +19,7 @@ def test_ticks_are_few_and_within_the_run(steps):
 def test_every_tick_has_a_label_inside_the_picture(tmp_path, monkeypatch):
     (tmp_path / "training.csv").write_text("step,loss\n1,5.5\n150,2.5\n300,2.1\n")
     (tmp_path / "val.csv").write_text("step,val_loss\n300,2.0\n")
+    (tmp_path / "env.json").write_text('{"tokenizer": {"name": "byte"}}')
     out = tmp_path / "curve.svg"
     monkeypatch.setattr(sys, "argv", ["draw", str(tmp_path), str(out)])
     draw_loss_curve.main()

@@ -41,7 +41,8 @@ inline bool append_tokens(const CacheAppend& a) {
     const int64_t length = a.length[b] = at + 1;
     if (length < a.l || (length - a.l) % a.d != 0) continue;
     if (a.means) {
-      for (int64_t i = 0; i < 2; ++i) emit_mean(a, a.streams[i], a.compressed[i], b, length);
+      for (int64_t i = 0; i < 2; ++i)
+        if (a.compressed[i].data) emit_mean(a, a.streams[i], a.compressed[i], b, length);  // no values in merged layers
       ++a.n_compressed[b];
     } else {
       to_emit = true;

@@ -1,4 +1,5 @@
 // Decode step, one new token per row: the three branches, the selection and the gates in one call, reading the cache in place.
+// Or, in a merged layer, the selection and one softmax over selected blocks and window.
 //
 // Keys are cut into pieces of a fixed length, each a softmax of its own; pieces are merged in order. So threads share
 // the reading even at batch 1, and how many there are changes no bit. With many rows a thread computes whole groups.
@@ -17,7 +18,7 @@ constexpr int64_t kGroupsPerThread = 4;  // so many, and a thread computes whole
 class Decode {
  public:
   explicit Decode(const Step& step)
-      : step_(step), p_(step.compressed), K_(round_up(p_.K, W)), V_width_(round_up(p_.V, W)),
+      : step_(step), p_(step.compressed), merged_(step.far), K_(round_up(p_.K, W)), V_width_(round_up(p_.V, W)),
         size_(Partial::size(p_.R, V_width_)), groups_(p_.B * p_.G),
         per_piece_(std::max<int64_t>(1, kPieceKeys / p_.l_sel)),
         piece_keys_(std::max(kPieceKeys, per_piece_ * round_up(p_.l_sel, W))),
@@ -33,8 +34,7 @@ class Decode {
     scores_ = area.take(groups_ * p_.R * ld_);
     branches_ = area.take(groups_ * 3 * p_.R * V_width_);
     of_compressed_ = area.take(groups_ * n_compressed_ * size_);
-    of_window_ = area.take(groups_ * n_window_ * size_);
-    of_chosen_ = area.take(groups_ * n_chosen_ * size_);
+    of_tokens_ = area.take(groups_ * (n_chosen_ + n_window_) * size_);
   }
 
   void run() {
@@ -104,6 +104,10 @@ class Decode {
 
   static int64_t pieces_of(const Span& span) { return (span.end - span.begin + kPieceKeys - 1) / kPieceKeys; }
 
+  // Pieces of selected blocks, followed by those of the window.
+  float* chosen_piece(int64_t group, int64_t i) { return of_tokens_ + (group * (n_chosen_ + n_window_) + i) * size_; }
+  float* window_piece(int64_t group, int64_t i) { return chosen_piece(group, n_chosen_ + i); }
+
   float* branch(int64_t group, int64_t which) { return branches_ + (group * 3 + which) * p_.R * V_width_; }
 
   // Attends over runs of keys that follow each other in `scores`, which become weights. Empty runs leave no trace.
@@ -120,7 +124,7 @@ class Decode {
       for (int64_t r = 0; r < p_.R; ++r) memcpy(kept_scores + r * ld_, scores + r * piece_keys_, n * sizeof(float));
     Partial piece(to, p_.R);
     decode_soften(p, scores, piece_keys_, n, piece);
-    decode_weigh(p, b, g, runs, n_runs, scores, piece_keys_, piece, memory);
+    if (!(kept_scores && merged_)) decode_weigh(p, b, g, runs, n_runs, scores, piece_keys_, piece, memory);
   }
 
   // The i-th piece of a branch whose keys are one range.
@@ -139,15 +143,17 @@ class Decode {
   }
 
   void attend_window(int64_t item, Scratch& scratch) {
-    attend_range(step_.sliding, item / n_window_, item % n_window_, of_window_ + item * size_, scratch, nullptr);
+    const int64_t group = item / n_window_, i = item % n_window_;
+    attend_range(step_.sliding, group, i, window_piece(group, i), scratch, nullptr);
   }
 
   void choose(int64_t group, Scratch& scratch) {
     const int64_t b = group / p_.G, n_blocks = blocks_up_to(p_, p_.pos[b]), R = p_.R;
     float *at = scratch.take<float>(R), *share = scratch.take<float>(R);
     const Span all = visible(step_.compressed, b, 0), window = visible(step_.sliding, b, 0);
-    decode_merge(p_, of_compressed_ + group * n_compressed_ * size_, pieces_of(all), branch(group, 0), at, share);
-    decode_merge(p_, of_window_ + group * n_window_ * size_, pieces_of(window), branch(group, 2));
+    float* compressed = merged_ ? nullptr : branch(group, 0);
+    decode_merge(p_, of_compressed_ + group * n_compressed_ * size_, pieces_of(all), compressed, at, share);
+    if (!merged_) decode_merge(p_, window_piece(group, 0), pieces_of(window), branch(group, 2));
     int32_t* idx = p_.idx + group * p_.n_sel;
     if (n_blocks <= p_.n_sel) return all_blocks(n_blocks, p_.n_sel, idx);
     const int64_t lead = p_.l / p_.d - 1 + std::max<int64_t>(0, -p_.start[b]);
@@ -181,7 +187,7 @@ class Decode {
       const Span run{std::max(begin, all.begin), std::min(begin + p_.l_sel, all.end)};
       if (!run.empty()) runs[n_runs++] = run;
     }
-    float* to = of_chosen_ + item * size_;
+    float* to = chosen_piece(group, item % n_chosen_);
     if (n_runs) return attend(p, group, runs, n_runs, scratch.take<float>(p_.R * piece_keys_), to, scratch);
     const Partial piece(to, p_.R);
     std::fill_n(piece.at, p_.R, kHidden), std::fill_n(piece.total, p_.R, 0.f);
@@ -189,7 +195,14 @@ class Decode {
   }
 
   void mix(int64_t group) {
-    decode_merge(p_, of_chosen_ + group * n_chosen_ * size_, n_chosen_, branch(group, 1));
+    if (merged_) {
+      const int64_t n_window = pieces_of(visible(step_.sliding, group / p_.G, 0));
+      decode_merge(p_, chosen_piece(group, 0), n_chosen_ + n_window, branch(group, 1));
+      for (int64_t r = 0; r < p_.R; ++r)
+        narrow_row(p_.dtype, branch(group, 1) + r * V_width_, row(p_, p_.out, group / p_.G, 0, group % p_.G, r), p_.V);
+      return;
+    }
+    decode_merge(p_, chosen_piece(group, 0), n_chosen_, branch(group, 1));
     float *compressed = branch(group, 0), *selected = branch(group, 1), *window = branch(group, 2);
     for (int64_t r = 0; r < p_.R; ++r) {
       const float* gates = step_.gates + 3 * (group * step_.gates_per_group + (step_.gates_per_group > 1 ? r : 0));
@@ -202,9 +215,10 @@ class Decode {
 
   const Step& step_;
   const Problem& p_;  // the compressed branch's; what it shares with the others is read from it
+  const bool merged_;
   const int64_t K_, V_width_, size_, groups_, per_piece_, piece_keys_, n_chosen_;
   int64_t n_compressed_, n_window_, ld_;
-  float *q_, *scores_, *branches_, *of_compressed_, *of_window_, *of_chosen_;
+  float *q_, *scores_, *branches_, *of_compressed_, *of_tokens_;
 };
 
 }  // namespace NSA_NAMESPACE

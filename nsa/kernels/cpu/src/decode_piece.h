@@ -139,22 +139,24 @@ inline void decode_weigh(const Problem& p, int64_t b, int64_t g, const Span* run
   }
 }
 
-// One group's output as fp32 rows from its pieces, merged in order. Where wanted, `share` becomes the factor that makes
-// 2^(score − at) a probability, per head.
+// One group's output as fp32 rows from its pieces, merged in order; none where `out` is null. Where wanted, `share` becomes
+// the factor that makes 2^(score − at) a probability, per head.
 inline void decode_merge(const Problem& p, float* pieces, int64_t n_pieces, float* out, float* at = nullptr,
                          float* share = nullptr) {
   const int64_t V_ = round_up(p.V, W), size = Partial::size(p.R, V_);
-  for (int64_t r = 0; r < p.R; ++r, out += V_) {
+  for (int64_t r = 0; r < p.R; ++r) {
     float high = -INFINITY, total = 0;
+    float* sums = out ? out + r * V_ : nullptr;
     for (int64_t i = 0; i < n_pieces; ++i) high = std::max(high, Partial(pieces + i * size, p.R).at[r]);
-    memset(out, 0, V_ * sizeof(float));
+    if (sums) memset(sums, 0, V_ * sizeof(float));
     for (int64_t i = 0; i < n_pieces; ++i) {
       const Partial piece(pieces + i * size, p.R);
       const float factor = std::exp2(piece.at[r] - high);
       total += piece.total[r] * factor;
-      for (int64_t c = 0; c < V_; c += W) store(out + c, load(out + c) + load(piece.sums + r * V_ + c) * set1(factor));
+      for (int64_t c = 0; sums && c < V_; c += W)
+        store(sums + c, load(sums + c) + load(piece.sums + r * V_ + c) * set1(factor));
     }
-    multiply_row(out, V_, total > 0 ? 1.f / total : 0.f);
+    if (sums) multiply_row(sums, V_, total > 0 ? 1.f / total : 0.f);
     if (at) at[r] = high, share[r] = total > 0 ? 1.f / total : 0.f;
   }
 }

@@ -118,6 +118,9 @@ NSA_EXPORT int64_t nsa_backward(const Problem* p) {
 }
 
 NSA_EXPORT int64_t nsa_decode(const nsa::Step* step) {
+  if (step->far)
+    for (int64_t b = 0; b < step->sliding.B; ++b)
+      step->far[b] = std::max<int64_t>(-1, step->sliding.pos[b] - step->sliding.w);
   for (const Problem* p : {&step->compressed, &step->selected, &step->sliding}) {
     if (!nsa::sizes_hold(*p, false)) return nsa::kBadSizes;
     if (!nsa::positions_hold(*p, false)) return nsa::kBadPositions;

@@ -33,11 +33,14 @@ struct Problem {
   int32_t* idx;                 // [B, S, G, n_sel]
 };
 
-// One new token per row over a cache. `compressed` also carries q, the mixed output and the selection's idx.
+// One new token per row over a cache. `compressed` also carries q, the mixed output and the selection's idx. With `far`
+// selected blocks and window are merged into one softmax: compressed keys have no values then, and the positions of the
+// compressed and selected branch are `far`, which are computed here.
 struct Step {
   Problem compressed, selected, sliding;
-  const float* gates;           // [B, G, gates_per_group, 3]
+  const float* gates;           // [B, G, gates_per_group, 3]; not read with `far`
   int64_t gates_per_group;      // R or 1
+  int64_t* far;                 // [B]; the last position before the window, −1: none. Null: three branches and gates.
 };
 
 // [n_gates, heads, V] contiguous, three times; a gate serves `heads` rows. With `dout`, gradients are computed.

@@ -8,6 +8,8 @@ batch and in a cache of any size. Parts are merged by their log-sum-exp (base 2 
     score        the best blocks of each stretch of blocks, ranked as in `select`
     raw          the choice among those, then a page of l_sel keys per program; beside them the window's parts
     merge        a branch's parts, one head per program
+
+A merged layer has one branch of blocks and window, whose compressed keys have no values.
 """
 
 import triton
@@ -61,9 +63,10 @@ def attend_range(
     part, part_lse, part_at, scores, scores_at, scale,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     PAGE: tl.constexpr, OTHER_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP_SCORES: tl.constexpr, WIDE: tl.constexpr,
+    KEEP_SCORES: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads over the keys begin ≤ t < end, all visible: writes one part, and the scores if asked."""
+    """Rows of heads over the keys begin ≤ t < end, all visible: writes one part, and the scores if asked; without
+    values, only the part's log-sum-exp."""
     q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -78,8 +81,10 @@ def attend_range(
         if KEEP_SCORES:
             tl.store(scores + scores_at[:, None] + at[None, :], s, mask=ok[:, None] & inside[None, :])
         e, top, total, decay = soften(s, top, total)
-        acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
-    store_both(part, part_at * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
+        if VALUES:
+            acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    if VALUES:
+        store_both(part, part_at * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
     tl.store(part_lse + part_at, log_sum(top, total), mask=ok)
 
 
@@ -89,7 +94,7 @@ def decode_compressed_kernel(
     q_b, q_g, q_r, k_p, k_g, k_t, v_p, v_g, v_t, G: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     L: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
+    VALUES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     bg = tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
@@ -102,7 +107,7 @@ def decode_compressed_kernel(
         k + g * k_g, v + g * v_g, table + b * table_b, k_p, k_t, v_p, v_t, True,
         begin, end, part, part_lse, (bg * n_parts + tl.program_id(0)) * R + head,
         scores, (bg * R + head) * n_keys, scale, K, K1, K2, V, V1, V2, PAGE, PAGE, BLOCK_M, BLOCK_N, True,
-        WIDE,
+        VALUES, WIDE,
     )  # fmt: skip
 
 
@@ -183,7 +188,7 @@ def decode_raw_kernel(
         tl.where(is_page, v_p, wv_p), tl.where(is_page, v_t, wv_t), is_page,
         tl.where(is_page, tl.maximum(page_begin, 0), begin), tl.where(is_page, page_end, end),
         part, part_lse, (bg * n_parts + n_compressed + program) * R + head, part, head,
-        scale, K, K1, K2, V, V1, V2, PAGE, WINDOW_PAGE, BLOCK_M, BLOCK_N, False, WIDE,
+        scale, K, K1, K2, V, V1, V2, PAGE, WINDOW_PAGE, BLOCK_M, BLOCK_N, False, True, WIDE,
     )  # fmt: skip
 
 
@@ -191,12 +196,15 @@ def decode_raw_kernel(
 def decode_merge_kernel(
     part, part_lse, out, n_compressed, n_parts, n_rows,
     R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, N_SEL: tl.constexpr,
-    PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, ONE_BRANCH: tl.constexpr,
 ):  # fmt: skip
-    """PARTS is a power of two not below any branch's number of parts. A part that saw nothing is never read."""
+    """PARTS is a power of two not below any branch's number of parts. A part that saw nothing is never read.
+    ONE_BRANCH: all parts but the compressed ones are one branch, the only one."""
     branch, head, bg = tl.program_id(0) // R, tl.program_id(0) % R, tl.program_id(1).to(tl.int64)
     first = tl.where(branch == 0, 0, tl.where(branch == 1, n_compressed, n_compressed + N_SEL))
     end = tl.where(branch == 0, n_compressed, tl.where(branch == 1, n_compressed + N_SEL, n_parts))
+    if ONE_BRANCH:
+        first, end = n_compressed, n_parts
     every = first + tl.arange(0, PARTS)
     lse = tl.load(part_lse + (bg * n_parts + every) * R + head, mask=every < end, other=float("-inf"))
     top = tl.max(lse, 0)

@@ -29,7 +29,7 @@ from nsa.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
 from nsa.observe.view.run_data import BRANCHES, RunData
 from nsa.observe.view.snapshot import RunSnapshot
-from nsa.observe.watch.conditions import AlertLevel
+from nsa.observe.watch.conditions import AlertLevel, HealthLimits
 from nsa.observe.watch.trends import smoothed_last
 from nsa.observe.watch.watchdog import describe
 
@@ -207,12 +207,14 @@ def _gates(run: RunData, width: int, height: int) -> list[Text]:
             strip = _strip(values, room)
             lines.append(line((f"{name:10} ", ""), (f"{share(as_float(mean)):>6} ", "bold"), (strip, "cyan")))
     entropy, largest = _latest(run, "gate_entropy_mean"), _latest(run, "gate_max_mean")
+    if math.isnan(entropy):  # not recorded for gates of kind tanh
+        return lines
     collapsed = _latest(run, "gate_collapse_frac")
     uniform = " of 1.10 nats" if width >= 54 else ""
     words, ending = f"entropy {entropy:.2f}{uniform}", f" · collapsed {share(collapsed)}"
     if len(full := f"{words} · max {largest:.2f}") + len(ending) <= width:
         words = full
-    return [*lines, line(words, (ending, "bold red" if collapsed > 0.1 else ""))]
+    return [*lines, line(words, (ending, "bold red" if collapsed > HealthLimits.collapse_warning else ""))]
 
 
 def _strip(values: Sequence[float], room: int) -> str:
