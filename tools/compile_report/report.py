@@ -122,15 +122,18 @@ def jobs(
     constants = dict(G=s.n_kv_groups, WIDE=False, **keys, **per)
     yield CompileJob("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
     tiles = tiles_for("decode")
-    step = launch_decode.constants(s.n_kv_groups, s.heads_per_group, s.d_k, s.d_v, g, tiles, wide=False)
+    sizes_of_step = (s.n_kv_groups, s.heads_per_group, s.d_k, s.d_v, g, tiles)
+    step, merged = (launch_decode.constants(*sizes_of_step, wide=False, merged=one) for one in (False, True))
+    by_tiles, small = (tiles.warps, tiles.stages), (4, 2)
+    entries = dict(PAGE=g.l_sel // g.d)
     for kernel, function, constants, options in (
-        ("decode_compressed", decode.decode_compressed_kernel, {**step.compressed, "PAGE": g.l_sel // g.d},
-         (tiles.warps, tiles.stages)),
-        ("decode_score", decode.decode_score_kernel, step.score, (4, 2)),
-        ("decode_raw", decode.decode_raw_kernel, {**step.raw, "PAGE": g.l_sel, "WINDOW_PAGE": g.w},
-         (tiles.warps, tiles.stages)),
-        ("decode_merge", decode.decode_merge_kernel, step.merge, (4, 2)),
-    ):  # fmt: skip
+        ("decode_compressed", decode.decode_compressed_kernel, {**step.compressed, **entries}, by_tiles),
+        ("decode_score", decode.decode_score_kernel, step.score, small),
+        ("decode_raw", decode.decode_raw_kernel, {**step.raw, "PAGE": g.l_sel, "WINDOW_PAGE": g.w}, by_tiles),
+        ("decode_merge", decode.decode_merge_kernel, step.merge, small),
+        ("merged_compressed", decode.decode_compressed_kernel, {**merged.compressed, **entries}, by_tiles),
+        ("merged_merge", decode.decode_merge_kernel, merged.merge, small),
+    ):
         yield CompileJob(kernel, function, constants, *options, model.dtype)
     yield from _around(model, tiles_for("range_dkv").n)
 
