@@ -131,8 +131,8 @@ def jobs(
         ("decode_score", decode.decode_score_kernel, step.score, small),
         ("decode_raw", decode.decode_raw_kernel, {**step.raw, "PAGE": g.l_sel, "WINDOW_PAGE": g.w}, by_tiles),
         ("decode_merge", decode.decode_merge_kernel, step.merge, small),
-        ("merged_compressed", decode.decode_compressed_kernel, {**merged.compressed, **entries}, by_tiles),
-        ("merged_merge", decode.decode_merge_kernel, merged.merge, small),
+        ("decode_merged_compressed", decode.decode_compressed_kernel, {**merged.compressed, **entries}, by_tiles),
+        ("decode_merged_merge", decode.decode_merge_kernel, merged.merge, small),
     ):
         yield CompileJob(kernel, function, constants, *options, model.dtype)
     yield from _around(model, tiles_for("range_dkv").n)

@@ -27,7 +27,7 @@ from nsa.kernels.self_check.comparison import (
     poisoned_memory,
     relative_rms,
 )
-from nsa.kernels.self_check.decode_case import DecodeCase
+from nsa.kernels.self_check.decode_case import DecodeCase, MergedDecodeCase
 from nsa.kernels.self_check.kernel_call import ALL_NAMES, NAMES, KernelCall
 
 ATTENTION = ("compressed", "selected", "sliding")
@@ -60,8 +60,8 @@ def parts(sizes: SelfCheckSizes, device: torch.device, dtype: torch.dtype, backe
         name = f"mix, {n_gates} gates per group in {str(gate_dtype).removeprefix('torch.')}"
         run_mix = partial(mix.run, BACKENDS[backend].mix, device)
         yield CheckedPart(name, run_mix, partial(mix.figures, name, device))
-    decode = DecodeCase(sizes, dtype)
-    yield CheckedPart("decode", partial(decode.run, backend, device), partial(decode.figures, device=device))
+    for decode in (DecodeCase(sizes, dtype), MergedDecodeCase(sizes, dtype)):
+        yield CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.figures, device=device))
 
 
 def check_part(part: CheckedPart, device: torch.device) -> list[CheckedFigure]:

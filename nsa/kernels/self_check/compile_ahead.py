@@ -15,7 +15,7 @@ from nsa.kernels import triton as backend
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.self_check.cases import SelfCheckSizes
 from nsa.kernels.self_check.checks import ATTENTION, small_slots
-from nsa.kernels.self_check.decode_case import DecodeCase
+from nsa.kernels.self_check.decode_case import DecodeCase, MergedDecodeCase
 
 
 def compile_ahead(sizes: SelfCheckSizes, device: torch.device, dtype: torch.dtype, threads: int) -> None:
@@ -26,7 +26,8 @@ def compile_ahead(sizes: SelfCheckSizes, device: torch.device, dtype: torch.dtyp
             _branch(sizes, "selected", device, dtype)
         _selection(sizes, device, dtype)
         _mix(sizes, device, dtype)
-        DecodeCase(sizes, dtype).run("triton", device)
+        for case in (DecodeCase(sizes, dtype), MergedDecodeCase(sizes, dtype)):
+            case.run("triton", device)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Slots that hold no token yet are NaN: whoever reads one has a NaN in the output.
 B batch · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ class _Stream(NamedTuple):
 
 
 class DecodeCase:
+    """A layer with three branches, each with keys of its own."""
+
+    name = "decode"
+
     def __init__(self, sizes: SelfCheckSizes, dtype: torch.dtype) -> None:
         self.shape, self.geometry, self.dtype = sizes.shape, sizes.shape.geometry, dtype
         self.lengths, self.capacity, self.batch = sizes.decode_lengths, sizes.length, len(sizes.decode_lengths)
@@ -47,15 +52,13 @@ class DecodeCase:
     def run(self, backend: str, device: torch.device) -> dict[str, Tensor]:
         """The output and the chosen blocks of every step."""
         view = self._cache(device)
-        build = BACKENDS[backend].decoder
-        assert build is not None
-        decoder: TokenDecoder = build(
+        decoder: TokenDecoder = self._maker(backend)(
             view, heads_per_group=self.shape.heads_per_group, means=False, geometry=self.geometry, scale=self.scale
         )
         results: dict[str, Tensor] = {}
         for step, q in enumerate(self.q_steps, start=1):
             self._append(view, decoder, step)
-            out, idx = decoder.attend(q.to(device), self.gates.to(device))
+            out, idx = decoder.attend(q.to(device), self._gates(device))
             results |= {f"out, step {step}": out.clone(), f"blocks, step {step}": idx.clone()}
         return results
 
@@ -66,14 +69,26 @@ class DecodeCase:
             want = self._mixed(step, idx, torch.float32, CPU)
             plain = relative_rms(self._mixed(step, idx, self.dtype, device), want)
             error = relative_rms(got[f"out, step {step}"], want)
-            found.append(CheckedFigure(f"decode out, step {step}", error, limit_for(self.dtype, plain)))
-            pos = self._position(step)
+            found.append(CheckedFigure(f"{self.name} out, step {step}", error, limit_for(self.dtype, plain)))
+            pos = self._chosen_from(step)
             worst = blocks_error(q, self.compressed.k, pos, torch.zeros_like(pos), idx, self.geometry, self.scale)
-            found.append(CheckedFigure(f"decode blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
+            found.append(CheckedFigure(f"{self.name} blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
         return found
 
     def _position(self, step: int) -> Tensor:
         return torch.tensor(self.lengths)[:, None] + step - 1
+
+    def _chosen_from(self, step: int) -> Tensor:
+        """The last position of which the step's blocks are chosen."""
+        return self._position(step)
+
+    def _maker(self, backend: str) -> Callable[..., TokenDecoder]:
+        make = BACKENDS[backend].decoder
+        assert make is not None
+        return make
+
+    def _gates(self, device: torch.device) -> Tensor | None:
+        return self.gates.to(device)
 
     def _mixed(self, step: int, idx: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """By the reference in fp32, or in another dtype by PyTorch's operators over the keys that it sees."""
@@ -90,32 +105,47 @@ class DecodeCase:
             if dtype == torch.float32:
                 outs.append(attend(q.float(), k.float(), v.float()))
                 continue
-            unit = torch.eye(k.shape[1])[None, :, None].expand(self.batch, -1, k.shape[2], -1)
-            visible = attend(torch.zeros_like(q[:, :, :, :1]).float(), k.float(), unit)[:, :, :, 0] > 0
+            visible = self._visible(name, step, k, *chosen, pos=pos)
             out, _ = plain_attention(q.to(device), k.to(device), v.to(device), visible.to(device), scale=self.scale)
             outs.append(out)
         return reference.mix(self.gates.to(device), *outs)
 
+    def _visible(self, name: str, step: int, k: Tensor, *chosen: Tensor, pos: Tensor) -> Tensor:
+        """Which keys the step's query sees in a branch, [B, 1, G, keys]."""
+        q = torch.zeros_like(self.q_steps[step - 1][:, :, :, :1]).float()
+        unit = torch.eye(k.shape[1])[None, :, None].expand(self.batch, -1, k.shape[2], -1)
+        sizes = dict[str, Any](geometry=self.geometry, scale=self.scale)
+        seen: Tensor = getattr(REFERENCE, name)(q, k.float(), unit, *chosen, pos, torch.zeros_like(pos), **sizes)
+        return seen[:, :, :, 0] > 0
+
+    def _window(self, selected: CachedKeys, row_B1: Tensor) -> CachedKeys:
+        """A ring of the last w tokens of each row."""
+        pos = torch.zeros_like(selected.pos_B1)
+        return CachedKeys(self._pages(self.window, self.geometry.w, row_B1), pos, selected.start_B1)
+
+    def _pages(self, stream: _Stream, states: int, table_BP: Tensor) -> KeyPages:
+        """Empty pages of so many entries."""
+        shape = (table_BP.numel(), self.shape.n_kv_groups, states)
+        options = dict[str, Any](dtype=self.dtype, device=table_BP.device)
+        k, v = (torch.full((*shape, x.shape[-1]), torch.nan, **options) for x in stream)
+        return KeyPages(k, v, table_BP)
+
     def _cache(self, device: torch.device) -> CacheView:
         """Filled up to `lengths`."""
-        g, s = self.geometry, self.shape
+        g = self.geometry
 
-        def pages(states: int, table_BP: Tensor) -> KeyPages:
-            shape = (table_BP.numel(), s.n_kv_groups, states)
-            k, v = (torch.full((*shape, x), torch.nan, dtype=self.dtype, device=device) for x in (s.d_k, s.d_v))
-            return KeyPages(k, v, table_BP)
-
-        pos, window_pos, zero = (torch.zeros(self.batch, 1, dtype=torch.int64, device=device) for _ in range(3))
+        pos, zero = (torch.zeros(self.batch, 1, dtype=torch.int64, device=device) for _ in range(2))
         length, n_compressed = (torch.zeros(self.batch, dtype=torch.int64, device=device) for _ in range(2))
         row_B1 = torch.arange(self.batch, dtype=torch.int32, device=device)[:, None]
         n_pages = g.n_blocks(self.capacity)
         table_BP = torch.arange(self.batch * n_pages, dtype=torch.int32, device=device).flip(0).view(n_pages, -1).T
         table_BP = table_BP.contiguous()  # rows take turns, later tokens lie before earlier ones
+        selected = CachedKeys(self._pages(self.selected, g.l_sel, table_BP), pos, zero)
         view = CacheView(
-            pages(g.l, row_B1),
-            CachedKeys(pages(g.l_sel // g.d, table_BP), pos, zero + g.l // g.d - 1),
-            CachedKeys(pages(g.l_sel, table_BP), pos, zero),
-            CachedKeys(pages(g.w, row_B1), window_pos, zero),
+            self._pages(self.tail, g.l, row_B1),
+            CachedKeys(self._pages(self.compressed, g.l_sel // g.d, table_BP), pos, zero + g.l // g.d - 1),
+            selected,
+            self._window(selected, row_B1),
             length,
             n_compressed,
         )
@@ -141,7 +171,7 @@ class DecodeCase:
                 self._write(view, row, token, token + 1)
                 view.length_B[row] = token + 1
                 view.selected.pos_B1[row] = token  # the compressed branch's is the same tensor
-                view.window.pos_B1[row] = min(token, g.w - 1)
+                view.window.pos_B1[row] = min(token, view.window.pages.n_entries - 1)
             if g.n_compressed(token + 1) > g.n_compressed(token):
                 self._emit(view, row, g.n_compressed(token))
                 view.n_compressed_B[row] = g.n_compressed(token + 1)
@@ -157,6 +187,40 @@ class DecodeCase:
     def _emit(self, view: CacheView, row: int, block: int) -> None:
         entry = torch.tensor([int(view.compressed.start_B1[row]) + block])
         _put(view.compressed.pages, row, entry, self.compressed, torch.tensor([block]))
+
+
+class MergedDecodeCase(DecodeCase):
+    """A layer of kind `merged`: one set of keys and values, one softmax over window and blocks before it, no gates."""
+
+    name = "merged decode"
+
+    def __init__(self, sizes: SelfCheckSizes, dtype: torch.dtype) -> None:
+        super().__init__(sizes, dtype)
+        self.tail = self.window = self.selected
+        self.compressed = _Stream(self.compressed.k, self.compressed.v[..., :0])
+
+    def _maker(self, backend: str) -> Callable[..., TokenDecoder]:
+        make = BACKENDS[backend].merged_decoder
+        assert make is not None
+        return make
+
+    def _gates(self, device: torch.device) -> None:
+        return None
+
+    def _chosen_from(self, step: int) -> Tensor:
+        return (self._position(step) - self.geometry.w).clamp(min=-1)
+
+    def _window(self, selected: CachedKeys, row_B1: Tensor) -> CachedKeys:
+        """In the pages of all tokens."""
+        return selected
+
+    def _mixed(self, step: int, idx: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        k, v = self.selected
+        blocks = self._visible("selected", step, k, idx, pos=self._chosen_from(step))
+        visible = blocks | self._visible("sliding", step, k, pos=self._position(step))
+        q, k, v = (x.to(device=device, dtype=dtype) for x in (self.q_steps[step - 1], k, v))
+        out, _ = plain_attention(q, k, v, visible.to(device), scale=self.scale)
+        return out
 
 
 def _put(pages: KeyPages, row: int, entries: Tensor, stream: _Stream, tokens: Tensor) -> None:
