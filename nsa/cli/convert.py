@@ -30,7 +30,9 @@ def convert(
         "three branches of NSA with gates that start at the selected branch.",
     ),
     phi: str = typer.Option(
-        None, "--phi", help="How keys are pooled to choose blocks: avg (default), or weighted, which can be trained."
+        None,
+        "--phi",
+        help="How keys are pooled to choose blocks: avg (default), weighted or softmax, both trained.",
     ),
     l: int = typer.Option(None, "--l", help=f"Length of a compression block (default {Geometry.l})."),
     d: int = typer.Option(None, "--d", help=f"Stride between compression blocks (default {Geometry.d})."),
@@ -57,7 +59,8 @@ def convert(
     Reads Llama, Qwen2, Qwen3, Mistral, OLMo 2, OLMo 3, SmolLM3 and Phi-3 (config.json and safetensors; nothing in the
     folder is executed), and models of flash-linear-attention's NSA. Up to n_sel · l_sel + window tokens (gated: n_sel ·
     l_sel) the converted model computes what the dense one computes. Beyond, each token reads that many keys instead of
-    all, and the model should be trained on long texts: `nsa train OUT/run.yaml data.path=SET --init-from OUT`. Layers
+    all, and the model should be trained on long texts: `nsa train OUT/run.yaml data.path=SET --init-from OUT`, before
+    which OUT/warmup.yaml, if there is one, trains the parameters that the source does not have. Layers
     of the source that slide keep their window. `--to-dense` writes the weights back, bit for bit if they were not
     trained.
 
@@ -160,7 +163,8 @@ def _conversion_lines(converted: "ConvertedModel", out: Path) -> Iterator[str]:
         yield f"  {kind}: token {context:,} reads {each.keys:,} of {context:,} keys{scored}"
     if converted.tokenizer_problem is not None:
         yield f"no tokenizer that nsa reads ({converted.tokenizer_problem}); what there is was copied as data"
-    yield f"next: nsa generate {out} --prompt TEXT, or nsa train {out / 'run.yaml'} data.path=SET --init-from {out}"
+    config = out / ("warmup.yaml" if converted.new_parameters else "run.yaml")
+    yield f"next: nsa generate {out} --prompt TEXT, or nsa train {config} data.path=SET --init-from {out}"
 
 
 def _dense_lines(exported: "DenseExport", out: Path) -> Iterator[str]:

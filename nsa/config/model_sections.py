@@ -35,6 +35,7 @@ from nsa.options import (
     RopeCompressed,
     RopeLayer,
     RopeType,
+    SelectorBlocks,
 )
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -249,6 +250,12 @@ class SparseAttentionConfig(ConfigSection):
     )
     selector_loss_share: Changeable[Annotated[float, Field(gt=0, le=1)]] = Field(
         default=0.0625, description="Share of the queries that the selector loss samples at each step."
+    )
+    selector_blocks: Changeable[SelectorBlocks] = Field(
+        default="chosen",
+        description="Blocks that the selector loss compares: chosen, by the mass that the selected branch gives each; "
+        "all, by the mass that dense attention over the same keys gives each, as in a warm-up after a conversion. "
+        "all costs the scores of dense attention for the sampled queries.",
     )
 
     @model_validator(mode="before")

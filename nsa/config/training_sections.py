@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from nsa.config import rules
 from nsa.config.setting_types import (
+    TEXT_OR_LIST,
     Changeable,
     ConfigSection,
     Count,
@@ -17,6 +18,7 @@ from nsa.config.setting_types import (
     StepsOrNever,
     Text,
     Tokens,
+    ValueDescription,
 )
 from nsa.options import (
     ContextSplit,
@@ -54,6 +56,14 @@ class TrainConfig(ConfigSection):
     weight_decay: Changeable[Annotated[float, Field(ge=0)]] = Field(default=0.01, description="AdamW weight decay.")
     grad_clip: Changeable[Annotated[float, Field(ge=0)]] = Field(
         default=1.0, description="Gradient norm above which gradients are clipped; 0 disables clipping."
+    )
+    trainable: Annotated[
+        tuple[Text, ...], Field(min_length=1), TEXT_OR_LIST, ValueDescription("a pattern of names, or a list")
+    ] = Field(
+        default=("*",),
+        description="Parameters that are trained, by glob patterns of their names in a checkpoint, e.g. "
+        "[*.phi_k.*, *.gates.*]; all others are frozen and have no gradient and no optimizer state. A pattern without "
+        "a match is refused.",
     )
     max_skipped: Changeable[Annotated[int, Field(ge=0), SettingUnit("steps")]] = Field(
         default=3,

@@ -31,7 +31,7 @@ class MergedAttention(NSAAttention):
 
     Blocks are chosen, and read, as by the query that stands w tokens earlier, so that no token is read twice: block 0
     and the two blocks nearest the window are always in. Keys and values are one set, whatever `kv` says. φ of the keys
-    is trained by the selector loss alone, on the attention mass of the selected blocks before the window.
+    is trained by the selector loss alone, on the attention mass of the selected blocks before the window, or of all.
     """
 
     kind: ClassVar[AttentionKind] = "merged"
@@ -93,6 +93,8 @@ class MergedAttention(NSAAttention):
         keys: _Keys, where: Positions,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As NSA's, for which the log-sum-exps of the compressed scores are computed here, of the sampled queries."""
+        if self.selector_blocks == "all":
+            return super()._selector_loss(sampled_Q, x_BSD, q_BSGRK, streams, made, keys, where)
         assert made.blocks is not None
         compressed, selected = (_of_queries(each, sampled_Q) for each in keys[:2])
         q_BQGRK, blocks, lse_sel = (x.detach().index_select(1, sampled_Q) for x in (q_BSGRK, made.blocks, made.lse[0]))

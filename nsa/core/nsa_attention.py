@@ -23,6 +23,7 @@ from nsa.attention_rules import (
     kv_streams,
     resolve_rope_compressed,
 )
+from nsa.core.block_mass_loss import block_mass_loss
 from nsa.core.branches import (
     BRANCH_ORDER,
     BranchesOutput,
@@ -44,8 +45,9 @@ from nsa.core.selector_loss import attach_loss, selector_loss, with_sampled_quer
 from nsa.errors import ConfigError, require_rules
 from nsa.geometry import N_COARSE, CoarseLevel, Geometry, broken_coarse_rules
 from nsa.kernels.interface import TokenDecoder
+from nsa.kernels.reference import ScoreOptions
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
-from nsa.options import KV_PROJECTIONS, AttentionKind
+from nsa.options import KV_PROJECTIONS, SELECTOR_BLOCKS, AttentionKind
 
 _THREE_BRANCHES = tuple[BranchKeys, BranchKeys, BranchKeys]
 
@@ -72,6 +74,8 @@ class NSAAttention(nn.Module):
     selector_loss: weight of the selector loss (`nsa.core.selector_loss`), which a backward pass adds in training mode,
         without a cache and without padding; with shared keys it trains φ alone.
     selector_loss_share: the share of the queries it samples.
+    selector_blocks: it compares the `chosen` blocks, or `all` by their mass in dense attention
+        (`nsa.core.block_mass_loss`).
     qk_norm: RMSNorm over queries and keys before RoPE.
     qk_norm_per: `head`: over each head's channels, one weight for all heads; `layer`: over those of all heads together,
         which needs one set of keys.
@@ -126,6 +130,7 @@ class NSAAttention(nn.Module):
         kv: str = "shared",
         selector_loss: float = 0.0,
         selector_loss_share: float = 0.0625,
+        selector_blocks: str = "chosen",
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         qk_norm_per: str = "head",
@@ -140,6 +145,7 @@ class NSAAttention(nn.Module):
         require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
         require_rules(broken_qk_norm_rules(qk_norm, qk_norm_per, kv))
         require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi))
+        require_rules(broken_option("nsa.selector_blocks", selector_blocks, SELECTOR_BLOCKS))
         require_rules(broken_init_std_rules(init_std))
         require_rules(broken_coarse_rules(coarse_block, n_coarse, l, d, l_sel, n_sel))
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
@@ -153,6 +159,7 @@ class NSAAttention(nn.Module):
         self.scale = d_k**-0.5
         self.probe: Probe | None = None
         self.selector_loss, self.selector_loss_share = selector_loss, selector_loss_share
+        self.selector_blocks = selector_blocks
         self.selector_weight, self.selector_step = selector_loss, 0  # a model of several layers divides the weight
 
         key_streams, value_streams = (min(n, len(self.branches)) for n in kv_streams(kv))
@@ -435,7 +442,9 @@ class NSAAttention(nn.Module):
         else:
             k_BSGK = streams.k_cmp.detach()
         k_BCGK = self._compressed_keys(k_BSGK, where)
-        options = dict(geometry=self.geometry, scale=self.scale)
+        options: ScoreOptions = {"geometry": self.geometry, "scale": self.scale}
+        if self.selector_blocks == "all":
+            return block_mass_loss(sampled_Q, q_BSGRK, k_BCGK, *keys[:2], keys[2].pos_BS, **options)
         return selector_loss(sampled_Q, q_BSGRK, k_BCGK, made, *keys[:2], **options)
 
     def _compressed_keys(self, k_BSGK: Tensor, where: Positions) -> Tensor:

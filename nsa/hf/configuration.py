@@ -38,6 +38,7 @@ from nsa.options import (
     RopeAngles,
     RopeCompressed,
     RopeLayer,
+    SelectorBlocks,
 )
 
 if TYPE_CHECKING:  # pydantic is not needed to load a model
@@ -62,7 +63,7 @@ _SAME_NAMES = (
     *("l", "d", "l_sel", "n_sel", "w", "phi", "phi_pos_emb", "gate", "gate_per", "gate_temperature"),
     *("rope_scale", "rope_compressed", "rope_scaling", "kv", "qk_norm", "qk_norm_eps", "bias", "out_bias"),
     *("qk_norm_per", "rotary_dim", "rope_angles"),
-    *("selector_loss", "selector_loss_share", "sliding_gate_init", "coarse_block", "n_coarse"),
+    *("selector_loss", "selector_loss_share", "selector_blocks", "sliding_gate_init", "coarse_block", "n_coarse"),
 )
 
 
@@ -121,6 +122,7 @@ class NSAConfig(PreTrainedConfig):
     kv: KVProjections = "shared"
     selector_loss: float | int = 0.0
     selector_loss_share: float | int = 0.0625
+    selector_blocks: SelectorBlocks = "chosen"
     qk_norm: bool = False
     qk_norm_eps: float | int = 1e-6
     qk_norm_per: QKNormPer = "head"

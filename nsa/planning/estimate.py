@@ -2,6 +2,8 @@
 
 Weights, gradients and optimizer states are exact. The activation memory estimate is compared with measurements in
 tests/planning/test_activations.py. Time and price depend on the kernel backend (`nsa.planning.step_time`).
+Frozen parameters (`train.trainable`) have no gradients and no optimizer states; FLOPs and collectives are counted as if
+all were trained, so that the time of such a run is an upper bound.
 """
 
 from collections.abc import Mapping, Sequence
@@ -132,7 +134,7 @@ def estimate(
         figures.flops,
         figures.recomputed[mode],
         recomputes_attention=mode == "full",
-        optimizer_bytes=_ADAM_BYTES_MOVED * _share(config, target, figures),
+        optimizer_bytes=_ADAM_BYTES_MOVED * _trained_share(config, target, figures),
     )
     backend = backend_that_will_run(config, target.device.is_gpu, kernels)
 
@@ -154,7 +156,7 @@ def estimate(
         flops_per_token=figures.flops,
         recomputed_flops_per_token=work.recomputed_flops_per_token,
         memory=will_run.memory,
-        checkpoint_bytes=_checkpoint_bytes(parameters),
+        checkpoint_bytes=_checkpoint_bytes(figures),
         kept_checkpoints=_kept_checkpoints(config.train),
         export_bytes=2 * FP32 * parameters.total,
         cache_bytes=figures.cache_bytes,
@@ -191,31 +193,30 @@ def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, figures:
     )
     in_products = figures.parameters.products_per_layer
     activation = activations(config, one, in_products, vocab_size * config.model.dim)
-    share = _share(config, target, figures)
-    weights, states = FP32 * share, FP32 * (_ADAM_MOMENTS * share + figures.parameters.tensors)
-    known = weights * 2 + states + activation.peak(config.runtime.gradient_checkpointing)
+    trained = _trained_share(config, target, figures)
+    weights, gradients = FP32 * _share(config, target, figures), FP32 * trained
+    states = FP32 * (_ADAM_MOMENTS * trained + figures.trained_tensors)
+    known = weights + gradients + states + activation.peak(config.runtime.gradient_checkpointing)
     return MemoryEstimate(
         weights=weights,
-        gradients=weights,
+        gradients=gradients,
         optimizer=states,
         activations=activation,
         gradient_checkpointing=config.runtime.gradient_checkpointing,
-        optimizer_step=weights if on_gpu else 0,
+        optimizer_step=gradients if on_gpu else 0,
         communication=_communication(config, target, figures, width),
         reserve=_CONTEXT_BYTES[on_gpu] + int(_FRAGMENTATION * known),
         available=target.memory_bytes,
     )
 
 
-def _state_bytes(parameters: ParameterCounts) -> int:
-    """AdamW: two moments in fp32, and a step count per tensor."""
-    return FP32 * (_ADAM_MOMENTS * parameters.total + parameters.tensors)
-
-
-def _checkpoint_bytes(parameters: ParameterCounts) -> int:
-    """Weights, two moments and step counts, with the overhead of the file format."""
-    tensors = (2 + _ADAM_MOMENTS) * parameters.tensors
-    return FP32 * parameters.total + _state_bytes(parameters) + tensors * _FILED_TENSOR_BYTES
+def _checkpoint_bytes(figures: ModelFigures) -> int:
+    """Weights in fp32, and of those that are trained AdamW's two moments and a step count per tensor, with the overhead
+    of the file format."""
+    parameters, trained = figures.parameters, figures.trained_tensors
+    tensors = parameters.tensors + (1 + _ADAM_MOMENTS) * trained
+    states = FP32 * (_ADAM_MOMENTS * figures.trained_share(1) + trained)
+    return FP32 * parameters.total + states + tensors * _FILED_TENSOR_BYTES
 
 
 def _kept_checkpoints(train: TrainConfig) -> int:
@@ -234,13 +235,18 @@ def _share(config: RunConfig, target: HardwareTarget, figures: ModelFigures) -> 
     return figures.share(weight_shards(config.parallel, target.count, RANKS_PER_NODE), config.parallel.tp)
 
 
+def _trained_share(config: RunConfig, target: HardwareTarget, figures: ModelFigures) -> int:
+    """Those of them that have gradients and optimizer state."""
+    return figures.trained_share(weight_shards(config.parallel, target.count, RANKS_PER_NODE), config.parallel.tp)
+
+
 def _communication(config: RunConfig, target: HardwareTarget, figures: ModelFigures, width: int) -> int:
     """ddp: a second copy of the gradients, in buckets. Sharded: one gathered block and one prefetched, the gathered
     embedding and head, and the full gradient of one block in fp32, with their padding. Not measured."""
     if target.count == 1:
         return 0
     if config.parallel.data == "ddp":
-        return FP32 * figures.parameters.total // config.parallel.tp
+        return FP32 * figures.trained_share(1) // config.parallel.tp
     shards, tp = weight_shards(config.parallel, target.count, RANKS_PER_NODE), config.parallel.tp
     block = max(shapes.padded(shards, tp) for shapes in figures.blocks.values())
     outside = sum(shapes.padded(shards, tp) for shapes in figures.outside.values())

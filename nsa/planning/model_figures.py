@@ -7,12 +7,13 @@ from math import prod
 
 import torch
 
-from nsa.attention_rules import kind_counts
+from nsa.attention_rules import kind_counts, layer_kinds
 from nsa.config.schema import RunConfig, settings
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
 from nsa.model.llama_block_nsa import LlamaBlockNSA
+from nsa.model.trainable_parameters import ALL_PARAMETERS, trainable_names
 from nsa.model.transformer import NSATransformer
 from nsa.options import AttentionKind, Checkpointing
 
@@ -20,6 +21,7 @@ _POSSIBLE_SIZE = 2**24
 _FP32 = 4
 EMBEDDINGS, HEAD = "embeddings", "lm_head"
 """Parts of the model outside its blocks, each gathered and reduced on its own by fsdp and hsdp."""
+_FIRST_BLOCK = "blocks.0."
 _SPLIT_BY_INPUT = ("attention.w_out.weight", "feed_forward.w2.weight", ".pos_emb")
 """Parameters that tensor parallelism divides along their second axis; the others along the first, norms not at all."""
 
@@ -98,11 +100,21 @@ class ModelFigures:
     """In addition, by gradient checkpointing."""
     cache_bytes: int
     """KV cache of one row at inference, in the run's precision."""
+    trained: ParameterShapes | None
+    """Of all parameters that are trained, if some are frozen (`train.trainable`)."""
 
     def share(self, shards: int, tp: int = 1) -> int:
         """Numbers of all parameters that rank 0 holds."""
         in_blocks = sum(self.layers[kind] * shapes.share(shards, tp) for kind, shapes in self.blocks.items())
         return in_blocks + sum(shapes.share(shards, tp) for shapes in self.outside.values())
+
+    def trained_share(self, shards: int, tp: int = 1) -> int:
+        """Those of them that are trained, and so have gradients and optimizer state."""
+        return self.share(shards, tp) if self.trained is None else self.trained.share(shards, tp)
+
+    @property
+    def trained_tensors(self) -> int:
+        return self.parameters.tensors if self.trained is None else len(self.trained.shapes)
 
 
 def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
@@ -129,6 +141,7 @@ def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
         flops=flops,
         recomputed=recomputed,
         cache_bytes=cache_bytes,
+        trained=None if config.train.trainable == ALL_PARAMETERS else _trained(config, named),
     )
 
 
@@ -142,6 +155,16 @@ def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKi
         with torch.device("meta"):
             models[kind] = build_model(config.model_copy(update={"model": one_layer}), vocab_size)
     return models
+
+
+def _trained(config: RunConfig, models: Mapping[AttentionKind, Mapping[str, torch.nn.Parameter]]) -> ParameterShapes:
+    """Parameters that are trained, by their names in the whole model; `models` have one layer each."""
+    shapes = {name: p for name, p in next(iter(models.values())).items() if not name.startswith(_FIRST_BLOCK)}
+    for place, kind in enumerate(layer_kinds(config.model.attention, config.model.n_layers)):
+        of_block = {name: p for name, p in models[kind].items() if name.startswith(_FIRST_BLOCK)}
+        shapes |= {f"blocks.{place}.{name.removeprefix(_FIRST_BLOCK)}": p for name, p in of_block.items()}
+    trained = trainable_names(shapes, config.train.trainable)
+    return ParameterShapes.of((name, p) for name, p in shapes.items() if name in trained)
 
 
 def _kind_counts(config: RunConfig) -> Counter[AttentionKind]:

@@ -15,7 +15,9 @@ from nsa.data.rows.specs import RowData, SyntheticData
 from nsa.data.saved_tokenizer import tokenizer_record
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import DataError
+from nsa.model.trainable_parameters import ALL_PARAMETERS
 from nsa.observe.run_folder import RunFolder
+from nsa.planning.model_figures import model_figures
 from nsa.train import datasets
 from nsa.train.bad_step_policy import BadStepPolicy
 from nsa.train.callbacks.evaluation import EvaluationCallback
@@ -89,6 +91,8 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
     """Everything that can refuse a run; writes nothing to its folder."""
     config, ranks, folder = context.config, context.ranks, context.folder
     vocab_size = config.model.vocab_size or datasets.vocabulary(config)
+    if config.train.trainable != ALL_PARAMETERS:
+        model_figures(config, vocab_size)  # raises if a pattern matches no parameter
     checkpointer = make_checkpointer(config, folder.path, store=config.train.checkpoint_store)
     point = find_resume_point(checkpointer, folder.checkpoints, context.options)
     changes: list[SettingChange] = []

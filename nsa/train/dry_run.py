@@ -21,6 +21,7 @@ from nsa.config.schema import RunConfig
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.errors import NSAError
 from nsa.files import scratch_folder
+from nsa.model.trainable_parameters import freeze_others
 from nsa.names import CHECKPOINTS, step_name
 from nsa.planning.hardware import GIB, HardwareTarget
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt
@@ -210,6 +211,7 @@ def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAtt
     with FakeTensorMode():
         try:
             model = transformer_config(share, vocab_size).build(init_device="cpu")
+            freeze_others(model, share.train.trainable)
         except _FAILURES as error:
             return DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there is no model")
         built = DryRunAttempt(seen=f"{model.num_params:,} parameters, as fake tensors")
@@ -220,7 +222,8 @@ def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAtt
             output.loss.backward()
         except _FAILURES as error:
             return built, DryRunAttempt(problem=_describe(error))
-    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    without = [name for name, parameter in trained if parameter.grad is None]
     if without:
         return built, DryRunAttempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
     return built, DryRunAttempt(seen="shapes only, with fake tensors: time and memory were not measured")

@@ -118,7 +118,8 @@ def find_initial_weights(
         trained = open_trained_model(init_from, key=key)
     _require_same_tokenizer(init_from, trained, config)
     changes = changed_settings(trained.record, config, vocab_size)
-    return trained.path, [change for change in changes if change.key.startswith(("model.", "nsa."))]
+    of_model = [change for change in changes if change.key.startswith(("model.", "nsa."))]
+    return trained.path, [change for change in of_model if not change.allowed]
 
 
 def is_exported_folder(path: Path) -> bool:

@@ -21,6 +21,7 @@ CHECKED = {
     "nsa.gate_per": branches.GATES_PER,
     "nsa.rope_compressed": attention_rules.ROPE_COMPRESSED,
     "nsa.kv": nsa_attention.KV_PROJECTIONS,
+    "nsa.selector_blocks": nsa_attention.SELECTOR_BLOCKS,
     "model.rope_scaling.rope_type": attention_rules.ROPE_TYPES,
     "model.rope_angles": attention_rules.ROPE_ANGLES,
     "model.qk_norm_per": attention_rules.QK_NORMS_PER,

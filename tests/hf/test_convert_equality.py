@@ -12,7 +12,11 @@ from nsa.infer.load_model import load_model
 from tests.hf.dense_sources import CASES, save_dense, token_ids
 
 OPTIONS = ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24)
-MIXES = {"merged": OPTIONS, "gated": replace(OPTIONS, mix="gated", phi="weighted")}
+MIXES = {
+    "merged": OPTIONS,
+    "gated": replace(OPTIONS, mix="gated", phi="weighted"),
+    "softmax": replace(OPTIONS, phi="softmax"),
+}
 LONGEST = 88
 TOLERANCE = 1e-4
 

@@ -37,6 +37,8 @@ class Job:
     resume_from: str | None = None
     init_from: str | None = None
     allow: list[str] = field(default_factory=list)
+    config: str | None = None
+    """A config file in place of BASE."""
 
 
 def run_all(*jobs: Job, timeout_s: float = 600) -> list[list[int]]:
@@ -97,7 +99,7 @@ def _rank(job: Job, config_path: Path) -> int:
 def _run(job: Job) -> list[int]:
     out = Path(job.out_dir)
     out.parent.mkdir(parents=True, exist_ok=True)
-    config_path = write_config(out.parent)
+    config_path = Path(job.config) if job.config else write_config(out.parent)
     port, children = free_port(), []
     for rank in range(job.world):
         child = os.fork()

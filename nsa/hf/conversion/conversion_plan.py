@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nsa.attention_rules import resolve_rope_compressed
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.conversion.source_model import SourceModel
 from nsa.options import CONVERSION_MIXES, AttentionKind
 
-PHIS_OF_CONVERSION = ("avg", "weighted")
-"""φ that can start as the mean of rotated keys, and keep scores relative to positions when they are trained."""
+PHIS_OF_CONVERSION = ("avg", "weighted", "softmax")
+"""φ that start as the mean or close to it, and keep scores relative to positions when they are trained."""
 _KIND_OF_MIX: dict[str, AttentionKind] = {"merged": "merged", "gated": "nsa"}
 
 
@@ -22,8 +23,8 @@ class ConversionOptions:
 
     mix: `merged` is one softmax over the selected blocks and the window, without gates; `gated` are the three branches
         of NSA, whose gates (`tanh`) start at the selected branch alone.
-    phi: how keys are pooled for the selection: `avg`, the mean, or `weighted`, which starts as the mean and can be
-        trained.
+    phi: how keys are pooled for the selection: `avg`, the mean; `weighted`, which starts as the mean and can be
+        trained; `softmax`, which weighs the tokens of a block by learned scores of their keys before rotation.
     keep_dense: layers that stay dense. keep_window: layers that become a sliding window.
     """
 
@@ -66,7 +67,7 @@ def converted_config(model: SourceModel, options: ConversionOptions | None) -> N
         raise ConfigError(f"--mix is {options.mix!r:.40}. Use one of: {', '.join(CONVERSION_MIXES)}.")
     if options.phi not in PHIS_OF_CONVERSION:
         raise ConfigError(
-            f"--phi is {options.phi!r:.40}: a conversion starts with the mean of the keys. Use one of: "
+            f"--phi is {options.phi!r:.40}: a conversion starts with a φ close to the mean of the keys. Use one of: "
             f"{', '.join(PHIS_OF_CONVERSION)}."
         )
     more: dict[str, Any] = {"gate": "tanh", "sliding_gate_init": 0.0} if options.mix == "gated" else {}
@@ -74,7 +75,8 @@ def converted_config(model: SourceModel, options: ConversionOptions | None) -> N
         more["selector_loss"] = 1.0  # nothing else trains φ there
     sizes = {name: getattr(options, name) for name in Geometry.__dataclass_fields__}
     kinds = _converted_kinds(model, options)
-    return model.changed(kinds, phi=options.phi, kv="shared", rope_compressed="before", **more, **sizes)
+    more["rope_compressed"] = resolve_rope_compressed(options.phi, "auto")
+    return model.changed(kinds, phi=options.phi, kv="shared", **more, **sizes)
 
 
 def _converted_kinds(model: SourceModel, options: ConversionOptions) -> list[AttentionKind]:

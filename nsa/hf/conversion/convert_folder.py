@@ -8,31 +8,23 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
 from torch import Tensor
 from transformers import GenerationConfig
 
 from nsa import __version__
-from nsa.config.schema import RunConfig
 from nsa.core.init import init_module
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.conversion.conversion_card import conversion_card
 from nsa.hf.conversion.conversion_plan import ConversionOptions, LayerReads, converted_config, layer_reads
 from nsa.hf.conversion.conversion_record import ConversionRecord
 from nsa.hf.conversion.copied_files import GENERATION_CONFIG, SourceTokenizer, copy_source_files
+from nsa.hf.conversion.healing_recipe import recipe_files
 from nsa.hf.conversion.source_folder import OnTensor, SourceWeights, open_source, read_source
 from nsa.hf.export_folder import ARCHITECTURE, CARD, DEFAULT_SHARD_BYTES, is_export
 from nsa.hf.import_folder import ExportedModel, run_config
 from nsa.hf.output_folder import new_folder
 from nsa.hf.weight_files import meta_model, write_weights
 from nsa.options import AttentionKind
-
-RUN_CONFIG = "run.yaml"
-"""Settings of a run with this model, for `nsa train OUT/run.yaml --init-from OUT`."""
-_RUN_CONFIG_HEAD = """\
-# Model settings of this converted model. Train it with:
-#   nsa train run.yaml data.dataset=prepared data.path=SET train.seq_len=LENGTH --init-from FOLDER
-"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,8 @@ def convert_folder(
         )
         record.write(staging)
         exported = ExportedModel(folder, config, {}, reader.tokenizer, None)
-        (staging / RUN_CONFIG).write_text(_run_settings(run_config(exported), config.vocab_size), encoding="utf-8")
+        for name, text in recipe_files(run_config(exported), config.vocab_size, has_new=bool(new)).items():
+            (staging / name).write_text(text, encoding="utf-8")
         config.architectures, config.dtype = [ARCHITECTURE], weights.dtype
         config.save_pretrained(staging)
         if not (staging / GENERATION_CONFIG).exists():
@@ -103,13 +96,6 @@ def convert_folder(
         for path in write_weights(dict(sorted((weights.tensors | new).items())), staging, shard_bytes):
             shutil.copymode(staging / CARD, path)  # safetensors makes private files
     return converted
-
-
-def _run_settings(config: RunConfig, vocab_size: int) -> str:
-    """The sections of a config file that describe the model; settings at their defaults are left out."""
-    model = config.model.model_dump(mode="json", exclude_defaults=True) | {"vocab_size": vocab_size}
-    sections = {"model": model, "nsa": config.nsa.model_dump(mode="json", exclude_defaults=True)}
-    return _RUN_CONFIG_HEAD + yaml.safe_dump({name: values for name, values in sections.items() if values})
 
 
 def _new_tensors(folder: Path, config: NSAConfig, weights: SourceWeights) -> dict[str, Tensor]:

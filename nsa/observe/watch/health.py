@@ -11,7 +11,7 @@ from nsa import names
 from nsa.observe.failure_codes import FailureCode, recorded_code
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord
 from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits
-from nsa.observe.watch.history import RankLog, RunHistory
+from nsa.observe.watch.history import RankLog, RunFacts, RunHistory
 from nsa.observe.watch.trends import creep, gain, lasting_drop, rise, spikes
 
 _CONDITION_OF_FAILURE: Mapping[str, str] = {
@@ -220,7 +220,7 @@ def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator
     """Conditions of the whole run, and comparisons between ranks."""
     found = [*_skips(log, limits), *_saves(history, log, limits)]
     if log.progress:
-        found += [*_numbers(log, limits), *_losses(log, limits), *_pace(log, limits)]
+        found += [*_numbers(log, limits), *_losses(log, history.facts, limits), *_pace(log, limits)]
         found += [*_gates(log, limits), *_synthetic(log, history, limits)]
     if (failed := history.evaluation_failure) is not None:
         found.append(
@@ -242,13 +242,15 @@ def _skips(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         )
 
 
-def _losses(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
+def _losses(log: RankLog, facts: RunFacts, limits: HealthLimits) -> Iterator[tuple[str, str]]:
+    # The loss need not fall where some parameters are frozen: the selector loss alone may train the others.
+    frozen = facts.trainable is not None and "*" not in facts.trainable
     # Later in a run a thousand steps improve less; a fixed share of the steps so far improves about the same.
     steps = max(limits.plateau_steps, int(limits.plateau_share * log.last.step))
     gained, risen = gain(log.losses, steps), _risen(log, limits)
     if risen:
         yield "loss_divergence", risen
-    elif gained is not None and gained < limits.plateau_gain:
+    elif not frozen and gained is not None and gained < limits.plateau_gain:
         yield "loss_plateau", f"loss changed by {-gained:+.2%} over {steps} steps, less than −{limits.plateau_gain:.2%}"
     for field, name, word in (("loss", "loss_spike", "loss"), ("grad_norm", "grad_spikes", "gradient norm")):
         recent = list(log.progress)[-limits.window :]

@@ -49,6 +49,8 @@ class RunFacts:
     log_every: int | None = None
     save_every: int | None = None
     eval_every: int | None = None
+    trainable: tuple[str, ...] | None = None
+    """Patterns of the parameters that are trained."""
     dataset: str | None = None
     loader_timeout_s: float | None = None
 
@@ -73,7 +75,10 @@ _OF_ENV = {
 }
 _OF_CONFIG = dict.fromkeys(("train", "data"), records.section)
 _OF_SECTIONS: dict[str, dict[str, records.Check]] = {
-    "train": dict.fromkeys(("steps", "log_every", "save_every", "eval_every"), records.whole),
+    "train": {
+        **dict.fromkeys(("steps", "log_every", "save_every", "eval_every"), records.whole),
+        "trainable": records.texts,
+    },
     "data": {"dataset": records.text, "loader_timeout_s": records.amount},
 }
 _FACT_OF = {"world_size": "world", "local_world_size": "local_world"}

@@ -138,8 +138,8 @@ def check_precision(config: RunConfig) -> None:
 
 
 def _not_decayed(model: Transformer) -> list[str]:
-    """The patterns that match a parameter of this model: the engine refuses a pattern without a match."""
-    names = [name for name, _ in model.named_parameters()]
+    """The patterns that match a trained parameter of this model: the engine refuses a pattern without a match."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [pattern for pattern in NOT_DECAYED if fnmatch.filter(names, pattern)]
 
 

@@ -89,6 +89,7 @@ class NSAMixerConfig(SequenceMixerConfig):
     kv: str = "shared"
     selector_loss: float = 0.0
     selector_loss_share: float = 0.0625
+    selector_blocks: str = "chosen"
     qk_norm: bool = False
     qk_norm_eps: float = 1e-6
     qk_norm_per: str = "head"

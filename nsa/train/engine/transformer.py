@@ -21,6 +21,7 @@ from nsa.core.layer_positions import locate_layers
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.selector_loss import average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
+from nsa.model.trainable_parameters import freeze_others
 from nsa.train.engine.lm_head import ChunkedHead
 from nsa.train.engine.mixer import SharedPositions, own_part, transformer_config
 from nsa.train.parallel.context_layout import ContextGroup, context_group, own_layer_positions, own_tokens
@@ -109,12 +110,14 @@ class SelectiveCheckpoint(CheckpointWrapper):
 
 
 def build_transformer(config: RunConfig, vocab_size: int) -> EngineTransformer:
-    """The run's model without weights, with checkpointed blocks where the config asks for selective ones."""
+    """The run's model without weights, with checkpointed blocks where the config asks for selective ones. Parameters
+    that are not trained are frozen as by the engine's `freeze_params`, which takes patterns of what is frozen."""
     model = transformer_config(config, vocab_size).build(init_device="meta")
     model.__class__ = EngineTransformer  # the engine's config builds no subclass
     model.lm_head.__class__ = ChunkedHead
     assert isinstance(model, EngineTransformer)
     average_over_layers(model)
+    freeze_others(model, config.train.trainable)
     if config.runtime.gradient_checkpointing == "selective":
         for name, block in list(model.blocks.items()):
             model.blocks.register_module(name, SelectiveCheckpoint(block))

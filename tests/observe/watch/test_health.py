@@ -10,6 +10,7 @@ from nsa import names
 from nsa.observe.events import EventKind, RunEvent
 from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
 from nsa.observe.watch.health import examine
+from nsa.observe.watch.history import RunFacts
 from nsa.observe.watch.status import RunPhase, phase
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
@@ -197,3 +198,12 @@ def test_numbers_that_are_missing_are_nobodys_fault():
     bare += [a_beat(names.PROGRESS, step, recorded.BEGAN + step, loss=1 / step) for step in range(1, 150)]
     assert found(record(bare)) == set()
     assert math.isfinite(record(bare).end)
+
+
+@pytest.mark.parametrize(("trainable", "findings"), [(["*"], {"loss_plateau"}), (["*.phi_k.*"], set())])
+def test_a_loss_that_does_not_fall_is_no_finding_where_parameters_are_frozen(trainable, findings):
+    flat = record(a_run(1100, lambda step: {"loss": 4.0}))
+    of_run, damaged = RunFacts.from_env({"config": {"train": {"trainable": trainable}}})
+    assert not damaged
+    flat.facts = replace(flat.facts, trainable=of_run.trainable)
+    assert found(flat) == findings

@@ -60,6 +60,7 @@ FAST = {
     "fsdp": TensorCase(EVERYTHING, dict(phi="mlp", phi_pos_emb=True, kv="per_branch"), world=4),
     "kinds": TensorCase(dict(attention="dense,nsa,window,global", n_layers=4, tie_embeddings=True), packed=False),
     "merged": TensorCase(dict(attention="merged"), dict(selector_loss=1.0)),
+    "all blocks": TensorCase(dict(attention="merged"), dict(selector_loss=1.0, selector_blocks="all")),
     "families": TensorCase(
         dict(post_norm=True, ffn_bias=True, rotary_dim=4, rope_layers="scaled,none", attention="window,nsa", window=5)
     ),

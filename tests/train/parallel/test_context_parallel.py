@@ -11,6 +11,7 @@ CROSSING = [0, 5, 40, 70, 71, 128]  # documents across every border, one shorter
 TWO_ROWS = [0, 50, 128, 140, 256]
 
 SELECTOR = dict(selector_loss=0.5, selector_loss_share=0.25)
+ALL_BLOCKS = dict(**SELECTOR, selector_blocks="all")
 OF_TWO = {
     "softmax, selector loss": ContextCase(documents=CROSSING, layer=dict(phi="softmax", **SELECTOR)),
     "softmax, selector loss, zig-zag": ContextCase(True, 2, layer=dict(phi="softmax", **SELECTOR)),
@@ -30,6 +31,8 @@ OF_TWO = {
     "global": ContextCase(documents=CROSSING, layer=dict(kind="global")),
     "merged": ContextCase(documents=CROSSING, layer=dict(kind="merged", phi="avg")),
     "merged, zig-zag": ContextCase(True, 2, layer=dict(kind="merged", phi="softmax", **SELECTOR)),
+    "merged, all blocks": ContextCase(documents=CROSSING, layer=dict(kind="merged", phi="softmax", **ALL_BLOCKS)),
+    "all blocks, zig-zag": ContextCase(True, 2, layer=dict(phi="linear", kv="per_branch", **ALL_BLOCKS)),
     "two levels": ContextCase(documents=CROSSING, layer=dict(coarse_block=2, n_coarse=4)),
     "two levels, zig-zag": ContextCase(True, 2, layer=dict(coarse_block=2, n_coarse=4, phi="softmax", **SELECTOR)),
     "window of one token": ContextCase(layer=dict(w=1)),

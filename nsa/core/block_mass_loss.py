@@ -1,0 +1,193 @@
+"""Selector loss over all blocks (`nsa.selector_blocks: all`): the target is dense attention's mass per block.
+
+For a sample of the queries, the KL divergence from the mass that dense attention over the same keys gives each complete
+block, to the scores by which blocks are chosen; both summed over the heads of a group and renormalised over all blocks
+that end at or before the position up to which the query may select. In merged layers that is before the window, whose
+tokens take their part of each head's mass. Only the compressed keys get a gradient.
+
+Time is that of the scores of dense attention for the sampled queries; memory is bounded by the chunk budget, because a
+chunk of queries is compared with all keys of its row before the next begins. No sum depends on the order of threads.
+
+B batch · Q sampled queries · c queries of a chunk · T raw keys · C compressed keys · J selection blocks · t tokens of a
+block · m compressed entries that overlap a block · G kv groups · R heads per group · K key dim
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.core.branches import BranchKeys
+from nsa.geometry import Geometry
+from nsa.kernels.portable.chunk import budget
+from nsa.kernels.precision import without_autocast
+
+
+def block_mass_loss(
+    queries_Q: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, compressed: BranchKeys, selected: BranchKeys, pos_BS: Tensor,
+    *, geometry: Geometry, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The mean over sampled queries (and groups) with two comparable blocks or more, and their number; has a gradient
+    in k_BCGK alone.
+
+    k_BCGK: the compressed keys once more, made of detached hidden states. pos_BS: the queries' own positions.
+    """
+    per_query = (q_BSGRK, pos_BS, selected.pos_BS, selected.start_BS, compressed.start_BS)
+    sampled = [x.detach().index_select(1, queries_Q) for x in per_query]
+    need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
+    loss, counted, _ = _block_mass_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    return loss, counted
+
+
+class _RowChunk(NamedTuple):
+    """Some of the sampled queries of one row, in fp32 or wider."""
+
+    q_cGRK: Tensor
+    """Times the scale of the scores."""
+    pos_c: Tensor
+    far_c: Tensor
+    """Last position that may be selected."""
+    start_c: Tensor
+    first_c: Tensor
+
+    def log_mass(self, k_TGK: Tensor, n_blocks: int, g: Geometry) -> Tensor:
+        """Of dense attention, per block [c, G, J]; anything where the block is not complete."""
+        scores_cGRT = torch.einsum("cgrk,tgk->cgrt", self.q_cGRK, k_TGK)
+        at_cT = torch.arange(len(k_TGK), device=k_TGK.device) - self.start_c[:, None]
+        hidden_cT = (at_cT < 0) | (at_cT > self.pos_c[:, None])
+        lse_cGR1 = scores_cGRT.masked_fill(hidden_cT[:, None, None], -torch.inf).logsumexp(-1, keepdim=True)
+        in_document = _shifted(scores_cGRT, self.start_c, n_blocks * g.l_sel)
+        return (in_document - lse_cGR1).unflatten(-1, (n_blocks, g.l_sel)).logsumexp((2, 4))
+
+    def log_shares(self, k_CGK: Tensor, g: Geometry) -> Tensor:
+        """Logarithms of the softmax over the compressed keys of the query's document, [c, G, R, C]; −inf where it does
+        not see one."""
+        scores_cGRC = torch.einsum("cgrk,xgk->cgrx", self.q_cGRK, k_CGK)
+        ends_C = torch.arange(len(k_CGK), device=k_CGK.device) * g.d + g.l - 1
+        hidden_cC = ends_C > self.far_c[:, None]
+        scores_cGRC = _shifted(scores_cGRC, self.first_c, len(k_CGK)).masked_fill(hidden_cC[:, None, None], -torch.inf)
+        lse_cGR1 = scores_cGRC.logsumexp(-1, keepdim=True)
+        return scores_cGRC - lse_cGR1.masked_fill(lse_cGR1 == -torch.inf, 0)
+
+    def complete_cJ(self, n_blocks: int, g: Geometry) -> Tensor:
+        ends_J = torch.arange(1, n_blocks + 1, device=self.far_c.device) * g.l_sel
+        return ends_J <= self.far_c[:, None] + 1
+
+
+class _BlockEntries(NamedTuple):
+    """The compressed entries that overlap each block: m of them, every `stride` entries, the first `before` entry 0."""
+
+    n_blocks: int
+    stride: int
+    before: int
+    log_overlap_m: Tensor
+
+    @classmethod
+    def of(cls, g: Geometry, n_blocks: int, like: Tensor) -> "_BlockEntries":
+        begin_m = (torch.arange((g.l + g.l_sel) // g.d - 1, device=like.device) + 1) * g.d - g.l
+        overlap_m = ((begin_m + g.l).clamp(max=g.l_sel) - begin_m.clamp(min=0)) // g.d  # as `reference.overlap`
+        return cls(n_blocks, g.l_sel // g.d, g.l // g.d - 1, overlap_m.to(like.dtype).log())
+
+    def by_block(self, log_cGRC: Tensor) -> Tensor:
+        """With the logarithm of their strides in the block, [c, G, R, J, m]; −inf where there is no entry."""
+        m = len(self.log_overlap_m)
+        after = max(0, (self.n_blocks - 1) * self.stride + m - self.before - log_cGRC.shape[-1])
+        padded = F.pad(log_cGRC, (self.before, after), value=-torch.inf)
+        return padded.unfold(-1, m, self.stride)[..., : self.n_blocks, :] + self.log_overlap_m
+
+    def sum_by_entry(self, x_cGRJm: Tensor, n_entries: int) -> Tensor:
+        """The way back, [c, G, R, C]: an entry's sum over the blocks that it overlaps."""
+        m, last = x_cGRJm.shape[-1], (self.n_blocks - 1) * self.stride
+        total = x_cGRJm.new_zeros(*x_cGRJm.shape[:3], max(last + m, self.before + n_entries))
+        for place in range(m):
+            total[..., place : place + last + 1 : self.stride] += x_cGRJm[..., place]
+        return total[..., self.before : self.before + n_entries]
+
+
+def _shifted(x_cGRX: Tensor, first_c: Tensor, length: int) -> Tensor:
+    """From each query's own `first` on; places outside are moved inside."""
+    at_cx = (first_c[:, None] + torch.arange(length, device=first_c.device)).clamp(0, x_cGRX.shape[-1] - 1)
+    return x_cGRX.gather(-1, at_cx[:, None, None].expand(*x_cGRX.shape[:3], length))
+
+
+def _add_chunk(
+    chunk: _RowChunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: Tensor, dk_cmp: Tensor | None
+) -> None:
+    """Add the chunk's loss and number of queries to `sums`, and its gradient to `dk_cmp`."""
+    n_blocks = len(k_sel) // g.l_sel
+    entries = _BlockEntries.of(g, n_blocks, chunk.q_cGRK)
+    shares_cGRC = chunk.log_shares(k_cmp, g)
+    parts_cGRJm = entries.by_block(shares_cGRC)
+    log_score_cGJ = parts_cGRJm.logsumexp((2, 4))
+    compared_cGJ = chunk.complete_cJ(n_blocks, g)[:, None] & (log_score_cGJ > -torch.inf)
+    counted_cG1 = compared_cGJ.sum(-1, keepdim=True) > 1
+    compared_cGJ = compared_cGJ & counted_cG1
+    lowest = torch.finfo(log_score_cGJ.dtype).min
+    log_p_cGJ = log_score_cGJ.masked_fill(~compared_cGJ, lowest).log_softmax(-1)
+    log_target_cGJ = chunk.log_mass(k_sel, n_blocks, g).masked_fill(~compared_cGJ, lowest).log_softmax(-1)
+    target_cGJ = log_target_cGJ.exp()
+    sums += torch.stack([
+        (target_cGJ * (log_target_cGJ - log_p_cGJ)).where(compared_cGJ, 0).sum(), counted_cG1.sum().to(sums.dtype)
+    ])  # fmt: skip
+    if dk_cmp is None:
+        return
+    # Of log P: P − target per block, divided among the block's entries and heads by what each adds to its score.
+    dlog_cGJ = (log_p_cGJ.exp() - target_cGJ).where(compared_cGJ, 0)
+    parts_cGRJm = (parts_cGRJm - log_score_cGJ.where(compared_cGJ, 0)[:, :, None, :, None]).exp()
+    parts_cGRJm = (parts_cGRJm * dlog_cGJ[:, :, None, :, None]).where(compared_cGJ[:, :, None, :, None], 0)
+    dshares_cGRC = entries.sum_by_entry(parts_cGRJm, len(k_cmp))
+    dscores_cGRC = dshares_cGRC - shares_cGRC.exp() * dshares_cGRC.sum(-1, keepdim=True)
+    number_cC = torch.arange(len(k_cmp), device=k_cmp.device) - chunk.first_c[:, None]
+    dscores_cGRC = _shifted(dscores_cGRC, -chunk.first_c, len(k_cmp)).masked_fill((number_cC < 0)[:, None, None], 0)
+    dk_cmp += torch.einsum("cgrx,cgrk->xgk", dscores_cGRC, chunk.q_cGRK)
+
+
+@torch.library.custom_op("nsa::block_mass_loss", mutates_args=())
+def _block_mass_loss(
+    k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, sizes: list[int],
+    scale: float, need_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    per_query = (q, pos, far, start, first)
+    return without_autocast(q, _compute, k_cmp, k_sel, per_query, Geometry.from_ints(sizes), scale, need_grad)
+
+
+def _compute(
+    k_cmp: Tensor, k_sel: Tensor, per_query: tuple[Tensor, ...], g: Geometry, scale: float, need_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = per_query[0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums, dk_cmp = q.new_zeros(2, dtype=wide), k_cmp.new_zeros(k_cmp.shape, dtype=wide) if need_grad else None
+    if k_cmp.shape[1] and k_sel.shape[1] >= g.l_sel:
+        size = max(1, budget(q) // max(1, q.shape[2] * q.shape[3] * k_sel.shape[1]))
+        for row, (k_cmp_row, k_sel_row) in enumerate(zip(k_cmp.to(wide), k_sel.to(wide), strict=True)):
+            of_row = None if dk_cmp is None else dk_cmp[row]
+            for q_c, *rest in zip(*(x[row].split(size) for x in per_query), strict=True):
+                _add_chunk(_RowChunk(q_c.to(wide) * scale, *rest), k_cmp_row, k_sel_row, g, sums, of_row)
+    loss_sum, counted = sums[0], sums[1].clone()  # an operator's results share no memory
+    count = counted.clamp(min=1)
+    if dk_cmp is None:
+        return loss_sum / count, counted, k_cmp.new_empty(0)
+    return loss_sum / count, counted, (dk_cmp / count).to(k_cmp.dtype)
+
+
+@_block_mass_loss.register_fake
+def _(
+    k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, sizes: list[int],
+    scale: float, need_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(q.dtype, torch.float32)
+    loss, counted = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
+    return loss, counted, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[2])
+
+
+def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    (dk_cmp,) = ctx.saved_tensors
+    return (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * 9
+
+
+_block_mass_loss.register_autograd(_differentiate, setup_context=_save)
