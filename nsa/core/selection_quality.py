@@ -78,8 +78,9 @@ class SelectionProbe(Probe):
             q, idx, pos, start, own = (x[row].index_select(0, at_Q) for x in given)
             can_miss_Q = _free_blocks(pos, geometry) > geometry.n_sel - FORCED_BLOCKS
             if can_miss_Q.any():
-                counted = _CountedQueries(*(x[can_miss_Q] for x in (q, idx, pos, start)), keys.k[row], geometry, scale)
-                self.counts.add(counted.compare(own[can_miss_Q], window))
+                q, idx, pos, start, own = (x[can_miss_Q] for x in (q, idx, pos, start, own))
+                counted = _CountedQueries(q, idx, pos, start, keys.k[row], geometry, scale)
+                self.counts.add(counted.compare(own, window))
 
 
 def _free_blocks(pos_Q: Tensor, g: Geometry) -> Tensor:

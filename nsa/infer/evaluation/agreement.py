@@ -90,11 +90,8 @@ def compared_tokens(
     def by_row(values: Tensor) -> Tensor:
         return values.view(labels_BS.shape).cpu()
 
-    scores_BS = AgreementScores(
-        *(TokenScores(*map(by_row, part)) for part in (found.own, found.reference)),
-        by_row(found.same_top),
-        by_row(found.divergence),
-    )
+    own, reference_scores = (TokenScores(*map(by_row, part)) for part in (found.own, found.reference))
+    scores_BS = AgreementScores(own, reference_scores, by_row(found.same_top), by_row(found.divergence))
     return scores_BS, labels_BS, positions_in_documents(batch)
 
 

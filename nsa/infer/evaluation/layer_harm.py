@@ -68,7 +68,7 @@ class HarmfulLayers:
 def advised_layers(harm_by_layer: Sequence[tuple[int, float]]) -> list[int]:
     """The most harmful layers, until they have half of the harm of all, at most a quarter of the sparse layers."""
     total, most = math.fsum(harm for _, harm in harm_by_layer), max(1, int(KEPT_LAYERS * len(harm_by_layer)))
-    found, reached = [], 0.0
+    found, reached = list[int](), 0.0
     for layer, harm in sorted(harm_by_layer, key=lambda each: (-each[1], each[0])):
         if len(found) == most or reached >= KEPT_HARM * total:
             break
