@@ -74,7 +74,7 @@ def linear_agreement(
         models = (x_ND[at], weight_VD), (reference_ND[at], reference_VD)
         for (losses_N, hits_N), (x_nD, head_VD) in zip(scores, models, strict=True):
             losses_N[at], logits_nV, lse_n1 = _chunk_losses(x_nD, head_VD, labels_n)
-            tops.append(logits_nV.argmax(-1))
+            tops.append(logits_nV.max(-1).indices)
             hits_N[at] = tops[-1] == labels_n
             log_shares.append(logits_nV.sub_(lse_n1))
         same_top_N[at] = tops[0] == tops[1]
