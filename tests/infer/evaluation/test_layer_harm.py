@@ -6,8 +6,12 @@ import torch
 pytest.importorskip("transformers", reason="in the hf extra")
 
 from nsa.errors import ConfigError
+from nsa.hf.import_folder import import_folder
 from nsa.infer.evaluation.agreement import agreement_with
 from nsa.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
+from nsa.infer.layer_variants import require_same_but_kinds, with_layer_kinds
+from nsa.infer.load_model import load_model
+from tests.hf.dense_sources import token_ids
 from tests.infer.evaluation.compared_models import COVERED, converted_pair, token_rows
 
 LENGTH = 240
@@ -77,6 +81,21 @@ def test_weights_that_were_trained_since_stay_with_their_model(tmp_path):
     without.load_state_dict({name: trained[name] for name in without.state_dict()})
     gain = divergence(sparse, dense, rows) - divergence(without, dense, rows)
     assert found.layers[2].gain == pytest.approx(gain, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama yarn", "qwen3", "olmo3", "smollm3", "phi3 partial"])
+def test_a_run_of_the_converted_model_has_exchangeable_layers(case, tmp_path):
+    """The settings of a run say less than config.json does, and lead to the same layers."""
+    sparse, dense, _ = converted_pair(tmp_path, case)
+    import_folder(tmp_path / "sparse", tmp_path / "run")
+    run = load_model(tmp_path / "run", device="cpu", needs_text=False).model
+    require_same_but_kinds(run, dense)
+    kinds = dense.config.layer_kinds()
+    made = with_layer_kinds(run.config, kinds, run.state_dict())
+    ids = token_ids(150)
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids).logits, dense(ids).logits, atol=1e-4, rtol=1e-4)
+    assert run.config.layer_kinds() == sparse.config.layer_kinds() != kinds
 
 
 def test_rows_within_the_covered_length_lead_to_no_advice(tmp_path):
