@@ -47,3 +47,18 @@ def open_model(
             on_rejected=print_rejected,
             needs_text=needs_text,
         )
+
+
+def open_reference(path: Path, loaded: "LoadedModel", *, key_file: Path | None) -> "LoadedModel":
+    """Load a model to compare `loaded` with, on its device and in its type."""
+    with ProgressLine(f"loading {path}"):
+        from nsa.checkpoint.manifest import read_key
+        from nsa.infer.load_reference import load_reference
+
+        return load_reference(
+            path,
+            device=loaded.model.device,
+            dtype=loaded.model.dtype,
+            key=read_key(key_file) if key_file else None,
+            on_rejected=print_rejected,
+        )

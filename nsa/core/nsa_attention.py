@@ -348,7 +348,8 @@ class NSAAttention(nn.Module):
         if self.probe is not None:
             self._record(self.probe, gates, idx_BSGN, keys)
             if idx_BSGN is not None and q_BSGRK.shape[1] > 1:  # a decoder reads keys that are not at hand here
-                self.probe.record_selection(q_BSGRK, idx_BSGN, keys[1], self.geometry, self.scale)
+                own_BS = keys[2].pos_BS if "sliding" in self.branches else None
+                self.probe.record_selection(q_BSGRK, idx_BSGN, keys[1], self.geometry, self.scale, own_BS)
             if loss is not None:
                 self.probe.figures["selector_loss"] = loss.detach()
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))

@@ -48,9 +48,18 @@ class Probe:
         }
 
     def record_selection(
-        self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: BranchKeys, geometry: Geometry, scale: float
+        self,
+        q_BSGRK: Tensor,
+        idx_BSGN: Tensor,
+        keys: BranchKeys,
+        geometry: Geometry,
+        scale: float,
+        window_pos_BS: Tensor | None = None,
     ) -> None:
-        """Called with the queries, the chosen blocks and the selected branch's keys; see `SelectionProbe`."""
+        """Called with the queries, the chosen blocks and the selected branch's keys; see `SelectionProbe`.
+
+        `window_pos_BS`: the queries' own positions, where their window ends; None if the layer has no window.
+        """
 
     @torch.no_grad()
     def record_tokens(self, keys: BranchKeys, w: int) -> None:

@@ -8,7 +8,7 @@ B batch · S tokens · Q sampled queries · T keys · G kv groups · R heads per
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -33,12 +33,16 @@ class SelectionCounts:
     """How many would have by chance."""
     mass_caught: float = 0.0
     """Share of the dense mass that lies in chosen blocks, summed over the same queries."""
+    window_mass: float = 0.0
+    """Share of the mass of dense attention over all keys, those of the window included, that lies in the window."""
+    forced_mass: float = 0.0
+    """Before the window, in blocks that are always chosen."""
+    scored_mass: float = 0.0
+    """Before the window, in blocks that were chosen by their scores."""
 
     def add(self, other: "SelectionCounts") -> None:
-        self.queries += other.queries
-        self.hits += other.hits
-        self.expected_hits += other.expected_hits
-        self.mass_caught += other.mass_caught
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass
@@ -57,41 +61,78 @@ class SelectionProbe(Probe):
 
     @torch.no_grad()
     def record_selection(
-        self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: BranchKeys, geometry: Geometry, scale: float
+        self,
+        q_BSGRK: Tensor,
+        idx_BSGN: Tensor,
+        keys: BranchKeys,
+        geometry: Geometry,
+        scale: float,
+        window_pos_BS: Tensor | None = None,
     ) -> None:
         self.chosen_BQGN = idx_BSGN[:, list(self.keep)]
         at_Q = torch.arange(self.every - 1, q_BSGRK.shape[1], self.every, device=q_BSGRK.device)
+        own_BS = keys.pos_BS if window_pos_BS is None else window_pos_BS
+        window = 0 if window_pos_BS is None else geometry.w
+        given = q_BSGRK, idx_BSGN, keys.pos_BS, keys.start_BS, own_BS
         for row in range(len(q_BSGRK)):
-            q, idx, pos, start = (x[row].index_select(0, at_Q) for x in (q_BSGRK, idx_BSGN, keys.pos_BS, keys.start_BS))
-            self.counts.add(_compared(q, idx, pos, start, keys.k[row], geometry, scale))
+            q, idx, pos, start, own = (x[row].index_select(0, at_Q) for x in given)
+            can_miss_Q = _free_blocks(pos, geometry) > geometry.n_sel - FORCED_BLOCKS
+            if can_miss_Q.any():
+                q, idx, pos, start, own = (x[can_miss_Q] for x in (q, idx, pos, start, own))
+                counted = _CountedQueries(q, idx, pos, start, keys.k[row], geometry, scale)
+                self.counts.add(counted.compare(own, window))
 
 
-def _compared(
-    q_QGRK: Tensor, idx_QGN: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, g: Geometry, scale: float
-) -> SelectionCounts:
-    mass_QGn = block_mass(q_QGRK, pos_Q, start_Q, k_TGK, g.l_sel, scale)
-    number_n = torch.arange(mass_QGn.shape[-1], device=mass_QGn.device)
-    own_Q1 = (pos_Q // g.l_sel)[:, None]
-    free_Qn = (number_n >= 1) & (number_n <= own_Q1 - LOCAL_BLOCKS)
-    n_free_Q = free_Qn.sum(-1)
-    room = g.n_sel - FORCED_BLOCKS
-    counted_Q = n_free_Q > room
-    if not counted_Q.any():
-        return SelectionCounts()
-    one_more = torch.zeros_like(mass_QGn[..., :1])  # where −1 (no block) goes
-    chosen_QGn = torch.cat((torch.zeros_like(mass_QGn), one_more), -1).scatter(
-        -1, torch.where(idx_QGN < 0, mass_QGn.shape[-1], idx_QGN).long(), 1.0
-    )[..., :-1]
-    top_QG1 = mass_QGn.masked_fill(~free_Qn[:, None], -1).argmax(-1, keepdim=True)
-    hit_QG = chosen_QGn.gather(-1, top_QG1)[..., 0] > 0
-    caught_QG = (mass_QGn * chosen_QGn).sum(-1) / mass_QGn.sum(-1)
-    n_groups = q_QGRK.shape[1]
-    return SelectionCounts(
-        queries=int(counted_Q.sum()) * n_groups,
-        hits=int(hit_QG[counted_Q].sum()),
-        expected_hits=float((room / n_free_Q[counted_Q]).sum()) * n_groups,
-        mass_caught=float(caught_QG[counted_Q].sum()),
-    )
+def _free_blocks(pos_Q: Tensor, g: Geometry) -> Tensor:
+    """How many blocks a query chooses among by score."""
+    return (pos_Q // g.l_sel - LOCAL_BLOCKS).clamp(min=0)
+
+
+@dataclass
+class _CountedQueries:
+    """Queries of one row that cannot take every block."""
+
+    q_QGRK: Tensor
+    idx_QGN: Tensor
+    pos_Q: Tensor
+    """Up to which they choose."""
+    start_Q: Tensor
+    k_TGK: Tensor
+    g: Geometry
+    scale: float
+
+    def compare(self, own_pos_Q: Tensor, window: int) -> SelectionCounts:
+        """`own_pos_Q`: their own positions, where a window of so many tokens ends."""
+        g, n_groups = self.g, self.q_QGRK.shape[1]
+        mass_QGn = block_mass(self.q_QGRK, self.pos_Q, self.start_Q, self.k_TGK, g.l_sel, self.scale)
+        number_n = torch.arange(mass_QGn.shape[-1], device=mass_QGn.device)
+        n_free_Q = _free_blocks(self.pos_Q, g)
+        free_Qn = (number_n >= 1) & (number_n <= n_free_Q[:, None])
+        one_more = torch.zeros_like(mass_QGn[..., :1])  # where −1 (no block) goes
+        chosen_QGn = torch.cat((torch.zeros_like(mass_QGn), one_more), -1).scatter(
+            -1, torch.where(self.idx_QGN < 0, mass_QGn.shape[-1], self.idx_QGN).long(), 1.0
+        )[..., :-1]
+        top_QG1 = mass_QGn.masked_fill(~free_Qn[:, None], -1).argmax(-1, keepdim=True)
+        caught_QG = (mass_QGn * chosen_QGn).sum(-1) / mass_QGn.sum(-1)
+        in_window_QG, before_QGn = self._whole_mass(own_pos_Q, window)
+        read_QGn = before_QGn * chosen_QGn
+        return SelectionCounts(
+            queries=len(n_free_Q) * n_groups,
+            hits=int((chosen_QGn.gather(-1, top_QG1) > 0).sum()),
+            expected_hits=float(((g.n_sel - FORCED_BLOCKS) / n_free_Q).sum()) * n_groups,
+            mass_caught=float(caught_QG.sum()),
+            window_mass=float(in_window_QG.sum()),
+            forced_mass=float((read_QGn * ~free_Qn[:, None]).sum()),
+            scored_mass=float((read_QGn * free_Qn[:, None]).sum()),
+        )
+
+    def _whole_mass(self, own_pos_Q: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        """Shares of dense attention over all keys: in the window [Q, G], and of the tokens before it in each block."""
+        place_QT = _places(self.k_TGK, self.start_Q)
+        mass_QGT = token_mass(self.q_QGRK, own_pos_Q, self.start_Q, self.k_TGK, self.scale) / self.q_QGRK.shape[2]
+        near_QT = place_QT > (own_pos_Q - window)[:, None]
+        before_QGn = _by_block(mass_QGT.masked_fill(near_QT[:, None], 0), place_QT, self.g.l_sel)
+        return (mass_QGT * near_QT[:, None]).sum(-1), before_QGn
 
 
 def chance_of_block(query: int, block: int, l_sel: int, n_sel: int) -> float | None:
@@ -105,12 +146,25 @@ def chance_of_block(query: int, block: int, l_sel: int, n_sel: int) -> float | N
 
 def block_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, l_sel: int, scale: float) -> Tensor:
     """Attention mass of each block of the query's document under dense attention, heads of a group added: [Q, G, n]."""
+    return _by_block(token_mass(q_QGRK, pos_Q, start_Q, k_TGK, scale), _places(k_TGK, start_Q), l_sel)
+
+
+def token_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, scale: float) -> Tensor:
+    """The same of each key [Q, G, T]; 0 outside the query's document and after pos_Q."""
     wide = torch.promote_types(q_QGRK.dtype, torch.float32)
-    place_QT = torch.arange(k_TGK.shape[0], device=pos_Q.device) - start_Q[:, None]  # position in the query's document
+    place_QT = _places(k_TGK, start_Q)
     seen_QT = (place_QT >= 0) & (place_QT <= pos_Q[:, None])
     scores_QGRT = einsum("qgrk,tgk->qgrt", q_QGRK.to(wide), k_TGK.to(wide)) * scale
-    mass_QGT = scores_QGRT.masked_fill(~seen_QT[:, None, None], -torch.inf).softmax(-1).sum(2)
-    n_blocks = -(-k_TGK.shape[0] // l_sel)
+    return scores_QGRT.masked_fill(~seen_QT[:, None, None], -torch.inf).softmax(-1).sum(2)
+
+
+def _places(k_TGK: Tensor, start_Q: Tensor) -> Tensor:
+    """Position of every key in the query's document [Q, T]."""
+    return torch.arange(k_TGK.shape[0], device=start_Q.device) - start_Q[:, None]
+
+
+def _by_block(mass_QGT: Tensor, place_QT: Tensor, l_sel: int) -> Tensor:
+    n_blocks = -(-mass_QGT.shape[-1] // l_sel)
     block_QT = (place_QT // l_sel).clamp(0, n_blocks - 1)  # tokens outside have no mass
     empty_QGn = mass_QGT.new_zeros(*mass_QGT.shape[:2], n_blocks)
     return empty_QGn.scatter_add(-1, block_QT[:, None].expand_as(mass_QGT), mass_QGT)

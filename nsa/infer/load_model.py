@@ -193,7 +193,7 @@ def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
     exported = open_exported(folder)
     chosen = choose_tokenizer(tokenizer, exported.tokenizer)
     source = ModelSource(folder, exported.record.step if exported.record is not None else None)
-    loaded = _assemble(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
+    loaded = assemble_model(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
     if loaded.text_tokenizer is not None:
         loaded.text_tokenizer.chat_template = _chat_template(folder)
     return loaded
@@ -224,16 +224,17 @@ def _of_run(
     renamed = to_transformers(tensors)
     rows = renamed[EMBEDDING].shape[0] if EMBEDDING in renamed else 0
     described = NSAConfig.from_run(config, max(1, rows), tokenizer.eos_id if tokenizer is not None else None)
-    return _assemble(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
+    return assemble_model(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
 
 
-def _assemble(
+def assemble_model(
     config: NSAConfig,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
     source: ModelSource,
     prefill_chunk: int,
 ) -> LoadedModel:
+    """A model that holds these tensors themselves, by the names of `NSAForCausalLM`."""
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids and the embedding of {source.path} "

@@ -15,13 +15,11 @@ from nsa.core.probe import Probe, probing
 from nsa.files import write_atomic
 from nsa.geometry import Geometry
 from nsa.infer.load_model import LoadedModel
+from nsa.observe.view.svg_shapes import ACCENT, MUTED, svg_box, svg_label, svg_legend, svg_picture, svg_turned_label
 
 _SIDE, _GAP, _LEFT, _TOP, _BELOW, _MOST_ROWS = 256, 26, 62, 92, 88, 64
 _SHADES, _BETWEEN = " ░▒▓█", "   "
-_COLOUR, _VISIBLE = "#d98032", "#888"
-_STYLE = (
-    "<style>text{font:13px sans-serif;fill:#888}.t{font:600 15px sans-serif}rect{shape-rendering:crispEdges}</style>"
-)
+_LEGEND = (("not read", MUTED, 0.12), ("read by some groups of heads", ACCENT, 0.4), ("by all of them", ACCENT, 1.0))
 _TITLE = "Blocks of earlier tokens that each token read in the selected branch"
 _NOTE = "The first block and the two nearest are always read; the others are those with the highest scores."
 
@@ -33,7 +31,13 @@ class ChosenBlocksProbe(Probe):
     idx_BSGN: Tensor | None = None
 
     def record_selection(
-        self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: BranchKeys, geometry: Geometry, scale: float
+        self,
+        q_BSGRK: Tensor,
+        idx_BSGN: Tensor,
+        keys: BranchKeys,
+        geometry: Geometry,
+        scale: float,
+        window_pos_BS: Tensor | None = None,
     ) -> None:
         self.idx_BSGN = idx_BSGN.detach().cpu()
 
@@ -75,19 +79,14 @@ def write_svg(maps: Sequence[SelectionMap], path: Path) -> None:
     """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups chose it."""
     n_tokens, n_blocks = maps[0].share_Sn.shape
     width, height = _LEFT + len(maps) * (_SIDE + _GAP), _TOP + _SIDE + _BELOW
-    parts = [_label(_LEFT, 24, _TITLE, kind="t"), _label(_LEFT, 46, _NOTE)]
+    parts = [svg_label(_LEFT, 24, _TITLE, kind="t"), svg_label(_LEFT, 46, _NOTE)]
     for tokens in range(0, n_tokens + 1, max(1, n_blocks // 4) * maps[0].l_sel):
-        parts.append(_label(_LEFT - 8, _TOP + _SIDE * tokens / n_tokens + 4, str(tokens), anchor="end"))
-    turned = f'transform="translate(16 {_TOP + _SIDE / 2:.0f}) rotate(-90)"'
-    parts.append(f'<text {turned} text-anchor="middle">token that reads</text>')
+        parts.append(svg_label(_LEFT - 8, _TOP + _SIDE * tokens / n_tokens + 4, str(tokens), anchor="end"))
+    parts.append(svg_turned_label(16, _TOP + _SIDE / 2, "token that reads"))
     for i, each in enumerate(maps):
         parts += _panel(each, _LEFT + i * (_SIDE + _GAP))
-    parts += _legend(_LEFT, height - 18)
-    write_atomic(
-        path,
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">{_STYLE}'
-        f"<title>{_TITLE}</title>{''.join(parts)}</svg>\n",
-    )
+    parts += svg_legend(_LEFT, height - 18, _LEGEND)
+    write_atomic(path, svg_picture(_TITLE, width, height, parts))
 
 
 def _panel(each: SelectionMap, left: int) -> list[str]:
@@ -96,41 +95,19 @@ def _panel(each: SelectionMap, left: int) -> list[str]:
     every = max(1, n_tokens // _MOST_ROWS)
     queries = range(every - 1, n_tokens, every)
     cell_w, cell_h = _SIDE / n_blocks, _SIDE / len(queries)
-    parts = [_label(left + _SIDE / 2, _TOP - 12, f"layer {each.layer}", kind="t", anchor="middle")]
+    parts = [svg_label(left + _SIDE / 2, _TOP - 12, f"layer {each.layer}", kind="t", anchor="middle")]
     for row, query in enumerate(queries):
         top = _TOP + row * cell_h
-        parts.append(_box(left, top, (query // each.l_sel + 1) * cell_w, cell_h, _VISIBLE, 0.12))
+        parts.append(svg_box(left, top, (query // each.l_sel + 1) * cell_w, cell_h, MUTED, 0.12))
         shares = each.share_Sn[query].tolist()
         cells = ((block, share) for block, share in enumerate(shares) if share > 0)
-        parts += [_box(left + block * cell_w, top, cell_w, cell_h, _COLOUR, share) for block, share in cells]
+        parts += [svg_box(left + block * cell_w, top, cell_w, cell_h, ACCENT, share) for block, share in cells]
     for block in range(0, n_blocks, max(1, n_blocks // 4)):
-        parts.append(_label(left + (block + 0.5) * cell_w, _TOP + _SIDE + 17, str(block), anchor="middle"))
+        parts.append(svg_label(left + (block + 0.5) * cell_w, _TOP + _SIDE + 17, str(block), anchor="middle"))
     parts.append(
-        _label(left + _SIDE / 2, _TOP + _SIDE + 35, f"block of {each.l_sel} tokens that is read", anchor="middle")
+        svg_label(left + _SIDE / 2, _TOP + _SIDE + 35, f"block of {each.l_sel} tokens that is read", anchor="middle")
     )
     return parts
-
-
-def _legend(left: int, bottom: int) -> list[str]:
-    entries = (
-        ("not read", _VISIBLE, 0.12),
-        ("read by some groups of heads", _COLOUR, 0.4),
-        ("by all of them", _COLOUR, 1.0),
-    )
-    parts, x = [], float(left)
-    for words, colour, opacity in entries:
-        parts += [_box(x, bottom - 11, 14, 14, colour, opacity), _label(x + 20, bottom, words)]
-        x += 48 + 7.2 * len(words)
-    return parts
-
-
-def _box(x: float, y: float, width: float, height: float, colour: str, opacity: float) -> str:
-    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    return f'<rect {place} fill="{colour}" fill-opacity="{opacity:.2f}"/>'
-
-
-def _label(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}" text-anchor="{anchor}">{words}</text>'
 
 
 def text_rows(each: SelectionMap) -> list[str]:

@@ -22,6 +22,17 @@ class TokenScores(NamedTuple):
     """Whether the label is the most likely token; False where there is no label."""
 
 
+class AgreementScores(NamedTuple):
+    """Two models' predictions of the same tokens [N]; no gradient. Losses and hits are 0 and False without a label."""
+
+    own: TokenScores
+    reference: TokenScores
+    same_top: Tensor
+    """Whether both models have the same most likely token."""
+    divergence: Tensor
+    """KL(reference ‖ own) of the two distributions over the vocabulary, in nats."""
+
+
 class ScoreSums(NamedTuple):
     """Sums over the tokens that have a label, as scalar tensors; no gradient."""
 
@@ -48,6 +59,29 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, redu
 def linear_token_scores(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> TokenScores:
     """The same cross-entropy of every token [N], and whether its label has the largest of the logits x·Wᵀ."""
     return TokenScores(*_linear_token_scores(x_ND, weight_VD, labels_N))
+
+
+@torch.no_grad()
+def linear_agreement(
+    x_ND: Tensor, weight_VD: Tensor, reference_ND: Tensor, reference_VD: Tensor, labels_N: Tensor
+) -> AgreementScores:
+    """Compare the distributions of x·Wᵀ and of the reference's, whose widths D may differ, a chunk of tokens at a
+    time."""
+    scores = _score_buffers(x_ND, labels_N), _score_buffers(reference_ND, labels_N)
+    same_top_N, divergence_N = scores[0][1].clone(), scores[0][0].clone()
+    for at in _chunks(x_ND, weight_VD):
+        labels_n, log_shares, tops = labels_N[at], [], []
+        models = (x_ND[at], weight_VD), (reference_ND[at], reference_VD)
+        for (losses_N, hits_N), (x_nD, head_VD) in zip(scores, models, strict=True):
+            losses_N[at], logits_nV, lse_n1 = _chunk_losses(x_nD, head_VD, labels_n)
+            tops.append(logits_nV.max(-1).indices)
+            hits_N[at] = tops[-1] == labels_n
+            log_shares.append(logits_nV.sub_(lse_n1))
+        same_top_N[at] = tops[0] == tops[1]
+        own_nV, reference_nV = log_shares
+        # Rounding alone can make it negative.
+        divergence_N[at] = own_nV.neg_().add_(reference_nV).mul_(reference_nV.exp_()).sum(-1).clamp(min=0)
+    return AgreementScores(TokenScores(*scores[0]), TokenScores(*scores[1]), same_top_N, divergence_N)
 
 
 def linear_score_sums(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> ScoreSums:

@@ -19,6 +19,8 @@ from nsa.observe import records
 FORMAT = 1
 HELD_OUT = "held_out_loss"
 SELECTION = "selection"
+AGREEMENT = "agreement"
+LAYERS = "layers"
 LM_EVAL = "lm_eval/"
 """Results of lm-evaluation-harness are named by this and the task."""
 
@@ -29,12 +31,34 @@ _POSITION = {
 _HELD_OUT = {
     "data": records.text, "seq_len": records.whole, "rows": records.whole, "tokens": records.whole,
     "loss": records.number, "standard_error": records.number, "bits_per_byte": records.number,
-    "accuracy": records.amount, "by_position": records.anything,
+    "accuracy": records.amount, "by_position": records.anything, "model": records.text,
+}  # fmt: skip
+_COMPARED = {
+    "tokens": records.whole, "loss": records.number, "against_loss": records.number, "difference": records.number,
+    "difference_standard_error": records.amount, "same_top": records.amount, "divergence": records.amount,
+    "divergence_standard_error": records.amount,
+}  # fmt: skip
+_COMPARED_REQUIRED = ("tokens", "loss", "against_loss", "difference", "same_top", "divergence")
+_AGREEMENT = {
+    "data": records.text, "seq_len": records.whole, "rows": records.whole, "against": records.text,
+    "by_position": records.anything, **_COMPARED,
+}  # fmt: skip
+_HARM = {
+    "layer": records.whole, "kind": records.text, "harm": records.amount, "harm_standard_error": records.amount,
+    "gain": records.number, "window_mass": records.amount, "forced_mass": records.amount,
+    "scored_mass": records.amount,
+}  # fmt: skip
+_LAYERS = {
+    "data": records.text, "seq_len": records.whole, "rows": records.whole, "against": records.text,
+    "divergence": records.amount, "keep_dense": records.wholes, "advised": records.wholes,
+    "removed": records.number, "layers": records.anything,
 }  # fmt: skip
 _LAYER = {
     "layer": records.whole, "queries": records.whole, "hit_rate": records.amount, "chance": records.amount,
-    "mass_caught": records.amount,
+    "mass_caught": records.amount, "window_mass": records.amount, "forced_mass": records.amount,
+    "scored_mass": records.amount,
 }  # fmt: skip
+_LAYER_REQUIRED = ("layer", "hit_rate", "mass_caught")
 _FACTS = {
     "layer": records.whole, "questions": records.whole, "chance": records.amount, "fact_hit": records.amount,
     "accuracy": records.amount, "accuracy_if_hit": records.amount, "accuracy_if_missed": records.amount,
@@ -44,6 +68,8 @@ _CELL = {
     "accuracy": records.amount, "accuracy_interval": records.numbers, "exact_match": records.amount,
     "exact_match_interval": records.numbers, "answer_nats": records.number, "needle_hit": records.amount,
     "needle_hit_by_layer": records.numbers, "accuracy_if_hit": records.amount, "accuracy_if_missed": records.amount,
+    "against": records.text, "against_accuracy": records.amount, "against_accuracy_interval": records.numbers,
+    "against_exact_match": records.amount,
 }  # fmt: skip
 _CELL_REQUIRED = ("length", "depth", "examples", "accuracy", "exact_match")
 
@@ -56,10 +82,18 @@ class ModelEvaluation:
     model: str = ""
     held_out: dict[str, Any] | None = None
     """data, seq_len, rows, tokens, loss, bits_per_byte, accuracy and by_position: rows of begin, end, …"""
+    held_out_against: dict[str, Any] | None = None
+    """The same of the reference model, with its name: model."""
+    agreement: dict[str, Any] | None = None
+    """data, rows, against, tokens, loss, against_loss, difference, same_top, divergence, …, and by_position."""
+    layers: dict[str, Any] | None = None
+    """divergence, keep_dense, advised, removed, and layers: rows of layer, kind, harm, gain, window_mass, …"""
     far_tasks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Task → rows of length, depth, examples, chance, accuracy, accuracy_interval, exact_match, …"""
     selection: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of layer, queries, hit_rate, chance, mass_caught."""
+    """Rows of layer, queries, hit_rate, chance, mass_caught, window_mass, …"""
+    selection_against: list[dict[str, Any]] = field(default_factory=list)
+    """The same of the reference model, if it selects blocks."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     """Rows of layer, questions, chance, fact_hit, accuracy, …; the one without a layer is about any layer."""
     lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -121,13 +155,21 @@ def checked_results(step: int | None, results: Mapping[str, Any], model: str = "
     for name, value in results.items():
         result = records.section(value) or {}
         if name == HELD_OUT:
-            kept, damaged = records.fields(result, _HELD_OUT, required=("loss", "tokens"))
+            made.held_out = _positions(made, result, _HELD_OUT, ("loss", "tokens"))
+            if (other := records.section(result.get("against"))) is not None:
+                made.held_out_against = _positions(made, other, _HELD_OUT, ("loss", "tokens"))
+        elif name == AGREEMENT:
+            made.agreement = _positions(made, result, _AGREEMENT, _COMPARED_REQUIRED)
+        elif name == LAYERS:
+            kept, damaged = records.fields(result, _LAYERS, required=("divergence",))
             made.unreadable += int(damaged)
             if kept is not None:
-                kept["by_position"] = _rows(kept.get("by_position"), _POSITION, ("begin", "end", "loss"))
-            made.held_out = kept
+                kept["layers"] = _rows(kept.get("layers"), _HARM, ("layer", "harm", "gain"))
+            made.layers = kept
         elif name == SELECTION:
-            made.selection = _rows(result.get("layers"), _LAYER, ("layer", "hit_rate", "mass_caught"))
+            made.selection = _rows(result.get("layers"), _LAYER, _LAYER_REQUIRED)
+            other = records.section(result.get("against")) or {}
+            made.selection_against = _rows(other.get("layers"), _LAYER, _LAYER_REQUIRED)
             facts = records.section(result.get("facts")) or {}
             for rows, required in ((facts.get("layers"), ("layer",)), ([facts.get("any_layer")], ())):
                 made.facts += _rows(rows, _FACTS, (*required, "questions", "fact_hit"))
@@ -140,6 +182,19 @@ def checked_results(step: int | None, results: Mapping[str, Any], model: str = "
         else:
             made.unreadable += 1
     return made
+
+
+def _positions(
+    made: ModelEvaluation, result: Mapping[str, Any], checks: Mapping[str, records.Check], required: tuple[str, ...]
+) -> dict[str, Any] | None:
+    """A result with figures by position; None, and counted, if a required figure is missing."""
+    kept, damaged = records.fields(result, checks, required=required)
+    made.unreadable += int(damaged)
+    if kept is not None:
+        of_rows = {**_POSITION, **_COMPARED} if checks is _AGREEMENT else _POSITION
+        wanted = _COMPARED_REQUIRED if checks is _AGREEMENT else ("loss",)
+        kept["by_position"] = _rows(kept.get("by_position"), of_rows, ("begin", "end", *wanted))
+    return kept
 
 
 def _checked(step: int | None, path: Path) -> ModelEvaluation:

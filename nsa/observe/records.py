@@ -103,6 +103,10 @@ def numbers(value: Any) -> tuple[float, ...] | None:
     return tuple(value)
 
 
+def wholes(value: Any) -> tuple[int, ...] | None:
+    return tuple(value) if type(value) is list and all(whole(item) is not None for item in value) else None
+
+
 def rows_of_numbers(value: Any) -> tuple[tuple[float, ...], ...] | None:
     if type(value) is not list:
         return None

@@ -11,11 +11,16 @@ from typer.testing import CliRunner
 
 from nsa import names
 from nsa.cli.main import app
+from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, OutputError
+from nsa.hf.conversion.conversion_plan import ConversionOptions
+from nsa.hf.conversion.convert_folder import convert_folder
 from nsa.hf.export_folder import export_folder
 from nsa.hf.import_folder import import_folder
+from nsa.hf.tokenizer_files import tokenizer_files
 from nsa.infer.evaluation.hay import BUILT_IN
-from nsa.observe.evaluations import read_evaluations
+from nsa.observe.evaluations import checked_results, read_evaluations
+from tests.hf.dense_sources import save_dense
 from tests.trained_runs import save_run, settings
 
 
@@ -93,6 +98,9 @@ def test_the_same_seed_gives_the_same_results(run, tmp_path):
         ["--tasks", "needle", "--lengths", "50"],
         ["--num_fewshot", "5"],
         ["--lm-eval", "ruler_vt"],
+        ["--tasks", "agreement"],
+        ["--tasks", "layers"],
+        ["--lm-eval", "lambada", "--against", "dense"],
     ],
 )
 def test_wrong_options_are_refused(run, words):
@@ -119,3 +127,79 @@ def test_a_synthetic_run_with_few_ids_needs_no_tokenizer(tmp_path):
     assert "far tasks" in done.stderr
     done = evaluate(tmp_path / "run", "--tasks", "needle", *FAST)
     assert isinstance(done.exception, CheckpointError)
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """A dense model of bytes in the folder dense, and its conversion in sparse."""
+    save_dense(tmp_path / "dense", vocab_size=257, eos_token_id=256, max_position_embeddings=200)
+    for name, content in tokenizer_files(ByteTokenizer(), 200).items():
+        (tmp_path / "dense" / name).write_text(content)
+    convert_folder(tmp_path / "dense", tmp_path / "sparse", ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24))
+    (tmp_path / "held.jsonl").write_text(
+        "".join(json.dumps(dict(id=str(n), text=BUILT_IN[n:])) + "\n" for n in range(4))
+    )
+    return tmp_path
+
+
+def test_a_converted_model_is_evaluated_beside_its_dense_self(converted):
+    words = ["--data", converted / "held.jsonl", "--against", converted / "dense", *FAST, "--depths", "50"]
+    tasks = "held_out_loss,agreement,layers,selection,needle"
+    done = evaluate(converted / "sparse", *words, "--tasks", tasks)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"`nsa convert --keep-dense \d` removes \d+ % of the divergence", done.stdout)
+    assert "█" in done.stdout
+    assert (converted / "sparse" / "evaluations" / "model_layers.svg").read_text().startswith("<svg")
+    (found,) = read_evaluations(converted / "sparse")
+    assert found.unreadable == 0
+    assert found.held_out["loss"] == pytest.approx(found.agreement["loss"])
+    assert found.held_out_against["loss"] == pytest.approx(found.agreement["against_loss"])
+    assert len(found.layers["layers"]) == 4
+    assert found.selection_against == []
+    alone = converted / "alone.json"
+    done = evaluate(
+        converted / "sparse",
+        *words[:2],
+        *FAST,
+        "--depths",
+        "50",
+        "--tasks",
+        tasks.replace("agreement,layers,", ""),
+        "--out",
+        alone,
+    )
+    assert done.exit_code == 0, done.output
+    results = json.loads(alone.read_text())["results"]
+    assert results["held_out_loss"]["loss"] == pytest.approx(found.held_out["loss"])
+    assert "against" not in results["held_out_loss"]
+    own = [
+        {key: value for key, value in cell.items() if not key.startswith("against")}
+        for cell in found.far_tasks["needle"]
+    ]
+    assert own == checked_results(None, results).far_tasks["needle"]
+
+
+def test_the_same_model_as_reference_differs_in_nothing(converted):
+    words = ["--data", converted / "held.jsonl", "--against", converted / "sparse", *FAST, "--json"]
+    words += ["--lengths", "1k", "--depths", "50", "--limit", "1"]
+    done = evaluate(converted / "sparse", *words)
+    assert done.exit_code == 0, done.output
+    results = json.loads(done.stdout)
+    assert results["agreement"]["difference"] == 0
+    assert results["agreement"]["same_top"] == 1
+    assert results["selection"]["against"]["layers"] == results["selection"]["layers"]
+    for cell in results["needle"]["cells"]:
+        assert cell["against_accuracy"] == cell["accuracy"]
+    assert "layers" not in results
+    assert "same kind of attention" in done.stderr
+    done = evaluate(converted / "sparse", *words, "--tasks", "layers")
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_a_reference_with_another_vocabulary_is_refused(converted):
+    save_dense(converted / "other", vocab_size=300)
+    words = ["--data", converted / "held.jsonl", "--against", converted / "other", *FAST]
+    done = evaluate(converted / "sparse", *words)
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "257 and 300" in str(done.exception)
+    assert not (converted / "sparse" / "evaluations" / "model.json").exists()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nsa.core.branches import BranchKeys
+from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.core.selection_quality import SelectionProbe, block_mass, chance_of_block
@@ -97,3 +98,38 @@ def test_chance_of_a_block_is_that_of_a_random_choice_among_the_free_ones():
         for block in range(own + 1):
             counts = block in free and len(free) > 2  # five blocks, three of which are always chosen
             assert chance_of_block(query, block, 4, 5) == (pytest.approx(2 / len(free)) if counts else None)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["merged", "nsa", "global"])
+def test_the_whole_mass_is_divided_among_window_blocks_and_what_is_not_read(kind, packed):
+    """Against loops over queries, groups and keys, from the layer's own projections."""
+    torch.manual_seed(0)
+    layer = LAYER_CLASSES[kind](32, 4, 2, 8, 8, l=4, d=2, l_sel=4, n_sel=5, w=8, kv="shared").eval()
+    x, ends = torch.randn(1, 96, 32) * 3, [0, 20, 96] if packed else [0, 96]
+    with torch.no_grad(), probing(layer, lambda: SelectionProbe(every=16, keep=range(96))) as probes:
+        layer(x, cu_doc_lens=ends if packed else None)
+        q_BSGRK, streams = layer.project(x, layer.locate(x, cu_doc_lens=ends if packed else None).tables)
+    (probe,) = probes.values()
+    w, before = (0 if kind == "global" else 8), (8 if kind == "merged" else 0)
+    sums, queries = dict.fromkeys(("window", "forced", "scored", "missed"), 0.0), 0
+    for token in range(15, 96, 16):
+        start = max(end for end in ends if end <= token)
+        own = token - start
+        last_block = (own - before) // 4  # of what may be chosen
+        if last_block - 2 <= 2:
+            continue
+        for group in range(2):
+            queries += 1
+            chosen = set(probe.chosen_BQGN[0, token, group].tolist())
+            scores = layer.scale * q_BSGRK[0, token, group] @ streams.k_sel[0, start : token + 1, group].T
+            for place, mass in enumerate(scores.softmax(-1).mean(0).tolist()):
+                block = place // 4
+                forced = block == 0 or block > last_block - 2
+                part = "window" if place > own - w else "missed" if block not in chosen else "scored"
+                sums["forced" if part == "scored" and forced else part] += mass
+    assert probe.counts.queries == queries
+    for part in ("window", "forced", "scored"):
+        assert getattr(probe.counts, f"{part}_mass") == pytest.approx(sums[part], rel=1e-4), part
+    assert min(sums["scored"], sums["missed"]) > 0
+    assert sum(sums.values()) == pytest.approx(queries, rel=1e-4)

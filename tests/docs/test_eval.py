@@ -27,6 +27,7 @@ def test_every_command_and_the_example_run(tmp_path, monkeypatch, capsys):
     data = {"dataset": "local", "path": str(tmp_path / "held.jsonl"), "held_out": 0.4}
     run = tmp_path / "artifacts" / "run"
     save_run(run, settings(data=data))
+    save_run(tmp_path / "artifacts" / "dense", settings(data=data, model={"attention": ["dense"]}))
     (run / "events.jsonl").write_text("")
     monkeypatch.chdir(tmp_path)
     commands = [words for block in blocks(PAGE) if not block.needs for words in nsa_commands(block.code)]
@@ -36,7 +37,8 @@ def test_every_command_and_the_example_run(tmp_path, monkeypatch, capsys):
         assert done.exit_code == 0, f"{words}\n{done.output}\n{done.exception!r}"
     (found,) = read_evaluations(run)
     assert set(found.far_tasks) == set(FAR_TASKS)
-    assert found.held_out["seq_len"] == 512
+    assert found.held_out["seq_len"] == 128
+    assert found.agreement["rows"] == 8
     (example,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     capsys.readouterr()
     exec(compile(example, str(PAGE), "exec"), {})

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa.model import loss as loss_module
-from nsa.model.loss import linear_cross_entropy, linear_token_scores
+from nsa.model.loss import linear_agreement, linear_cross_entropy, linear_token_scores
 
 
 def case(dtype=torch.float32, n=37, v=23):
@@ -71,3 +71,29 @@ def test_scores_by_token_equal_those_of_all_logits(monkeypatch, elements):
     assert ours.hits.tolist() == (logits.argmax(-1) == labels).tolist()
     assert len(labels) > ours.hits.sum() >= len(labels[1::5])
     assert [each.shape for each in linear_token_scores(x[:0], weight, labels[:0])] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("elements", [1, 23 * 7, 1 << 22])
+def test_agreement_of_two_heads_equals_that_of_all_logits(monkeypatch, elements):
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
+    x, weight, labels = case()
+    other, other_weight = torch.randn(37, 5), torch.randn(23, 5)
+    found = linear_agreement(x, weight, other, other_weight, labels)
+    own, reference = (logits.detach().double().log_softmax(-1) for logits in (x @ weight.T, other @ other_weight.T))
+    for scores, log_shares in ((found.own, own), (found.reference, reference)):
+        plain = F.nll_loss(log_shares, labels, reduction="none")
+        torch.testing.assert_close(scores.losses.double(), plain, atol=1e-5, rtol=1e-5)
+        assert torch.equal(scores.hits, log_shares.argmax(-1) == labels)
+    torch.testing.assert_close(
+        found.divergence.double(), (reference.exp() * (reference - own)).sum(-1), atol=1e-5, rtol=1e-5
+    )
+    assert torch.equal(found.same_top, own.argmax(-1) == reference.argmax(-1))
+    assert 0 < found.same_top.double().mean() < 1
+
+
+def test_a_model_agrees_with_itself():
+    x, weight, labels = case()
+    found = linear_agreement(x, weight, x, weight, labels)
+    assert found.same_top.all()
+    assert found.divergence.min() >= 0
+    assert found.divergence.max() < 1e-6

@@ -108,6 +108,7 @@ def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int
             "hit_rate": counts.hits / counts.queries,
             "chance": counts.expected_hits / counts.queries,
             "mass_caught": counts.mass_caught / counts.queries,
+            **mass_shares(counts),
         }
         for layer, counts in found.counts
         if counts.queries
@@ -122,6 +123,11 @@ def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int
     ]
     any_layer = _hit_record(facts.hits.any_layer, facts.expected)
     return {**result, "facts": {"layers": by_layer, "any_layer": any_layer}}
+
+
+def mass_shares(counts: SelectionCounts) -> dict[str, float]:
+    """Where the mass of dense attention over all keys lies, for queries that could not read every key."""
+    return {name: getattr(counts, name) / counts.queries for name in ("window_mass", "forced_mass", "scored_mass")}
 
 
 def _hit_record(counts: HitCounts, expected: float) -> dict[str, Any]:

@@ -1,18 +1,24 @@
-"""Report section of `nsa eval`: held-out loss by position, far tasks by length and depth, lm-evaluation-harness."""
+"""Report section of `nsa eval`: held-out loss by position, far tasks by length and depth, lm-evaluation-harness, and
+the comparison with a reference model."""
 
+import base64
 import math
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from typing import Any
 
 from nsa.observe.evaluations import ModelEvaluation
 from nsa.observe.view.downsample import ChartBucket
 from nsa.observe.view.formatting import UNKNOWN, number, plain, share
+from nsa.observe.view.layer_chart import layer_advice, layer_svg, mass_parts
 from nsa.observe.view.report.html_page import chart_figure, table
 from nsa.observe.view.report.svg_chart import ChartLine, SvgChart
 
 _MOST_LINES = 6
 _STYLES = tuple(f"c{place + 1}" for place in range(_MOST_LINES))
 _Z = 1.96  # 95 %
+_AGAINST = "against"
+"""How heads of columns about a reference model begin."""
 _NONE = '<p class="quiet">No results yet. <code>nsa eval RUN</code> adds them.</p>'
 
 
@@ -21,6 +27,7 @@ def evaluation_section(evaluations: Sequence[ModelEvaluation]) -> str:
     parts = []
     if figures := [chart for chart in (_loss_chart(evaluations), _far_chart(evaluations)) if chart is not None]:
         parts.append(f'<div class="charts">{"".join(map(chart_figure, figures))}</div>')
+    parts += [part for each in evaluations if each.layers is not None for part in _layer_figure(each)]
     for title, heads, numbers, rows in result_tables(evaluations):
         parts += [f"<h3>{title}</h3>", table(("model", *heads), rows, numbers=[place + 1 for place in numbers])]
     return "\n".join(parts) or _NONE
@@ -29,10 +36,20 @@ def evaluation_section(evaluations: Sequence[ModelEvaluation]) -> str:
 def result_tables(
     evaluations: Sequence[ModelEvaluation],
 ) -> Iterator[tuple[str, tuple[str, ...], range, list[tuple[str, ...]]]]:
-    """Title, heads, places of numbers among them, and rows, whose first cell names the model."""
+    """Title, heads, places of numbers among them, and rows, whose first cell names the model.
+
+    Columns about a reference model are left out if no row has one.
+    """
     for title, heads, numbers, rows_of in _TABLES:
         if rows := [row for each in evaluations for row in rows_of(each)]:
-            yield title, heads, numbers, rows
+            unused = [
+                place
+                for place, head in enumerate(heads, 1)
+                if head.startswith(_AGAINST) and all(row[place] == UNKNOWN for row in rows)
+            ]
+            kept = [tuple(cell for place, cell in enumerate(row) if place not in unused) for row in rows]
+            shown = tuple(head for place, head in enumerate(heads, 1) if place not in unused)
+            yield title, shown, range(numbers.start, numbers.stop - len(unused)), kept
 
 
 def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
@@ -105,18 +122,67 @@ def _position_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     held_out = evaluation.held_out
     if held_out is None:
         return []
+    against = evaluation.held_out_against or {"by_position": []}
+    others = {row["begin"]: row for row in against["by_position"]}
     rows = [
-        (evaluation_name(evaluation), f"{row['begin']:,}–{row['end'] - 1:,}", *_loss_cells(row))
+        (evaluation_name(evaluation), _positions_text(row), *_loss_cells(row, others.get(row["begin"], {})))
         for row in held_out["by_position"]
     ]
-    return [*rows, (evaluation_name(evaluation), "all", *_loss_cells(held_out))]
+    return [*rows, (evaluation_name(evaluation), "all", *_loss_cells(held_out, against))]
 
 
-def _loss_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    error = row.get("standard_error")
-    interval = UNKNOWN if error is None else number(_Z * error, 2)
-    return (f"{row['tokens']:,}" if "tokens" in row else UNKNOWN, number(row["loss"]), interval,
-            number(row.get("bits_per_byte")), share(row.get("accuracy")))  # fmt: skip
+def _positions_text(row: dict[str, Any]) -> str:
+    return f"{row['begin']:,}–{row['end'] - 1:,}"
+
+
+def _loss_cells(row: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
+    return (f"{row['tokens']:,}" if "tokens" in row else UNKNOWN, number(row["loss"]), _interval(row, "standard_error"),
+            number(row.get("bits_per_byte")), share(row.get("accuracy")), number(other.get("loss")),
+            share(other.get("accuracy")))  # fmt: skip
+
+
+def _interval(row: dict[str, Any], name: str) -> str:
+    """Half of the 95 % interval, from the standard error of this name."""
+    return UNKNOWN if row.get(name) is None else number(_Z * row[name], 2)
+
+
+def _agreement_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    if evaluation.agreement is None:
+        return []
+    rows = [(_positions_text(row), row) for row in evaluation.agreement["by_position"]]
+    return [
+        (
+            *(evaluation_name(evaluation), where, f"{row['tokens']:,}", number(row["loss"])),
+            *(number(row["against_loss"]), number(row["difference"], 3), _interval(row, "difference_standard_error")),
+            *(share(row["same_top"]), number(row["divergence"], 3), _interval(row, "divergence_standard_error")),
+        )
+        for where, row in [*rows, ("all", evaluation.agreement)]
+    ]
+
+
+def _harm_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    """The most harmful layer first."""
+    layers = [] if evaluation.layers is None else evaluation.layers["layers"]
+    return [
+        (
+            *(evaluation_name(evaluation), str(row["layer"]), plain(row.get("kind", UNKNOWN))),
+            *(number(row["harm"], 3), _interval(row, "harm_standard_error"), number(row["gain"], 3)),
+            *(share(part) for part in mass_parts(row) or (None,) * 4),
+        )
+        for row in sorted(layers, key=lambda row: (-row["harm"], row["layer"]))
+    ]
+
+
+def _layer_figure(evaluation: ModelEvaluation) -> list[str]:
+    assert evaluation.layers is not None
+    if not evaluation.layers["layers"]:
+        return []
+    picture = base64.b64encode(layer_svg(evaluation.layers).encode()).decode()
+    advice = f"{evaluation_name(evaluation)}: {layer_advice(evaluation.layers)}"
+    return [
+        f'<figure><img alt="mass read and harm by layer" src="data:image/svg+xml;base64,{picture}"></figure>',
+        f"<p>{escape(advice)}</p>",
+    ]
 
 
 def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
@@ -126,6 +192,8 @@ def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
             *(f"{cell['examples']:,}", share(cell.get("chance")), share(cell["accuracy"])),
             *(interval_text(cell.get("accuracy_interval")), share(cell["exact_match"])),
             *(share(cell.get("needle_hit")), share(cell.get("accuracy_if_hit"))),
+            *(share(cell.get("against_accuracy")), interval_text(cell.get("against_accuracy_interval"))),
+            share(cell.get("against_exact_match")),
         )
         for task, cells in sorted(evaluation.far_tasks.items())
         for cell in cells
@@ -133,13 +201,26 @@ def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
 
 
 def _selection_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    return _of_selection(evaluation, evaluation.selection)
+
+
+def _selection_against_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+    return _of_selection(evaluation, evaluation.selection_against)
+
+
+def _of_selection(evaluation: ModelEvaluation, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
             *(evaluation_name(evaluation), str(row["layer"]), f"{row['queries']:,}" if "queries" in row else UNKNOWN),
-            *(share(row.get("chance")), share(row["hit_rate"]), share(row["mass_caught"])),
+            *(share(row.get("chance")), share(row["hit_rate"]), share(row["mass_caught"]), _read_with_window(row)),
         )
-        for row in evaluation.selection
+        for row in rows
     ]
+
+
+def _read_with_window(row: dict[str, Any]) -> str:
+    parts = mass_parts(row)
+    return UNKNOWN if parts is None else share(1 - parts[-1])
 
 
 def _fact_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
@@ -165,15 +246,30 @@ def _harness_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     ]
 
 
+_SELECTION_HEADS = ("layer", "queries", "chance", "hit rate", "attention mass caught", "with window, of all mass")
 _TABLES: tuple[tuple[str, tuple[str, ...], range, Callable[[ModelEvaluation], list[tuple[str, ...]]]], ...] = (
     ("held-out loss by position in the document",
-     ("position", "tokens", "nats per token", "± 95 %", "bits per byte", "accuracy"), range(1, 6), _position_rows),
+     ("position", "tokens", "nats per token", "± 95 %", "bits per byte", "accuracy", "against: nats per token",
+      "against: accuracy"),
+     range(1, 8),
+     _position_rows),
+    ("agreement by position in the document",
+     ("position", "tokens", "nats per token", "against: nats per token", "difference", "± 95 %", "same top token", "KL",
+      "± 95 %"),
+     range(1, 9),
+     _agreement_rows),
+    ("layers by harm",
+     ("layer", "kind", "harm", "± 95 %", "gain", "window", "forced blocks", "scored blocks", "not read"),
+     range(2, 9),
+     _harm_rows),
     ("far tasks",
-     ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact", "needle hit", "accuracy if hit"),
-     range(1, 10),
+     ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact", "needle hit", "accuracy if hit",
+      "against: accuracy", "against: 95 % interval", "against: exact"),
+     range(1, 13),
      _far_rows),
     ("selection of blocks",
-     ("layer", "queries", "chance", "hit rate", "attention mass caught"), range(5), _selection_rows),
+     _SELECTION_HEADS, range(6), _selection_rows),
+    ("selection of blocks by the model compared with", _SELECTION_HEADS, range(6), _selection_against_rows),
     ("facts of synthetic questions in chosen blocks",
      ("layer", "questions", "chance", "fact hit", "accuracy if hit", "accuracy if missed"), range(6), _fact_rows),
     ("lm-evaluation-harness", ("task", "metric", "value"), range(2, 3), _harness_rows),
