@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.convert_dense.run import FOLDER, LONG, stages
 
-ROWS = 48
+ROWS = 24
 _HEAD = """\
 | model | loss | gap to the dense model | same top token | KL | gap beyond 2,048 tokens |
 |---|---|---|---|---|---|"""

@@ -50,12 +50,12 @@ def _read_bool(off: str, on: str) -> BeforeValidator:
 
 
 def _read_list(value: Any) -> Any:
-    """Text such as `dense` or `[dense, nsa]`, with or without brackets, as a list."""
+    """Text such as `dense` or `[dense, nsa]`, with or without brackets and quotation marks, as a list."""
     if not isinstance(value, str):
         return value
     text = value.strip()
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [part.strip() for part in bare.split(",")]
+    return [part.strip().strip("\"'") for part in bare.split(",")]
 
 
 TEXT_OR_LIST = BeforeValidator(_read_list)

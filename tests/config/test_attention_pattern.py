@@ -28,7 +28,7 @@ def test_one_name_or_a_list_in_a_file(tmp_path, text, want):
     assert read(tmp_path, f"model:\n  attention: {text}\n").model.attention == want
 
 
-@pytest.mark.parametrize("word", ["dense,nsa", "[dense,nsa]", "[dense, nsa]"])
+@pytest.mark.parametrize("word", ["dense,nsa", "[dense,nsa]", "[dense, nsa]", '["dense", "nsa"]'])
 def test_a_list_on_the_command_line(tmp_path, word):
     config = read(tmp_path, "model: {attention: window}\n", f"model.attention={word}")
     assert config.model.attention == ("dense", "nsa")
