@@ -103,6 +103,9 @@ def _sparse_stages(folder: Path) -> list[Stage]:
     for phi in ("avg", "softmax"):
         words = ["nsa", "convert", str(folder / "dense"), str(folder / f"sparse_{phi}"), *SPARSE, f"--phi={phi}"]
         made.append(Stage(f"sparse_{phi}", folder / f"sparse_{phi}", words))
+    kept = folder / "sparse_but_layer_0"
+    words = ["nsa", "convert", str(folder / "dense"), str(kept), *SPARSE, "--phi=avg", "--keep-dense=0"]
+    made.append(Stage(kept.name, kept, words))
     sparse, quiet = folder / "sparse_softmax", ("train.eval_every=0", "train.save_every=0")
     most = healing_steps(0.05)
     made.append(_train(folder, "warmed_up", sparse / "warmup.yaml", sparse, LONG, most, *quiet))

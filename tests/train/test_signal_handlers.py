@@ -193,7 +193,15 @@ def test_ranks_asked_to_regroup_save_together_and_are_resumed_by_the_launcher(st
     assert run.end() == 10
 
 
-@pytest.mark.parametrize(("launcher", "code"), [("train", 10), ("launch", 10), ("torchrun", 1)])
+# The runbook's own test sends them to `nsa train`.
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [
+        pytest.param("train", 10, marks=pytest.mark.slow),
+        ("launch", 10),
+        pytest.param("torchrun", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
     ranks = 1 if launcher == "train" else 2
     run = start(launcher=launcher, ranks=ranks)

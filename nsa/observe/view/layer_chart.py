@@ -29,7 +29,7 @@ _MASS_LEGEND = (
 _HARM_LEGEND = (("harm of the layer", _HARM, 0.45), ("advised to stay dense", _HARM, 1.0))
 _TITLE = "Sparse layers beside the dense model"
 _NOTE = "Share of dense attention's mass that a layer reads, and the divergence that it causes alone"
-_LEFT, _RIGHT, _TOP, _MASS_HEIGHT, _BETWEEN, _HARM_HEIGHT, _BELOW = 66, 24, 96, 180, 62, 110, 28
+_LEFT, _RIGHT, _TOP, _MASS_HEIGHT, _BETWEEN, _HARM_HEIGHT, _BELOW = 84, 24, 96, 180, 62, 110, 28
 _WIDEST_STEP, _NARROWEST_STEP, _PICTURE_WIDTH, _BAR = 72, 9, 640, 0.72
 _GLYPHS, _HARM_GLYPH = "█▓▒·", "■"
 
