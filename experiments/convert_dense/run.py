@@ -109,7 +109,7 @@ def _sparse_stages(folder: Path) -> list[Stage]:
     sparse, quiet = folder / "sparse_softmax", ("train.eval_every=0", "train.save_every=0")
     most = healing_steps(0.05)
     made.append(_train(folder, "warmed_up", sparse / "warmup.yaml", sparse, LONG, most, *quiet))
-    low = ("train.lr=3e-4", "train.warmup_steps=1", *quiet)
+    low = ("train.lr=1e-4", "train.warmup_steps=1", *quiet)
     for share in (0.01, 0.05):
         steps, begin = healing_steps(share), folder / "warmed_up"
         made.append(_train(folder, f"healed_{share:.0%}", sparse / "run.yaml", begin, LONG, steps, *low))
