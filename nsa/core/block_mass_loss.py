@@ -12,12 +12,13 @@ B batch · Q sampled queries · c queries of a chunk · T raw keys · C compress
 block · m compressed entries that overlap a block · G kv groups · R heads per group · K key dim
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.core.block_divergence import DivergenceSums, fake_results, register_gradient
 from nsa.core.branches import BranchKeys
 from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import budget
@@ -111,36 +112,24 @@ def _shifted(x_cGRX: Tensor, first_c: Tensor, length: int) -> Tensor:
     return x_cGRX.gather(-1, at_cx[:, None, None].expand(*x_cGRX.shape[:3], length))
 
 
-def _add_chunk(
-    chunk: _RowChunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: Tensor, dk_cmp: Tensor | None
-) -> None:
-    """Add the chunk's loss and number of queries to `sums`, and its gradient to `dk_cmp`."""
+def _add_chunk(chunk: _RowChunk, row: int, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: DivergenceSums) -> None:
     n_blocks = len(k_sel) // g.l_sel
     entries = _BlockEntries.of(g, n_blocks, chunk.q_cGRK)
     shares_cGRC = chunk.log_shares(k_cmp, g)
     parts_cGRJm = entries.by_block(shares_cGRC)
     log_score_cGJ = parts_cGRJm.logsumexp((2, 4))
-    compared_cGJ = chunk.complete_cJ(n_blocks, g)[:, None] & (log_score_cGJ > -torch.inf)
-    counted_cG1 = compared_cGJ.sum(-1, keepdim=True) > 1
-    compared_cGJ = compared_cGJ & counted_cG1
-    lowest = torch.finfo(log_score_cGJ.dtype).min
-    log_p_cGJ = log_score_cGJ.masked_fill(~compared_cGJ, lowest).log_softmax(-1)
-    log_target_cGJ = chunk.log_mass(k_sel, n_blocks, g).masked_fill(~compared_cGJ, lowest).log_softmax(-1)
-    target_cGJ = log_target_cGJ.exp()
-    sums += torch.stack([
-        (target_cGJ * (log_target_cGJ - log_p_cGJ)).where(compared_cGJ, 0).sum(), counted_cG1.sum().to(sums.dtype)
-    ])  # fmt: skip
-    if dk_cmp is None:
+    complete_c1J = chunk.complete_cJ(n_blocks, g)[:, None]
+    compared_cGJ, dlog_cGJ = sums.add(log_score_cGJ, chunk.log_mass(k_sel, n_blocks, g), complete_c1J)
+    if sums.dk_cmp is None:
         return
-    # Of log P: P − target per block, divided among the block's entries and heads by what each adds to its score.
-    dlog_cGJ = (log_p_cGJ.exp() - target_cGJ).where(compared_cGJ, 0)
+    # Of a block's score, divided among its entries and heads by what each adds to it.
     parts_cGRJm = (parts_cGRJm - log_score_cGJ.where(compared_cGJ, 0)[:, :, None, :, None]).exp()
     parts_cGRJm = (parts_cGRJm * dlog_cGJ[:, :, None, :, None]).where(compared_cGJ[:, :, None, :, None], 0)
     dshares_cGRC = entries.sum_by_entry(parts_cGRJm, len(k_cmp))
     dscores_cGRC = dshares_cGRC - shares_cGRC.exp() * dshares_cGRC.sum(-1, keepdim=True)
     number_cC = torch.arange(len(k_cmp), device=k_cmp.device) - chunk.first_c[:, None]
     dscores_cGRC = _shifted(dscores_cGRC, -chunk.first_c, len(k_cmp)).masked_fill((number_cC < 0)[:, None, None], 0)
-    dk_cmp += torch.einsum("cgrx,cgrk->xgk", dscores_cGRC, chunk.q_cGRK)
+    sums.dk_cmp[row] += torch.einsum("cgrx,cgrk->xgk", dscores_cGRC, chunk.q_cGRK)
 
 
 @torch.library.custom_op("nsa::block_mass_loss", mutates_args=())
@@ -156,19 +145,13 @@ def _compute(
     k_cmp: Tensor, k_sel: Tensor, per_query: tuple[Tensor, ...], g: Geometry, scale: float, need_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = per_query[0]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sums, dk_cmp = q.new_zeros(2, dtype=wide), k_cmp.new_zeros(k_cmp.shape, dtype=wide) if need_grad else None
+    sums = DivergenceSums(q, k_cmp, need_grad)
     if k_cmp.shape[1] and k_sel.shape[1] >= g.l_sel:
         size = max(1, budget(q) // max(1, q.shape[2] * q.shape[3] * k_sel.shape[1]))
-        for row, (k_cmp_row, k_sel_row) in enumerate(zip(k_cmp.to(wide), k_sel.to(wide), strict=True)):
-            of_row = None if dk_cmp is None else dk_cmp[row]
+        for row, (k_cmp_row, k_sel_row) in enumerate(zip(k_cmp.to(sums.wide), k_sel.to(sums.wide), strict=True)):
             for q_c, *rest in zip(*(x[row].split(size) for x in per_query), strict=True):
-                _add_chunk(_RowChunk(q_c.to(wide) * scale, *rest), k_cmp_row, k_sel_row, g, sums, of_row)
-    loss_sum, counted = sums[0], sums[1].clone()  # an operator's results share no memory
-    count = counted.clamp(min=1)
-    if dk_cmp is None:
-        return loss_sum / count, counted, k_cmp.new_empty(0)
-    return loss_sum / count, counted, (dk_cmp / count).to(k_cmp.dtype)
+                _add_chunk(_RowChunk(q_c.to(sums.wide) * scale, *rest), row, k_cmp_row, k_sel_row, g, sums)
+    return sums.results()
 
 
 @_block_mass_loss.register_fake
@@ -176,18 +159,7 @@ def _(
     k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, sizes: list[int],
     scale: float, need_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = torch.promote_types(q.dtype, torch.float32)
-    loss, counted = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
-    return loss, counted, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+    return fake_results(k_cmp, q, need_grad)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[2])
-
-
-def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    (dk_cmp,) = ctx.saved_tensors
-    return (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * 9
-
-
-_block_mass_loss.register_autograd(_differentiate, setup_context=_save)
+register_gradient(_block_mass_loss, n_inputs=10)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nsa.core.block_divergence import DivergenceSums, fake_results, register_gradient
 from nsa.core.branches import BranchesOutput, BranchKeys
 from nsa.core.keys_at_places import keys_at, row_numbers
 from nsa.core.positions import Positions
@@ -149,30 +150,20 @@ class _Chunk(NamedTuple):
         return scores.sub_(lse_cGR[..., None, None])
 
 
-def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: Tensor, dk_cmp: Tensor | None) -> None:
-    """Add the chunk's loss and number of queries to `sums`, and its gradient to `dk_cmp`."""
+def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: DivergenceSums) -> None:
     scores_cGRNm, at_cGNm = chunk.selector_scores(k_cmp, g)
     log_score_cGN = scores_cGRNm.logsumexp((2, 4))
-    compared_cGN = chunk.complete_cGN(g) & (log_score_cGN > -torch.inf)
-    counted_cG1 = compared_cGN.sum(-1, keepdim=True) > 1
-    compared_cGN = compared_cGN & counted_cG1
-    lowest = torch.finfo(log_score_cGN.dtype).min
-    log_p_cGN = log_score_cGN.masked_fill(~compared_cGN, lowest).log_softmax(-1)
-    log_target_cGN = chunk.log_mass_read(k_sel, g).masked_fill(~compared_cGN, lowest).log_softmax(-1)
-    target_cGN = log_target_cGN.exp()
-    sums += torch.stack([
-        (target_cGN * (log_target_cGN - log_p_cGN)).where(compared_cGN, 0).sum(), counted_cG1.sum().to(sums.dtype)
-    ])  # fmt: skip
-    if dk_cmp is None:
+    compared_cGN, dlog_cGN = sums.add(log_score_cGN, chunk.log_mass_read(k_sel, g), chunk.complete_cGN(g))
+    if sums.dk_cmp is None:
         return
-    # Of log P: P − target per block, divided among the block's entries and heads by what each adds to its score.
-    dlog_cGN = (log_p_cGN.exp() - target_cGN).where(compared_cGN, 0)
+    # Of a block's score, divided among its entries and heads by what each adds to it.
     parts_cGRNm = (scores_cGRNm - log_score_cGN.where(compared_cGN, 0)[:, :, None, :, None]).exp_()
     dscores_cGRNm = parts_cGRNm.mul_(dlog_cGN[:, :, None, :, None]).where(compared_cGN[:, :, None, :, None], 0)
     dk_cGNmK = torch.einsum("cgrnm,cgrk->cgnmk", dscores_cGRNm, chunk.q_cGRK)
     rows = row_numbers(at_cGNm, *k_cmp.shape[:2])
     # Not `index_add_`: on a GPU its sums depend on the order of threads.
-    dk_cmp.view(-1, dk_cmp.shape[-1]).index_put_((rows.flatten(),), dk_cGNmK.flatten(0, -2), accumulate=True)
+    of_rows = sums.dk_cmp.view(-1, sums.dk_cmp.shape[-1])
+    of_rows.index_put_((rows.flatten(),), dk_cGNmK.flatten(0, -2), accumulate=True)
 
 
 @torch.library.custom_op("nsa::selector_loss", mutates_args=())
@@ -190,21 +181,16 @@ def _compute(
     k_cmp: Tensor, k_sel: Tensor, per_query: tuple[Tensor, ...], g: Geometry, scale: float, need_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, blocks, lse_cmp, lse_sel, pos, start, first = per_query
-    wide = torch.promote_types(q.dtype, torch.float32)
     row_B1 = torch.arange(len(q), device=q.device)[:, None]
     start, first = start + row_B1 * k_sel.shape[1], first + row_B1 * k_cmp.shape[1]
     k_cmp_rows, k_sel_rows = k_cmp.flatten(0, 1), k_sel.flatten(0, 1)
-    sums, dk_cmp = q.new_zeros(2, dtype=wide), q.new_zeros(k_cmp_rows.shape, dtype=wide) if need_grad else None
+    sums = DivergenceSums(q, k_cmp, need_grad)
     if len(k_cmp_rows):
         chunk = max(1, budget(q) // max(1, blocks.shape[2] * blocks.shape[3] * g.l_sel * q.shape[-1]))
         given = [x.flatten(0, 1).split(chunk) for x in (q, blocks.long(), lse_cmp, lse_sel, pos, start, first)]
         for q_c, *rest in zip(*given, strict=True):
-            _add_chunk(_Chunk(q_c.to(wide) * scale, *rest), k_cmp_rows, k_sel_rows, g, sums, dk_cmp)
-    loss_sum, counted = sums[0], sums[1].clone()  # an operator's results share no memory
-    count = counted.clamp(min=1)
-    if dk_cmp is None:
-        return loss_sum / count, counted, k_cmp.new_empty(0)
-    return loss_sum / count, counted, (dk_cmp / count).to(k_cmp.dtype).view(k_cmp.shape)
+            _add_chunk(_Chunk(q_c.to(sums.wide) * scale, *rest), k_cmp_rows, k_sel_rows, g, sums)
+    return sums.results()
 
 
 @_selector_loss.register_fake
@@ -212,18 +198,7 @@ def _(
     k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
     start: Tensor, first: Tensor, sizes: list[int], scale: float, need_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = torch.promote_types(q.dtype, torch.float32)
-    loss, counted = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
-    return loss, counted, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+    return fake_results(k_cmp, q, need_grad)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[2])
-
-
-def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    (dk_cmp,) = ctx.saved_tensors
-    return (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * 11
-
-
-_selector_loss.register_autograd(_differentiate, setup_context=_save)
+register_gradient(_selector_loss, n_inputs=12)

@@ -1,0 +1,67 @@
+"""KL divergence from the attention mass of blocks to the scores that choose them, as the selector losses sum it.
+
+Both selector losses are operators with three results: the mean divergence, the number of queries that it is the mean
+of, and the gradient of the compressed keys, the only input that gets one.
+
+c queries of a chunk · G kv groups · N blocks · K key dim
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DivergenceSums:
+    """Divergences of queries, summed in fp32 or wider, and the gradient of the compressed keys if it is needed."""
+
+    def __init__(self, q: Tensor, k_cmp: Tensor, need_grad: bool) -> None:
+        self.wide = torch.promote_types(q.dtype, torch.float32)
+        self._sums, self._dtype = q.new_zeros(2, dtype=self.wide), k_cmp.dtype
+        self._no_gradient = k_cmp.new_empty(0)
+        self.dk_cmp = k_cmp.new_zeros(k_cmp.shape, dtype=self.wide) if need_grad else None
+
+    def add(self, log_score_cGN: Tensor, log_target_cGN: Tensor, complete_cGN: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the queries with two comparable blocks or more, each renormalised over these; returns which blocks they
+        are and the gradient of `log_score`.
+
+        log_target_cGN: logarithms of the attention mass. complete_cGN: whether a block ends at or before the query.
+        """
+        compared_cGN = complete_cGN & (log_score_cGN > -torch.inf)
+        counted_cG1 = compared_cGN.sum(-1, keepdim=True) > 1
+        compared_cGN = compared_cGN & counted_cG1
+        lowest = torch.finfo(log_score_cGN.dtype).min
+        log_p_cGN = log_score_cGN.masked_fill(~compared_cGN, lowest).log_softmax(-1)
+        log_target_cGN = log_target_cGN.masked_fill(~compared_cGN, lowest).log_softmax(-1)
+        target_cGN = log_target_cGN.exp()
+        divergence = (target_cGN * (log_target_cGN - log_p_cGN)).where(compared_cGN, 0).sum()
+        self._sums += torch.stack([divergence, counted_cG1.sum().to(self.wide)])
+        return compared_cGN, (log_p_cGN.exp() - target_cGN).where(compared_cGN, 0)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the operator; an empty gradient if it is not needed."""
+        loss_sum, counted = self._sums[0], self._sums[1].clone()  # an operator's results share no memory
+        count = counted.clamp(min=1)
+        if self.dk_cmp is None:
+            return loss_sum / count, counted, self._no_gradient
+        return loss_sum / count, counted, (self.dk_cmp / count).to(self._dtype)
+
+
+def fake_results(k_cmp: Tensor, q: Tensor, need_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the shapes and types of `DivergenceSums.results`."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    loss, counted = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
+    return loss, counted, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+
+
+def register_gradient(operator: Any, n_inputs: int) -> None:
+    """The operator's third result is the gradient of its first input; the other inputs have none."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[2])
+
+    def differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (dk_cmp,) = ctx.saved_tensors
+        return (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * (n_inputs - 1)
+
+    operator.register_autograd(differentiate, setup_context=save)
