@@ -51,6 +51,21 @@ def test_the_wheel_is_small_and_carries_every_config_and_the_corpus(wheel):
     assert list(content) == ["nsa/shipped/__init__.py"]
 
 
+def test_two_builds_are_the_same_bytes(wheel, tmp_path):
+    """The second one from files with other times and modes, in another folder and order."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in reversed(tracked.rstrip("\0").split("\0")):
+        source, copy = ROOT / name, tmp_path / "elsewhere" / name
+        if source.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            copy.chmod(0o755 if os.access(source, os.X_OK) else 0o600)
+            os.utime(copy, (10**9, 10**9))
+    again = build_wheel(tmp_path, tmp_path / "elsewhere")
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
+
+
 def test_the_checkout_is_not_seen(installed, tmp_path):
     code = "import json, nsa, nsa.shipped as s; print(json.dumps([nsa.__file__, str(s.CONFIGS), str(s.CORPUS)]))"
     found = json.loads(installed.run(f"{installed.venv}/bin/python -c '{code}'", tmp_path))
