@@ -18,6 +18,7 @@ from nsa.infer.serve import free_port
 from tests.train.runs import environment
 from tests.trained_runs import write_run
 from tools.compare_generation import ServerProcess, nsa_serve
+from tools.load.serving import StreamingClient, put_under_load
 
 # The second one is read in several chunks.
 PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
@@ -80,6 +81,16 @@ def test_streamed_pieces_are_the_same_text(server, expected):
         assert text.rstrip("�") == streamed.rstrip("�")
         assert chunks[-1]["usage"]["completion_tokens"] == 24
         assert len(chunks) > 5
+
+
+def test_clients_that_go_away_leave_the_others_answers_and_the_server_free(server):
+    found = put_under_load(StreamingClient(server.url, None, tokens=12), clients=6, seconds=3.0)
+    assert found["failed"] == []
+    assert found["dropped by clients"] > 0
+    assert found["as the idle server's"] == found["answers"] > 0
+    assert found["idle answer is the same after"]
+    idle, behind = found["idle answer s before, after"][1], found["answer s behind 8 dropped of 10 times the length"]
+    assert behind < 8 * idle + 2  # 80 times the work was dropped
 
 
 def test_requests_at_once_queue_and_get_their_own_answers(server, expected):

@@ -1,7 +1,7 @@
 """Prometheus exporter: serves metrics of run folders over HTTP, from its own process.
 
-Files are read at each scrape. A folder that is temporarily unreadable keeps its last values, so that the age of its
-heartbeat grows and triggers the alert.
+Files are read at a scrape, and scrapes within a second share one reading. A folder that is temporarily unreadable keeps
+its last values, so that the age of its heartbeat grows and triggers the alert.
 """
 
 import errno
@@ -9,13 +9,16 @@ import ipaddress
 import json
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from wsgiref.simple_server import WSGIServer
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -26,7 +29,12 @@ from nsa.observe.export.run_metrics import CountedHistory, MetricSample, run_inf
 from nsa.observe.watch.history import HistoryReader
 from nsa.terminal_text import printable
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 Family = GaugeMetricFamily | CounterMetricFamily
+SHARED_S = 1.0
+"""Scrapes within this time after a reading get the same text: the cost of many scrapers is that of one per second."""
 
 
 class RunsCollector(Collector):
@@ -73,18 +81,62 @@ def run_names(paths: Iterable[Path]) -> dict[Path, str]:
     return {path: printable(name) for path, name in named.items()}
 
 
+class SharedScrapes:
+    """WSGI application that gives concurrent and quickly repeated requests the answer to the first of them."""
+
+    def __init__(self, app: "WSGIApplication", clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._clock = app, clock
+        self._lock = threading.Lock()
+        self._answers: dict[tuple[str, ...], tuple[float, tuple[Any, ...], list[bytes]]] = {}
+
+    def __call__(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
+        varying = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING")
+        variant = tuple(str(environ.get(name, "")) for name in varying)
+        with self._lock:
+            kept = {key: answer for key, answer in self._answers.items() if self._clock() - answer[0] < SHARED_S}
+            if variant not in kept:
+                started: list[tuple[Any, ...]] = []
+                body = list(self._app(environ, lambda *head: started.append(head)))  # type: ignore[arg-type]
+                kept[variant] = self._clock(), started[0], body
+            self._answers = kept
+            _, head, body = kept[variant]
+        start_response(*head)
+        return body
+
+
+class ScrapeServer(ThreadingMixIn, WSGIServer):
+    """One thread per request; none of them keeps the process from exiting."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+
+def _serve(app: "WSGIApplication", host: str, port: int) -> WSGIServer:
+    """A server that listens; IPv6 where the address is one."""
+    ((family, *_, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    of_family = type("ScrapeServerOfFamily", (ScrapeServer,), {"address_family": family})
+    return make_server(str(address[0]), port, app, of_family, handler_class=SilentHandler)
+
+
 class MetricsExporter:
     def __init__(self, folders: Sequence[Path], *, host: str, port: int, file_sd: Path | None = None) -> None:
         self._collector = RunsCollector(folders)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._collector)
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _serve(SharedScrapes(make_wsgi_app(registry)), host, port)
         except OSError as error:  # invalid host, address of another machine, port in use
             raise ConfigError(
                 f"cannot listen on {host}:{port} ({error.strerror}): Prometheus could not scrape it. Choose another "
                 f"{'--port' if error.errno == errno.EADDRINUSE else '--host'}."
             ) from None
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         self.address = _address(host, self._server)
         self._file_sd = file_sd
         if file_sd is not None:

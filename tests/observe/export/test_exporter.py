@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from dataclasses import fields, replace
@@ -24,7 +25,7 @@ from nsa import names
 from nsa.errors import ConfigError
 from nsa.observe.events import EventKind, add_event
 from nsa.observe.export import run_metrics
-from nsa.observe.export.exporter import MetricsExporter, RunsCollector, is_loopback, run_names
+from nsa.observe.export.exporter import SHARED_S, MetricsExporter, RunsCollector, SharedScrapes, is_loopback, run_names
 from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
 from nsa.observe.run_folder import RunFolder
 
@@ -211,6 +212,49 @@ def test_no_text_of_a_configuration_or_a_record_becomes_a_label(tmp_path):
     assert SECRET in (tmp_path / "alpha" / names.ENV).read_text()
     assert SECRET not in served.text()
     assert "bucket" not in served.text()
+
+
+class CountingApp:
+    """Answers with the number of the call, and the encoding asked for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, environ, start_response):
+        self.calls += 1
+        time.sleep(0.05)
+        start_response("200 OK", [("X-Call", str(self.calls))])
+        return [f"{self.calls} {environ.get('HTTP_ACCEPT_ENCODING', '')}".encode()]
+
+
+def ask(app, **environ) -> tuple[str, bytes]:
+    heads = []
+    body = app({"PATH_INFO": "/metrics", **environ}, lambda status, headers: heads.append(dict(headers)["X-Call"]))
+    return heads[0], b"".join(body)
+
+
+def test_scrapes_at_once_and_soon_after_share_one_reading():
+    app, now = CountingApp(), [100.0]
+    shared, answers = SharedScrapes(app, clock=lambda: now[0]), []
+    threads = [threading.Thread(target=lambda: answers.append(ask(shared))) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [("1", b"1 ")] * 20
+    now[0] += 0.99 * SHARED_S
+    assert ask(shared) == ("1", b"1 ")
+    now[0] += 0.02 * SHARED_S
+    assert ask(shared) == ("2", b"2 ")
+    assert app.calls == 2
+
+
+def test_another_encoding_or_path_is_another_answer():
+    shared = SharedScrapes(CountingApp(), clock=lambda: 0.0)
+    assert ask(shared)[1] == b"1 "
+    assert ask(shared, HTTP_ACCEPT_ENCODING="gzip")[1] == b"2 gzip"
+    assert ask(shared, PATH_INFO="/favicon.ico")[1] == b"3 "
+    assert ask(shared)[1] == b"1 "
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""The soak: slopes, and a short one of real processes that notices what ends and what grows."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tools import soak
+
+
+def test_a_slope_is_that_of_the_second_half():
+    times = [float(s) for s in range(100)]
+    assert soak.slope(times, [5.0] * 100) == 0.0
+    assert soak.slope(times, [min(t, 50.0) for t in times]) == pytest.approx(0.0)  # a warm-up is no growth
+    assert soak.slope(times, [2.0 * t for t in times]) == pytest.approx(2.0)
+    assert soak.slope([1.0], [1.0]) == 0.0
+
+
+def test_a_process_is_sampled_with_its_descendants():
+    code = "import time; print('ready', flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    try:
+        alone, both = soak.ProcessSeries("child", child.pid), soak.ProcessSeries("both", os.getpid())
+        alone.sample(0.0, {})
+        both.sample(0.0, {os.getpid(): [child.pid]})
+    finally:
+        child.kill()
+        child.wait()
+    assert alone.values["processes"] == [1]
+    assert both.values["processes"] == [2]
+    assert both.values["MiB"][0] > alone.values["MiB"][0] > 1
+    alone.sample(1.0, {})
+    assert alone.times == [0.0]  # nothing is recorded of a process that is gone
+
+
+def rows_of(grows: float) -> tuple[list[soak.ProcessSeries], list[dict[str, float]]]:
+    series = soak.ProcessSeries("nsa watch", 1)
+    for second in range(200):
+        series.times.append(float(second))
+        for name, values in series.values.items():
+            values.append(10.0 + (grows * second if name == "open files" else 0.0))
+    files = [{"s": float(s), "checkpoints": 3.0, "heartbeat_rank0.jsonl": 100.0 * s} for s in range(200)]
+    files.append({**files[-1], "step": 199.0})
+    return [series], files
+
+
+@pytest.mark.parametrize(("grows", "expected"), [(0.0, []), (0.1, ["nsa watch: open files grows by 12.0 per hour"])])
+def test_growth_is_named_per_compressed_hour(tmp_path, grows, expected):
+    series, files = rows_of(grows)
+    found = soak._table(series, files, 30.0, [], tmp_path)
+    assert found["grew"] == expected
+    assert found["bytes per step"] == {"heartbeat_rank0.jsonl": 100.0}
+    assert found["compressed hours"] == 1.66
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_short_soak_of_real_processes(tmp_path):
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    found = soak.soak(tmp_path, minutes=2.0, speed=30.0)
+    assert found["ended"] == []
+    assert found["steps"] > 20
+    assert [row["process"] for row in found["processes"]] == [
+        "nsa train", "nsa watch", "nsa exporter", "nsa monitor", "prometheus",
+    ]  # fmt: skip
