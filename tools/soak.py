@@ -5,8 +5,8 @@
 
 Time is compressed: with `--speed 30` the watchdog checks every second instead of every 30 and Prometheus scrapes twice
 a second instead of every 15, so that eight minutes are as many checks and scrapes as four hours; steps take
-milliseconds, and a checkpoint is saved every 200 of them. What grows with the clock itself is not found so. The monitor has its own
-terminal and draws every second.
+milliseconds, and a checkpoint is saved every 200 of them. What grows with the clock itself is not found so. The monitor
+has its own terminal and draws every second.
 
 Every process is sampled (resident memory, open files, threads, children), and so are the sizes of the run's files. A
 slope is that of a straight line through the samples of the second half, per hour of compressed time. Heartbeats and
