@@ -1,4 +1,4 @@
-"""Data of the drill's runs: deterministic synthetic text as JSONL or parquet, and an HTTP server that can hang or fail."""
+"""Data of the drill's runs: deterministic synthetic text as JSONL or parquet, and an HTTP server with faults."""
 
 import json
 import random

@@ -33,7 +33,7 @@ def fill_disk(harness: DrillHarness) -> str:
                 while file.write(piece):
                     pass
             except OSError as error:
-                problem = error.strerror
+                problem = str(error.strerror)
     assert problem, "a full disk accepted another byte"
     return problem
 

@@ -106,7 +106,8 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
         explains=(*_RESTARTS, *_HALTS, SightingPattern("finding:(heartbeat_stall|throughput_zero)")),
     ),
     ChaosFault.DISK_FULL: FaultProfile(
-        title="full disk, freed", cost_s=50, named_by=(SightingPattern("log|error|launcher:.*", "(?i)no space|disk|22"),),
+        title="full disk, freed", cost_s=50,
+        named_by=(SightingPattern("log|error|launcher:.*", "No space left|disk_full|exited with 22"),),
         explains=(
             *_RESTARTS, SightingPattern("launcher:not restarted"),
             SightingPattern("finding:(checkpoint_overdue|heartbeat_stall)"), SightingPattern("unreadable"),

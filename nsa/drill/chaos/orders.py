@@ -1,7 +1,7 @@
 """Orders to running ranks of a chaos drill: files that the drill writes and the rank follows at its next step.
 
-NaN gradients last until the process ends and begin right after a save: a checkpoint with a skipped step in it would make
-the run differ from a calm one. A changed clock is this process's `time.time` alone.
+NaN gradients last until the process ends and begin right after a save: a checkpoint with a skipped step in it would
+make the run differ from a calm one. A changed clock is this process's `time.time` alone.
 """
 
 import json

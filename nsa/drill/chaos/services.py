@@ -1,7 +1,7 @@
 """Servers that a chaos run depends on: data and object store, in a process of their own, on a node if there are nodes.
 
-As a program (`python -m nsa.drill.chaos.services serve FOLDER HOST`) it writes the addresses to FOLDER/addresses.json and
-follows FOLDER/mode.json, which `ServiceControl` writes: how the data server and the store answer from now on.
+As a program (`python -m nsa.drill.chaos.services serve FOLDER HOST`) it writes the addresses to FOLDER/addresses.json
+and follows FOLDER/mode.json, which `ServiceControl` writes: how the data server and the store answer from now on.
 """
 
 import json

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nsa import names
 from nsa.observe.events import EventKind, RunEvent, parse_event
@@ -72,7 +73,8 @@ class RunObserver:
         self.sightings.append(Sighting(self._clock(), kind, text))
 
     def close(self) -> None:
-        for tail in (self._events, self._beats, *self._logs.values()):
+        tails: list[RecordTail[Any]] = [self._events, self._beats, *self._logs.values()]
+        for tail in tails:
             tail.close()
 
     def _add_beat(self, beat: HeartbeatRecord) -> None:

@@ -1,4 +1,4 @@
-"""The verdict of a chaos drill must be able to fail: each kind of trouble, in fabricated run folders, fails it alone."""
+"""The verdict of a chaos drill must be able to fail: each kind of trouble, in fabricated run folders, fails it."""
 
 import shutil
 from dataclasses import replace
