@@ -50,10 +50,10 @@ def drill(
     adds when the run continued and how many steps it repeated.
 
     With `--chaos` one training of two ranks meets random faults: kills, hangs, a full disk, a corrupt checkpoint, bad
-    servers, NaN, wrong clocks, halts, a lost node where namespaces are permitted. It must end with the weights of a calm
-    run, bit for bit; every fault must be reported in time and every problem in the logs explained by a fault. From 30m
-    on 85 % goodput, as `nsa report` counts it, is required. Steps are paced by sleeping, which changes no number, so
-    that the calm run before takes minutes.
+    servers, NaN, wrong clocks, halts, a lost node where namespaces are permitted. It must end with the weights of a
+    calm run, bit for bit; every fault must be reported in time and every problem in the logs explained by a fault. From
+    30m on 85 % goodput, as `nsa report` counts it, is required. Steps are paced by sleeping, which changes no number,
+    so that the calm run before takes minutes.
 
     **Example:** `nsa drill --only killed_rank --only full_disk --keep artifacts/drill`
     """

@@ -105,7 +105,8 @@ class ChaosCluster:
         launcher = self.launchers.get(place)
         if launcher is None or not launcher.running:
             return
-        for pid in (launcher.pid, *descendants(launcher.pid)):
+        # On a node the first process is nsenter, whose command line ends with that of the launcher.
+        for pid in (*(() if self.nodes else (launcher.pid,)), *descendants(launcher.pid)):
             if f"\0-m\0{words}\0" in _read(pid, "cmdline"):
                 yield pid
 
