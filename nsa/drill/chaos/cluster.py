@@ -71,8 +71,8 @@ class ChaosCluster:
             save_every=self._plan.save_every,
         )
         nproc = 1 if self.nodes else RANKS
-        words = [inject.MODULE, "launch", fault.to_json(), str(nproc), *several, *options, *arguments]
-        self.launchers[place] = self._harness.start(*_options_last(words), node=self.node(place))
+        words = [inject.MODULE, "launch", fault.to_json(), str(nproc), *arguments, *several, *options]
+        self.launchers[place] = self._harness.start(*words, node=self.node(place))
 
     def place_of_rank(self, rank: int) -> int:
         return rank if self.nodes else 0
@@ -109,11 +109,6 @@ class ChaosCluster:
         for pid in (*(() if self.nodes else (launcher.pid,)), *descendants(launcher.pid)):
             if f"\0-m\0{words}\0" in _read(pid, "cmdline"):
                 yield pid
-
-
-def _options_last(words: list[str]) -> list[str]:
-    """Options after settings, as a command line reads best."""
-    return [*(word for word in words if not word.startswith("--")), *(word for word in words if word.startswith("--"))]
 
 
 def descendants(pid: int) -> list[int]:

@@ -16,7 +16,7 @@ from nsa.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, ChaosFault
 from nsa.drill.chaos.faults import INJECTORS, FaultStage
 from nsa.drill.chaos.operator import ScriptedOperator
 from nsa.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
-from nsa.drill.chaos.services import ServiceControl
+from nsa.drill.chaos.services import STORE_FOLDER, ServiceControl
 from nsa.drill.chaos.sightings import RunObserver
 from nsa.drill.chaos.verdict import ChaosVerdict, PlayedFault, judge, name_faults, read_outcome
 from nsa.drill.harness import DrillHarness, NotObserved
@@ -94,7 +94,7 @@ class ChaosDrill:
             "data.queue_depth=1",
             f"data.loader_timeout_s={LOADER_TIMEOUT_S:g}",
             f"parallel.timeout_s={TIMEOUT_S:g}",
-            *([f"train.checkpoint_store={ServiceControl(self._folder).store_folder}"] if with_store else []),
+            *([f"train.checkpoint_store={STORE_FOLDER}"] if with_store else []),
         )
 
     def _calm_run(self, services: ServiceControl) -> Path:
