@@ -19,8 +19,6 @@ from nsa.drill.inject import FaultKind, PlantedFault
 from nsa.drill.node_network import NetworkNode, NodeNetwork
 from nsa.drill.small_disk import mount_small_disk
 
-TIMEOUT_S = 60.0
-"""parallel.timeout_s."""
 _PORT = 29500
 _WORKER = "spawn_main"  # in the command line of a process that multiprocessing started
 _DISK_MIB, _DISK_MIB_PER_STEP = 64, 0.02

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from nsa.drill.chaos.cluster import TIMEOUT_S, ChaosCluster
-from nsa.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, ChaosFault
+from nsa.drill.chaos.cluster import ChaosCluster
+from nsa.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, TIMEOUT_S, ChaosFault
 from nsa.drill.chaos.faults import INJECTORS, FaultStage
 from nsa.drill.chaos.operator import ScriptedOperator
 from nsa.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
