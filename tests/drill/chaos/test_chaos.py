@@ -18,11 +18,18 @@ ROOT = Path(__file__).parents[3]
 
 def chaos(duration: str, seed: int, keep: Path, timeout_s: float) -> tuple[int, dict, str]:
     words = ["--chaos", duration, "--seed", str(seed), "--keep", str(keep)]
-    result = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", "drill", "--json", *words],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=timeout_s,
-    )  # fmt: skip
-    return result.returncode, json.loads(result.stdout), result.stderr
+    command = [sys.executable, "-m", "nsa.cli", "drill", "--json", *words]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as drill:
+        try:
+            printed, said = drill.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            drill.terminate()  # not killed: it has a disk to unmount
+            printed, said = drill.communicate()
+            pytest.fail(f"not done within {timeout_s:.0f} s: {said}")
+    return drill.returncode, json.loads(printed), said
 
 
 def require_as_planned(found: dict, seconds: float, seed: int) -> None:
