@@ -95,7 +95,7 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
     ),
     ChaosFault.LAUNCHER_KILLED: FaultProfile(
         title="SIGKILL of a launcher", cost_s=40, named_by=(_RESTARTED, _GONE), named_within_s=TIMEOUT_S + SLACK_S,
-        explains=_RESTARTS, may_be_followed=True, may_follow=True,
+        explains=_RESTARTS, may_be_followed=True,  # follows none: while the run is down, nothing new tells of it
     ),
     ChaosFault.PREFETCH_KILLED: FaultProfile(
         title="SIGKILL of a prefetch process", cost_s=32, named_by=(SightingPattern("launcher:.*", "exited with 21"),),
