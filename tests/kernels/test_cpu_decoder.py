@@ -139,3 +139,15 @@ def decoder_of(**changes: KeyPages):
 def test_pages_that_do_not_fit_are_refused(stream, change):
     with pytest.raises(ConfigError, match=r"page|table"):
         decoder_of(**{stream: change})
+
+
+def test_an_entry_of_tokens_without_pages_is_refused():
+    """The mean of a block reads tokens of earlier pages, not only the one that is written."""
+    streams = Streams()
+    view = streams.view(True)
+    view.tail.table_BP[1, : (LENGTHS[1] - 1) // view.tail.k.shape[2]] = -1  # all but the page of the newest token
+    decoder = CpuDecoder(view, heads_per_group=3, means=True, geometry=streams.g, scale=0.2)
+    with pytest.raises(ConfigError):
+        for _ in range(STEPS):
+            at = torch.arange(4), view.length_B.clone()
+            decoder.append(tuple(x[at][:, None] for x in streams.raw))
