@@ -36,7 +36,7 @@ def full_disk(harness: DrillHarness, result: DrillResult) -> None:
     result.left_behind = f"exit {code}, verified checkpoint {step}"
     if mounted:
         (harness.run_folder.parent / "ballast").unlink()
-    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True, fault_at=at)
 
 
 def _mount(harness: DrillHarness) -> bool:
