@@ -1,8 +1,11 @@
-"""Data of the drill's runs: deterministic synthetic text as JSONL or parquet, and an HTTP server that can hang."""
+"""Data of the drill's runs: deterministic synthetic text as JSONL or parquet, and an HTTP server with faults."""
 
 import json
 import random
+import socket
+import struct
 import threading
+from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -30,13 +33,25 @@ def write_parquet(path: Path, count: int) -> None:
     pyarrow.parquet.write_table(table, path, row_group_size=4, write_page_checksum=True)
 
 
-class DataServer:
-    """Serves one parquet file by byte ranges on localhost; while it hangs, it accepts requests and does not answer."""
+class ServerFault(StrEnum):
+    """How a server answers while it fails."""
 
-    def __init__(self, folder: Path) -> None:
+    INTERNAL_ERROR = "500"
+    TOO_MANY_REQUESTS = "429"
+    RESET = "reset"
+    """The connection is reset without an answer."""
+    TRUNCATED = "truncated"
+    """The connection is closed after half of the body."""
+
+
+class DataServer:
+    """Serves one parquet file by byte ranges; while it hangs, it accepts requests and does not answer."""
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1", count: int = 400) -> None:
         file = folder / NAME[1:]
-        write_parquet(file, 400)
+        write_parquet(file, count)
         self._content = file.read_bytes()
+        self.fault: ServerFault | None = None
         self._answering = threading.Event()
         self._answering.set()
         self._closed = False
@@ -60,12 +75,13 @@ class DataServer:
             def handle_error(self, request: object, client_address: object) -> None:
                 """Ignore clients that disconnected while they waited."""
 
-        self._server = HangingServer(("127.0.0.1", 0), HangingHandler)
+        self._server = HangingServer((host, 0), HangingHandler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}{NAME}"
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}{NAME}"
 
     def hang(self) -> None:
         self._answering.clear()
@@ -85,9 +101,25 @@ class DataServer:
         first = int(first_word) if first_word else max(0, size - int(last_word))
         last = min(int(last_word), size - 1) if first_word and last_word else size - 1
         body = self._content[first : last + 1]
+        if self.fault in (ServerFault.INTERNAL_ERROR, ServerFault.TOO_MANY_REQUESTS):
+            request.send_response(int(self.fault))
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        if self.fault is ServerFault.RESET:
+            reset(request)
+            return
         request.send_response(206)
         request.send_header("Content-Range", f"bytes {first}-{last}/{size}")
         request.send_header("Content-Length", str(len(body)))
         request.send_header("ETag", '"drill"')
         request.end_headers()
-        request.wfile.write(body)
+        request.close_connection = self.fault is ServerFault.TRUNCATED
+        request.wfile.write(body[: len(body) // 2] if request.close_connection else body)
+
+
+def reset(request: BaseHTTPRequestHandler) -> None:
+    """Close the connection with a TCP reset."""
+    request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    request.connection.close()
+    request.close_connection = True

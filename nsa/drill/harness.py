@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -53,14 +53,19 @@ class DrillProcess:
     """A Python module as a program in its own session, here or on a node, with its output in a log file."""
 
     def __init__(
-        self, command: list[str], log: Path, stop_event: threading.Event, node: NetworkNode | None = None
+        self,
+        command: list[str],
+        log: Path,
+        stop_event: threading.Event,
+        node: NetworkNode | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.log, self._stop_event, self._timeout = log, stop_event, ProgressTimeout(log.parent)
         here = [sys.executable, "-m", "nsa.drill.harness", str(os.getpid()), *command]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 here if node is None else node.command([sys.executable, "-m", *command]),
-                env={**without_settings(), "OMP_NUM_THREADS": "1"},
+                env={**without_settings(), "OMP_NUM_THREADS": "1", **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -129,6 +134,8 @@ class DrillHarness:
         self._stop_event, self._undisturbed = stop_event, undisturbed
         self._processes: list[DrillProcess] = []
         self._first_step_s = 0.0
+        self.environment: dict[str, str] = {}
+        """Variables for processes started from now on."""
         self._closing: list[Callable[[], object]] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._marker = folder / "run.yaml", folder / "injected_at"
@@ -162,20 +169,23 @@ class DrillHarness:
 
     def watch(self, **limits: float) -> DrillProcess:
         """`nsa watch --halt 1` with two checks per second; limits not given have their defaults."""
+        process = self.start_watch(**limits)
+        self.wait_for("the watchdog's first record", (self.run_folder / names.HEALTH_LOG).exists, process)
+        return process
+
+    def start_watch(self, **limits: float) -> DrillProcess:
+        """The same without waiting for its first record."""
         self.run_folder.mkdir(parents=True, exist_ok=True)
         words = [word for name, value in limits.items() for word in ("--limit", f"{name}={value:g}")]
-        log = self.run_folder / names.HEALTH_LOG
-        process = self.start(
+        return self.start(
             "nsa.cli", "watch", str(self.run_folder), "--halt", "1", "--interval", f"{WATCH_INTERVAL_S:g}", *words
         )
-        self.wait_for("the watchdog's first record", log.exists, process)
-        return process
 
     def start(self, *command: str, node: NetworkNode | None = None) -> DrillProcess:
         """Start a module with arguments, here or on a node."""
         where = "" if node is None else f"{node.name}-"
         log = self.folder / f"{len(self._processes)}-{where}{command[1]}.log"
-        self._processes.append(DrillProcess(list(command), log, self._stop_event, node))
+        self._processes.append(DrillProcess(list(command), log, self._stop_event, node, self.environment))
         return self._processes[-1]
 
     def wait_for(self, what: str, condition: Callable[[], _T], process: DrillProcess | None = None) -> _T:

@@ -1,7 +1,8 @@
 """Fault injection inside a rank: NaN gradients, collapsed gates, a slow rank, uneven data loading.
 
 As a program it is `nsa train` or `nsa launch` with an injected fault, the only entry point that injects one:
-`python -m nsa.drill.inject train|launch FAULT NPROC CONFIG KEY=VALUE …`. `nsa train` and `nsa launch` never import this
+`python -m nsa.drill.inject train|launch FAULT NPROC CONFIG KEY=VALUE …`; `launch` also takes --resume, --clear-halt and
+--nodes=COUNT@HOST:PORT (number of nodes and rendezvous). `nsa train` and `nsa launch` never import this
 module: training has no hook, setting or variable that could make it fail on purpose. torch and the engine are imported
 where a fault is injected, since the process that describes a fault does not need them.
 """
@@ -33,6 +34,8 @@ class FaultKind(StrEnum):
     GATE_COLLAPSE = "gate_collapse"
     SLOW_RANK = "slow_rank"
     BENIGN_NOISE = "benign_noise"
+    CHAOS = "chaos"
+    """Steps of at least `seconds`, and faults ordered while the run is going (`nsa.drill.chaos.orders`); all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,9 @@ class PlantedFault:
     """Single affected batches before that."""
     rank: int = 0
     seconds: float = 0.0
+    orders: str = ""
+    """Folder with orders for running ranks."""
+    save_every: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -69,18 +75,18 @@ def inject(fault: PlantedFault) -> None:
     """Inject the fault into this process, if it is the rank that the fault is for."""
     from nsa.train.distributed import RankInfo
 
-    if RankInfo.from_environment().rank == fault.rank:
+    if fault.kind is FaultKind.CHAOS or RankInfo.from_environment().rank == fault.rank:
         _INJECTORS[fault.kind](fault)
 
 
 def _nan_gradient(fault: PlantedFault) -> None:
     """Set one value of one gradient to NaN after the backward pass; the loss stays finite."""
+    _around_batches(fault, after=_set_nan)
 
-    def after(module: "StepSkippingTrainModule") -> None:
-        gradient = next(p.grad for p in module.model.parameters() if p.grad is not None)
-        gradient.flatten()[0] = float("nan")
 
-    _around_batches(fault, after=after)
+def _set_nan(module: "StepSkippingTrainModule") -> None:
+    gradient = next(p.grad for p in module.model.parameters() if p.grad is not None)
+    gradient.flatten()[0] = float("nan")
 
 
 def _gate_collapse(fault: PlantedFault) -> None:
@@ -130,11 +136,33 @@ def _benign_noise(fault: PlantedFault) -> None:
     _around_batches(fault, before=lambda module: time.sleep(chance.uniform(0.0, 0.02)))
 
 
+def _chaos(fault: PlantedFault) -> None:
+    """Pace the steps, which changes no number, and follow the orders for this rank."""
+    from nsa.drill.chaos.orders import OrderFollower
+    from nsa.train.distributed import RankInfo
+
+    follower = OrderFollower(Path(fault.orders), RankInfo.from_environment().rank, fault.save_every)
+    due = time.monotonic()
+
+    def before(module: "StepSkippingTrainModule") -> None:
+        nonlocal due
+        time.sleep(max(0.0, due - time.monotonic()))
+        due = time.monotonic() + fault.seconds
+        follower.follow(module.trainer.global_step)
+
+    def after(module: "StepSkippingTrainModule") -> None:
+        if follower.nan_gradients:
+            _set_nan(module)
+
+    _around_batches(fault, before=before, after=after)
+
+
 _INJECTORS: dict[FaultKind, Callable[[PlantedFault], None]] = {
     FaultKind.NAN_GRADIENT: _nan_gradient,
     FaultKind.GATE_COLLAPSE: _gate_collapse,
     FaultKind.SLOW_RANK: _slow_rank,
     FaultKind.BENIGN_NOISE: _benign_noise,
+    FaultKind.CHAOS: _chaos,
 }
 
 
@@ -179,10 +207,26 @@ def _train(fault: str, words: list[str]) -> int:
 
 
 def _launch(fault: str, nproc: int, words: list[str]) -> int:
+    from nsa.observe import halt_file
+    from nsa.observe.run_folder import RunFolder
     from nsa.train.launch.launcher import LaunchSettings, launch
+    from nsa.train.start_options import StartOptions
 
-    command = [sys.executable, "-m", MODULE, "train", fault, "1", *words]
-    settings = LaunchSettings(command=command, run_folder=Path(_config(words).train.out_dir), nproc=nproc)
+    options = [word for word in words if word.startswith("--")]
+    words = [word for word in words if word not in options]
+    folder = Path(_config(words).train.out_dir)
+    if "--clear-halt" in options:
+        halt_file.clear(folder, now=time.time(), step=RunFolder(folder).last_step())
+    several = next((option.partition("=")[2] for option in options if option.startswith("--nodes=")), "")
+    nnodes, _, endpoint = several.partition("@")
+    settings = LaunchSettings(
+        command=[sys.executable, "-m", MODULE, "train", fault, "1", *words],
+        run_folder=folder,
+        nproc=nproc,
+        nnodes=nnodes or "1",
+        rdzv_endpoint=endpoint or None,
+        start=StartOptions(resume="--resume" in options),
+    )
     return launch(settings, lambda text: _log(f"launch: {text}"))
 
 

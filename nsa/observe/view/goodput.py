@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from nsa import names
 from nsa.observe.events import EventKind, RunEvent
+from nsa.observe.view.clock_jumps import correct_clock
 from nsa.observe.view.run_data import EvaluationRecord, RankSeries
 from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
 
@@ -89,7 +90,8 @@ def goodput(
     evaluations: Sequence[EvaluationRecord] = (),
     limits: HealthLimits | None = None,
 ) -> Goodput | None:
-    """None for a run without records. Time after the last record belongs to no cause."""
+    """None for a run without records. Time after the last record belongs to no cause; clock jumps are corrected."""
+    lead, events = correct_clock(lead, events)
     spans = _spans(lead, events)
     if not spans:
         return None

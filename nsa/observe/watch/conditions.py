@@ -34,8 +34,9 @@ class HealthLimits:
     stall_steps: float = 4.0
     """A heartbeat may also be late by this many of the run's own step times, if that is longer than `stall_s`."""
     startup_s: float = 600.0
-    """Used instead of stall_s where a pause is normal: until the first progress record of a process (compilation,
-    warm-up), and where a save, an evaluation, a rollback or the end of the run may have begun."""
+    """Used instead of stall_s where a pause is normal: while a launcher starts ranks again, until the first progress
+    record of a process (compilation, warm-up), and where a save, an evaluation, a rollback or the end of the run may
+    have begun."""
     evaluation_s: float = 1800.0
     """Heartbeats without a new step during an evaluation."""
     gone_s: float = 300.0

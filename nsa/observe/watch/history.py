@@ -180,6 +180,8 @@ class RunHistory:
     events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS))
     started_at: float | None = None
     """Monotonic time of the newest start event."""
+    restarted_at: float | None = None
+    """Monotonic time at which a launcher last said that it starts the ranks again; None once they have started."""
     failure: RunEvent | None = None
     """The error that ended the run since its newest start, unless a launcher restarted it."""
     evaluation_failure: RunEvent | None = None
@@ -199,9 +201,11 @@ class RunHistory:
 
     def add_event(self, event: RunEvent, at: float) -> None:
         self.events.append(event)
+        if event.details.get("launcher") == LauncherAction.RESTARTED:
+            self.restarted_at = at
         if event.kind in _NEW_PROCESS:
             self.started_at, self.saved_step, self.failure = at, event.step, None
-            self.evaluation_failure = None
+            self.evaluation_failure = self.restarted_at = None
         elif event.kind in (EventKind.EVALUATION, EventKind.EVALUATION_FAILED):
             self.evaluation_failure = event if event.kind == EventKind.EVALUATION_FAILED else None
         elif event.kind == EventKind.SAVE:

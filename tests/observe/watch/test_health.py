@@ -70,6 +70,19 @@ def test_a_process_that_is_gone_is_not_called_hung_and_gets_time_to_be_started_a
     assert phase(recording.history(), []) == RunPhase.GONE
 
 
+@pytest.mark.parametrize(
+    ("launcher", "later_s", "expected"),
+    [("restarted", 0.0, set()), ("restarted", 600.0, {"heartbeat_stall"}), (None, 0.0, {"heartbeat_stall"})],
+)
+def test_a_rank_of_another_host_that_its_launcher_starts_again_gets_the_time_of_a_start(launcher, later_s, expected):
+    """A watchdog on another machine cannot see that the process is gone; it would halt the run that recovers."""
+    recording = record(a_run(150), after_s=190.0)
+    last = recording.beats[0][-1].ts
+    event = RunEvent(last + 5, EventKind.ERROR, 150, {"why": "rank 0 was killed by SIGKILL", "launcher": launcher})
+    events = [*recording.events, *([event] if launcher else [])]
+    assert found(replace(recording, events=events, end=recording.end + later_s)) == expected
+
+
 def test_a_rank_that_never_spoke_is_missed():
     recording = record(a_run(350), world=2)
     (finding,) = examine(recording.history(), now=recording.end, limits=LIMITS)

@@ -1,0 +1,155 @@
+"""Table of the faults of the chaos drill: what each is, how it must be reported and by when, and what it explains.
+
+Pure data: `schedule` draws from it, `faults` injects, `verdict` judges by it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+SLACK_S = 45.0
+"""Added to every time limit: a loaded machine starts and stops processes slowly."""
+STALL_S, GONE_S, STARTUP_S = 20.0, 8.0, 150.0
+"""Limits of the watchdog of a chaos run."""
+LOADER_TIMEOUT_S = 12.0
+"""data.loader_timeout_s of a chaos run."""
+
+
+class ChaosFault(StrEnum):
+    RANK_KILLED = "rank_killed"
+    TRAINER_KILLED = "trainer_killed"
+    LAUNCHER_KILLED = "launcher_killed"
+    PREFETCH_KILLED = "prefetch_killed"
+    RANK_PAUSED = "rank_paused"
+    RANK_HUNG = "rank_hung"
+    DISK_FULL = "disk_full"
+    CHECKPOINT_CORRUPTED = "checkpoint_corrupted"
+    DATA_ERRORS = "data_errors"
+    DATA_SILENT = "data_silent"
+    NAN_GRADIENT = "nan_gradient"
+    CLOCK_AHEAD = "clock_ahead"
+    CLOCK_BEHIND = "clock_behind"
+    HALT_REQUESTED = "halt_requested"
+    STORE_ERRORS = "store_errors"
+    NODE_LOST = "node_lost"
+
+
+@dataclass(frozen=True)
+class SightingPattern:
+    """Matches sightings by their kind and text; both are regular expressions, the kind must match whole."""
+
+    kind: str
+    text: str = ""
+
+    def matches(self, kind: str, text: str) -> bool:
+        return re.fullmatch(self.kind, kind) is not None and re.search(self.text, text) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultProfile:
+    title: str
+    cost_s: float
+    """Expected time without productive steps, for the number of steps of a run of a given duration."""
+    named_by: tuple[SightingPattern, ...] = ()
+    """Any of these reports the fault. Empty for a fault that the run must absorb: nothing may be reported or
+    restarted."""
+    named_within_s: float = SLACK_S
+    explains: tuple[SightingPattern, ...] = ()
+    """Sightings that may occur from the fault until the run has continued."""
+    variants: tuple[str, ...] = ("",)
+    may_be_followed: bool = False
+    """Another fault may be played while the run recovers from this one."""
+    may_follow: bool = False
+
+    @property
+    def absorbed(self) -> bool:
+        return not self.named_by
+
+
+_LAUNCHER = SightingPattern("launcher:.*")
+_KILLED = SightingPattern("launcher:.*", "SIGKILL")
+_GONE = SightingPattern("finding:process_gone")
+# The first failure of a rank makes the others fail too, and the launchers start them again from a checkpoint.
+_RESTARTS = (
+    SightingPattern("launcher:(restarted|given up)"),
+    SightingPattern("error|restart|lost_steps|finding:run_failed|log|exit"),
+    _GONE,
+    SightingPattern("finding:data_slow"),
+)
+_HALTS = (
+    SightingPattern("launcher:not restarted", "HALT|halted"),
+    SightingPattern("halt|halt_asked|halt_cleared|stop"),
+)
+
+PROFILES: Mapping[ChaosFault, FaultProfile] = {
+    ChaosFault.RANK_KILLED: FaultProfile(
+        title="SIGKILL of a rank", cost_s=30, named_by=(_KILLED,), explains=_RESTARTS,
+        may_be_followed=True, may_follow=True,
+    ),
+    ChaosFault.TRAINER_KILLED: FaultProfile(
+        title="SIGKILL of both ranks", cost_s=30, named_by=(_KILLED,), explains=_RESTARTS,
+        may_be_followed=True, may_follow=True,
+    ),
+    ChaosFault.LAUNCHER_KILLED: FaultProfile(
+        title="SIGKILL of a launcher", cost_s=40, named_by=(_LAUNCHER, _GONE), named_within_s=GONE_S + SLACK_S,
+        explains=_RESTARTS, may_be_followed=True, may_follow=True,
+    ),
+    ChaosFault.PREFETCH_KILLED: FaultProfile(
+        title="SIGKILL of a prefetch process", cost_s=32, named_by=(SightingPattern("launcher:.*", "exited with 21"),),
+        explains=(*_RESTARTS, SightingPattern("finding:out_of_memory")), may_be_followed=True,
+    ),
+    ChaosFault.RANK_PAUSED: FaultProfile(title="SIGSTOP of a rank for 6 s", cost_s=7),
+    ChaosFault.RANK_HUNG: FaultProfile(
+        title="SIGSTOP of a rank, for good", cost_s=75,
+        named_by=(SightingPattern("finding:heartbeat_stall"),), named_within_s=STALL_S + SLACK_S,
+        explains=(*_RESTARTS, *_HALTS, SightingPattern("finding:(heartbeat_stall|throughput_zero)")),
+    ),
+    ChaosFault.DISK_FULL: FaultProfile(
+        title="full disk, freed", cost_s=50,
+        named_by=(SightingPattern("log|error|launcher:.*", "No space left|disk_full|exited with 22"),),
+        explains=(
+            *_RESTARTS, SightingPattern("launcher:not restarted"),
+            SightingPattern("finding:(checkpoint_overdue|heartbeat_stall)"), SightingPattern("unreadable"),
+        ),
+    ),
+    ChaosFault.CHECKPOINT_CORRUPTED: FaultProfile(
+        title="newest checkpoint corrupted, then SIGKILL of both ranks", cost_s=45,
+        named_by=(SightingPattern("checkpoint_rejected"),), named_within_s=60 + SLACK_S,
+        explains=(*_RESTARTS, SightingPattern("checkpoint_rejected")), may_be_followed=True,
+    ),
+    ChaosFault.DATA_ERRORS: FaultProfile(
+        title="errors of the data server for 4 s", cost_s=5, variants=("500", "429", "reset", "truncated"),
+    ),
+    ChaosFault.DATA_SILENT: FaultProfile(
+        title="silent data server", cost_s=50,
+        named_by=(SightingPattern("error", "data_timeout"), SightingPattern("launcher:.*", "exited with 21")),
+        named_within_s=LOADER_TIMEOUT_S + SLACK_S,
+        explains=(*_RESTARTS, SightingPattern("finding:loader_timeout")),
+    ),
+    ChaosFault.NAN_GRADIENT: FaultProfile(
+        title="NaN gradients until the run stops", cost_s=45,
+        named_by=(SightingPattern("skipped_step", "nan"),),
+        explains=(
+            *_RESTARTS, SightingPattern("skipped_step|rollback|finding:(steps_skipped|grad_nonfinite)"),
+            SightingPattern("launcher:not restarted", "non-finite"),
+        ),
+    ),
+    ChaosFault.CLOCK_AHEAD: FaultProfile(
+        title="clock of a rank 1 h ahead for 10 s", cost_s=0, named_by=(SightingPattern("finding:clock_skew"),),
+        explains=(SightingPattern("finding:clock_skew"),),
+    ),
+    ChaosFault.CLOCK_BEHIND: FaultProfile(title="clock of a rank 1 h behind for 10 s", cost_s=0),
+    ChaosFault.HALT_REQUESTED: FaultProfile(
+        title="halt by an operator, cleared", cost_s=35, named_by=(SightingPattern("halt"),),
+        explains=(*_RESTARTS, *_HALTS), may_be_followed=True,
+    ),
+    ChaosFault.STORE_ERRORS: FaultProfile(
+        title="errors of the object store", cost_s=3, named_by=(SightingPattern("log", "not copied to"),),
+        named_within_s=60 + SLACK_S, explains=(SightingPattern("log", "not copied to"),),
+    ),
+    ChaosFault.NODE_LOST: FaultProfile(
+        title="all processes of a node killed, node back", cost_s=45, named_by=(_LAUNCHER,),
+        explains=_RESTARTS, may_be_followed=True,
+    ),
+}  # fmt: skip

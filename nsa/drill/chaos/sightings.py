@@ -1,0 +1,107 @@
+"""Follows everything a chaos run writes and records what is out of the ordinary, with the time at which it was seen.
+
+Times are those of the drill's own clock: the clock of a rank may be wrong on purpose.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nsa import names
+from nsa.observe.events import EventKind, RunEvent, parse_event
+from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa.observe.records import Parsed
+from nsa.observe.watch.tail import RecordTail
+
+_ORDINARY = (EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.EVALUATION, EventKind.DONE)
+_PROBLEM = re.compile(r"Traceback|\w*(Error|Timeout|Killed|Exception)\b|WARNING|CRITICAL|FATAL|not copied to")
+_LONGEST = 300
+_TEXT_FIELDS = ("why", "failure_code", "error", "problem", "reason", "message", "steps")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    at: float
+    kind: str
+    """Kind of an event; `launcher:ACTION`, `finding:CONDITION`; `log` for a line of a log file, `exit` for a launcher
+    that ended, `unreadable` for damaged records."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+class RunObserver:
+    """Sightings and progress of a run so far; `update` reads what was appended since the last call.
+
+    folder: the drill's, with the logs of launchers. run_folder: the run's.
+    """
+
+    def __init__(self, folder: Path, run_folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._run_folder, self._clock = folder, run_folder, clock
+        self._events = RecordTail(run_folder / names.EVENTS, parse_event)
+        self._beats = RecordTail(run_folder / names.heartbeat(0), beat_parser(0))
+        self._logs: dict[Path, RecordTail[str]] = {}
+        self._unreadable = 0
+        self.sightings: list[Sighting] = []
+        self.step = 0
+        """Newest step of rank 0."""
+        self.furthest_step = 0
+        self.progressed_at = 0.0
+        """When a step was last seen."""
+        self.repeated_steps = 0
+
+    def update(self) -> None:
+        for beat in self._beats.read():
+            self._add_beat(beat)
+        for event in self._events.read():
+            if (kind := _kind(event)) is not None:
+                self.add(kind, _text(event))
+        for path in self._log_files():
+            tail = self._logs.setdefault(path, RecordTail(path, _line))
+            for line in tail.read():
+                if _PROBLEM.search(line):
+                    self.add("log", f"{path.parent.name}/{path.name}: {line[:_LONGEST]}")
+        if (unreadable := self._events.unreadable + self._beats.unreadable) != self._unreadable:
+            self._unreadable = unreadable
+            self.add("unreadable", f"{unreadable} records of events or heartbeats cannot be read")
+
+    def add(self, kind: str, text: str) -> None:
+        self.sightings.append(Sighting(self._clock(), kind, text))
+
+    def close(self) -> None:
+        tails: list[RecordTail[Any]] = [self._events, self._beats, *self._logs.values()]
+        for tail in tails:
+            tail.close()
+
+    def _add_beat(self, beat: HeartbeatRecord) -> None:
+        if beat.msg != names.PROGRESS:
+            return
+        self.step, self.progressed_at = beat.step, self._clock()
+        self.repeated_steps += beat.step <= self.furthest_step
+        self.furthest_step = max(self.furthest_step, beat.step)
+
+    def _log_files(self) -> Iterator[Path]:
+        yield from self._folder.glob("*launch.log")
+        yield from self._run_folder.glob("logs/*/*.log")
+
+
+def _line(text: str) -> Parsed[str]:
+    return text.rstrip("\n"), False
+
+
+def _kind(event: RunEvent) -> str | None:
+    """None for events of a run that nothing happened to."""
+    if "launcher" in event.details:
+        return f"launcher:{event.details['launcher']}"
+    if event.kind in (EventKind.FINDING, EventKind.STALL):
+        return None if event.details.get("over") else f"finding:{event.details.get('condition')}"
+    return None if event.kind in _ORDINARY else event.kind.value
+
+
+def _text(event: RunEvent) -> str:
+    words = [str(event.details[name]) for name in _TEXT_FIELDS if event.details.get(name) is not None]
+    return f"step {event.step}: {'; '.join(words)}"[:_LONGEST]

@@ -1,0 +1,112 @@
+"""Object store of the chaos drill: the part of S3's protocol that copies of checkpoints use, with switchable errors.
+
+Objects are kept as size and hash only, since nothing reads them back, except small ones.
+"""
+
+import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+BUCKET = "chaos"
+
+
+class ObjectStore:
+    """Serves one bucket. While `failing`, every request is answered with status 503."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.objects: dict[str, tuple[int, str]] = {}
+        """Key → size and SHA-256."""
+        self.failing = False
+        self._lock = threading.Lock()
+        outer = self
+
+        class StoreHandler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer._list(self)
+
+            def do_HEAD(self) -> None:
+                outer._head(self)
+
+            def do_PUT(self) -> None:
+                outer._put(self)
+
+            def do_DELETE(self) -> None:
+                outer._delete(self)
+
+            def log_message(self, *args: object) -> None: ...
+
+        class StoreServer(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Ignore clients that disconnected."""
+
+        self._server = StoreServer((host, 0), StoreHandler)
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _put(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length", "0")))
+        key = _key(request)
+        with self._lock:
+            taken = request.headers.get("If-None-Match") == "*" and key in self.objects
+            if not self.failing and not taken:
+                self.objects[key] = len(body), hashlib.sha256(body).hexdigest()
+        if taken and not self.failing:
+            _answer(request, 412, "<Error><Code>PreconditionFailed</Code></Error>")
+        else:
+            self._answer(request, 200, etag=key)
+
+    def _head(self, request: BaseHTTPRequestHandler) -> None:
+        found = self.objects.get(_key(request))
+        if found is None:
+            self._answer(request, 404)
+        else:
+            self._answer(request, 200, etag=found[1])
+
+    def _delete(self, request: BaseHTTPRequestHandler) -> None:
+        if not self.failing:
+            with self._lock:
+                self.objects.pop(_key(request), None)
+        self._answer(request, 204)
+
+    def _list(self, request: BaseHTTPRequestHandler) -> None:
+        prefix = parse_qs(urlsplit(request.path).query).get("prefix", [""])[0]
+        with self._lock:
+            found = sorted((key, size) for key, (size, _) in self.objects.items() if key.startswith(prefix))
+        items = "".join(f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size></Contents>" for key, size in found)
+        self._answer(request, 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>")
+
+    def _answer(self, request: BaseHTTPRequestHandler, status: int, body: str = "", etag: str = "") -> None:
+        if self.failing:
+            _answer(request, 503, "<Error><Code>SlowDown</Code><Message>planted</Message></Error>")
+        else:
+            _answer(request, status, body, etag)
+
+
+def _key(request: BaseHTTPRequestHandler) -> str:
+    return unquote(urlsplit(request.path).path).removeprefix(f"/{BUCKET}/")
+
+
+def _answer(request: BaseHTTPRequestHandler, status: int, body: str = "", etag: str = "") -> None:
+    content = body.encode()
+    request.send_response(status)
+    request.send_header("Content-Length", str(len(content)))
+    request.send_header("Content-Type", "application/xml")
+    if etag:
+        request.send_header("ETag", f'"{hashlib.md5(etag.encode(), usedforsecurity=False).hexdigest()}"')
+    request.end_headers()
+    if request.command != "HEAD":
+        request.wfile.write(content)
