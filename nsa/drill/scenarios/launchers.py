@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nsa.drill import artifacts
 from nsa.drill.data_server import DataServer
-from nsa.drill.harness import SAVE_EVERY, DrillHarness, DrillProcess
+from nsa.drill.harness import SAVE_EVERY, DrillHarness, DrillProcess, NotObserved
 from nsa.drill.result import DrillResult, finish
 from nsa.errors import ConfigError, DataError, ExitCode
 from nsa.observe.events import EventKind, LauncherAction, RunEvent
@@ -23,7 +23,7 @@ def killed_agent(harness: DrillHarness, result: DrillResult) -> None:
     """The process between launcher and ranks is killed: its ranks die with it, and the launcher starts again."""
     launched = harness.launch(nproc=2)
     pids = [harness.wait_for_step(_MIDDLE, launched, rank) for rank in (0, 1)]
-    (agent,) = _children(launched.pid)
+    agent = _agent(launched.pid)
     at = time.time()
     os.kill(agent, signal.SIGKILL)
     event = _verdict(harness, launched)
@@ -128,8 +128,11 @@ def _verdict(harness: DrillHarness, launched: DrillProcess) -> RunEvent:
     return harness.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(folder), launched)[0]
 
 
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def _agent(launcher: int) -> int:
+    for word in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if b"nsa.train.launch.agent" in Path(f"/proc/{word}/cmdline").read_bytes():
+            return int(word)
+    raise NotObserved("the launcher has no agent")
 
 
 def _alive(pids: list[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """Drill scenarios: runs that must not start: a broken config, a toy config for a long run, a folder in use."""
 
+import signal
 import time
 
 from nsa.drill import artifacts
@@ -37,12 +38,17 @@ def toy_config(harness: DrillHarness, result: DrillResult) -> None:
 
 
 def two_runs(harness: DrillHarness, result: DrillResult) -> None:
-    """A second run in the folder of a running one is refused, and the first does not notice."""
+    """A second run in the folder of a running one is refused, and the first does not notice.
+
+    The first is stopped meanwhile, so that it cannot be done before the second begins.
+    """
     first = harness.train()
     harness.wait_for_step(SAVE_EVERY, first)
     at = time.time()
+    first.send(signal.SIGSTOP)
     second = harness.train("--resume")
     code = second.wait()
+    first.send(signal.SIGCONT)
     result.require(code in (ConfigError.exit_code, CheckpointError.exit_code), f"exit code of the second is {code}")
     result.require(str(harness.run_folder) in second.output(), "the refusal does not name the folder")
     result.detected("run: lock of the run folder", time.time() - at, within_s=60)
