@@ -19,8 +19,6 @@ from nsa.drill.inject import FaultKind, PlantedFault
 from nsa.drill.node_network import NetworkNode, NodeNetwork
 from nsa.drill.small_disk import mount_small_disk
 
-TIMEOUT_S = 60.0
-"""parallel.timeout_s."""
 _PORT = 29500
 _WORKER = "spawn_main"  # in the command line of a process that multiprocessing started
 _DISK_MIB, _DISK_MIB_PER_STEP = 64, 0.02
@@ -71,8 +69,8 @@ class ChaosCluster:
             save_every=self._plan.save_every,
         )
         nproc = 1 if self.nodes else RANKS
-        words = [inject.MODULE, "launch", fault.to_json(), str(nproc), *several, *options, *arguments]
-        self.launchers[place] = self._harness.start(*_options_last(words), node=self.node(place))
+        words = [inject.MODULE, "launch", fault.to_json(), str(nproc), *arguments, *several, *options]
+        self.launchers[place] = self._harness.start(*words, node=self.node(place))
 
     def place_of_rank(self, rank: int) -> int:
         return rank if self.nodes else 0
@@ -109,11 +107,6 @@ class ChaosCluster:
         for pid in (*(() if self.nodes else (launcher.pid,)), *descendants(launcher.pid)):
             if f"\0-m\0{words}\0" in _read(pid, "cmdline"):
                 yield pid
-
-
-def _options_last(words: list[str]) -> list[str]:
-    """Options after settings, as a command line reads best."""
-    return [*(word for word in words if not word.startswith("--")), *(word for word in words if word.startswith("--"))]
 
 
 def descendants(pid: int) -> list[int]:

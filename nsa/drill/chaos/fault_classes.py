@@ -12,6 +12,8 @@ SLACK_S = 45.0
 """Added to every time limit: a loaded machine starts and stops processes slowly."""
 STALL_S, GONE_S, STARTUP_S = 20.0, 8.0, 150.0
 """Limits of the watchdog of a chaos run."""
+TIMEOUT_S = 60.0
+"""parallel.timeout_s of a chaos run: how long a rank that starts may wait for one that is gone."""
 LOADER_TIMEOUT_S = 12.0
 """data.loader_timeout_s of a chaos run."""
 
@@ -67,7 +69,7 @@ class FaultProfile:
         return not self.named_by
 
 
-_LAUNCHER = SightingPattern("launcher:.*")
+_RESTARTED = SightingPattern("launcher:restarted")
 _KILLED = SightingPattern("launcher:.*", "SIGKILL")
 _GONE = SightingPattern("finding:process_gone")
 # The first failure of a rank makes the others fail too, and the launchers start them again from a checkpoint.
@@ -92,7 +94,7 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
         may_be_followed=True, may_follow=True,
     ),
     ChaosFault.LAUNCHER_KILLED: FaultProfile(
-        title="SIGKILL of a launcher", cost_s=40, named_by=(_LAUNCHER, _GONE), named_within_s=GONE_S + SLACK_S,
+        title="SIGKILL of a launcher", cost_s=40, named_by=(_RESTARTED, _GONE), named_within_s=TIMEOUT_S + SLACK_S,
         explains=_RESTARTS, may_be_followed=True, may_follow=True,
     ),
     ChaosFault.PREFETCH_KILLED: FaultProfile(
@@ -142,14 +144,14 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
     ChaosFault.CLOCK_BEHIND: FaultProfile(title="clock of a rank 1 h behind for 10 s", cost_s=0),
     ChaosFault.HALT_REQUESTED: FaultProfile(
         title="halt by an operator, cleared", cost_s=35, named_by=(SightingPattern("halt"),),
-        explains=(*_RESTARTS, *_HALTS), may_be_followed=True,
+        explains=(*_RESTARTS, *_HALTS),
     ),
     ChaosFault.STORE_ERRORS: FaultProfile(
         title="errors of the object store", cost_s=3, named_by=(SightingPattern("log", "not copied to"),),
         named_within_s=60 + SLACK_S, explains=(SightingPattern("log", "not copied to"),),
     ),
     ChaosFault.NODE_LOST: FaultProfile(
-        title="all processes of a node killed, node back", cost_s=45, named_by=(_LAUNCHER,),
+        title="all processes of a node killed, node back", cost_s=45, named_by=(_RESTARTED,),
         explains=_RESTARTS, may_be_followed=True,
     ),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from nsa.drill.chaos.verdict import PlayedFault
 from nsa.drill.harness import DrillHarness, NotObserved
 from nsa.drill.small_disk import fill_disk, free_disk
 
-PAUSED_S, FAILING_S, AWAY_S, CLOCK_S = 6.0, 4.0, 5.0, 10.0
+PAUSED_S, FAILING_S, AWAY_S, FULL_S, CLOCK_S = 6.0, 4.0, 5.0, 12.0, 10.0
 HOUR_S = 3600.0
 _READY_S = 180.0
 _FILE_LIMIT_BYTES = 2**14
@@ -128,7 +128,7 @@ def _disk_full(stage: FaultStage) -> Iterator[None]:
             if (pid := stage.cluster.rank_pid(rank)) is not None:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FILE_LIMIT_BYTES, _FILE_LIMIT_BYTES))
     yield from stage.until_named()
-    yield from stage.wait(AWAY_S)
+    yield from stage.wait(FULL_S)  # the launcher tries again meanwhile
     if stage.cluster.mounted:
         free_disk(stage.harness)
 

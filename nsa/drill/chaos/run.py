@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from nsa.drill.chaos.cluster import TIMEOUT_S, ChaosCluster
-from nsa.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, ChaosFault
+from nsa.drill.chaos.cluster import ChaosCluster
+from nsa.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, TIMEOUT_S, ChaosFault
 from nsa.drill.chaos.faults import INJECTORS, FaultStage
 from nsa.drill.chaos.operator import ScriptedOperator
 from nsa.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
-from nsa.drill.chaos.services import ServiceControl
+from nsa.drill.chaos.services import STORE_FOLDER, ServiceControl
 from nsa.drill.chaos.sightings import RunObserver
 from nsa.drill.chaos.verdict import ChaosVerdict, PlayedFault, judge, name_faults, read_outcome
 from nsa.drill.harness import DrillHarness, NotObserved
@@ -30,6 +30,8 @@ _REPORT_EVERY_S = 15.0
 _LATEST = 2.0
 """The drill gives up after this many times its duration, plus `_MORE_S`."""
 _MORE_S = 900.0
+_STUCK_S = 300.0
+"""It also gives up after this long without a step."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,13 @@ class ChaosDrill:
             f"train.steps={self._plan.steps}",
             f"train.save_every={self._plan.save_every}",
             "train.max_skipped=2",
+            "train.lr=5e-5",  # the loss still falls after an hour, so that no plateau is found
             "data.dataset=local",
             "data.prefetch=true",
             "data.queue_depth=1",
             f"data.loader_timeout_s={LOADER_TIMEOUT_S:g}",
             f"parallel.timeout_s={TIMEOUT_S:g}",
-            *([f"train.checkpoint_store={ServiceControl(self._folder).store_folder}"] if with_store else []),
+            *([f"train.checkpoint_store={STORE_FOLDER}"] if with_store else []),
         )
 
     def _calm_run(self, services: ServiceControl) -> Path:
@@ -130,7 +133,7 @@ class _ChaosPlay:
 
     def run(self) -> None:
         self._operator.start()
-        latest = self._began + _LATEST * self._plan.duration_s + _MORE_S
+        latest, began_at = self._began + _LATEST * self._plan.duration_s + _MORE_S, time.time()
         try:
             while not self._operator.finished:
                 self._observe()
@@ -139,8 +142,11 @@ class _ChaosPlay:
                 self._start_due()
                 self._report_now_and_then()
                 self._harness.pause(_TICK_S)
+                step = f"step {self.observer.step} of {self._plan.steps}"
                 if time.monotonic() > latest:
-                    raise NotObserved(f"the run is at step {self.observer.step} of {self._plan.steps}, far too late")
+                    raise NotObserved(f"the run is at {step} after {time.monotonic() - self._began:.0f} s")
+                if time.time() > max(began_at, self.observer.progressed_at) + _STUCK_S:
+                    raise NotObserved(f"the run is at {step}, and there was no step for {_STUCK_S:.0f} s")
             self._observe()
         finally:
             self.observer.close()

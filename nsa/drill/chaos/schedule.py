@@ -4,6 +4,7 @@ A fault is due at a step, not at a time, so that a slow machine plays the same f
 followed by a second one while the run still recovers: a few seconds after the first was reported.
 """
 
+import math
 import random
 import re
 from collections.abc import Mapping
@@ -70,33 +71,42 @@ def make_plan(seed: int, duration_s: float, not_played: Mapping[ChaosFault, str]
     long = duration_s >= LONG_S
     pace_s = _LONG_PACE_S if long else _PACE_S
     save_every = round(_SAVE_S / pace_s)
-    slots = max(3, int((duration_s - _FIRST_START_S) / (_LONG_SPACING_S if long else _SPACING_S)))
+    count = max(3, int((duration_s - _FIRST_START_S) / (_LONG_SPACING_S if long else _SPACING_S)))
     playable = [fault for fault in ChaosFault if fault not in missing]
-    chosen = _deal(chance, playable, slots, pairs=slots // (_LONG_PAIR_EVERY if long else _PAIR_EVERY))
-    lost_s = _FIRST_START_S + sum(PROFILES[fault].cost_s for slot in chosen for fault in slot)
-    gap = max(3, int((duration_s - lost_s) / pace_s / save_every / (slots + 1)))  # in save intervals
+    slots = _deal(chance, playable, count, pairs=count // (_LONG_PAIR_EVERY if long else _PAIR_EVERY))
+    lost_s = _FIRST_START_S + sum(PROFILES[fault].cost_s for slot in slots for fault in slot)
+    gap = max(3, math.ceil((duration_s - lost_s) / pace_s / save_every / (len(slots) + 1)))  # in save intervals
     planned: list[PlannedFault] = []
-    for number, slot in enumerate(chosen):
+    for number, slot in enumerate(slots):
         # Not beside a save, where the watchdog allows a longer silence.
         step = (number + 1) * gap * save_every + chance.randrange(3, save_every - 3)
         for place, fault in enumerate(slot):
             variant, victim = chance.choice(PROFILES[fault].variants), chance.randrange(RANKS)
             after_s = round(chance.uniform(1.0, 12.0), 1) if place else None
             planned.append(PlannedFault(len(planned), fault, step, victim, variant, after_s))
-    steps = (slots + 1) * gap * save_every
+    steps = (len(slots) + 1) * gap * save_every
     return ChaosPlan(seed, duration_s, pace_s, steps, save_every, tuple(planned), missing)
 
 
-def _deal(chance: random.Random, classes: list[ChaosFault], slots: int, pairs: int) -> list[list[ChaosFault]]:
-    """The classes in random order, over and over; some are followed by another one."""
+def _deal(chance: random.Random, classes: list[ChaosFault], count: int, pairs: int) -> list[list[ChaosFault]]:
+    """`count` faults: the classes in random order, over and over. Some follow another one instead of coming alone."""
     deck: list[ChaosFault] = []
-    while len(deck) < slots:
+    while len(deck) < count:
         shuffled = list(classes)
         chance.shuffle(shuffled)
         deck += shuffled
-    dealt = [[fault] for fault in deck[:slots]]
-    pairable = [slot for slot in dealt if PROFILES[slot[0]].may_be_followed]
-    followers = [fault for fault in classes if PROFILES[fault].may_follow]
-    for slot in chance.sample(pairable, min(len(pairable), pairs)):
-        slot.append(chance.choice(followers))
-    return dealt
+    slots = [[fault] for fault in deck[:count]]
+    for _ in range(pairs):
+        following = [slot for slot in slots if len(slot) == 1 and PROFILES[slot[0]].may_follow]
+        if not following:
+            break
+        second = chance.choice(following)
+        firsts = [slot for slot in slots if slot is not second and _may_be_followed(slot)]
+        if firsts:
+            slots.remove(second)
+            chance.choice(firsts).extend(second)
+    return slots
+
+
+def _may_be_followed(slot: list[ChaosFault]) -> bool:
+    return len(slot) == 1 and PROFILES[slot[0]].may_be_followed

@@ -15,6 +15,7 @@ from nsa.drill.object_store import BUCKET, ObjectStore
 from nsa.files import write_atomic
 
 MODULE = "nsa.drill.chaos.services"
+STORE_FOLDER = f"s3://{BUCKET}/run"
 DOCUMENTS = 2000
 SILENT = "silent"
 _ADDRESSES, _MODE = "addresses.json", "mode.json"
@@ -39,10 +40,6 @@ class ServiceControl:
     def data_file(self) -> Path:
         """The same data as a file, for the calm run."""
         return self.folder / NAME[1:]
-
-    @property
-    def store_folder(self) -> str:
-        return f"s3://{BUCKET}/run"
 
     def set_mode(self, *, data: str = "", store_fails: bool = False) -> None:
         """data: a `ServerFault`, `SILENT`, or nothing."""

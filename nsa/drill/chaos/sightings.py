@@ -18,6 +18,7 @@ from nsa.observe.watch.tail import RecordTail
 
 _ORDINARY = (EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.EVALUATION, EventKind.DONE)
 _PROBLEM = re.compile(r"Traceback|\w*(Error|Timeout|Killed|Exception)\b|WARNING|CRITICAL|FATAL|not copied to")
+_CRASH = re.compile(r"^Traceback")
 _LONGEST = 300
 _TEXT_FIELDS = ("why", "failure_code", "error", "problem", "reason", "message", "steps")
 
@@ -37,7 +38,7 @@ class Sighting:
 class RunObserver:
     """Sightings and progress of a run so far; `update` reads what was appended since the last call.
 
-    folder: the drill's, with the logs of launchers. run_folder: the run's.
+    folder: the drill's, with the logs of launchers, watchdog and servers. run_folder: the run's.
     """
 
     def __init__(self, folder: Path, run_folder: Path, clock: Callable[[], float] = time.time) -> None:
@@ -60,10 +61,10 @@ class RunObserver:
         for event in self._events.read():
             if (kind := _kind(event)) is not None:
                 self.add(kind, _text(event))
-        for path in self._log_files():
+        for path, problem in self._log_files():
             tail = self._logs.setdefault(path, RecordTail(path, _line))
             for line in tail.read():
-                if _PROBLEM.search(line):
+                if problem.search(line):
                     self.add("log", f"{path.parent.name}/{path.name}: {line[:_LONGEST]}")
         if (unreadable := self._events.unreadable + self._beats.unreadable) != self._unreadable:
             self._unreadable = unreadable
@@ -84,9 +85,12 @@ class RunObserver:
         self.repeated_steps += beat.step <= self.furthest_step
         self.furthest_step = max(self.furthest_step, beat.step)
 
-    def _log_files(self) -> Iterator[Path]:
-        yield from self._folder.glob("*launch.log")
-        yield from self._run_folder.glob("logs/*/*.log")
+    def _log_files(self) -> Iterator[tuple[Path, re.Pattern[str]]]:
+        """Log files, and what is a problem in them: the watchdog's quotes findings, which are events already."""
+        for path in (*self._folder.glob("*-launch.log"), *self._run_folder.glob("logs/*/*.log")):
+            yield path, _PROBLEM
+        for path in (*self._folder.glob("*-watch.log"), *self._folder.glob("*-serve.log")):
+            yield path, _CRASH
 
 
 def _line(text: str) -> Parsed[str]:

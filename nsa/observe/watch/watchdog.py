@@ -95,6 +95,8 @@ class Watchdog:
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
+        if found == RunPhase.RUNNING and not any(finding.level == AlertLevel.CRITICAL for finding in findings):
+            self._cause = None  # what ends this process now is not a consequence of an earlier finding
         return findings
 
     def log(self, line: str) -> None:

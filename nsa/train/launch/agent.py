@@ -108,7 +108,12 @@ def run_agent(spec: AgentSpec) -> int:
 
     from nsa.train.launch.rendezvous import ONE_NODE, SEVERAL_NODES, register, rendezvous_id
 
-    register(spec.listen, secret, on_nodes_waiting=lambda: signal_children(os.getpid(), REGROUP))
+    register(
+        spec.listen,
+        secret,
+        on_nodes_waiting=lambda: signal_children(os.getpid(), REGROUP),
+        on_rendezvous_lost=lambda: signal_children(os.getpid(), signal.SIGKILL),
+    )
     config = LaunchConfig(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,

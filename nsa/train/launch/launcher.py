@@ -21,6 +21,7 @@ from pathlib import Path
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFiniteError, ReplicaError
 from nsa.names import CHECKPOINTS
+from nsa.observe import halt_file
 from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.failure_codes import code_of_exit_status
 from nsa.train.launch.agent import NO_RENDEZVOUS, AgentSpec, rank_log, signal_children, started_ranks
@@ -191,6 +192,11 @@ def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[
             if requests.pause(pause_s):
                 log(f"stopped on request, before the restart; {at}")
                 return ExitCode.PREEMPTED
+            if (halt := halt_file.read(settings.run_folder)) is not None:  # ranks would start only to find it
+                outcome = RankOutcome(ExitCode.HALTED, f"{FINAL_EXITS[ExitCode.HALTED]} ({halt.reason})")
+                _record(settings, outcome, newest, logs, LauncherAction.NOT_RESTARTED)
+                log(f"not restarted: {outcome.why}; {at}. Logs: {logs}")
+                return ExitCode.HALTED
     finally:
         requests.close()
 

@@ -8,6 +8,7 @@ themselves nor read keys of earlier ranks.
 
 import hmac
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -28,6 +29,8 @@ from nsa.train.launch.node_address import LOOPBACK, is_host, split_endpoint
 
 ONE_NODE, SEVERAL_NODES = "nsa-loopback", "nsa-signed"
 _TIMEOUT = timedelta(seconds=60)
+LOST_S = 30.0
+"""How long ranks may run on after the agent that serves the rendezvous is gone."""
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 
@@ -37,15 +40,18 @@ def rendezvous_id(secret: bytes, name: str) -> str:
     return hmac.digest(secret, b"id " + name.encode(), _DIGEST).hex()[:32]
 
 
-def register(own: str, secret: bytes | None, on_nodes_waiting: Callable[[], None]) -> None:
+def register(
+    own: str, secret: bytes | None, on_nodes_waiting: Callable[[], None], on_rendezvous_lost: Callable[[], None]
+) -> None:
     """Register the handlers with the elastic agent of this process.
 
     on_nodes_waiting: called on one node, again and again, while another one waits to join a running run.
+    on_rendezvous_lost: called, again and again, if ranks still run `LOST_S` after the rendezvous was lost.
     """
 
     def several(params: RendezvousParameters) -> RendezvousHandler:
         assert secret is not None
-        return SeveralNodes(params, own, secret, on_nodes_waiting)
+        return SeveralNodes(params, own, secret, on_nodes_waiting, on_rendezvous_lost)
 
     rendezvous_handler_registry.register(ONE_NODE, lambda params: OneNode(params.run_id))
     rendezvous_handler_registry.register(SEVERAL_NODES, several)
@@ -104,13 +110,20 @@ class SeveralNodes(RendezvousHandler):
     """
 
     def __init__(
-        self, params: RendezvousParameters, own: str, secret: bytes, on_nodes_waiting: Callable[[], None]
+        self,
+        params: RendezvousParameters,
+        own: str,
+        secret: bytes,
+        on_nodes_waiting: Callable[[], None],
+        on_rendezvous_lost: Callable[[], None],
     ) -> None:
         store = _rendezvous_store(params.endpoint, own)
         backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret)
         self._inner, self._own = create_handler(store, backend, params), own
         self._ranks_store: TCPStore | None = None
         self._on_nodes_waiting, self._first = on_nodes_waiting, False
+        self._on_rendezvous_lost = on_rendezvous_lost
+        self._lost_at: float | None = None
 
     def get_backend(self) -> str:
         return SEVERAL_NODES
@@ -138,13 +151,22 @@ class SeveralNodes(RendezvousHandler):
         """Always 0, since torch would end the ranks of each node by SIGTERM and start the same command again.
 
         Here the first node asks its ranks to regroup: all ranks of all nodes save at the same step and exit with a code
-        of their own, and each launcher resumes the run. A store that is gone or a forged state is ignored: the running
-        ranks need neither, and an agent that failed here would hide the exit codes of its ranks.
+        of their own, and each launcher resumes the run. A forged state is ignored.
+
+        A store that is gone does not come back, and with its agent the ranks of that node are gone. The ranks here fail
+        then, with exit codes that this agent must live to record; only ranks that are still starting would wait for
+        that store for minutes, and are ended after a while.
         """
+        if self._lost_at is not None:
+            if time.monotonic() - self._lost_at > LOST_S:
+                self._on_rendezvous_lost()
+            return 0
         try:
             if self._inner.num_nodes_waiting() and self._first:
                 self._on_nodes_waiting()
-        except (RendezvousConnectionError, RendezvousStateError):
+        except RendezvousConnectionError:
+            self._lost_at = time.monotonic()
+        except RendezvousStateError:
             pass
         return 0
 

@@ -20,16 +20,16 @@ def test_the_seed_decides(seed):
 def test_an_hour_has_every_class_and_pairs(seed):
     plan = make_plan(seed, 3600)
     assert {fault.fault for fault in plan.faults} == set(ChaosFault)
-    assert sum(fault.after_s is not None for fault in plan.faults) == 2
+    assert len(plan.faults) == len(ChaosFault)
+    assert sum(fault.after_s is not None for fault in plan.faults) in (1, 2)
     expected_s = plan.steps * plan.pace_s
-    assert 0.80 * 3600 <= expected_s <= 3600, "the steps and the expected losses fill the hour"
+    assert 0.85 * 3600 < expected_s < 3600, "with the expected losses about an hour"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_five_minutes_have_different_classes(seed):
     plan = make_plan(seed, 300)
-    first = [fault.fault for fault in plan.faults if fault.after_s is None]
-    assert len(first) == len(set(first)) == 5
+    assert len({fault.fault for fault in plan.faults}) == len(plan.faults) == 5
 
 
 @pytest.mark.parametrize("seconds", [120, 300, 3600])

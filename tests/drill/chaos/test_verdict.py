@@ -129,6 +129,13 @@ def test_a_problem_in_a_log(runs):
     assert "ValueError: surprise" in only_unmet(runs.judge())
 
 
+def test_a_watchdog_that_crashes(runs):
+    log = runs.folder / "3-watch.log"
+    log.write_text("CRITICAL run_failed: OSError: quoted\nTraceback (most recent call last):\n", encoding="utf-8")
+    runs.see(150)
+    assert "3-watch.log: Traceback" in only_unmet(runs.judge())
+
+
 def test_a_damaged_record(runs):
     with (runs.run / names.EVENTS).open("a") as file:
         file.write('{"ts": 1, "event": \n')

@@ -100,6 +100,17 @@ def test_what_a_stall_ends_in_does_not_take_its_name(watched):
     assert watched.text(names.ANOMALY) == "heartbeat_stall\n"
 
 
+def test_a_failure_after_the_run_has_continued_takes_its_own_name(watched):
+    watched.go_on(5)
+    watched.look()
+    watched.look(200.0)
+    watched.go_on(1)
+    watched.look()
+    watched.lines.append(a_beat(names.FAILED, 6, watched.clock.now.wall, detail="RuntimeError: other").to_line())
+    watched.look()
+    assert watched.text(names.ANOMALY) == "run_failed\n"
+
+
 def test_without_halt_everything_is_told_and_nothing_stopped(tmp_path):
     watched = Watched(tmp_path, halts=False)
     watched.go_on(5)

@@ -19,7 +19,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
-from nsa.errors import ConfigError  # noqa: E402
+from nsa.errors import ConfigError, ExitCode  # noqa: E402
+from nsa.observe import halt_file  # noqa: E402
 from nsa.observe.events import LauncherAction, read_events  # noqa: E402
 from nsa.observe.failure_codes import code_of_exit_status  # noqa: E402
 from nsa.train.launch import launcher as launching  # noqa: E402
@@ -145,6 +146,18 @@ def test_ranks_that_saved_for_another_node_are_resumed(monkeypatch, tmp_path):
     assert lives.resumed == [False, True]
     details = read_events(tmp_path)[-1].details
     assert (details["launcher"], details.get("failure_code")) == (LauncherAction.RESTARTED, None)
+
+
+def test_a_halt_file_that_came_meanwhile_stops_the_run_before_the_ranks_start_again(monkeypatch, tmp_path):
+    lives = Lives(monkeypatch, tmp_path, (-9, 5), (0, 9))
+    halt_file.request(tmp_path, "heartbeat_stall", "a test")
+    said = []
+    assert launch(plan(tmp_path), said.append) == ExitCode.HALTED
+    assert len(lives.resumed) == 1
+    restarted, stopped = (event.details for event in read_events(tmp_path))
+    assert restarted["launcher"] == LauncherAction.RESTARTED
+    assert (stopped["launcher"], stopped["code"]) == (LauncherAction.NOT_RESTARTED, ExitCode.HALTED)
+    assert "heartbeat_stall" in said[-1]
 
 
 def test_waiting_has_a_limit(monkeypatch, tmp_path):

@@ -16,16 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from nsa import names
 from nsa.observe.heartbeat import last_beat
+from nsa.train.launch import rendezvous
 from nsa.train.launch.node_address import (
     SECRET,
     interface_of,
 )
-from nsa.train.launch.rendezvous import SignedBackend
+from nsa.train.launch.rendezvous import LOST_S, SEVERAL_NODES, SeveralNodes, SignedBackend, serve_store
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 120
@@ -207,3 +208,33 @@ def test_a_state_is_read_by_nodes_with_the_secret_only():
     for ask in (backend.get_state, lambda: backend.set_state(b"next", token)):
         with pytest.raises(RendezvousStateError):
             ask()
+
+
+def _serve(port: int) -> None:
+    store = serve_store("127.0.0.1", port)
+    time.sleep(WAIT_S)
+    del store
+
+
+def test_ranks_that_still_start_are_ended_some_time_after_the_rendezvous_was_lost(monkeypatch):
+    """They would wait for the store of the ranks, which the lost agent served, for minutes."""
+    port, ended, seconds = free_port(), [], 0.0
+    server = get_context("spawn").Process(target=_serve, args=(port,), daemon=True)
+    server.start()
+    until = time.monotonic() + WAIT_S
+    while socket.socket().connect_ex(("127.0.0.1", port)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    params = RendezvousParameters(SEVERAL_NODES, f"127.0.0.1:{port}", "a-run", 2, 2, local_addr="127.0.0.1")
+    handler = SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, lambda: ended.append(seconds))
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: seconds)
+    assert handler.num_nodes_waiting() == 0
+    seconds = 10 * LOST_S
+    assert handler.num_nodes_waiting() == 0
+    assert ended == [], "the rendezvous is there"
+    server.kill()
+    server.join()
+    for after_s in (READ_S, READ_S + LOST_S - 1, READ_S + LOST_S + 1):  # the first finds it lost
+        seconds = 10 * LOST_S + after_s
+        assert handler.num_nodes_waiting() == 0
+    assert ended == [READ_S + 11 * LOST_S + 1]

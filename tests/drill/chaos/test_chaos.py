@@ -1,0 +1,71 @@
+"""`nsa drill --chaos` as a command: a short one by default, five minutes with -m slow. The hour is run by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa.cli.main import app
+from nsa.drill.chaos.run import unplayable
+from nsa.drill.chaos.schedule import make_plan
+
+ROOT = Path(__file__).parents[3]
+
+
+def chaos(duration: str, seed: int, keep: Path, timeout_s: float) -> tuple[int, dict, str]:
+    words = ["--chaos", duration, "--seed", str(seed), "--keep", str(keep)]
+    command = [sys.executable, "-m", "nsa.cli", "drill", "--json", *words]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as drill:
+        try:
+            printed, said = drill.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            drill.terminate()  # not killed: it has a disk to unmount
+            printed, said = drill.communicate()
+            pytest.fail(f"not done within {timeout_s:.0f} s: {said}")
+    return drill.returncode, json.loads(printed), said
+
+
+def require_as_planned(found: dict, seconds: float, seed: int) -> None:
+    """The same faults in the same order as the seed plans: class, step, victim, variant."""
+    plan = make_plan(seed, seconds, unplayable())
+    played = [(each["fault"], each["step"], each["victim"], each["variant"]) for each in found["faults"]]
+    assert played == [(each.fault, each.step, each.victim, each.variant) for each in plan.faults]
+
+
+@pytest.mark.timeout(1200)
+def test_two_minutes_of_chaos(tmp_path):
+    code, found, said = chaos("2m", 7, tmp_path / "kept", timeout_s=1150)
+    assert found["unmet"] == [], said
+    assert code == 0
+    assert found["holds"]
+    assert found["same_weights"]
+    assert found["differing_steps"] == []
+    assert 0 < found["goodput"] < 1
+    require_as_planned(found, 120, 7)
+    assert json.loads((tmp_path / "kept" / "verdict.json").read_text()) == found
+    assert (tmp_path / "kept" / "chaos" / "run" / "events.jsonl").exists(), "the run folder was on a disk of its own"
+    assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(tmp_path) in line]
+    assert "faults of" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_five_minutes_of_chaos(tmp_path, seed):
+    code, found, said = chaos("5m", seed, tmp_path / "kept", timeout_s=2300)
+    assert (code, found["unmet"]) == (0, []), said
+    require_as_planned(found, 300, seed)
+
+
+@pytest.mark.parametrize("words", [["--only", "sigterm"], ["--nodes"], ["--jobs", "2"]])
+def test_options_of_scenarios_are_refused(words):
+    result = CliRunner().invoke(app, ["drill", "--chaos", "5m", *words])
+    assert "--chaos is one run with all faults" in str(result.exception or result.output)
+    assert result.exit_code != 0
