@@ -4,6 +4,7 @@ import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 
+from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.data_server import DataServer, ServerFault
 from nsa.drill.harness import SAVE_EVERY, STEPS, DrillHarness, NotObserved
@@ -90,5 +91,5 @@ def _asked_after(server: CountingDataServer, asked: int) -> bool:
 
 def _copied(store: ObjectStore) -> list[int]:
     """Steps of the complete copies."""
-    keys = [key.split("/") for key in list(store.objects) if key.endswith("COMMIT.json")]
-    return sorted(int(parts[-2].removeprefix("step")) for parts in keys)
+    folders = [key.split("/")[-2] for key in list(store.objects) if key.endswith(f"/{names.COMMIT}")]
+    return sorted(step for step in map(names.step_of, folders) if step is not None)
