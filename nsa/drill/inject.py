@@ -1,4 +1,4 @@
-"""Fault injection inside a rank: NaN gradients, collapsed gates, a slow rank, uneven data loading.
+"""Fault injection inside a rank: NaN and spiking gradients, collapsed gates, a slow rank, a flipped bit, a clock.
 
 As a program it is `nsa train` or `nsa launch` with an injected fault, the only entry point that injects one:
 `python -m nsa.drill.inject train|launch FAULT NPROC CONFIG KEY=VALUE …`; `launch` also takes --resume, --clear-halt and
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nsa.train.engine.data_loader import RowLoader
 
 MODULE = "nsa.drill.inject"
+_BATCHES_AHEAD = 20
 
 
 class FaultKind(StrEnum):
@@ -34,6 +35,9 @@ class FaultKind(StrEnum):
     GATE_COLLAPSE = "gate_collapse"
     SLOW_RANK = "slow_rank"
     BENIGN_NOISE = "benign_noise"
+    GRADIENT_SPIKE = "gradient_spike"
+    REPLICA_DRIFT = "replica_drift"
+    CLOCK_JUMP = "clock_jump"
     CHAOS = "chaos"
     """Steps of at least `seconds`, and faults ordered while the run is going (`nsa.drill.chaos.orders`); all ranks."""
 
@@ -136,6 +140,46 @@ def _benign_noise(fault: PlantedFault) -> None:
     _around_batches(fault, before=lambda module: time.sleep(chance.uniform(0.0, 0.02)))
 
 
+def _gradient_spike(fault: PlantedFault) -> None:
+    """All gradients of one batch are a thousand times as large."""
+
+    def after(module: "StepSkippingTrainModule") -> None:
+        for parameter in module.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1000.0)
+
+    _around_batches(fault, after=after)
+
+
+def _replica_drift(fault: PlantedFault) -> None:
+    """The lowest bit of one weight of this rank is flipped: no loss shows it."""
+    import torch
+
+    flipped = False
+
+    @torch.no_grad()
+    def before(module: "StepSkippingTrainModule") -> None:
+        nonlocal flipped
+        if not flipped:
+            next(module.model.parameters()).flatten().view(torch.int32)[0] ^= 1
+        flipped = True
+
+    _around_batches(fault, before=before)
+
+
+def _clock_jump(fault: PlantedFault) -> None:
+    """The wall clock jumps `seconds` ahead, and twice as far back some batches later; the monotonic one does not."""
+    true_time, taken = time.time, 0
+
+    def before(module: "StepSkippingTrainModule") -> None:
+        nonlocal taken
+        taken += 1
+        offset = fault.seconds if taken <= _BATCHES_AHEAD else -fault.seconds
+        time.time = lambda: true_time() + offset
+
+    _around_batches(fault, before=before)
+
+
 def _chaos(fault: PlantedFault) -> None:
     """Pace the steps, which changes no number, and follow the orders for this rank."""
     from nsa.drill.chaos.orders import OrderFollower
@@ -162,6 +206,9 @@ _INJECTORS: dict[FaultKind, Callable[[PlantedFault], None]] = {
     FaultKind.GATE_COLLAPSE: _gate_collapse,
     FaultKind.SLOW_RANK: _slow_rank,
     FaultKind.BENIGN_NOISE: _benign_noise,
+    FaultKind.GRADIENT_SPIKE: _gradient_spike,
+    FaultKind.REPLICA_DRIFT: _replica_drift,
+    FaultKind.CLOCK_JUMP: _clock_jump,
     FaultKind.CHAOS: _chaos,
 }
 

@@ -10,7 +10,19 @@ from pathlib import Path
 from nsa.drill.harness import DrillHarness, NotObserved, UndisturbedRuns
 from nsa.drill.node_network import NodeNetworkError, unshare_options
 from nsa.drill.result import DrillResult
-from nsa.drill.scenarios import data, disk, nodes, numbers, pace, processes
+from nsa.drill.scenarios import (
+    checkpoints,
+    data,
+    disk,
+    launchers,
+    nodes,
+    numbers,
+    pace,
+    processes,
+    refusals,
+    services,
+    stops,
+)
 from nsa.errors import ConfigError
 
 
@@ -32,6 +44,29 @@ SCENARIOS = {
     "slow_rank": DrillScenario("slow rank", pace.slow_rank),
     "stale_halt": DrillScenario("stale halt file", processes.stale_halt),
     "sigterm": DrillScenario("SIGTERM", processes.sigterm),
+    "sigterm_twice": DrillScenario("SIGTERM twice", stops.sigterm_twice),
+    "sighup": DrillScenario("SIGHUP", stops.sighup),
+    "halt_mid_run": DrillScenario("halt file in the middle of a run", stops.halt_mid_run),
+    "clock_jump": DrillScenario("clock jumps by an hour, both ways", stops.clock_jump),
+    "killed_agent": DrillScenario("killed agent", launchers.killed_agent),
+    "killed_launcher": DrillScenario("killed launcher", launchers.killed_launcher),
+    "out_of_memory": DrillScenario("out of memory", launchers.out_of_memory),
+    "crash_loop": DrillScenario("data server gone: crash loop", launchers.crash_loop),
+    "busy_port": DrillScenario("rendezvous port in use", launchers.busy_port),
+    "killed_saving": DrillScenario("killed during saves", checkpoints.killed_saving),
+    "failed_writer": DrillScenario("background writer fails", checkpoints.failed_writer),
+    "damaged_checkpoint": DrillScenario("damaged newest checkpoints", checkpoints.damaged_checkpoint),
+    "malicious_checkpoint": DrillScenario("code in a checkpoint", checkpoints.malicious_checkpoint),
+    "other_config": DrillScenario("checkpoint of another config", checkpoints.other_config),
+    "other_world_size": DrillScenario("checkpoint of another world size", checkpoints.other_world_size),
+    "gradient_spike": DrillScenario("gradient spike", numbers.gradient_spike),
+    "replica_drift": DrillScenario("flipped bit in a replica", numbers.replica_drift),
+    "data_server_errors": DrillScenario("errors of the data server", services.data_server_errors),
+    "object_store_errors": DrillScenario("object store answers 503", services.object_store_errors),
+    "metric_sink_down": DrillScenario("metric tracker unreachable", services.metric_sink_down),
+    "bad_yaml": DrillScenario("broken config file", refusals.bad_yaml),
+    "toy_config": DrillScenario("toy config for 50,000 steps", refusals.toy_config),
+    "two_runs": DrillScenario("two runs in one folder", refusals.two_runs),
     "healthy": DrillScenario("none: 500 steps, noise", pace.healthy),
 }
 

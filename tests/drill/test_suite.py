@@ -21,9 +21,10 @@ from nsa.drill import artifacts, suite
 from nsa.drill.data_server import DataServer
 from nsa.drill.harness import DrillHarness, DrillProcess, NotObserved
 from nsa.drill.inject import FaultKind, PlantedFault
-from nsa.drill.result import DrillResult
+from nsa.drill.result import DrillResult, measure_interruption
 from nsa.drill.suite import DrillScenario, DrillSuite, choose
 from nsa.errors import ConfigError
+from nsa.observe.events import EventKind, add_event
 from nsa.observe.heartbeat import HeartbeatRecord
 
 
@@ -229,3 +230,27 @@ def test_a_row_holds_until_a_requirement_fails():
     assert row.holds
     row.require([], "nothing there")
     assert row.unmet == ["nothing there"]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_the_time_to_recover_ends_with_the_first_step_after_the_restart(tmp_path, restarted):
+    """A step that a dying process still records is none; without a restart the next step counts."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    beats = [(1, 90.0), (2, 99.0), (3, 100.5), *([(2, 130.0), (3, 131.0)] if restarted else [])]
+    lines = [HeartbeatRecord.now(ts=ts, rank=0, step=step, msg=names.PROGRESS).to_line() for step, ts in beats]
+    (folder / names.heartbeat(0)).write_text("\n".join(lines) + "\n")
+    add_event(folder, EventKind.START, ts=80.0, step=0)
+    if restarted:
+        add_event(folder, EventKind.RESTART, ts=120.0, step=1)
+    result = DrillResult("x")
+    with DrillHarness(tmp_path, threading.Event()) as harness:
+        measure_interruption(harness, result, 100.0)
+    assert (result.continued_s, result.repeated_steps) == ((30.0, 2) if restarted else (0.5, 0))
+
+
+def test_a_run_without_a_step_after_the_fault_does_not_hold(tmp_path):
+    result = DrillResult("x")
+    with DrillHarness(tmp_path, threading.Event()) as harness:
+        measure_interruption(harness, result, 100.0)
+    assert not result.holds

@@ -6,6 +6,8 @@ import torch
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.portable import chunk, selected
 from nsa.kernels.registry import BackendRequest
+from tests.core.hostile_arguments import run as run_branch
+from tests.core.hostile_arguments import tensors
 from tests.shapes import attention_args
 
 
@@ -27,3 +29,10 @@ def test_any_chunk_gives_the_same_output_and_gradients(monkeypatch, elements, un
     monkeypatch.setattr(selected, "UNION_FACTOR", union_factor)
     for a, b in zip(run(), whole, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_a_block_far_after_the_query_takes_no_memory():
+    """A table with a place for every block up to it would have 77 GB."""
+    given = tensors()
+    given["idx"] = torch.tensor([0, 1, 3, 2**31 - 1], dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
+    torch.testing.assert_close(run_branch("selected", "portable", given), run_branch("selected", "reference", given))

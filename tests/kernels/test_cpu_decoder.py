@@ -139,3 +139,16 @@ def decoder_of(**changes: KeyPages):
 def test_pages_that_do_not_fit_are_refused(stream, change):
     with pytest.raises(ConfigError, match=r"page|table"):
         decoder_of(**{stream: change})
+
+
+def test_an_entry_of_tokens_without_pages_is_refused():
+    """The mean of a block reads tokens of earlier pages, not only the one that is written."""
+    streams = Streams()
+    view = streams.view(True)
+    view.tail.table_BP[2, 0] = -1  # its 64 tokens fill the first page: the next token lies in the second
+    decoder = CpuDecoder(view, heads_per_group=3, means=True, geometry=streams.g, scale=0.2)
+    new = tuple(x[:, :1] for x in streams.raw)
+    for _ in range(streams.g.d - 1):
+        decoder.append(new)
+    with pytest.raises(ConfigError):
+        decoder.append(new)

@@ -41,7 +41,7 @@ def stalled_data(harness: DrillHarness, result: DrillResult) -> None:
     result.require(step, "no verified checkpoint")
     result.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}, the address in the event"
     result.require(server.url in str(error.details.get("error")), "the event does not name the address")
-    finish(harness, result, launched)
+    finish(harness, result, launched, fault_at=at)
     result.resumed = f"by the launcher: {result.resumed}"
 
 

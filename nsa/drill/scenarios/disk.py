@@ -33,7 +33,7 @@ def full_disk(harness: DrillHarness, result: DrillResult) -> None:
     result.left_behind = f"exit {code}, verified checkpoint {step}"
     if mounted:
         free_disk(harness)
-    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True, fault_at=at)
 
 
 def _limit(process: DrillProcess) -> str:

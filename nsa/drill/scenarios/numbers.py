@@ -1,4 +1,4 @@
-"""Drill scenarios: NaN gradients and collapsed gates."""
+"""Drill scenarios: NaN and spiking gradients, collapsed gates, replicas that drift apart."""
 
 import json
 
@@ -7,7 +7,7 @@ from nsa.drill import artifacts
 from nsa.drill.harness import DrillHarness
 from nsa.drill.inject import FaultKind
 from nsa.drill.result import DrillResult, finish
-from nsa.errors import ExitCode, NonFiniteError
+from nsa.errors import ExitCode, NonFiniteError, ReplicaError
 from nsa.observe.events import EventKind
 
 
@@ -71,3 +71,37 @@ def gate_collapse(harness: DrillHarness, result: DrillResult) -> None:
     result.require(
         healthy and (healthy[0].gate_entropy_mean or 0) > 0.5, "the gates are still collapsed after the resume"
     )
+
+
+def gradient_spike(harness: DrillHarness, result: DrillResult) -> None:
+    """The gradients of one step are a thousand times as large: the step is skipped, and the loss does not jump."""
+    settings = ["train.spike_sigma=6", "train.skip_window=20"]
+    fault = harness.fault(FaultKind.GRADIENT_SPIKE, first_batch=10**9, also=(20,))
+    process = harness.train(*settings, fault=fault)
+    result.require_equal("exit code", process.wait(), 0)
+    skipped = artifacts.beats(harness.run_folder, msg=names.SKIPPED)
+    result.require_equal("steps skipped", [beat.step for beat in skipped], [21])
+    if skipped:
+        result.detected(
+            "run: bad-step policy, before the optimizer step", skipped[0].ts - harness.injected_at(), within_s=5
+        )
+    losses = [beat.loss or 0.0 for beat in artifacts.beats(harness.run_folder)]
+    result.require(max(losses[20:]) < 1.2 * max(losses[10:20]), "the loss jumped after the spike")
+    result.left_behind = "1 step skipped, exit 0"
+    result.resumed = "never stopped"
+
+
+def replica_drift(harness: DrillHarness, result: DrillResult) -> None:
+    """One bit of one weight of rank 1 flips: both ranks stop before differing weights are saved."""
+    settings = ["train.replica_check_every=2"]
+    launched = harness.launch(*settings, nproc=2, fault=harness.fault(FaultKind.REPLICA_DRIFT, rank=1, first_batch=10))
+    result.require_equal("exit code of the launcher", launched.wait(), ReplicaError.exit_code)
+    errors = artifacts.events(harness.run_folder, EventKind.ERROR)
+    result.require(errors, "no error event")
+    if errors:
+        result.detected("run: weights of replicas differ", errors[0].ts - harness.injected_at(), within_s=30)
+    step = artifacts.newest_good_step(harness.run_folder)
+    result.require(step is not None and step <= 10, f"the newest checkpoint is step {step}, after the flip")
+    result.left_behind = f"exit {ReplicaError.exit_code}, verified checkpoint {step} from before the flip"
+    again = harness.launch("--resume", *settings, nproc=2)
+    finish(harness, result, again, ranks=2, same_as_undisturbed=True, fault_at=harness.injected_at())

@@ -57,6 +57,7 @@ def hung_rank(harness: DrillHarness, result: DrillResult) -> None:
         harness.launch(*settings, "--resume", "--clear-halt", nproc=2),
         ranks=2,
         same_as_undisturbed=True,
+        fault_at=silent_since,
     )
 
 

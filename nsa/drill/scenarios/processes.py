@@ -30,7 +30,7 @@ def killed_rank(harness: DrillHarness, result: DrillResult) -> None:
     result.left_behind = (
         f"verified checkpoint {artifacts.newest_good_step(harness.run_folder)}, event, logs of each cycle"
     )
-    finish(harness, result, launched, ranks=2, same_as_undisturbed=True)
+    finish(harness, result, launched, ranks=2, same_as_undisturbed=True, fault_at=at)
     result.resumed = f"by the launcher: {result.resumed}"
 
 
@@ -58,7 +58,7 @@ def killed_trainer(harness: DrillHarness, result: DrillResult) -> None:
     result.require(step, "no verified checkpoint")
     result.left_behind = f"verified checkpoint {step}, {names.ANOMALY}, event"
     watchdog.kill()
-    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True, fault_at=at)
 
 
 def sigterm(harness: DrillHarness, result: DrillResult) -> None:
@@ -75,7 +75,7 @@ def sigterm(harness: DrillHarness, result: DrillResult) -> None:
     result.require_equal("step of the newest verified checkpoint", step, artifacts.last_step(harness.run_folder))
     result.require(artifacts.beats(harness.run_folder, msg=names.STOPPED), "no final record in the heartbeat")
     result.left_behind = f"exit {ExitCode.PREEMPTED}, verified checkpoint of its last step {step}"
-    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True)
+    finish(harness, result, harness.train("--resume"), same_as_undisturbed=True, fault_at=at)
 
 
 def stale_halt(harness: DrillHarness, result: DrillResult) -> None:

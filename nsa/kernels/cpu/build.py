@@ -30,7 +30,11 @@ X86_FLAGS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+PLAIN_ONLY = "-DNSA_PLAIN_ONLY"
+"""As an extra flag: only the plain instruction set is compiled, which takes a fraction of the time."""
+
 _folder: Path | None = None
+_extra_flags: tuple[str, ...] = ()
 
 
 class BuildError(RuntimeError):
@@ -41,6 +45,12 @@ def set_cache_folder(folder: Path | None) -> None:
     """Where compiled kernels are kept; None for the user's cache folder, or a temporary one if home is read-only."""
     global _folder
     _folder = folder
+
+
+def set_extra_flags(flags: tuple[str, ...]) -> None:
+    """Flags after the usual ones for every source file and the linker, such as a sanitizer's; () for none."""
+    global _extra_flags
+    _extra_flags = flags
 
 
 def cache_folder() -> Path:
@@ -103,9 +113,9 @@ def _compiler() -> str:
 def _units() -> dict[str, tuple[str, ...]]:
     """Source file (without suffix) → the flags it is compiled with."""
     units: dict[str, tuple[str, ...]] = {"entry": FLAGS, "isa_plain": FLAGS}
-    if platform.machine() in ("x86_64", "AMD64"):
+    if platform.machine() in ("x86_64", "AMD64") and PLAIN_ONLY not in _extra_flags:
         units |= {name: (*FLAGS, *flags) for name, flags in X86_FLAGS.items()}
-    return units
+    return {name: (*flags, *_extra_flags) for name, flags in units.items()}
 
 
 def _path(compiler: str, units: dict[str, tuple[str, ...]]) -> Path:
@@ -129,7 +139,8 @@ def _build(compiler: str, units: dict[str, tuple[str, ...]], path: Path) -> None
         for job in jobs:
             _finish(job)
         linked = f"{work}/{path.name}"
-        _finish(_start([compiler, "-shared", "-pthread", *(f"{work}/{unit}.o" for unit in units), "-o", linked]))
+        objects = [f"{work}/{unit}.o" for unit in units]
+        _finish(_start([compiler, "-shared", "-pthread", *_extra_flags, *objects, "-o", linked]))
         os.chmod(linked, 0o755)  # whatever the umask: a library that others can write is not loaded
         replace_file(Path(linked), path)
 

@@ -111,6 +111,8 @@ def _union(at: slice, idx_BcGN: Tensor, pos_Bc: Tensor, start_Bc: Tensor, n_keys
     """All blocks that the chunk's queries chose, once each; None if they are too many or of several documents."""
     if bool((start_Bc != start_Bc[:, :1]).any()):
         return None
+    # A block after its query is hidden anyway; however far it is, it must not need a place in the table below.
+    idx_BcGN = idx_BcGN.masked_fill(idx_BcGN.long() * l_sel > pos_Bc[..., None, None], -1)
     n_blocks = int(idx_BcGN.max()) + 1
     chose_BcGJ = torch.zeros(*idx_BcGN.shape[:3], n_blocks + 1, dtype=torch.bool, device=idx_BcGN.device)
     chose_BcGJ.scatter_(3, idx_BcGN.long().masked_fill(idx_BcGN < 0, n_blocks), True)

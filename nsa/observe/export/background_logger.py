@@ -54,12 +54,14 @@ class BackgroundLogger:
             self._warn_once(f"{_QUEUE_SIZE} records are queued")
 
     def close(self) -> None:
-        """Send queued records within the timeout; the rest is dropped."""
+        """Send queued records within the timeout; the rest is dropped, with a warning."""
         try:
             self._records.put(None, timeout=1.0)
         except queue.Full:
             return
         self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._warn_once(f"the end of the run waited {_CLOSE_TIMEOUT_S:g} s for it")
 
     def _run(self) -> None:
         while (record := self._records.get()) is not None:

@@ -273,8 +273,8 @@ class _RankCycle:
                     handled = self._requests.stop
                     deadline = min(deadline, time.monotonic() + self._settings.grace_s)
                     signal_children(agent.pid, signal.SIGTERM)
-                if time.monotonic() > deadline:
-                    agent.kill()
+                if time.monotonic() > deadline or (self._requests.stop and not started_ranks(self._logs)):
+                    agent.kill()  # without ranks there is nothing to wait for: it may be waiting for other nodes
                 self._show_more()
                 self._remind_of_other_nodes()
                 time.sleep(_POLL_S)

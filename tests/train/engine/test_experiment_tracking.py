@@ -79,6 +79,17 @@ def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
     hang.set()
 
 
+def test_a_silent_service_is_told_of_at_the_end(monkeypatch):
+    """Too few records to fill the queue, and no error yet: without a warning they would be missed by nobody."""
+    monkeypatch.setattr("nsa.observe.export.background_logger._CLOSE_TIMEOUT_S", 0.2)
+    hang, warnings = threading.Event(), []
+    logger = BackgroundLogger(Service(slow=hang), warnings.append)
+    logger.log(1, {})
+    logger.close()
+    assert len(warnings) == 1
+    hang.set()
+
+
 @pytest.mark.parametrize(("key", "package"), [("wandb_project", "wandb"), ("mlflow_uri", "mlflow")])
 def test_a_tracker_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, key, package):
     monkeypatch.setattr("nsa.train.engine.experiment_tracking.find_spec", lambda name: None)

@@ -318,6 +318,26 @@ def test_ranks_that_do_not_leave_are_killed_after_the_grace(start, tmp_path):
     assert not any(alive(pid) for pid in pids.values())
 
 
+def test_asked_to_stop_while_it_waits_for_other_nodes_it_stops_at_once(tmp_path):
+    """A program that is no rendezvous has the port and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = dict(command=[sys.executable, "-c", "pass"], nproc=1, nnodes="2", rdzv_endpoint=endpoint)
+        program = (
+            "import pathlib, sys; from nsa.train.launch.launcher import LaunchSettings, launch; "
+            f"sys.exit(launch(LaunchSettings(run_folder=pathlib.Path({str(tmp_path)!r}), **{settings!r}), print))"
+        )
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
+        try:
+            taken.settimeout(60)
+            agent, _ = taken.accept()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 10
+            agent.close()
+        finally:
+            process.kill()
+
+
 def test_two_nodes_meet(tmp_path):
     """Two launchers on one machine stand for two nodes that share the run folder."""
     with socket.socket() as free:

@@ -59,7 +59,8 @@ inline bool slot_holds(const Rows& x, int64_t b, int64_t at) {
   return page >= 0 && page < x.n_pages;
 }
 
-// Whether every row has a slot for its next token, and for the compressed entry that the token may complete.
+// Whether every row has a slot for its next token and for the compressed entry that the token may complete, and all
+// tokens of that entry.
 inline bool has_room(const CacheAppend& a) {
   if (!is_size(a.l) || !is_size(a.d) || !is_size(a.w)) return false;
   for (const Stream& stream : a.streams)
@@ -75,6 +76,10 @@ inline bool has_room(const CacheAppend& a) {
     if (entry < 0 || entry >= a.n_compressed_slots) return false;
     for (const Rows& x : a.compressed)
       if (!slot_holds(x, b, entry)) return false;
+    if (!a.means || (length + 1 - a.l) % a.d != 0) continue;
+    for (int64_t t = length + 1 - a.l; t < length; ++t)  // the tokens that the entry is the mean of
+      for (int64_t i = 0; i < 2; ++i)
+        if (!slot_holds(a.streams[i].slots, b, t % a.streams[i].n_slots)) return false;
   }
   return true;
 }

@@ -5,7 +5,8 @@
 #include "bounds.h"
 #include "kernels.h"
 #include "pool.h"
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(NSA_PLAIN_ONLY)
+#define NSA_X86
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -15,7 +16,7 @@ OpenMpParallel openmp_parallel = nullptr;
 
 namespace {
 
-#if defined(__x86_64__)
+#ifdef NSA_X86
 // Linux enables the tile registers only for a process that requests them: they make every context switch slower.
 bool may_use_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -33,7 +34,7 @@ bool has_tiles() {
 #endif
 
 int64_t best_isa() {
-#if defined(__x86_64__)
+#ifdef NSA_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
@@ -65,7 +66,7 @@ int64_t checked(const Problem& p, bool choosing, Run&& run) {
   return p.B * p.S * p.G ? guarded(run) : kDone;
 }
 
-#if defined(__x86_64__)
+#ifdef NSA_X86
 #define NSA_DISPATCH(call)                    \
   switch (p->isa) {                           \
     case kAmx: return amx::call;              \
