@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nsa.drill.harness import DrillHarness, NotObserved, UndisturbedRuns
-from nsa.drill.node_network import NodeNetworkError, unshare_options
+from nsa.drill.node_network import unshare_options
 from nsa.drill.result import DrillResult
 from nsa.drill.scenarios import (
     checkpoints,
@@ -23,7 +23,7 @@ from nsa.drill.scenarios import (
     services,
     stops,
 )
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, NSAError
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class DrillSuite:
         try:
             with DrillHarness(self._folder / name, self._stop_event, self._undisturbed) as harness:
                 chosen.run(harness, result)
-        except (NotObserved, NodeNetworkError, OSError) as problem:
+        except (NotObserved, NSAError, OSError) as problem:
             result.unmet.append(str(problem))
         result.took_s = time.monotonic() - began
         return result
