@@ -120,7 +120,7 @@ def json_bytes(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-_FILE_EDITS = ("remove", "empty", "rename", "swap", "copy", "extra", "link", "folder")
+_FILE_EDITS = ("remove", "empty", "rename", "swap", "copy", "extra", "pipe", "folder")
 
 
 def edits_of_folder(files: Sequence[str], most: int = 2) -> st.SearchStrategy[list[list[Any]]]:
@@ -169,8 +169,8 @@ def _edit_file(folder: Path, name: str, what: str, how: Any) -> None:
                 other.write_bytes(mine)
     else:
         path.unlink()
-        if what == "link":
-            path.symlink_to("/dev/zero")
+        if what == "pipe":
+            os.mkfifo(path)
         elif what == "folder":
             path.mkdir()
 
