@@ -80,11 +80,11 @@ def mutated_bytes(draw: st.DrawFn, *samples: bytes, most: int = 4) -> bytes:
 @st.composite
 def mutated_json(draw: st.DrawFn, document: Any, most: int = 3, values: Sequence[Any] = STRANGE_VALUES) -> Any:
     """A copy of a JSON document in which values are replaced, left out, repeated, renamed or exchanged."""
-    changed = copy.deepcopy(document)
+    root = [copy.deepcopy(document)]
     for _ in range(draw(st.integers(1, most))):
-        places = list(_places(changed))
+        places = list(_places(root))
         if not places:
-            return draw(st.sampled_from(values))
+            break
         holder, key = draw(st.sampled_from(places))
         what = draw(st.sampled_from(("value", "value", "value", "neighbour", "away", "rename", "twice", "exchange")))
         other_holder, other_key = draw(st.sampled_from(places))
@@ -100,7 +100,7 @@ def mutated_json(draw: st.DrawFn, document: Any, most: int = 3, values: Sequence
             holder.append(copy.deepcopy(holder[key]))
         elif what == "exchange":
             holder[key] = copy.deepcopy(other_holder[other_key])
-    return changed
+    return root[0] if root else None
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
