@@ -19,6 +19,7 @@ from nsa.core.compression import mean_of_blocks
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa.kernels.precision import require_one_dtype
 from nsa.kernels.reference import Attended, ScoreOptions
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 
@@ -196,6 +197,8 @@ class _QueryBatch:
         for name, x in (("q", q_BSHK), ("k", k_BTGK)):
             if x.dim() != 4:
                 raise ConfigError(f"{name} has shape {list(x.shape)}: it must be [batch, tokens, heads, width].")
+        if not q_BSHK.is_floating_point():
+            raise ConfigError(f"q is {q_BSHK.dtype}: attention computes with floating-point numbers. Cast q, k and v.")
         n_batch, length, n_heads, d_k = q_BSHK.shape
         self.n_groups = k_BTGK.shape[2]
         if self.n_groups < 1 or n_heads < 1 or n_heads % self.n_groups:
@@ -261,6 +264,8 @@ class _QueryBatch:
                 f"gates have shape {list(given)}: one number per token, head and branch ({', '.join(BRANCH_ORDER)}) is "
                 f"needed. Pass {list(want)} or what broadcasts to it."
             )
+        if gates_BSH3.is_complex():
+            raise ConfigError(f"gates are {gates_BSH3.dtype}: they must be real numbers.")
         wide = gates_BSH3.to(torch.promote_types(gates_BSH3.dtype, torch.float32))
         return self.rows(wide.expand(want)).unflatten(2, (self.n_groups, -1))
 
@@ -280,6 +285,7 @@ class _QueryBatch:
         return self.rows(sorted_.masked_fill(sorted_ == none, -1))
 
     def _check_keys(self, branch: str, k: Tensor, v: Tensor, tokens: tuple[int, ...]) -> None:
+        require_one_dtype(self.q_BSGRK, k, v)
         want = (*tokens, self.n_groups)
         if k.shape != (*want, self.d_k) or v.dim() != 4 or v.shape[:3] != want:
             raise ConfigError(

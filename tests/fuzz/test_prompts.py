@@ -86,7 +86,7 @@ def test_generate_options(fuzz: FuzzCampaign, runs: list[Path]) -> None:
             raise result.exception
 
     cases = st.lists(st.tuples(options, values).map(list), min_size=1, max_size=3)
-    fuzz.run(cases, check, examples=40, read_seed=json.loads)
+    fuzz.run(cases, check, examples=120, read_seed=json.loads)
 
 
 def test_prompt_bytes(fuzz: FuzzCampaign, runs: list[Path], tmp_path: Path) -> None:
