@@ -24,6 +24,7 @@ from nsa.kernels.reference import Attended, ScoreOptions
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 
 DEFAULT_GEOMETRY = Geometry()  # the paper's
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 Kernels = str | Mapping[str, str] | BackendRequest
 BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]
@@ -208,7 +209,7 @@ class _QueryBatch:
             )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
         self.kernels = kernels
-        self.d_k, self.scale = d_k, d_k**-0.5 if scale is None else scale
+        self.d_k, self.scale = d_k, _checked_scale(scale, d_k)
         self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
 
@@ -293,6 +294,18 @@ class _QueryBatch:
                 f"{list(self.shape)} tokens, {self.n_groups} groups and {self.geometry} they must be "
                 f"{[*want, self.d_k]} and {[*want, 'V']}."
             )
+
+
+def _checked_scale(scale: float | None, d_k: int) -> float:
+    if d_k < 1:
+        raise ConfigError("q has width 0: queries and keys need at least one channel.")
+    if scale is None:
+        return d_k**-0.5
+    if isinstance(scale, torch.SymFloat):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST_SCALE:
+        raise ConfigError(f"scale is {scale!r:.80}: scores are multiplied by it. Pass a finite number, or None.")
+    return scale
 
 
 def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:

@@ -83,7 +83,8 @@ class FuzzCampaign:
                     check(case)
                 self.accepted += 1
             except allowed as error:
-                assert str(error).strip(), f"{type(error).__name__} without a message"
+                if not str(error).strip():
+                    raise AssertionError(f"{type(error).__name__} without a message") from error
                 self.refused += 1
 
         for path in self.seeds():
@@ -97,7 +98,8 @@ class FuzzCampaign:
         def search(count: int, repeatable: bool) -> None:
             @settings(
                 max_examples=count, derandomize=repeatable, database=None, deadline=None,
-                suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
+                suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+                phases=(Phase.generate, Phase.shrink),
             )  # fmt: skip
             @given(cases)
             def target(case: Any) -> None:

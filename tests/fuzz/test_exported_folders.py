@@ -49,7 +49,7 @@ def with_header(raw: bytes, header: Any) -> bytes:
 
 
 def test_exported_folders(fuzz: FuzzCampaign, exported: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
-    """A changed folder is refused, or it loads, generates and can be imported; untouched weights are the exported ones."""
+    """A changed folder is refused, or it loads, generates and can be imported; untouched weights stay as they were."""
     folder, files = exported
     tensors = {key: tensor.clone() for key, tensor in open_exported(folder).tensors.items()}  # not mapped files
     weights = sorted(name for name in files if name.endswith(".safetensors"))
@@ -74,7 +74,7 @@ def test_exported_folders(fuzz: FuzzCampaign, exported: tuple[Path, dict[str, by
                 loaded.generate("The ", temperature=0, max_new_tokens=2)
                 import_folder(folder, tmp_path / f"imported{loads}")
 
-    documents = st.sampled_from([name for name in DOCUMENTS]).flatmap(
+    documents = st.sampled_from(DOCUMENTS).flatmap(
         lambda name: st.tuples(st.just("document"), st.just(name), mutated_json(json.loads(files[name])))
     )
     configs = st.tuples(st.just("document"), st.just(CONFIG), mutated_json(json.loads(files[CONFIG])))

@@ -71,10 +71,11 @@ def test_generate_options(fuzz: FuzzCampaign, runs: list[Path]) -> None:
          "-n", "--batch-size", "--prefill-chunk", "--prompt-file", "-p")
     )  # fmt: skip
     values = st.one_of(
-        st.sampled_from(("cpu", "cuda", "cuda:99", "cpu:7", "meta", "mps", "foo", "fp32", "bf16", "byte", "/", "0", "1", "2",
-                         "-1", "nan", "inf", "1e-300", "0.5", "1e9", "")),
+        st.sampled_from(("cpu", "cuda", "cuda:99", "cpu:7", "meta", "mps", "foo", "fp32", "bf16", "byte", "/", "0", "1",
+                         "2", "-1", "nan", "inf", "1e-300", "0.5", "1e9", "")),
         ANY_TEXT,
     ).filter(lambda text: "\0" not in text)  # fmt: skip
+
     def check(case: list[list[str]]) -> None:
         words = [word for pair in case for word in pair]
         if not any(name in ("-p", "--prompt-file") for name, _ in case):

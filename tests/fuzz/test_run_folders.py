@@ -99,7 +99,7 @@ def test_heartbeats(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         newest = last_beat(path)
         assert (newest is None) == (not beats)
         assert newest is None or newest.to_line() == beats[-1].to_line()
-        assert all(0 < beat.pid < 2**31 and 0 <= beat.step for beat in beats)
+        assert all(0 < beat.pid < 2**31 and beat.step >= 0 for beat in beats)
         for beat in beats:
             again, damaged = beat_parser()(beat.to_line())
             assert again is not None

@@ -17,6 +17,7 @@ from nsa.config.env import RETIRED, VARIABLES
 from nsa.config.load import COMMAND_LINE
 from nsa.config.schema import RETIRED_KEYS, RunConfig, settings
 from nsa.errors import ConfigError
+from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import STRANGE_VALUES, mutated_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +26,9 @@ SMALL = b"train: {steps: 20, warmup_steps: 2}\n"
 KEYS = sorted(settings())
 
 TEXTS = [json.dumps(value) if not isinstance(value, str) else value for value in STRANGE_VALUES]
-TEXTS += ["yes", "off", "auto", "cpu", "bf16", "4k", "1_0", " 3 ", "0x10", "12:30", "[1, 2", "{}", "a=b", "~", "1e-4", "16", "0.1",
-          "['nsa', 'dense']", "[nsa*3, dense]", "$HOME", "*", "s3://b/p", "file:///x", "-0", "1." + "0" * 400, "0.1e-400"]  # fmt: skip
+TEXTS += ["yes", "off", "auto", "cpu", "bf16", "4k", "1_0", " 3 ", "0x10", "12:30", "[1, 2", "{}", "a=b", "~",
+          "1e-4", "16", "0.1", "['nsa', 'dense']", "[nsa*3, dense]", "$HOME", "*", "s3://b/p", "file:///x", "-0",
+          "1." + "0" * 400, "0.1e-400"]  # fmt: skip
 setting_texts = st.one_of(st.sampled_from(TEXTS), st.text(max_size=20), st.integers().map(str), st.floats().map(str))
 
 
@@ -53,7 +55,7 @@ def values_of(config: RunConfig) -> dict[str, Any]:
     return flat(config.model_dump(mode="json"))
 
 
-def test_overrides(fuzz, tmp_path):
+def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
     """An override sets what it names and nothing else; of two for one key the later one counts."""
     file = tmp_path / "run.yaml"
     file.write_bytes(SMALL)
@@ -92,8 +94,8 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def test_config_files(fuzz, tmp_path):
-    """A file that is used holds only known keys; all its values, as PyYAML reads them, change nothing if given again."""
+def test_config_files(fuzz: FuzzCampaign, tmp_path: Path) -> None:
+    """A file that is used holds only known keys; all its values, as PyYAML reads them, change nothing given again."""
     file = tmp_path / "run.yaml"
     encodings = st.sampled_from(("utf-16", "utf-32", "utf-8-sig", "utf-16-be", "cp500"))
     recoded = st.builds(lambda raw, code: raw.decode().encode(code, "replace"), st.sampled_from(SHIPPED), encodings)
@@ -110,7 +112,7 @@ def test_config_files(fuzz, tmp_path):
     fuzz.run(cases, check, examples=700)
 
 
-def test_environment(fuzz, tmp_path):
+def test_environment(fuzz: FuzzCampaign, tmp_path: Path) -> None:
     """A variable is worth what the setting is worth on the command line: the same value, or refused by both."""
     file = tmp_path / "run.yaml"
     file.write_bytes(SMALL)
