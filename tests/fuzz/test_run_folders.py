@@ -59,8 +59,8 @@ def check_reading(
     path.write_bytes(content)
     found = list(records.read_records(path, parse))
     read = [record for record, _ in found if record is not None]
-    wanted = [parse(good[line].decode())[0] for line in case if isinstance(line, int)]
-    left = iter(read)
+    wanted = [repr(parse(good[line].decode())[0]) for line in case if isinstance(line, int)]
+    left = iter(map(repr, read))
     assert all(any(record == each for each in left) for record in wanted), "a good record is missing"
     assert len(found) <= len(case)
     path.write_bytes(b"")
@@ -71,7 +71,7 @@ def check_reading(
             file.write(content[start : start + step])
         followed += tail.read()
     tail.close()
-    assert followed == read or any(record != record for record in read), "a reader that follows sees something else"
+    assert list(map(repr, followed)) == list(map(repr, read)), "a reader that follows sees something else"  # NaN != NaN
     assert tail.unreadable == sum(damaged for _, damaged in found)
     return read
 
