@@ -278,6 +278,8 @@ class _QueryBatch:
                 f"blocks are {blocks_BSGN.dtype} of shape {list(blocks_BSGN.shape)}: they number the chosen blocks of "
                 f"each token and group. Pass int32 of shape {[*want, 'N']}, as select_blocks returns it."
             )
+        if not blocks_BSGN.shape[3]:
+            blocks_BSGN = blocks_BSGN.new_full((*want, 1), -1)
         none = torch.iinfo(torch.int32).max
         given = blocks_BSGN.long().clamp(max=none)  # a block that far is past every query
         sorted_ = given.masked_fill(given < 0, none).to(torch.int32).sort(-1).values
