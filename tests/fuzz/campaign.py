@@ -58,13 +58,15 @@ class FuzzCampaign:
         check: Callable[[Any], object],
         *,
         examples: int,
+        good: Iterable[Any] = (),
         read_seed: Callable[[bytes], Any] = bytes,
         refusals: type[Exception] | None = None,
     ) -> None:
         """Give the corpus of the target and cases of the strategy `cases` to `check`.
 
         check: raises an error of ours (`refusals`, default `NSAError`) for a case that it refuses, and AssertionError
-        for a wrong answer. examples: in the short form. read_seed: from the bytes of a file of the corpus to a case.
+        for a wrong answer. examples: in the short form. good: cases that must not be refused. read_seed: from the bytes
+        of a file of the corpus to a case.
         """
         from hypothesis import HealthCheck, Phase, given, settings
 
@@ -87,6 +89,8 @@ class FuzzCampaign:
                     raise AssertionError(f"{type(error).__name__} without a message") from error
                 self.refused += 1
 
+        for case in good:
+            check(case)
         for path in self.seeds():
             self.corpus += 1
             try:

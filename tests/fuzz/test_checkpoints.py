@@ -102,7 +102,7 @@ def test_damaged_checkpoints(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pat
                 raise error
 
     cases = edits_of_folder(sorted(files))
-    fuzz.run(cases, check, examples=300, read_seed=json.loads)
+    fuzz.run(cases, check, examples=300, good=[[]], read_seed=json.loads)
 
 
 def require_refused(step: Path) -> bool:
@@ -160,7 +160,7 @@ def test_hostile_checkpoints(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pat
         st.tuples(st.just(index), several),
         st.tuples(st.just(names.STATE), states),
     ).map(list)
-    fuzz.run(cases, check, examples=300, read_seed=json.loads)
+    fuzz.run(cases, check, examples=300, good=[[names.STATE, state]], read_seed=json.loads)
 
 
 def test_checkpoint_manifests(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Path) -> None:
@@ -184,4 +184,4 @@ def test_checkpoint_manifests(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pa
         return json.dumps(whole, **canonical).encode() + b"\n"
 
     cases = st.one_of(mutated_json(good["commit"]).map(sealed), mutated_bytes(files[names.COMMIT]))
-    fuzz.run(cases, check, examples=300)
+    fuzz.run(cases, check, examples=300, good=[files[names.COMMIT]])

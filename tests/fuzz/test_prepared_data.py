@@ -18,7 +18,7 @@ from nsa.data.shards.inspect import find_document, first_documents, length_stats
 from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, parse_manifest, read_manifest
 from nsa.data.shards.reader import ShardReader
 from nsa.data.tokenizer import ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
-from nsa.errors import DataError
+from nsa.errors import DataError, NSAError
 from nsa.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
 from tests.fuzz.campaign import FuzzCampaign
@@ -74,6 +74,8 @@ def test_manifests(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]], 
             place = StorageFolder(str(folder))
             manifest = read_manifest(place)
             assert manifest.fingerprint == hashlib.sha256(_canonical(raw)).hexdigest()
+            assert 0 <= manifest.eos_id < manifest.vocab_size
+            assert min(min(manifest.totals(split).values()) for split in manifest.splits) >= 0
             assert manifest == original or manifest.fingerprint != original.fingerprint
             if manifest.dtype == original.dtype:
                 assert all(tokens == stored[name] for name, tokens in tokens_by_shard(folder, manifest))
@@ -94,7 +96,7 @@ def test_manifests(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]], 
         mutated_json(good).map(json_bytes),
         mutated_bytes(files[MANIFEST_NAME]),
     )
-    fuzz.run(cases, check, examples=400)
+    fuzz.run(cases, check, examples=400, good=[files[MANIFEST_NAME]])
 
 
 def _canonical(raw: bytes) -> bytes:
@@ -131,7 +133,7 @@ def test_shards(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]]) -> 
             for error in refused:
                 raise error
 
-    fuzz.run(edits_of_folder(shard_files), check, examples=300, read_seed=json.loads)
+    fuzz.run(edits_of_folder(shard_files), check, examples=300, good=[[]], read_seed=json.loads)
 
 
 def _content(path: Path) -> bytes | None:
@@ -157,11 +159,14 @@ def test_tokenizer_files(fuzz: FuzzCampaign, tmp_path: Path) -> None:
             assert ids.size == 0 or ids.max() < tokenizer.vocab_size
             tokenizer.decode(ids)
         assert 0 <= tokenizer.eos_id < tokenizer.vocab_size
-        again = parse_tokenizer(tokenizer.to_json().encode(), path, eos_token=tokenizer.eos_id)
+        try:
+            again = parse_tokenizer(tokenizer.to_json().encode(), path, eos_token=tokenizer.eos_id)
+        except NSAError as error:
+            raise AssertionError("a tokenizer that was loaded cannot be saved") from error
         assert (again.vocab_size, again.fingerprint) == (tokenizer.vocab_size, tokenizer.fingerprint)
         assert [ids.tolist() for ids in again.encode_batch(TEXTS)] == [ids.tolist() for ids in encoded]
 
     cases = st.one_of(
         mutated_json(small).map(json_bytes), mutated_json(small).map(json_bytes), mutated_bytes(path.read_bytes(), byte)
     )
-    fuzz.run(cases, check, examples=500)
+    fuzz.run(cases, check, examples=500, good=[json_bytes(good), byte])

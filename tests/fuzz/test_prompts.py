@@ -61,7 +61,7 @@ def test_prompts(fuzz: FuzzCampaign, runs: list[Path]) -> None:
 
     some = st.sampled_from((False, False, False, True))
     cases = st.tuples(st.integers(0, 1), st.lists(PROMPTS, max_size=3), some).map(list)
-    fuzz.run(cases, check, examples=400, read_seed=json.loads)
+    fuzz.run(cases, check, examples=400, good=[[0, ["hello", ""], True]], read_seed=json.loads)
 
 
 def test_generate_options(fuzz: FuzzCampaign, runs: list[Path]) -> None:
@@ -87,7 +87,7 @@ def test_generate_options(fuzz: FuzzCampaign, runs: list[Path]) -> None:
             raise result.exception
 
     cases = st.lists(st.tuples(options, values).map(list), min_size=1, max_size=3)
-    fuzz.run(cases, check, examples=120, read_seed=json.loads)
+    fuzz.run(cases, check, examples=120, good=[[["--device", "cpu"]]], read_seed=json.loads)
 
 
 def test_prompt_bytes(fuzz: FuzzCampaign, runs: list[Path], tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         assert all(config.origin(key) == COMMAND_LINE for key in given)
         assert values_of(RunConfig.of_saved(config.model_dump(mode="json"))) == found
 
-    fuzz.run(st.lists(words, min_size=1, max_size=3), check, examples=1200, read_seed=json.loads)
+    fuzz.run(
+        st.lists(words, min_size=1, max_size=3), check, examples=1200, good=[["train.lr=0.5"]], read_seed=json.loads
+    )
 
 
 def as_yaml(given: tuple[str, str]) -> bytes:
@@ -109,7 +111,7 @@ def test_config_files(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         assert values_of(load(file, overrides=[word for word in words if "=[" not in word])) == found
 
     cases = st.one_of(mutated_bytes(*SHIPPED), mutated_bytes(*SHIPPED), given_settings.map(as_yaml), recoded)
-    fuzz.run(cases, check, examples=700)
+    fuzz.run(cases, check, examples=700, good=SHIPPED)
 
 
 def test_environment(fuzz: FuzzCampaign, tmp_path: Path) -> None:
@@ -143,4 +145,4 @@ def test_environment(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         ),
     )
     cases = st.lists(names_and_texts, min_size=1, max_size=3).map(dict)
-    fuzz.run(cases, check, examples=700, read_seed=json.loads)
+    fuzz.run(cases, check, examples=700, good=[{"NSA_KERNEL": "portable"}], read_seed=json.loads)
