@@ -176,12 +176,14 @@ def test_checkpoint_manifests(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pa
             assert raw == files[names.COMMIT] or refused or decode(raw).files == decode(files[names.COMMIT]).files
             for error in refused:
                 raise error
+            assert raw == sealed(json.loads(raw)["commit"]), "the hash of the manifest does not fit"
+
+    def canonical(document: Any) -> bytes:
+        return json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True).encode() + b"\n"
 
     def sealed(body: Any) -> bytes:
-        canonical = dict(sort_keys=True, indent=1, ensure_ascii=True)
-        text = json.dumps(body, **canonical).encode() + b"\n"
-        whole = {"commit": body, "sha256": hashlib.sha256(text).hexdigest()}
-        return json.dumps(whole, **canonical).encode() + b"\n"
+        return canonical({"commit": body, "sha256": hashlib.sha256(canonical(body)).hexdigest()})
 
-    cases = st.one_of(mutated_json(good["commit"]).map(sealed), mutated_bytes(files[names.COMMIT]))
+    unsealed = mutated_json(good["commit"]).map(lambda body: canonical({**good, "commit": body}))
+    cases = st.one_of(mutated_json(good["commit"]).map(sealed), unsealed, mutated_bytes(files[names.COMMIT]))
     fuzz.run(cases, check, examples=300, good=[files[names.COMMIT]])
