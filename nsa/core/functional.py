@@ -307,7 +307,7 @@ def _checked_scale(scale: float | None, d_k: int) -> float:
         return scale
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST_SCALE:
         raise ConfigError(f"scale is {scale!r:.80}: scores are multiplied by it. Pass a finite number, or None.")
-    return scale
+    return float(scale)
 
 
 def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:
