@@ -14,6 +14,8 @@ N_COARSE = 16
 """Default of `nsa.n_coarse`."""
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
 _FFN_MULTIPLE = 64
+_LARGEST_SIZE = 2**31 - 1
+_MOST_BLOCKS = 2**16
 
 
 def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[BrokenRule]:
@@ -23,6 +25,12 @@ def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[Bro
             yield BrokenRule(
                 (f"nsa.{name}",),
                 f"nsa.{name} ({value}) must be at least 1: it counts tokens. Set e.g. nsa.{name}=32.",
+            )
+        elif value > _LARGEST_SIZE:
+            yield BrokenRule(
+                (f"nsa.{name}",),
+                f"nsa.{name} ({value}) must be at most {_LARGEST_SIZE}: positions are 32-bit numbers. Set e.g. "
+                f"nsa.{name}=32.",
             )
     if d >= 1 and l >= 1 and l % d:
         yield BrokenRule(
@@ -41,6 +49,12 @@ def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[Bro
             ("nsa.n_sel",),
             f"nsa.n_sel ({n_sel}) must be at least {FORCED_BLOCKS}: the first block and two local blocks are always "
             f"among the selected ones. Set e.g. nsa.n_sel=16.",
+        )
+    elif n_sel > _MOST_BLOCKS:
+        yield BrokenRule(
+            ("nsa.n_sel",),
+            f"nsa.n_sel ({n_sel}) must be at most {_MOST_BLOCKS}: every query stores the numbers of its blocks. Set "
+            f"e.g. nsa.n_sel=16.",
         )
 
 

@@ -9,8 +9,10 @@ beside the training engine in a usable version). Checkpoints are copied through 
 commit needs its conditional put, which pyarrow lacks. Both have the same addresses, timeouts and number of attempts.
 """
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,12 +109,14 @@ class StorageFolder:
 
     def open_input(self, name: str) -> BinaryIO:
         with self._explained(f"{name} cannot be opened"):
+            self._require_regular(name)
             stream: BinaryIO = self._fs.open_input_stream(self._path(name), compression=None)
         return stream
 
     def open_random(self, name: str) -> Any:
         """A file with `size()` and `read_at(length, offset)`."""
         with self._explained(f"{name} cannot be opened"):
+            self._require_regular(name)
             return self._fs.open_input_file(self._path(name))
 
     def read_bytes(self, name: str) -> bytes:
@@ -162,6 +166,11 @@ class StorageFolder:
             raise DataError(
                 f"{what} in {self.url} ({error}). Check that it exists, the credentials, the space, and the network."
             ) from error
+
+    def _require_regular(self, name: str) -> None:
+        """pyarrow would wait for the writer of a pipe, and read a device without end."""
+        if self.is_local and not stat.S_ISREG(self.local_path(name).stat().st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(self.local_path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -32,6 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
 
 
-pytest_plugins = ["tools.ptx_emulator.pytest_plugin"]  # active if NSA_EMULATE names a GPU
+pytest_plugins = [
+    "tools.ptx_emulator.pytest_plugin",  # active if NSA_EMULATE names a GPU
+    "tests.fuzz.campaign",
+]
 # vLLM has an environment of its own (.ci/install-vllm), in which CI runs these.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]

@@ -175,6 +175,7 @@ def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
         text = _canonical(body)
         # The same value can be spelled in two ways in JSON; only the bytes we wrote count.
         intact = raw == _canonical(document) and document["sha256"] == hashlib.sha256(text).hexdigest()
+        intact = intact and isinstance(body, dict)
     except (ValueError, TypeError, KeyError, RecursionError):
         intact = False
     if not intact:

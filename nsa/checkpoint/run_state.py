@@ -60,13 +60,25 @@ class RunRecord:
             version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")
             values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
             record = cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is not a record of this version: {error!r}.") from error
+            record._require_types()
+            intact = fingerprint(record.config) == config_fingerprint
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not a record of this version: {error!r:.300}.") from error
         if version != FORMAT:
-            raise CheckpointError(f"{path} has format {version!r}, this version reads {FORMAT}.")
-        if fingerprint(record.config) != config_fingerprint:
+            raise CheckpointError(f"{path} has format {version!r:.80}, this version reads {FORMAT}.")
+        if not intact:
             raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
         return record
+
+    def _require_types(self) -> None:
+        """Raise TypeError for values that `write` never writes: hashes detect damage, not invalid values."""
+        for name, least in (("step", 0), ("world_size", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise TypeError(f"{name} is {value!r:.80}")
+        for name in ("config", "data_cursor", "spike_window", "more"):
+            if not isinstance(getattr(self, name), dict):
+                raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -19,10 +19,12 @@ from nsa.core.compression import mean_of_blocks
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa.kernels.precision import require_one_dtype
 from nsa.kernels.reference import Attended, ScoreOptions
 from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
 
 DEFAULT_GEOMETRY = Geometry()  # the paper's
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 Kernels = str | Mapping[str, str] | BackendRequest
 BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]
@@ -196,6 +198,8 @@ class _QueryBatch:
         for name, x in (("q", q_BSHK), ("k", k_BTGK)):
             if x.dim() != 4:
                 raise ConfigError(f"{name} has shape {list(x.shape)}: it must be [batch, tokens, heads, width].")
+        if not q_BSHK.is_floating_point():
+            raise ConfigError(f"q is {q_BSHK.dtype}: attention computes with floating-point numbers. Cast q, k and v.")
         n_batch, length, n_heads, d_k = q_BSHK.shape
         self.n_groups = k_BTGK.shape[2]
         if self.n_groups < 1 or n_heads < 1 or n_heads % self.n_groups:
@@ -205,7 +209,7 @@ class _QueryBatch:
             )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
         self.kernels = kernels
-        self.d_k, self.scale = d_k, d_k**-0.5 if scale is None else scale
+        self.d_k, self.scale = d_k, _checked_scale(scale, d_k)
         self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
 
@@ -261,6 +265,8 @@ class _QueryBatch:
                 f"gates have shape {list(given)}: one number per token, head and branch ({', '.join(BRANCH_ORDER)}) is "
                 f"needed. Pass {list(want)} or what broadcasts to it."
             )
+        if gates_BSH3.is_complex():
+            raise ConfigError(f"gates are {gates_BSH3.dtype}: they must be real numbers.")
         wide = gates_BSH3.to(torch.promote_types(gates_BSH3.dtype, torch.float32))
         return self.rows(wide.expand(want)).unflatten(2, (self.n_groups, -1))
 
@@ -272,6 +278,8 @@ class _QueryBatch:
                 f"blocks are {blocks_BSGN.dtype} of shape {list(blocks_BSGN.shape)}: they number the chosen blocks of "
                 f"each token and group. Pass int32 of shape {[*want, 'N']}, as select_blocks returns it."
             )
+        if not blocks_BSGN.shape[3]:
+            blocks_BSGN = blocks_BSGN.new_full((*want, 1), -1)
         none = torch.iinfo(torch.int32).max
         given = blocks_BSGN.long().clamp(max=none)  # a block that far is past every query
         sorted_ = given.masked_fill(given < 0, none).to(torch.int32).sort(-1).values
@@ -280,6 +288,7 @@ class _QueryBatch:
         return self.rows(sorted_.masked_fill(sorted_ == none, -1))
 
     def _check_keys(self, branch: str, k: Tensor, v: Tensor, tokens: tuple[int, ...]) -> None:
+        require_one_dtype(self.q_BSGRK, k, v)
         want = (*tokens, self.n_groups)
         if k.shape != (*want, self.d_k) or v.dim() != 4 or v.shape[:3] != want:
             raise ConfigError(
@@ -287,6 +296,18 @@ class _QueryBatch:
                 f"{list(self.shape)} tokens, {self.n_groups} groups and {self.geometry} they must be "
                 f"{[*want, self.d_k]} and {[*want, 'V']}."
             )
+
+
+def _checked_scale(scale: float | None, d_k: int) -> float:
+    if d_k < 1:
+        raise ConfigError("q has width 0: queries and keys need at least one channel.")
+    if scale is None:
+        return d_k**-0.5
+    if isinstance(scale, torch.SymFloat):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST_SCALE:
+        raise ConfigError(f"scale is {scale!r:.80}: scores are multiplied by it. Pass a finite number, or None.")
+    return float(scale)
 
 
 def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:

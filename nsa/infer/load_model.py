@@ -82,6 +82,7 @@ class LoadedModel:
         """Token ids of each prompt. An empty one becomes the token between two documents: a text begins after it."""
         if not prompts:
             raise ConfigError("no prompt was given. Give at least one.")
+        _require_text(prompts)
         options = dict(add_special_tokens=False, split_special_tokens=True, verbose=False)
         encoded = self.tokenizer(list(prompts), **options)["input_ids"]
         start = sorted(self.end_ids)[:1]
@@ -91,6 +92,7 @@ class LoadedModel:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, by the tokenizer's chat template."""
+        _require_text([text for message in messages for text in message.values()])
         encoded = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenizer_kwargs={"split_special_tokens": False}
         )
@@ -132,7 +134,7 @@ def load_model(
     needs_text: raise if the tokenizer is not known; without it, using `LoadedModel.tokenizer` raises.
     """
     folder = Path(path)
-    target, number = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), _dtype(dtype)
+    target, number = _device(device), _dtype(dtype)
     if (folder / CONFIG).exists():
         loaded = _from_exported(folder, tokenizer)
     elif (folder / names.MODEL_SAFETENSORS).is_file() and not _has_checkpoints(folder):
@@ -143,6 +145,32 @@ def load_model(
         raise _no_tokenizer(loaded.source.path)
     loaded.model.to(device=target, dtype=number).eval()
     return loaded
+
+
+def _require_text(prompts: Sequence[str]) -> None:
+    for prompt in prompts:
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"a prompt holds {prompt[error.start]!r} at character {error.start}, half of a character or a byte "
+                f"that is not UTF-8: it has no tokens. Give UTF-8 text."
+            ) from error
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}: it must be cpu, cuda or cuda:N.") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    known = torch.accelerator.device_count() if accelerator is not None and accelerator.type == chosen.type else 0
+    if chosen.type != "cpu" and (chosen.index or 0) >= known:
+        raise ConfigError(
+            f"device is {str(chosen)!r}, which this machine does not have ({known} devices of this kind are visible). "
+            f"Use cpu, or check `nsa doctor`."
+        )
+    return chosen
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

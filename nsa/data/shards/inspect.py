@@ -3,12 +3,21 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from nsa.data.saved_tokenizer import read_from_set
 from nsa.data.shards.manifest import ShardManifest
-from nsa.data.shards.writer import check_sha256, decode_ids, read_index
+from nsa.data.shards.writer import (
+    BLOCK_BYTES,
+    HASH_BYTES,
+    ShardIndex,
+    ShardInfo,
+    check_sha256,
+    decode_ids,
+    read_index,
+)
 from nsa.errors import ConfigError, DataError
 from nsa.names import TOKENIZER
 from nsa.storage import StorageFolder
@@ -120,6 +129,28 @@ class DocumentStart:
     ids: list[int]
 
 
+class VerifiedBlocks:
+    """Reads parts of an open token file; every block is compared with its hash in the index, the last one is kept."""
+
+    def __init__(self, file: Any, shard: ShardInfo, index: ShardIndex) -> None:
+        self._file, self._shard, self._index = file, shard, index
+        self._last: tuple[int, bytes] = (-1, b"")
+
+    def read(self, start: int, length: int) -> bytes:
+        first, last = start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES
+        content = b"".join(self._block(number) for number in range(first, last + 1))
+        return content[start - first * BLOCK_BYTES :][:length]
+
+    def _block(self, number: int) -> bytes:
+        if self._last[0] != number:
+            start = number * BLOCK_BYTES
+            content = self._file.read_at(min(BLOCK_BYTES, self._shard.tok_bytes - start), start)
+            expected = self._index.block_sha256[number * HASH_BYTES : (number + 1) * HASH_BYTES].hex()
+            check_sha256(content, expected, f"{self._shard.name}.tok (bytes from {start})")
+            self._last = (number, content)
+        return self._last[1]
+
+
 def first_documents(
     folder: StorageFolder, manifest: ShardManifest, split: str, *, documents: int, max_tokens: int
 ) -> list[DocumentStart]:
@@ -129,12 +160,14 @@ def first_documents(
     for shard in manifest.shards(split):
         if len(found) == documents:
             break
-        ends = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard).ends.tolist()
+        index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+        ends = index.ends.tolist()
         ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
         with folder.open_random(f"{shard.name}.tok") as file:
+            blocks = VerifiedBlocks(file, shard, index)
             for number in range(min(len(ends), documents - len(found))):
                 first = ends[number - 1] if number else 0
                 length = min(ends[number] - first, max_tokens)
-                raw = file.read_at(length * dtype.itemsize, first * dtype.itemsize)
+                raw = blocks.read(first * dtype.itemsize, length * dtype.itemsize)
                 found.append(DocumentStart(ids[number], ends[number] - first, np.frombuffer(raw, dtype).tolist()))
     return found

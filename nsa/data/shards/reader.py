@@ -16,6 +16,7 @@ from nsa.data.shards.cache import ShardCache
 from nsa.data.shards.manifest import TRAIN, ShardManifest, read_manifest
 from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, check_sha256, decode_ids, read_index
 from nsa.errors import ConfigError, DataError
+from nsa.files import open_regular
 from nsa.storage import StorageFolder
 
 # Each open shard holds one memory map; Linux allows 65,530 of them per process by default.
@@ -140,7 +141,7 @@ class ShardReader:
         if self._ids[0] != number:
             info = self._shards[number]
             name = f"{info.name}.ids"
-            raw = self._retry_if_evicted(lambda: self._local(name, info.ids_bytes, info.ids_sha256).read_bytes())
+            raw = self._retry_if_evicted(lambda: self._read(name, info.ids_bytes, info.ids_sha256))
             check_sha256(raw, info.ids_sha256, name)
             self._ids = (number, decode_ids(raw, info))
         return self._ids[1]
@@ -160,7 +161,7 @@ class ShardReader:
 
     def _open_shard(self, info: ShardInfo) -> OpenShard:
         def attempt() -> OpenShard:
-            index_raw = self._local(f"{info.name}.idx", info.idx_bytes, info.idx_sha256).read_bytes()
+            index_raw = self._read(f"{info.name}.idx", info.idx_bytes, info.idx_sha256)
             token_path = self._local(f"{info.name}.tok", info.tok_bytes, info.tok_sha256)
             return OpenShard(token_path, index_raw, info, self._dtype)
 
@@ -173,10 +174,19 @@ class ShardReader:
                 return attempt()
             except FileNotFoundError as error:
                 missing = error
+            except OSError as error:
+                raise DataError(
+                    f"a file of {self.folder.url} cannot be read ({error}). Restore it or prepare the data again."
+                ) from error
         raise DataError(
             f"{missing.filename} is missing but listed in the manifest. Restore it or prepare the data again; if the "
             "set is remote, raise data.cache_gib."
         ) from missing
+
+    def _read(self, name: str, size: int, sha256: str) -> bytes:
+        """A whole small file; a folder, pipe or device in its place is an OSError."""
+        with open_regular(self._local(name, size, sha256)) as file:
+            return file.read(size + 1)
 
     def _local(self, name: str, size: int, sha256: str) -> Path:
         if self.folder.is_local:

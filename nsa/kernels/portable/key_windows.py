@@ -120,7 +120,7 @@ def _chunks(x: BranchInputs) -> Iterator[slice]:
     B, S, G, R, K = x.q_BSGRK.shape
     widest = max(K, x.v_BTGV.shape[-1], x.geometry.l_sel)
     entries = entries_per_choice(x.start_BS) * x.chosen_BSGN.shape[3]
-    size = max(1, budget(x.q_BSGRK) // (B * G * R * entries * widest))
+    size = max(1, budget(x.q_BSGRK) // max(1, B * G * R * entries * widest))
     return (slice(s, min(S, s + size)) for s in range(0, S, size))
 
 

@@ -113,6 +113,8 @@ def key_ranges(
     S, readable = q_BSGRK.shape[1], may_read(q_BSGRK)
     if S == 0:
         return
+    if readable and not lo_BS.numel():
+        return  # no rows
     chunk = _chunk_length(q_BSGRK, most if readable else n_keys)
     starts = range(0, S, chunk)
     lo, hi = [0] * len(starts), [n_keys] * len(starts)
@@ -125,7 +127,7 @@ def key_ranges(
 
 def _chunk_length(q_BSGRK: Tensor, keys: int) -> int:
     B, S, G, R, _ = q_BSGRK.shape
-    rows = budget(q_BSGRK) // (B * G * R)
+    rows = budget(q_BSGRK) // max(1, B * G * R)
     return min(S, max(1, min(rows // max(1, keys), isqrt(rows))))  # a window of keys grows with the chunk itself
 
 

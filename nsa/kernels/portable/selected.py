@@ -76,8 +76,8 @@ def as_rows(x_BTGX: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 def selected_chunks(x: BranchInputs) -> Iterator[BlockChunk]:
     B, S, G, R, _ = x.q_BSGRK.shape
     l_sel, n_keys = x.geometry.l_sel, x.k_BTGK.shape[1]
-    size = max(1, budget(x.q_BSGRK) // (B * G * R * x.chosen_BSGN.shape[3] * l_sel))
-    for s in range(0, S, size):
+    size = max(1, budget(x.q_BSGRK) // max(1, B * G * R * x.chosen_BSGN.shape[3] * l_sel))
+    for s in range(0, S if B else 0, size):
         at = slice(s, min(S, s + size))
         if shared := _union(at, *_of_queries(x, at), n_keys, l_sel):
             yield shared
@@ -89,7 +89,7 @@ def copied_chunks(x: BranchInputs, within: slice = slice(None)) -> Iterator[Bloc
     """A copy of its own keys for every query."""
     B, S, G, _, K = x.q_BSGRK.shape
     l_sel, n_keys = x.geometry.l_sel, x.k_BTGK.shape[1]
-    size = max(1, 4 * budget(x.q_BSGRK) // (B * G * x.chosen_BSGN.shape[3] * l_sel * K))
+    size = max(1, 4 * budget(x.q_BSGRK) // max(1, B * G * x.chosen_BSGN.shape[3] * l_sel * K))
     first, end, _ = within.indices(S)
     for s in range(first, end, size):
         at = slice(s, min(end, s + size))
