@@ -18,6 +18,8 @@ MISTAKES: dict[str, dict[str, dict]] = {
     "pos_emb": {"nsa": dict(phi_pos_emb=True)},
     "rotated": {"nsa": dict(phi="mlp", rope_compressed="before")},
     "strides": {"nsa": dict(d=12)},
+    "positions": {"nsa": dict(w=2**31)},
+    "too_many_blocks": {"nsa": dict(n_sel=65_537)},
     "two_scalings": {"model": dict(rope_scale=2.0, rope_scaling=dict(rope_type="linear", factor=4.0))},
     "missing": {"model": dict(rope_scaling=dict(rope_type="llama3", factor=4.0))},
     "unknown": {"model": dict(rope_scaling=dict(rope_type="linear", factor=4.0, beta_fast=3.0))},

@@ -158,7 +158,7 @@ def test_memory_is_what_fits_or_not():
 @pytest.mark.parametrize(
     "sizes",
     [dict(model=dict(dim=10**12)), dict(model=dict(vocab_size=10**21)), dict(model=dict(d_v=10**17)),
-     dict(train=dict(seq_len=10**20)), dict(nsa=dict(l_sel=8 * 10**24))],
+     dict(train=dict(seq_len=10**20))],
 )  # fmt: skip
 def test_a_size_that_no_tensor_can_have_is_a_wrong_config(sizes):
     (section,) = sizes
