@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import names
+from nsa.observe.events import EventKind, read_events
 
 _CONFIG = """\
 model: {dim: 32, n_layers: 2, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8}
@@ -145,7 +146,9 @@ def _table(
     times = [sample["s"] for sample in files]
     logs = {name: round(files[-1][name] / steps, 1) for name in (names.heartbeat(0), names.EVENTS) if name in files[-1]}
     health = [sample.get(names.HEALTH_LOG, 0.0) for sample in files]
-    findings = [line for line in _lines(folder / "run" / names.HEALTH_LOG) if "finding" in line.lower()]
+    run = folder / "run"
+    events = [event for event in read_events(run) if event.kind in (EventKind.FINDING, EventKind.STALL)]
+    findings = [str(event.details.get("condition")) for event in events]
     grew = [
         f"{row['process']}: {name} grows by {row[name]['slope per h']} per hour"
         for row in rows

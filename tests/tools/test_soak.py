@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from nsa.observe.events import EventKind, add_event
 from tools import soak
 
 
@@ -54,6 +55,13 @@ def test_growth_is_named_per_compressed_hour(tmp_path, grows, expected):
     assert found["grew"] == expected
     assert found["bytes per step"] == {"heartbeat_rank0.jsonl": 100.0}
     assert found["compressed hours"] == 1.66
+    assert found["findings"] == []
+
+
+def test_a_finding_of_the_watchdog_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    add_event(tmp_path / "run", EventKind.FINDING, ts=1.0, step=3, condition="loss_plateau")
+    assert soak._table(*rows_of(0.0), 30.0, [], tmp_path)["findings"] == ["loss_plateau"]
 
 
 @pytest.mark.slow
