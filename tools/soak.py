@@ -29,6 +29,7 @@ from typing import Any
 
 from nsa import names
 from nsa.observe.events import EventKind, read_events
+from tools.load.process_figures import FIGURES, process_figures
 
 _CONFIG = """\
 model: {dim: 32, n_layers: 2, n_heads: 4, n_kv_groups: 2, d_k: 8, d_v: 8}
@@ -51,23 +52,14 @@ class ProcessSeries:
     name: str
     pid: int
     times: list[float] = field(default_factory=list)
-    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LIMITS})
+    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIGURES})
 
     def sample(self, now: float, children: dict[int, list[int]]) -> None:
-        found, todo = dict.fromkeys(_LIMITS, 0.0), [self.pid]
+        family, todo = list[int](), [self.pid]
         while todo:
-            pid = todo.pop()
-            todo += children.get(pid, [])
-            path = Path(f"/proc/{pid}")
-            try:
-                pages = int((path / "statm").read_text().split()[1])
-                files, threads = len(list((path / "fd").iterdir())), len(list((path / "task").iterdir()))
-            except OSError:  # it has just exited
-                continue
-            found["MiB"] += pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-            found["open files"] += files
-            found["threads"] += threads
-            found["processes"] += 1
+            family.append(todo.pop())
+            todo += children.get(family[-1], [])
+        found = process_figures(family)
         if found["processes"]:
             self.times.append(now)
             for name, value in found.items():

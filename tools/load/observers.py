@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from nsa.observe.export.exporter import SHARED_S
+from tools.load.process_figures import process_figures
 from tools.load.run_folders import append_steps, write_run_folder
 
 _START_S = 60.0
@@ -53,7 +53,7 @@ def _scrape(
     began = time.monotonic()
     _read(url)
     first_s = time.monotonic() - began
-    memory, files = _resident_mib(process.pid), _open_files(process.pid)
+    before = process_figures([process.pid])
     took: list[float] = []
     wrong: list[str] = []
     until = time.monotonic() + seconds
@@ -88,6 +88,7 @@ def _scrape(
     last = {run: float(value) for run, value in _RUN.findall(_read(url))}
     wrong += [f"{run} is at {value:g}, not {step}" for run, value in last.items() if value != step]
     took.sort()
+    after = process_figures([process.pid])
     return {
         "runs": runs,
         "scrapers": scrapers,
@@ -98,8 +99,8 @@ def _scrape(
         "median s": round(median(took), 2) if took else None,
         "99 % s": round(took[int(0.99 * (len(took) - 1))], 2) if took else None,
         "processor share": round(_processor_s(process.pid) / (time.monotonic() - began), 2),
-        "memory MiB before, after": [memory, _resident_mib(process.pid)],
-        "open files before, after": [files, _open_files(process.pid)],
+        "memory MiB before, after": [round(before["MiB"]), round(after["MiB"])],
+        "open files before, after": [before["open files"], after["open files"]],
         "wrong": wrong[:5],
     }
 
@@ -133,15 +134,6 @@ def _read(url: str) -> str:
     with urllib.request.urlopen(url, timeout=300) as answer:
         text: str = answer.read().decode()
     return text
-
-
-def _resident_mib(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * resource.getpagesize() // 2**20
-
-
-def _open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def _processor_s(pid: int) -> float:

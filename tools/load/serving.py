@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tools.compare_generation import VLLM_ENVIRONMENT, ServerProcess, nsa_serve, vllm_serve
+from tools.load.process_figures import of_group, process_figures
 
 PROMPTS = ("The ", "A package is ", "Read the manual before you ", "Files in this folder " * 4)
 _TIMEOUT_S = 900.0
@@ -127,24 +128,6 @@ def put_under_load(client: StreamingClient, clients: int, seconds: float, seed: 
     }
 
 
-def process_figures(group: int) -> dict[str, int]:
-    """Resident MiB, open files, threads and processes of a process group."""
-    found = {"MiB": 0, "open files": 0, "threads": 0, "processes": 0}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(path.name)) != group:
-                continue
-            pages = int((path / "statm").read_text().split()[1])
-            files, threads = len(list((path / "fd").iterdir())), len(list((path / "task").iterdir()))
-        except OSError:  # it has exited
-            continue
-        found["MiB"] += pages * os.sysconf("SC_PAGE_SIZE") // 2**20
-        found["open files"] += files
-        found["threads"] += threads
-        found["processes"] += 1
-    return found
-
-
 def measure_server(
     command: Sequence[str], model: str | None, *, clients: int, seconds: float, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
@@ -155,7 +138,7 @@ def measure_server(
         client = StreamingClient(server.url, model, tokens)
         for number in range(rounds):
             row = put_under_load(client, clients, seconds, seed=number)
-            rows.append({**row, "server": process_figures(server.process.pid)})
+            rows.append({**row, "server": process_figures(of_group(server.process.pid))})
             print(json.dumps(rows[-1]), flush=True)
     finally:
         code = server.stop()

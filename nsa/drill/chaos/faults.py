@@ -82,17 +82,16 @@ def _trainer_killed(stage: FaultStage) -> Iterator[None]:
 
 def _launcher_killed(stage: FaultStage) -> Iterator[None]:
     place = stage.cluster.place_of_rank(stage.planned.victim)
-    yield from stage.until("the launcher", lambda: stage.cluster.launcher_pid(place))
-    pid = stage.cluster.launcher_pid(place)
-    assert pid is not None
-    stage.begin()
-    send(pid, signal.SIGKILL)
+    return _killed(stage, "the launcher", lambda: stage.cluster.launcher_pid(place))
 
 
 def _prefetch_killed(stage: FaultStage) -> Iterator[None]:
-    victim = stage.planned.victim
-    yield from stage.until("the prefetch process", lambda: stage.cluster.worker_pid(victim))
-    pid = stage.cluster.worker_pid(victim)
+    return _killed(stage, "the prefetch process", lambda: stage.cluster.worker_pid(stage.planned.victim))
+
+
+def _killed(stage: FaultStage, what: str, find: Callable[[], int | None]) -> Iterator[None]:
+    yield from stage.until(what, find)
+    pid = find()
     assert pid is not None
     stage.begin()
     send(pid, signal.SIGKILL)
