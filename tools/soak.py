@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import names
+from nsa.drill.chaos.cluster import descendants
 from nsa.observe.events import EventKind, read_events
 from tools.load.process_figures import FIGURES, process_figures
 
@@ -54,12 +55,8 @@ class ProcessSeries:
     times: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIGURES})
 
-    def sample(self, now: float, children: dict[int, list[int]]) -> None:
-        family, todo = list[int](), [self.pid]
-        while todo:
-            family.append(todo.pop())
-            todo += children.get(family[-1], [])
-        found = process_figures(family)
+    def sample(self, now: float) -> None:
+        found = process_figures([self.pid, *descendants(self.pid)])
         if found["processes"]:
             self.times.append(now)
             for name, value in found.items():
@@ -106,15 +103,8 @@ def _sample(
     files: list[dict[str, float]] = []
     began = time.monotonic()
     while (now := time.monotonic() - began) < minutes * 60 and all(process.poll() is None for _, process in started):
-        children: dict[int, list[int]] = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(path.read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(path.parent.name))
         for one in series:
-            one.sample(now, children)
+            one.sample(now)
         sizes = {path.name: float(path.stat().st_size) for path in run.iterdir() if path.is_file()}
         checkpoints = float(len(list((run / names.CHECKPOINTS).glob("step*"))))
         files.append({"s": now, "checkpoints": checkpoints, **sizes})

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,12 +128,11 @@ def _class_table(verdict: "ChaosVerdict") -> "Table":
     from nsa.drill.chaos.fault_classes import PROFILES
 
     table = Table("class", "what", "played", "slowest report", "slowest continuation", box=None, padding=(0, 2, 0, 0))
-    played = Counter(fault.planned.fault for fault in verdict.played)
     for name, profile in PROFILES.items():
         of_class = [fault for fault in verdict.played if fault.planned.fault is name]
         named = [fault.named_at - fault.at for fault in of_class if fault.named_at is not None]
         continued = [fault.continued_at - fault.at for fault in of_class if fault.continued_at is not None]
-        table.add_row(name, profile.title, str(played[name]), *(_slowest(each) for each in (named, continued)))
+        table.add_row(name, profile.title, str(len(of_class)), *(_slowest(each) for each in (named, continued)))
     return table
 
 

@@ -1,6 +1,6 @@
-"""Object store of the chaos drill: the part of S3's protocol that copies of checkpoints use, with switchable errors.
+"""Object store of drills: the part of S3's protocol that copies of checkpoints use, with switchable errors.
 
-Objects are kept as size and hash only, since nothing reads them back, except small ones.
+Objects are kept as size and hash only, since nothing reads them back.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """The soak: slopes, and a short one of real processes that notices what ends and what grows."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -18,23 +19,33 @@ def test_a_slope_is_that_of_the_second_half():
     assert soak.slope([1.0], [1.0]) == 0.0
 
 
+_FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(60)"],
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
 def test_a_process_is_sampled_with_its_descendants():
-    code = "import time; print('ready', flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    child.stdout.readline()
+    parent = subprocess.Popen([sys.executable, "-c", _FAMILY], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
     try:
-        alone, both = soak.ProcessSeries("child", child.pid), soak.ProcessSeries("both", os.getpid())
-        alone.sample(0.0, {})
-        both.sample(0.0, {os.getpid(): [child.pid]})
+        alone, both = soak.ProcessSeries("child", child), soak.ProcessSeries("both", parent.pid)
+        alone.sample(0.0)
+        both.sample(0.0)
     finally:
-        child.kill()
-        child.wait()
+        os.kill(child, signal.SIGKILL)
+        parent.kill()
+        parent.wait()
     assert alone.values["processes"] == [1]
     assert both.values["processes"] == [2]
     assert both.values["MiB"][0] > alone.values["MiB"][0] > 1
-    alone.sample(1.0, {})
-    assert alone.times == [0.0]  # nothing is recorded of a process that is gone
+    both.sample(1.0)
+    assert both.times == [0.0]  # nothing is recorded of a process that is gone
 
 
 def rows_of(grows: float) -> tuple[list[soak.ProcessSeries], list[dict[str, float]]]:

@@ -11,9 +11,9 @@ from nsa.data.saved_tokenizer import read_from_set
 from nsa.data.shards.manifest import ShardManifest
 from nsa.data.shards.writer import (
     BLOCK_BYTES,
-    HASH_BYTES,
     ShardIndex,
     ShardInfo,
+    check_block,
     check_sha256,
     decode_ids,
     read_index,
@@ -145,8 +145,7 @@ class VerifiedBlocks:
         if self._last[0] != number:
             start = number * BLOCK_BYTES
             content = self._file.read_at(min(BLOCK_BYTES, self._shard.tok_bytes - start), start)
-            expected = self._index.block_sha256[number * HASH_BYTES : (number + 1) * HASH_BYTES].hex()
-            check_sha256(content, expected, f"{self._shard.name}.tok (bytes from {start})")
+            check_block(content, self._index.block_sha256, number, self._shard.name)
             self._last = (number, content)
         return self._last[1]
 

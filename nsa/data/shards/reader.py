@@ -14,7 +14,7 @@ import numpy as np
 from nsa.data.rows.batch import Segment
 from nsa.data.shards.cache import ShardCache
 from nsa.data.shards.manifest import TRAIN, ShardManifest, read_manifest
-from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, check_sha256, decode_ids, read_index
+from nsa.data.shards.writer import BLOCK_BYTES, HASH_BYTES, ShardInfo, check_block, check_sha256, decode_ids, read_index
 from nsa.errors import ConfigError, DataError
 from nsa.files import open_regular
 from nsa.storage import StorageFolder
@@ -58,8 +58,7 @@ class OpenShard:
 
     def _verify(self, block: int) -> None:
         content = self._raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-        expected = self._block_sha256[block * HASH_BYTES : (block + 1) * HASH_BYTES].hex()
-        check_sha256(content.data, expected, f"{self.info.name}.tok (bytes from {block * BLOCK_BYTES})")
+        check_block(content.data, self._block_sha256, block, self.info.name)
         self._verified[block] = 1
 
 

@@ -151,6 +151,12 @@ def check_sha256(content: bytes | memoryview, sha256: str, name: str) -> None:
         )
 
 
+def check_block(content: bytes | memoryview, block_sha256: bytes, number: int, shard: str) -> None:
+    """Compare one block of a shard's token file with its hash in the index."""
+    expected = block_sha256[number * HASH_BYTES : (number + 1) * HASH_BYTES].hex()
+    check_sha256(content, expected, f"{shard}.tok (bytes from {number * BLOCK_BYTES})")
+
+
 def encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
     header = np.asarray([len(ends), tokens, len(block_sha256) // HASH_BYTES], dtype="<u8")
     return INDEX_MAGIC + header.tobytes() + ends.astype("<u8", copy=False).tobytes() + block_sha256

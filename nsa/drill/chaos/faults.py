@@ -8,7 +8,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from nsa import names
@@ -18,6 +17,7 @@ from nsa.drill.chaos.orders import CLOCK, NAN, OrderFile
 from nsa.drill.chaos.schedule import RANKS, PlannedFault
 from nsa.drill.chaos.services import SILENT
 from nsa.drill.chaos.verdict import PlayedFault
+from nsa.drill.damage import flip_bit
 from nsa.drill.harness import DrillHarness, NotObserved
 from nsa.drill.small_disk import fill_disk, free_disk
 
@@ -143,7 +143,7 @@ def _checkpoint_corrupted(stage: FaultStage) -> Iterator[None]:
     newest = stage.cluster.newest_checkpoint()
     assert newest is not None
     stage.begin()
-    _flip_a_byte(max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size))
+    flip_bit(max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size))
     for rank in range(RANKS):
         stage.signal_rank(rank, signal.SIGKILL)
 
@@ -223,11 +223,3 @@ INJECTORS: dict[ChaosFault, Callable[[FaultStage], Iterator[None]]] = {
     ChaosFault.STORE_ERRORS: _store_errors,
     ChaosFault.NODE_LOST: _node_lost,
 }
-
-
-def _flip_a_byte(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))

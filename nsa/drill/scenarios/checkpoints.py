@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nsa import names
 from nsa.drill import artifacts
+from nsa.drill.damage import flip_bit
 from nsa.drill.harness import SAVE_EVERY, STEPS, DrillHarness, DrillProcess, NotObserved
 from nsa.drill.result import DrillResult, finish
 from nsa.errors import CheckpointError, ConfigError, ExitCode
@@ -76,9 +77,7 @@ def damaged_checkpoint(harness: DrillHarness, result: DrillResult) -> None:
     at = _stopped_run(harness)
     good, *damaged = artifacts.saved_steps(harness.run_folder)[-4:]
     bit, half, gone = (_tensor_file(harness, step) for step in damaged)
-    content = bytearray(bit.read_bytes())
-    content[len(content) // 2] ^= 1
-    bit.write_bytes(content)
+    flip_bit(bit)
     os.truncate(half, half.stat().st_size // 2)
     gone.unlink()
     process = harness.train("--resume")

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from nsa.drill import artifacts
+from nsa.drill.damage import flip_bit
 from nsa.drill.data_server import DataServer, write_jsonl
 from nsa.drill.harness import BATCH_ROWS, SAVE_EVERY, SEQ_LEN, STEPS, DrillHarness, NotObserved
 from nsa.drill.result import DrillResult, finish
@@ -49,7 +50,7 @@ def corrupt_shard(harness: DrillHarness, result: DrillResult) -> None:
     prepared = _prepare(harness)
     settings = ["data.dataset=prepared", f"data.path={prepared}"]
     shard, offset, due = _late_block(prepared)
-    _flip(shard, offset)
+    flip_bit(shard, offset)
     at = time.time()
     process = harness.train(*settings)
     result.require_equal("exit code", process.wait(), DataError.exit_code)
@@ -66,7 +67,7 @@ def corrupt_shard(harness: DrillHarness, result: DrillResult) -> None:
     result.require(shard.name in verify.output(), "nsa data verify does not name the shard")
     step = artifacts.newest_good_step(harness.run_folder)
     result.left_behind = f"exit {DataError.exit_code}, verified checkpoint {step}; no damaged row trained on"
-    _flip(shard, offset)
+    flip_bit(shard, offset)
     finish(harness, result, harness.train("--resume", *settings))
 
 
@@ -101,14 +102,6 @@ def _late_block(prepared: Path) -> tuple[Path, int, int]:
     block, due = max(first_step.items(), key=lambda item: item[1])
     (shard,) = sorted(prepared.rglob("*.tok"), key=lambda path: path.stat().st_size)[-1:]
     return shard, block * BLOCK_BYTES + 100, due
-
-
-def _flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def _shortened(text: object, most: int = 60) -> str:
