@@ -25,6 +25,7 @@ from nsa.files import replace_file, write_atomic
 
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
+_CHECK_TIMEOUT_S = 5
 _ATTEMPTS = 5
 _COPY_CHUNK_BYTES = 8 * 2**20
 _S3_OPTIONS = ("endpoint", "region")
@@ -214,8 +215,11 @@ def _arrow_s3(address: StorageAddress) -> Any:
     )
 
 
-def boto3_client(address: StorageAddress) -> Any:
-    """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself."""
+def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
+    """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself.
+
+    patient: whether failed requests are repeated, with long timeouts; otherwise one attempt of some seconds.
+    """
     import boto3  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
 
@@ -226,9 +230,9 @@ def boto3_client(address: StorageAddress) -> Any:
         endpoint_url=address.endpoint,
         region_name=address.region,
         config=Config(
-            connect_timeout=_CONNECT_TIMEOUT_S,
-            read_timeout=_REQUEST_TIMEOUT_S,
-            retries={"max_attempts": _ATTEMPTS, "mode": "standard"},
+            connect_timeout=_CONNECT_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
+            read_timeout=_REQUEST_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
+            retries={"max_attempts": _ATTEMPTS if patient else 0, "mode": "standard"},
             s3={"addressing_style": "path"},
         ),
     )
