@@ -96,7 +96,7 @@ def status(folder: Path, target=None, **more) -> RuleStatus:
 
 def test_a_refusing_store_refuses_a_run_before_it_writes_anything(store, tmp_path: Path) -> None:
     store.secret = "another"
-    with pytest.raises(PreflightError, match="checkpoint_store.*SignatureDoesNotMatch") as refused:
+    with pytest.raises(PreflightError, match=r"checkpoint_store.*SignatureDoesNotMatch") as refused:
         train(config_of(tmp_path, 1))
     assert "right" not in str(refused.value)
     assert not (tmp_path / "run").exists()
