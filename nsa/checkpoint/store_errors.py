@@ -30,7 +30,7 @@ def explained(place: object) -> Iterator[None]:
 
 def _is_final(error: Exception) -> bool:
     """Whether the next attempt would fail in the same way."""
-    from botocore import exceptions as botocore
+    from botocore import exceptions as botocore  # type: ignore[import-untyped]
 
     if isinstance(error, botocore.ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
