@@ -7,6 +7,7 @@ import torch
 
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.transfer import S3Prefix, pull
+from nsa.cli import launch
 from nsa.config import load
 from nsa.drill.object_store import BUCKET, ObjectStore
 from nsa.errors import PreflightError
@@ -104,7 +105,9 @@ def test_a_refusing_store_refuses_a_run_before_it_writes_anything(store, tmp_pat
     assert status(tmp_path) == RuleStatus.NOT_CHECKED
     assert status(tmp_path, parse_target("h200"), look_for_store=True) == RuleStatus.NOT_CHECKED
     require_preflight(config_of(tmp_path, 1), RankInfo(), StartOptions(allow=("checkpoint_store",)))
-    # Ranks of a launcher may have been started again: the launcher has asked before the first start.
+    # Ranks of a launcher may have been started again: the launcher asks, before the first start.
+    with pytest.raises(PreflightError, match="checkpoint_store"):
+        launch._check(config_of(tmp_path, 1), 2, (1, 1), StartOptions())
     require_preflight(config_of(tmp_path, 1), RankInfo(distributed=True), StartOptions())
 
 
