@@ -70,6 +70,10 @@ class CheckpointError(NSAError):
     exit_code = ExitCode.CHECKPOINT
 
 
+class StoreRefused(CheckpointError):
+    """An object store that refuses its address or the credentials: another attempt would fail in the same way."""
+
+
 class OutputError(NSAError):
     """A file or folder that cannot be written: a wrong path, missing permission, a full or read-only disk."""
 

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from nsa.errors import ConfigError, DataError
 from nsa.files import replace_file, write_atomic
 
 _CONNECT_TIMEOUT_S = 10
 _REQUEST_TIMEOUT_S = 60
+_CHECK_TIMEOUT_S = 5
 _ATTEMPTS = 5
 _COPY_CHUNK_BYTES = 8 * 2**20
 _S3_OPTIONS = ("endpoint", "region")
@@ -42,12 +43,7 @@ class StorageAddress:
 
     @classmethod
     def parse(cls, url: str) -> "StorageAddress":
-        parts = urlsplit(url)
-        if parts.username or parts.password:
-            raise ConfigError(
-                f"the address of {parts.hostname} carries a user or password: addresses are written to manifests and "
-                "logs. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the store's own login, instead."
-            )
+        parts = _split(url)
         if parts.scheme in ("", "file"):
             return cls("", "", parts.path if parts.scheme else url)
         if parts.scheme != "s3":
@@ -58,9 +54,22 @@ class StorageAddress:
                 f"{url} has unknown options {unknown}: an S3 address takes {list(_S3_OPTIONS)}. Remove them."
             )
         endpoint = options.get("endpoint")
-        if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
+        if endpoint and _split(endpoint).scheme not in ("http", "https"):
             raise ConfigError(f"S3 endpoint {endpoint!r} has no scheme. Write http://host:port or https://host.")
         return cls("s3", parts.netloc, parts.path, endpoint, options.get("region"))
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        address = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url} is no address ({error}). Write s3://BUCKET/PATH, or the path of a folder.") from error
+    if address.username or address.password:
+        raise ConfigError(
+            f"the address of {address.hostname} carries a user or password: addresses are written to manifests and "
+            "logs. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the store's own login, instead."
+        )
+    return address
 
 
 class StorageFolder:
@@ -214,8 +223,11 @@ def _arrow_s3(address: StorageAddress) -> Any:
     )
 
 
-def boto3_client(address: StorageAddress) -> Any:
-    """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself."""
+def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
+    """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself.
+
+    patient: whether failed requests are repeated, with long timeouts; otherwise one attempt of some seconds.
+    """
     import boto3  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
 
@@ -226,9 +238,9 @@ def boto3_client(address: StorageAddress) -> Any:
         endpoint_url=address.endpoint,
         region_name=address.region,
         config=Config(
-            connect_timeout=_CONNECT_TIMEOUT_S,
-            read_timeout=_REQUEST_TIMEOUT_S,
-            retries={"max_attempts": _ATTEMPTS, "mode": "standard"},
+            connect_timeout=_CONNECT_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
+            read_timeout=_REQUEST_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
+            retries={"max_attempts": _ATTEMPTS if patient else 0, "mode": "standard"},
             s3={"addressing_style": "path"},
         ),
     )

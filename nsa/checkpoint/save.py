@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from nsa import names
 from nsa.checkpoint.block_hashes import HashedFile, ManifestEntry
 from nsa.checkpoint.pieces import share
-from nsa.checkpoint.store_copy import StoreCopy
+from nsa.checkpoint.store_copy import CopyResult, StoreCopy
 from nsa.errors import CheckpointError
 
 _THREADS = 4
@@ -121,10 +121,9 @@ class HashingWriter(StorageWriter):
         # DCP sends the index to all ranks, where nothing reads it: a large run has 100 MB of it.
         metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
 
-    def finish_copy(self, checkpoint: Path) -> None:
+    def finish_copy(self, checkpoint: Path) -> CopyResult | None:
         """Complete the copy in the object store, if there is to be one; on rank 0, when `checkpoint` is committed."""
-        if self._copy is not None:
-            self._copy.finish(checkpoint, self._uploaded, self.copy_failures)
+        return None if self._copy is None else self._copy.finish(checkpoint, self._uploaded, self.copy_failures)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass

@@ -6,6 +6,7 @@ none. A copy that fails is reported and given up: it never fails the save, whose
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,21 @@ from nsa.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+_MOST_REASONS = 3
+"""Of ranks that failed: each names files of its own, and there may be thousands."""
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """How the copy of a checkpoint ended."""
+
+    step: int
+    path: Path
+    """The local checkpoint."""
+    address: str
+    failure: str | None = None
+    """Why the store does not have it; None if it does."""
+
 
 class StoreCopy:
     """The copy of the checkpoint of one step. One object per save and rank."""
@@ -25,7 +41,8 @@ class StoreCopy:
         self._opened: S3Prefix | None = None
 
     def __str__(self) -> str:
-        return f"{self._url}/{names.step_name(self._step)}"
+        folder = self._url.partition("?")[0].rstrip("/")  # without the options of the address
+        return f"{folder}/{names.step_name(self._step)}"
 
     def upload(self, checkpoint: Path, files: Iterable[str]) -> str | None:
         """Upload files of this rank; why it failed, or None. On every rank, in the thread that writes."""
@@ -39,11 +56,12 @@ class StoreCopy:
             return str(error)
         return None
 
-    def finish(self, checkpoint: Path, uploaded: Iterable[str], failures: Iterable[str]) -> bool:
-        """Upload what no rank has uploaded, and commit the copy; whether it is complete. On rank 0."""
+    def finish(self, checkpoint: Path, uploaded: Iterable[str], failures: Iterable[str]) -> CopyResult:
+        """Upload what no rank has uploaded, and commit the copy. On rank 0."""
         try:
             if reasons := sorted(set(failures)):
-                raise CheckpointError("; ".join(reasons))
+                more = [f"and {len(reasons) - _MOST_REASONS} more"] if len(reasons) > _MOST_REASONS else []
+                raise CheckpointError("; ".join([*reasons[:_MOST_REASONS], *more]))
             manifest = examine(LocalFiles(checkpoint), step=self._step, deep=False).require_good()
             if failure := self.upload(checkpoint, sorted(manifest.files.keys() - set(uploaded))):
                 raise CheckpointError(failure)
@@ -53,9 +71,9 @@ class StoreCopy:
                 "%s was not copied to %s (%s). The checkpoint itself is good; copy it with: nsa checkpoint push %s %s",
                 names.step_name(self._step), self._url, error, checkpoint, self._url,
             )  # fmt: skip
-            return False
+            return CopyResult(self._step, checkpoint, str(self), str(error))
         log.info("copied %s to %s", names.step_name(self._step), self)
-        return True
+        return CopyResult(self._step, checkpoint, str(self))
 
     def _commit(self, checkpoint: Path, manifest: CheckpointManifest) -> None:
         there = self._there()

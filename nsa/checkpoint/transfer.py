@@ -10,7 +10,6 @@ folder before it was read the way it would be loaded.
 
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from typing import Any
 from nsa import names
 from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, ResumableCheckpoint
 from nsa.checkpoint.manifest import CHUNK_BYTES, LARGEST_COMMIT_BYTES, CheckpointManifest, LocalFiles, decode, examine
-from nsa.errors import CheckpointError
+from nsa.checkpoint.store_errors import explained
+from nsa.errors import CheckpointError, StoreRefused
 from nsa.storage import StorageAddress, boto3_client
 
 _MAX_TRIED = 50
@@ -30,20 +30,33 @@ GIB = 1 << 30
 class S3Prefix:
     """The objects below a prefix of a bucket, through boto3. What the store refuses is raised as CheckpointError."""
 
-    def __init__(self, url: str, client: Any = None) -> None:
+    def __init__(self, url: str, client: Any = None, *, patient: bool = True) -> None:
+        """patient: whether a new client repeats failed requests."""
         address = StorageAddress.parse(url)
         path = address.path.strip("/")
         if address.scheme != "s3" or not address.bucket or not path:
             raise CheckpointError(f"{url} is not a place in an object store. Write s3://BUCKET/PATH.")
         self._address = replace(address, path=path)
         self._bucket, self._root = address.bucket, f"{path}/"
-        self.client = client or boto3_client(address)
+        self.client = client or self._connect(patient)
+
+    def _connect(self, patient: bool) -> Any:
+        with explained(self):
+            try:
+                return boto3_client(self._address, patient=patient)
+            except ValueError as error:  # of an address that is no address
+                raise StoreRefused(f"{self} cannot be used: {error}. Correct AWS_ENDPOINT_URL.") from error
 
     def __str__(self) -> str:
         return f"s3://{self._bucket}/{self._address.path}"
 
     def child(self, name: str) -> "S3Prefix":
         return S3Prefix(f"{self}/{name}", self.client)
+
+    def check_access(self) -> None:
+        """List one object at most. Raises StoreRefused if the store refuses, CheckpointError if it did not answer."""
+        with explained(self):
+            self.client.list_objects_v2(Bucket=self._bucket, Prefix=self._root, MaxKeys=1)
 
     def files(self) -> dict[str, int]:
         found = self._list("Contents")
@@ -56,7 +69,7 @@ class S3Prefix:
     def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
         """A store that lists without end is refused."""
         found: list[dict[str, Any]] = []
-        with self._explained():
+        with explained(self):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._root, **how)
             for number, page in enumerate(pages, 1):
                 found.extend(page.get(what, ()))
@@ -68,7 +81,7 @@ class S3Prefix:
         return found
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        with self._explained():
+        with explained(self):
             body = self.client.get_object(Bucket=self._bucket, Key=self._root + name)["Body"]
             yield from body.iter_chunks(CHUNK_BYTES)
 
@@ -85,7 +98,7 @@ class S3Prefix:
 
     def upload(self, source: Path, name: str) -> None:
         """Copy a local file here; the store verifies its SHA-256."""
-        with self._explained():
+        with explained(self):
             self.client.upload_file(
                 str(source), self._bucket, self._root + name, ExtraArgs={"ChecksumAlgorithm": "SHA256"}
             )
@@ -93,7 +106,7 @@ class S3Prefix:
     def has(self, name: str) -> bool:
         from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-        with self._explained():
+        with explained(self):
             try:
                 self.client.head_object(Bucket=self._bucket, Key=self._root + name)
             except ClientError as error:
@@ -106,7 +119,7 @@ class S3Prefix:
         """Write a small object; False, and nothing changed, if another writer was first."""
         from botocore.exceptions import ClientError
 
-        with self._explained():
+        with explained(self):
             try:
                 self.client.put_object(Bucket=self._bucket, Key=self._root + name, Body=content, IfNoneMatch="*")
             except ClientError as error:
@@ -116,19 +129,9 @@ class S3Prefix:
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        with self._explained():
+        with explained(self):
             for name in names:
                 self.client.delete_object(Bucket=self._bucket, Key=self._root + name)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        from boto3.exceptions import Boto3Error  # type: ignore[import-untyped]
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield
-        except (ClientError, BotoCoreError, Boto3Error) as error:
-            raise CheckpointError(f"{self} cannot be used: {error}.") from error
 
 
 def push(checkpoint: Path, checkpoints_url: str, *, key: bytes | None = None, client: Any = None) -> S3Prefix:

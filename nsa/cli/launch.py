@@ -116,7 +116,7 @@ def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: Sta
     # A path that does not exist before the first start is a mistake; a server may answer at the next attempt.
     local = remote_address(config) is None
     world = smallest_world(config, nproc, nodes)
-    require_preflight(config, world, options, look_for_data=local, left_to_ranks=left_to_ranks)
+    require_preflight(config, world, options, look_for_data=local, look_for_store=True, left_to_ranks=left_to_ranks)
 
 
 def _clear_halt(folder: Path) -> None:

@@ -55,6 +55,7 @@ def preflight(
             efficiency=efficiency,
             price=price,
             try_it=dry_run,
+            look_for_store=True,
             fetch_remote=fetch,
             resuming=resume,
             time_limit_s=timeout,

@@ -17,8 +17,9 @@ from nsa.attention_rules import (
     broken_rotary_rules,
     broken_selector_loss_rules,
 )
-from nsa.errors import BrokenRule
+from nsa.errors import BrokenRule, ConfigError
 from nsa.geometry import broken_coarse_rules, broken_rules
+from nsa.storage import StorageAddress
 
 T = TypeVar("T")
 
@@ -103,6 +104,12 @@ def check_checkpoint_store(url: str | None) -> Iterator[BrokenRule]:
             f"train.checkpoint_store ({url}) must name a place in an object store: a folder of checkpoints is that of "
             f"train.out_dir. Set it to s3://BUCKET/PATH, or to null.",
         )
+    elif url is not None:
+        try:
+            StorageAddress.parse(url)
+        except ConfigError as error:
+            fix = "Set it to s3://BUCKET/PATH, or to null."
+            yield BrokenRule(("train.checkpoint_store",), f"train.checkpoint_store: {error} {fix}")
 
 
 def check_data(dataset: str, path: str | None) -> Iterator[BrokenRule]:

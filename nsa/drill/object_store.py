@@ -9,16 +9,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from nsa.drill.request_signature import is_signed_with
+
 BUCKET = "chaos"
 
 
 class ObjectStore:
-    """Serves one bucket. While `failing`, every request is answered with status 503."""
+    """Serves one bucket. While `failing`, every request is answered with status 503; with a `secret`, one that was
+    signed with another with status 403."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", secret: str | None = None) -> None:
         self.objects: dict[str, tuple[int, str]] = {}
         """Key → size and SHA-256."""
-        self.failing = False
+        self.failing, self.secret = False, secret
         self._lock = threading.Lock()
         outer = self
 
@@ -59,41 +62,53 @@ class ObjectStore:
 
     def _put(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length", "0")))
+        if self._refuses(request):
+            return
         key = _key(request)
         with self._lock:
             taken = request.headers.get("If-None-Match") == "*" and key in self.objects
-            if not self.failing and not taken:
+            if not taken:
                 self.objects[key] = len(body), hashlib.sha256(body).hexdigest()
-        if taken and not self.failing:
+        if taken:
             _answer(request, 412, "<Error><Code>PreconditionFailed</Code></Error>")
         else:
-            self._answer(request, 200, etag=key)
+            _answer(request, 200, etag=key)
 
     def _head(self, request: BaseHTTPRequestHandler) -> None:
+        if self._refuses(request):
+            return
         found = self.objects.get(_key(request))
         if found is None:
-            self._answer(request, 404)
+            _answer(request, 404)
         else:
-            self._answer(request, 200, etag=found[1])
+            _answer(request, 200, etag=found[1])
 
     def _delete(self, request: BaseHTTPRequestHandler) -> None:
-        if not self.failing:
-            with self._lock:
-                self.objects.pop(_key(request), None)
-        self._answer(request, 204)
+        if self._refuses(request):
+            return
+        with self._lock:
+            self.objects.pop(_key(request), None)
+        _answer(request, 204)
 
     def _list(self, request: BaseHTTPRequestHandler) -> None:
+        if self._refuses(request):
+            return
         prefix = parse_qs(urlsplit(request.path).query).get("prefix", [""])[0]
         with self._lock:
             found = sorted((key, size) for key, (size, _) in self.objects.items() if key.startswith(prefix))
         items = "".join(f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size></Contents>" for key, size in found)
-        self._answer(request, 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>")
+        _answer(request, 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>")
 
-    def _answer(self, request: BaseHTTPRequestHandler, status: int, body: str = "", etag: str = "") -> None:
+    def _refuses(self, request: BaseHTTPRequestHandler) -> bool:
+        """Whether the request was answered with an error."""
         if self.failing:
             _answer(request, 503, "<Error><Code>SlowDown</Code><Message>planted</Message></Error>")
-        else:
-            _answer(request, status, body, etag)
+            return True
+        secret, headers = self.secret, dict(request.headers.items())
+        if secret is None or is_signed_with(secret, request.command, request.path, headers):
+            return False
+        _answer(request, 403, "<Error><Code>SignatureDoesNotMatch</Code><Message>planted</Message></Error>")
+        return True
 
 
 def _key(request: BaseHTTPRequestHandler) -> str:

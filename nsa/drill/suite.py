@@ -63,6 +63,7 @@ SCENARIOS = {
     "replica_drift": DrillScenario("flipped bit in a replica", numbers.replica_drift),
     "data_server_errors": DrillScenario("errors of the data server", services.data_server_errors),
     "object_store_errors": DrillScenario("object store answers 503", services.object_store_errors),
+    "wrong_store_secret": DrillScenario("wrong secret of the object store", services.wrong_store_secret),
     "metric_sink_down": DrillScenario("metric tracker unreachable", services.metric_sink_down),
     "bad_yaml": DrillScenario("broken config file", refusals.bad_yaml),
     "toy_config": DrillScenario("toy config for 50,000 steps", refusals.toy_config),

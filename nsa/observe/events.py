@@ -28,6 +28,10 @@ class EventKind(StrEnum):
     LOST_STEPS = "lost_steps"
     FIRST_STEP = "first_step"
     SAVE = "save"
+    COPIED = "copied"
+    """A checkpoint was copied to `train.checkpoint_store`."""
+    COPY_FAILED = "copy_failed"
+    """A copy was given up; the checkpoint itself is good, and training continued."""
     CHECKPOINT_REJECTED = "checkpoint_rejected"
     EVALUATION = "evaluation"
     EVALUATION_FAILED = "evaluation_failed"
@@ -77,7 +81,7 @@ _CHECKS = {
     "code": records.exit_status,
     **dict.fromkeys(
         ("reason", "error", "problem", "why", "message", "condition", "level", "launcher", "origin", "data", "path",
-         "logs", "by", "aside", "failure_code"), records.text,
+         "logs", "by", "aside", "failure_code", "address"), records.text,
     ),
     "over": records.flag,
     "rank": records.rank_number,

@@ -77,6 +77,8 @@ class PreflightFacts:
     resuming: bool = False
     held_out: DryRunAttempt = DryRunAttempt(not_tried="the held-out split was not read")
     """One batch of the held-out split."""
+    store: DryRunAttempt = DryRunAttempt(not_tried="the object store was not asked")
+    """A request to `train.checkpoint_store` with the credentials of this machine."""
     kernels: tuple[BackendChoice, ...] | None = None
     """The backend of each branch; None if that is decided on another machine, or the run is short."""
     kernels_problem: str | None = None

@@ -271,6 +271,17 @@ RULES: tuple[PreflightRule, ...] = (
         "a checkpoint can be read back",
         _dry_run_rule(lambda facts: facts.dry_run.checkpoint, "Set train.out_dir to a writable disk."),
     ),
+    PreflightRule(
+        "checkpoint_store",
+        "an object store that accepts the credentials",
+        _dry_run_rule(
+            lambda facts: facts.store,
+            "Correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or the profile) and the bucket, or set "
+            "train.checkpoint_store=null.",
+        ),
+        # A run that has checkpoints continues without copies, with the condition copy_failed: stopping would cost more.
+        applies=lambda facts: facts.config.train.checkpoint_store is not None and not facts.folder.checkpoints,
+    ),
 )
 NAMES = tuple(rule.name for rule in RULES)
 NEVER_ALLOWED = frozenset(rule.name for rule in RULES if not rule.can_be_allowed)

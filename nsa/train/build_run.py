@@ -174,6 +174,7 @@ def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> Ru
     }
     if report.event_log is not None:
         callbacks["event_log"] = report.event_log
+        inputs.checkpointer.report_copy = report.event_log.add_copy
     if config.train.replica_check_every:
         callbacks["replica_check"] = ReplicaCheckCallback(config.train.replica_check_every, collectives)
     if inputs.held_out is not None:

@@ -8,11 +8,12 @@ import torch
 
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.lock import holder
+from nsa.checkpoint.transfer import S3Prefix
 from nsa.config.schema import RunConfig
 from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.data.shards.manifest import read_manifest
-from nsa.errors import ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError
+from nsa.errors import CheckpointError, ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError, StoreRefused
 from nsa.kernels.registry import BackendChoice, backend_request, plan
 from nsa.model.build import kernel_shape, wanted_kernels
 from nsa.observe.run_folder import RunFolder, why_not_writable
@@ -42,6 +43,7 @@ def gather(
     try_it: bool = True,
     look_for_data: bool = True,
     look_for_held_out: bool = False,
+    look_for_store: bool = False,
     fetch_remote: bool = False,
     resuming: bool = False,
     log: Callable[[str], None] = lambda text: None,
@@ -50,11 +52,13 @@ def gather(
 ) -> PreflightFacts:
     """The facts of a run that has not started. `try_it`: with a dry run, whose progress goes to `log`. Without one,
     `look_for_data` checks whether the data exists, `look_for_held_out` whether it gives a batch to evaluate on.
+    `look_for_store` asks the object store of checkpoints whether it accepts the credentials.
 
     The dry run may use `memory_limit` bytes of this machine (default: nearly all that is available now) and
     `time_limit_s` in addition to the loader's own timeout. Parts that do not fit by the estimate are not started.
     """
     problem, folder = _ranks_problem(config, target.count), _folder(config)
+    store = _store(config, target, folder) if look_for_store else DryRunAttempt(not_tried="it was not asked")
     try:
         vocab_size = config.model.vocab_size or datasets.vocabulary(config)
         if target.here:
@@ -63,9 +67,8 @@ def gather(
         may_come_back = isinstance(error, DataError) and not (try_it or look_for_data)
         no_data = DryRunAttempt(not_tried=str(error)) if may_come_back else DryRunAttempt(problem=str(error))
         no_model = DryRunAttempt(not_tried="the model's size is not known without its vocabulary")
-        return PreflightFacts(
-            config, target, None, folder, DryRun(no_data, no_model, no_model, no_model), problem, resuming
-        )
+        tried = DryRun(no_data, no_model, no_model, no_model)
+        return PreflightFacts(config, target, None, folder, tried, problem, resuming, store=store)
     estimated = estimate(config, target, vocab_size, efficiency=efficiency, price=price)
     spare = memory_limit or int(_SPARED_SHARE * host_memory().available)
     if try_it and problem is not None:
@@ -97,7 +100,7 @@ def gather(
         held_out = DryRunAttempt(not_tried=too_large)
     elif (try_it or look_for_held_out) and tried.data.problem is None:
         held_out = _held_out(config, vocab_size, resuming, fetch_remote=fetch_remote or look_for_held_out)
-    facts = PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out)
+    facts = PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out, store)
     return _with_kernels(facts, estimated, efficiency, price) if target.here and is_long(facts) else facts
 
 
@@ -152,13 +155,15 @@ def require_preflight(
     options: StartOptions,
     *,
     look_for_data: bool | None = None,
+    look_for_store: bool | None = None,
     left_to_ranks: Collection[str] = (),
 ) -> None:
     """At the start of a run, in one process: raise with every preflight rule that it breaks.
 
     Reads one held-out batch of the data at most; the run's own first batch, step and checkpoint replace the dry run.
     `look_for_data`: whether missing data is a reason to refuse; by default for a single rank only, since one of several
-    may have been restarted and the data may come back. `left_to_ranks`: rules that a launcher leaves to its ranks. A
+    may have been restarted and the data may come back. `look_for_store`: the same for credentials that the object store
+    refuses. `left_to_ranks`: rules that a launcher leaves to its ranks. A
     `.HALT` file alone does not raise: the run ends with an exit code of its own for it.
     """
     target = hardware_here(config.runtime.device, ranks.world, ranks.local_world)
@@ -169,6 +174,7 @@ def require_preflight(
         resuming=options.resuming,
         look_for_data=not ranks.distributed if look_for_data is None else look_for_data,
         look_for_held_out=HELD_OUT not in left_to_ranks,
+        look_for_store=not ranks.distributed if look_for_store is None else look_for_store,
     )
     if options.clear_halt:
         facts = replace(facts, folder=replace(facts.folder, halt=None))
@@ -260,6 +266,23 @@ def _in_documents(data: DirectData, wanted: int, timeout_s: float) -> DryRunAtte
     ) as prefetcher:
         next(prefetcher)
     return DryRunAttempt(seen=f"{data} gives a batch of {wanted} rows")
+
+
+def _store(config: RunConfig, target: HardwareTarget, folder: FolderFacts) -> DryRunAttempt:
+    """Whether the object store accepts the credentials of this machine. One that does not answer, or answers that it
+    is overloaded, is no reason to refuse: copies of checkpoints are tried again at every save."""
+    url = config.train.checkpoint_store
+    if url is None or folder.checkpoints:
+        return DryRunAttempt(not_tried="this run needs no check of an object store")
+    if not target.here:
+        return DryRunAttempt(not_tried=f"{target} is not here, so its credentials could not be checked")
+    try:
+        S3Prefix(url, patient=False).check_access()
+    except StoreRefused as error:
+        return DryRunAttempt(problem=f"train.checkpoint_store: {error}")
+    except CheckpointError as error:
+        return DryRunAttempt(not_tried=f"train.checkpoint_store: {error} Copies are tried again at every save")
+    return DryRunAttempt(seen=f"{url} accepts the credentials")
 
 
 def _folder(config: RunConfig) -> FolderFacts:

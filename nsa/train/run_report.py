@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from nsa import names
 from nsa.checkpoint.load import export
+from nsa.checkpoint.store_copy import CopyResult
 from nsa.config.schema import RunConfig
 from nsa.data.rows.specs import RowData
 from nsa.data.saved_tokenizer import tokenizer_record
@@ -75,6 +76,15 @@ class EventLogCallback(Callback):
         step = names.step_of(Path(path).name)
         assert step is not None
         self.add_at(step, EventKind.SAVE, path=str(path))
+
+    def add_copy(self, result: CopyResult) -> None:
+        """Called in the thread that finished the save, which must not fail if the event cannot be written."""
+        details = {"path": str(result.path), "address": result.address}
+        if result.failure is not None:
+            details["error"] = result.failure
+        with suppress(OSError):
+            kind = EventKind.COPIED if result.failure is None else EventKind.COPY_FAILED
+            self.add_at(result.step, kind, **details)
 
     def on_error(self, exc: BaseException) -> None:
         self.add(EventKind.ERROR, error=f"{type(exc).__name__}: {exc}", failure_code=code_of_exception(exc))

@@ -12,8 +12,9 @@ from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.run_state import RunRecord
 from nsa.checkpoint.save import HashingWriter
 from nsa.checkpoint.save_plan import SharedSavePlanner
-from nsa.checkpoint.store_copy import StoreCopy
+from nsa.checkpoint.store_copy import CopyResult, StoreCopy
 from nsa.checkpoint.transfer import S3Prefix, pull
+from nsa.errors import CheckpointError, StoreRefused
 
 URL = "s3://models/team/run"
 
@@ -114,7 +115,49 @@ def test_a_file_of_another_rank_that_did_not_arrive_is_seen(client, folder):
     names = sorted(name for name in content(saved) if name != "COMMIT.json")
     copy = StoreCopy(URL, 3)
     assert copy.upload(saved, names[1:]) is None
-    assert not copy.finish(saved, names, [])
+    assert "did not arrive" in copy.finish(saved, names, []).failure
     assert not S3Prefix(f"{URL}/step3").has("COMMIT.json")
-    assert copy.finish(saved, names[1:], [])
+    assert copy.finish(saved, names[1:], []) == CopyResult(3, saved, f"{URL}/step3", None)
     assert S3Prefix(f"{URL}/step3").has("COMMIT.json")
+
+
+def test_a_thousand_ranks_that_failed_are_one_short_reason(folder, tmp_path):
+    result = StoreCopy(f"{URL}?endpoint=http://127.0.0.1:9", 3).finish(tmp_path, [], [f"file {i}" for i in range(1000)])
+    assert result.address == f"{URL}/step3"
+    assert result.failure == "file 0; file 1; file 10; and 997 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_PROFILE", "no-such-profile"),
+        ("AWS_ENDPOINT_URL", "not an address"),
+        ("AWS_SECRET_ACCESS_KEY", None),
+        ("AWS_SESSION_TOKEN", "QWERTY\n"),
+    ],
+)
+def test_a_client_that_cannot_be_made_costs_the_copy_and_is_refused(client, folder, monkeypatch, name, value):
+    """boto3 finds some mistakes before the first request; nothing shows a credential."""
+    with monkeypatch.context() as changed:
+        changed.setattr("boto3.DEFAULT_SESSION", None)  # it remembers credentials
+        changed.delenv(name, raising=False)
+        if value is not None:
+            changed.setenv(name, value)
+        result = StoreCopy(URL, 3).finish(folder.path, [], [StoreCopy(URL, 3).upload(folder.path, [])])
+        with pytest.raises(StoreRefused) as refused:
+            S3Prefix(URL, patient=False).check_access()
+    assert "cannot be used" in result.failure
+    assert "QWERTY" not in result.failure
+    assert "QWERTY" not in f"{refused.value} {refused.value.__cause__}"
+
+
+def test_access_is_checked_with_one_request(client):
+    S3Prefix(URL, patient=False).check_access()
+    with pytest.raises(StoreRefused, match="NoSuchBucket"):
+        S3Prefix("s3://no-such-bucket/run", patient=False).check_access()
+
+
+def test_a_store_that_does_not_answer_has_not_refused(client):
+    with pytest.raises(CheckpointError) as failure:
+        S3Prefix(f"{URL}?endpoint=http://127.0.0.1:9", patient=False).check_access()
+    assert not isinstance(failure.value, StoreRefused)

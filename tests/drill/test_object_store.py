@@ -6,7 +6,8 @@ import pytest
 
 from nsa.checkpoint.transfer import S3Prefix
 from nsa.drill.object_store import BUCKET, ObjectStore
-from nsa.errors import CheckpointError
+from nsa.drill.request_signature import is_signed_with
+from nsa.errors import CheckpointError, StoreRefused
 
 pytest.importorskip("boto3")
 
@@ -45,3 +46,44 @@ def test_a_failing_store_changes_nothing_and_is_reported(store):
         there.put_if_absent("COMMIT.json", b"{}")
     store.failing = False
     assert there.files() == {}
+
+
+def test_a_request_that_was_signed_with_another_secret_is_refused_and_changes_nothing(store, tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"x" * 5000)
+    there = S3Prefix(f"s3://{BUCKET}/run").child("step10")
+    store.secret = "b"
+    there.upload(tmp_path / "file", "model/a b+c.distcp")
+    assert there.put_if_absent("COMMIT.json", b"{}")
+    before = there.files()
+    assert before == {"COMMIT.json": 2, "model/a b+c.distcp": 5000}
+    store.secret = "another"
+    with pytest.raises(StoreRefused, match="SignatureDoesNotMatch"):
+        there.check_access()
+    for act in (
+        lambda: there.upload(tmp_path / "file", "more"),
+        lambda: there.put_if_absent("other", b"{}"),
+        lambda: there.has("COMMIT.json"),
+        lambda: there.delete(["COMMIT.json"]),
+    ):
+        with pytest.raises(CheckpointError):
+            act()
+    store.secret = "b"
+    assert there.files() == before
+
+
+def test_the_signature_of_amazons_documentation_is_accepted():
+    """The example GET of an object's first bytes in "Authenticating Requests: Using the Authorization Header"."""
+    headers = {
+        "Host": "examplebucket.s3.amazonaws.com",
+        "Range": "bytes=0-9",
+        "x-amz-date": "20130524T000000Z",
+        "x-amz-content-sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "Authorization": "AWS4-HMAC-SHA256 Credential=AKIAIOSFODNN7EXAMPLE/20130524/us-east-1/s3/aws4_request,"
+        "SignedHeaders=host;range;x-amz-content-sha256;x-amz-date,"
+        "Signature=f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41",
+    }
+    secret = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"  # Amazon's own example, no secret of anybody
+    assert is_signed_with(secret, "GET", "/test.txt", headers)
+    assert not is_signed_with(secret[:-1], "GET", "/test.txt", headers)
+    assert not is_signed_with(secret, "GET", "/other.txt", headers)
+    assert not is_signed_with(secret, "GET", "/test.txt", headers | {"Range": "bytes=0-8"})

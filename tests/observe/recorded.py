@@ -226,6 +226,7 @@ HEALTHY: dict[str, Callable[[], Recording]] = {
     "late": late,
     "very noisy": very_noisy,
     "other data": other_data,
+    "copied": lambda: _copies(EventKind.COPIED, EventKind.COPIED),
 }
 
 
@@ -306,6 +307,17 @@ def _evaluation_failed() -> Recording:
     return recording
 
 
+def _copies(*kinds: EventKind) -> Recording:
+    """Copies of the checkpoints of steps 10, 20, …; the newest is that of the last kind."""
+    recording = record(a_run(10 * len(kinds)), checkpoint_store="s3://bucket/run")
+    times = {beat.step: beat.ts for beat in recording.beats[0]}
+    recording.events += [
+        RunEvent(times[step], kind, step, {"error": "403"} if kind == EventKind.COPY_FAILED else {})
+        for step, kind in zip(range(10, 10 * len(kinds) + 1, 10), kinds, strict=True)
+    ]
+    return recording
+
+
 def _slow(since: int, steps: int) -> Recording:
     slow = dict(step_s=5.0, toks_per_s=TOKENS_PER_STEP / 5.0)
     return record(a_run(steps, lambda step: slow if step > since else {}))
@@ -355,6 +367,7 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "grad_spikes": [lambda: _at([100, 120, 140], grad_norm=8.0)],
     "straggler": [lambda: two_ranks(1.6)],
     "checkpoint_overdue": [_without_saves],
+    "copy_failed": [lambda: _copies(EventKind.COPIED, EventKind.COPY_FAILED)],
     "evaluation_failed": [_evaluation_failed],
     "synthetic_data": [_made_up],
     "clock_skew": [lambda: replace(record(a_run(50)), ahead_s=3600.0)],

@@ -16,7 +16,9 @@ from nsa.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
 SOUND = {
     "model": dict(dim=512, n_layers=8, n_heads=8),
     "runtime": dict(precision="bf16", gradient_checkpointing=True, use_flash=True),
-    "train": dict(steps=50_000, seq_len=2048, batch_size=4, save_every=5000, warmup_steps=0),
+    "train": dict(
+        steps=50_000, seq_len=2048, batch_size=4, save_every=5000, warmup_steps=0, checkpoint_store="s3://bucket/run"
+    ),
 }
 WENT_WELL = DryRun(*[DryRunAttempt(seen="fine")] * 4)
 FOLDER = FolderFacts("artifacts/x", disk_free=100 * GIB)
@@ -50,7 +52,7 @@ def facts(
     hardware = replace(parse_target(target), here=here)
     reckoned = estimate(config, hardware, 257, measured_step_s=step_s, kernels=kernels)
     fine = DryRunAttempt(seen="fine")
-    return PreflightFacts(config, hardware, reckoned, folder, dry_run, held_out=fine, kernels=kernels)
+    return PreflightFacts(config, hardware, reckoned, folder, dry_run, held_out=fine, store=fine, kernels=kernels)
 
 
 def statuses(of: PreflightFacts, allowed=()) -> dict[str, RuleStatus]:
@@ -94,6 +96,7 @@ BROKEN = {
     "model": facts(dry_run=replace(WENT_WELL, model=DryRunAttempt(problem="no kernel"))),
     "step": facts(dry_run=replace(WENT_WELL, step=DryRunAttempt(problem="out of memory"))),
     "checkpoint": facts(dry_run=replace(WENT_WELL, checkpoint=DryRunAttempt(problem="read-only file system"))),
+    "checkpoint_store": replace(facts(), store=DryRunAttempt(problem="SignatureDoesNotMatch")),
 }
 
 
@@ -125,6 +128,13 @@ def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
     with pytest.raises(PreflightError) as refusal:
         require_passed(judge(BROKEN[rule]))
     assert f"--allow={rule}" not in str(refusal.value)
+
+
+def test_a_store_that_does_not_answer_or_a_run_that_has_checkpoints_is_not_refused():
+    down = replace(facts(), store=DryRunAttempt(not_tried="503"))
+    assert statuses(down)["checkpoint_store"] == RuleStatus.NOT_CHECKED
+    again = replace(BROKEN["checkpoint_store"], folder=replace(FOLDER, checkpoints=(100,)), resuming=True)
+    assert "checkpoint_store" not in statuses(again)
 
 
 def test_allowing_one_rule_allows_no_other():

@@ -79,6 +79,7 @@ _RESTARTS = (
     _GONE,
     SightingPattern("finding:data_slow"),
 )
+_NOT_COPIED = (SightingPattern("log", "not copied to"), SightingPattern("copy_failed|finding:copy_failed"))
 _HALTS = (
     SightingPattern("launcher:not restarted", "HALT|halted"),
     SightingPattern("halt|halt_asked|halt_cleared|stop"),
@@ -118,7 +119,12 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
     ChaosFault.CHECKPOINT_CORRUPTED: FaultProfile(
         title="newest checkpoint corrupted, then SIGKILL of both ranks", cost_s=45,
         named_by=(SightingPattern("checkpoint_rejected"),), named_within_s=60 + SLACK_S,
-        explains=(*_RESTARTS, SightingPattern("checkpoint_rejected")), may_be_followed=True,
+        # The step of the corrupted checkpoint is saved again, and the store keeps its first copy.
+        explains=(
+            *_RESTARTS, SightingPattern("checkpoint_rejected"),
+            SightingPattern("copy_failed|finding:copy_failed", "already holds"),
+        ),
+        may_be_followed=True,
     ),
     ChaosFault.DATA_ERRORS: FaultProfile(
         title="errors of the data server for 4 s", cost_s=5, variants=("500", "429", "reset", "truncated"),
@@ -147,8 +153,8 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
         explains=(*_RESTARTS, *_HALTS),
     ),
     ChaosFault.STORE_ERRORS: FaultProfile(
-        title="errors of the object store", cost_s=3, named_by=(SightingPattern("log", "not copied to"),),
-        named_within_s=60 + SLACK_S, explains=(SightingPattern("log", "not copied to"),),
+        title="errors of the object store", cost_s=3, named_by=_NOT_COPIED, named_within_s=60 + SLACK_S,
+        explains=_NOT_COPIED,
     ),
     ChaosFault.NODE_LOST: FaultProfile(
         title="all processes of a node killed, node back", cost_s=45, named_by=(_RESTARTED,),

@@ -16,7 +16,9 @@ from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
 from nsa.observe.records import Parsed
 from nsa.observe.watch.tail import RecordTail
 
-_ORDINARY = (EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.EVALUATION, EventKind.DONE)
+_ORDINARY = (
+    EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.COPIED, EventKind.EVALUATION, EventKind.DONE
+)  # fmt: skip
 _PROBLEM = re.compile(r"Traceback|\w*(Error|Timeout|Killed|Exception)\b|WARNING|CRITICAL|FATAL|not copied to")
 _CRASH = re.compile(r"^Traceback")
 _LONGEST = 300

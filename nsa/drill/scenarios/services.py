@@ -10,8 +10,12 @@ from nsa.drill.data_server import DataServer, ServerFault
 from nsa.drill.harness import SAVE_EVERY, STEPS, DrillHarness, NotObserved
 from nsa.drill.object_store import BUCKET, ObjectStore
 from nsa.drill.result import DrillResult, finish
+from nsa.errors import PreflightError
+from nsa.observe.events import EventKind
 
 _FAULT_S = 2.0
+_STORE = f"s3://{BUCKET}/run"
+_SECRET, _OTHER_SECRET = "drill-secret-7f3a", "drill-secret-91c2"
 _DEAD_END = "http://127.0.0.1:9"
 """The discard port, at which nothing listens."""
 
@@ -49,16 +53,8 @@ def data_server_errors(harness: DrillHarness, result: DrillResult) -> None:
 
 def object_store_errors(harness: DrillHarness, result: DrillResult) -> None:
     """The object store answers 503 for a while: checkpoints of that time are not copied, those before and after are."""
-    store = ObjectStore()
-    harness.at_end(store.close)
-    harness.environment |= {
-        "AWS_ENDPOINT_URL": store.url,
-        "AWS_ACCESS_KEY_ID": "drill",
-        "AWS_SECRET_ACCESS_KEY": "drill",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "2",
-    }
-    process = harness.train(f"train.checkpoint_store=s3://{BUCKET}/run")
+    store = _object_store(harness)
+    process = harness.train(f"train.checkpoint_store={_STORE}")
     harness.wait_for("the first copy", lambda: _copied(store), process)
     at, store.failing = time.time(), True
     harness.wait_for("a report of the failed copy", lambda: "was not copied" in process.output(), process)
@@ -68,8 +64,36 @@ def object_store_errors(harness: DrillHarness, result: DrillResult) -> None:
     copied, reported = _copied(store), process.output().count("was not copied")
     result.require(STEPS in copied, f"the last checkpoint is not in the store, which has {copied}")
     result.require(reported, "no failed copy was reported")
-    result.require("drill" not in process.output().replace(str(harness.folder), ""), "the secret is in the log")
-    result.left_behind = f"{len(copied)} copies, {reported} reported as missing"
+    _require_events(harness, result, copied)
+    _require_no_secret(harness, result)
+    result.left_behind = f"copies of {len(copied)} checkpoints, {reported} reported as missing"
+    result.resumed = result.resumed.replace("yes, from the beginning", "never stopped")
+
+
+def wrong_store_secret(harness: DrillHarness, result: DrillResult) -> None:
+    """A wrong secret of the object store refuses a new run. A secret that is revoked later stops nothing: the watchdog
+    reports the copies that fail."""
+    store = _object_store(harness)
+    harness.environment["AWS_SECRET_ACCESS_KEY"] = _OTHER_SECRET
+    refused = harness.train(f"train.checkpoint_store={_STORE}")
+    result.require_equal("exit code with a wrong secret", refused.wait(), PreflightError.exit_code)
+    for word in ("checkpoint_store", "SignatureDoesNotMatch", "--allow"):
+        result.require(word in refused.output(), f"the refusal does not contain {word!r}")
+    result.require_equal("steps of the refused run", artifacts.last_step(harness.run_folder), 0)
+    harness.environment["AWS_SECRET_ACCESS_KEY"] = _SECRET
+    watchdog = harness.watch()
+    process = harness.train(f"train.checkpoint_store={_STORE}")
+    harness.wait_for("the first copy", lambda: _copied(store), process)
+    at, store.secret = time.time(), _OTHER_SECRET
+    found = harness.wait_for("a finding", lambda: artifacts.found(harness.run_folder, "copy_failed"), watchdog)
+    result.detected("preflight; if revoked later, watchdog: copy_failed", found[0].ts - at, within_s=60)
+    finish(harness, result, process, same_as_undisturbed=True)
+    copied, reported = _copied(store), process.output().count("was not copied")
+    result.require(not (harness.run_folder / names.HALT).exists(), "a warning must not halt")
+    result.require(STEPS not in copied, "the last checkpoint was copied with a revoked secret")
+    _require_events(harness, result, copied)
+    _require_no_secret(harness, result)
+    result.left_behind = f"copies of {len(copied)} checkpoints, {reported} reported as missing"
     result.resumed = result.resumed.replace("yes, from the beginning", "never stopped")
 
 
@@ -83,6 +107,35 @@ def metric_sink_down(harness: DrillHarness, result: DrillResult) -> None:
     result.detected_by = "run: a warning of the tracker's thread"
     result.left_behind = "all records of its own"
     result.resumed = result.resumed.replace("yes, from the beginning", "never stopped")
+
+
+def _object_store(harness: DrillHarness) -> ObjectStore:
+    """A store that knows one secret; the processes of the scenario get it."""
+    store = ObjectStore(secret=_SECRET)
+    harness.at_end(store.close)
+    harness.environment |= {
+        "AWS_ENDPOINT_URL": store.url,
+        "AWS_ACCESS_KEY_ID": "drill",
+        "AWS_SECRET_ACCESS_KEY": _SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "2",
+    }
+    return store
+
+
+def _require_events(harness: DrillHarness, result: DrillResult, copied: list[int]) -> None:
+    """Every checkpoint has an event that says whether the store has it."""
+    steps = {kind: [event.step for event in artifacts.events(harness.run_folder, kind)] for kind in EventKind}
+    result.require_equal("steps of the events `copied`", steps[EventKind.COPIED], copied)
+    missing = sorted(set(steps[EventKind.SAVE]) - set(copied))
+    result.require(missing, "no copy failed")
+    result.require_equal("steps of the events `copy_failed`", steps[EventKind.COPY_FAILED], missing)
+
+
+def _require_no_secret(harness: DrillHarness, result: DrillResult) -> None:
+    for path in sorted(harness.folder.rglob("*")):
+        if path.is_file() and any(secret.encode() in path.read_bytes() for secret in (_SECRET, _OTHER_SECRET)):
+            result.unmet.append(f"{path.relative_to(harness.folder)} contains the secret")
 
 
 def _asked_after(server: CountingDataServer, asked: int) -> bool:

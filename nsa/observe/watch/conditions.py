@@ -249,6 +249,12 @@ CONDITIONS = _table(
         "check free disk space and events.jsonl",
     ),
     HealthCondition(
+        "copy_failed",
+        _W,
+        "the newest checkpoint was not copied to train.checkpoint_store; training continues",
+        "read the error in events.jsonl; correct the credentials; copy it with nsa checkpoint push",
+    ),
+    HealthCondition(
         "evaluation_failed",
         _W,
         "the newest evaluation failed; training continues",

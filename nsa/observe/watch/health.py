@@ -229,6 +229,8 @@ def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator
         found.append(
             ("evaluation_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}")
         )
+    if (failed := history.copy_failure) is not None and history.facts.checkpoint_store is not None:
+        found.append(("copy_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}"))
     for name, message in found:
         yield _finding(name, None, log.last.step, message)
     yield from _stragglers(history, limits)

@@ -49,6 +49,8 @@ class RunFacts:
     log_every: int | None = None
     save_every: int | None = None
     eval_every: int | None = None
+    checkpoint_store: str | None = None
+    """Where checkpoints are copied to."""
     trainable: tuple[str, ...] | None = None
     """Patterns of the parameters that are trained."""
     dataset: str | None = None
@@ -78,6 +80,7 @@ _OF_SECTIONS: dict[str, dict[str, records.Check]] = {
     "train": {
         **dict.fromkeys(("steps", "log_every", "save_every", "eval_every"), records.whole),
         "trainable": records.texts,
+        "checkpoint_store": records.text,
     },
     "data": {"dataset": records.text, "loader_timeout_s": records.amount},
 }
@@ -186,6 +189,8 @@ class RunHistory:
     """The error that ended the run since its newest start, unless a launcher restarted it."""
     evaluation_failure: RunEvent | None = None
     """The newest evaluation since the newest start, if it failed."""
+    copy_failure: RunEvent | None = None
+    """The newest copy of a checkpoint to the object store, if it failed; a restart makes no copy and keeps it."""
     saved_step: int = 0
     """Step of the newest checkpoint up to the current step; without one, where the run began."""
     gone: frozenset[int] = frozenset()
@@ -206,8 +211,12 @@ class RunHistory:
         if event.kind in _NEW_PROCESS:
             self.started_at, self.saved_step, self.failure = at, event.step, None
             self.evaluation_failure = self.restarted_at = None
+            if event.kind == EventKind.START:
+                self.copy_failure = None
         elif event.kind in (EventKind.EVALUATION, EventKind.EVALUATION_FAILED):
             self.evaluation_failure = event if event.kind == EventKind.EVALUATION_FAILED else None
+        elif event.kind in (EventKind.COPIED, EventKind.COPY_FAILED):
+            self.copy_failure = event if event.kind == EventKind.COPY_FAILED else None
         elif event.kind == EventKind.SAVE:
             self.saved_step = max(event.step, self.saved_step)
         elif event.kind == EventKind.ERROR:

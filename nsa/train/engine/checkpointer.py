@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from nsa.checkpoint.pickle_scan import parse_plain, read_trainer_state, require_
 from nsa.checkpoint.run_state import RunRecord
 from nsa.checkpoint.save import HashingWriter
 from nsa.checkpoint.save_plan import SavePlanCache, SharedSavePlanner
-from nsa.checkpoint.store_copy import StoreCopy
+from nsa.checkpoint.store_copy import CopyResult, StoreCopy
 from nsa.checkpoint.verified_files import LARGEST_RANK_FILE_BYTES, VerifiedFiles
 from nsa.config.schema import RunConfig
 from nsa.data.tokenizer import Tokenizer
@@ -79,6 +80,8 @@ class VerifiedCheckpointer(Checkpointer):
     """Saved as tokenizer.json with every checkpoint."""
     store: str | None = None
     """s3://… to which every checkpoint is copied while it is saved."""
+    report_copy: Callable[[CopyResult], None] | None = None
+    """Called on rank 0, in the thread that finished the save, when a copy was made or given up."""
     reason: str = INTERVAL
     """Why the next checkpoint is saved; for that one only."""
     _folders: dict[Path, CheckpointFolder] = field(default_factory=dict, repr=False)
@@ -142,7 +145,7 @@ class VerifiedCheckpointer(Checkpointer):
                 raise CheckpointError(
                     f"step {step} was not written ({_first_failure(error)}): nothing was committed."
                 ) from error
-        self._raise_on_all_ranks(lambda: writer.finish_copy(folder.commit(step, reason, writer.hashes)))
+        self._raise_on_all_ranks(lambda: self._finish_copy(writer, folder.commit(step, reason, writer.hashes)))
 
     def save_async(
         self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
@@ -159,9 +162,16 @@ class VerifiedCheckpointer(Checkpointer):
             )
         assert isinstance(written, Future)
         if get_rank() == 0:
-            committed = folder.commit_after(written, step, reason, lambda: writer.hashes, writer.finish_copy)
+            committed = folder.commit_after(
+                written, step, reason, lambda: writer.hashes, partial(self._finish_copy, writer)
+            )
             return committed  # type: ignore[return-value]
         return written
+
+    def _finish_copy(self, writer: HashingWriter, checkpoint: Path) -> None:
+        result = writer.finish_copy(checkpoint)
+        if result is not None and self.report_copy is not None:
+            self.report_copy(result)
 
     def _write_small_files(
         self, staging: Path, step: int, train_state: dict[str, Any], ephemeral: bool

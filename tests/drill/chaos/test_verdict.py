@@ -102,6 +102,7 @@ def test_a_run_as_planned_holds(runs):
         (EventKind.HALT, {"reason": "nobody asked"}),
         (EventKind.SKIPPED_STEP, {"reason": "gradient norm is nan"}),
         (EventKind.CHECKPOINT_REJECTED, {"problem": "step10: SHA-256"}),
+        (EventKind.COPY_FAILED, {"error": "s3://chaos/run/step10 already holds a checkpoint"}),
     ],
 )
 @pytest.mark.parametrize("second", [10, 82, 150])
@@ -114,6 +115,22 @@ def test_an_event_without_its_fault(runs, kind, details, second):
 def test_a_fault_explains_only_its_own_kinds(runs):
     runs.event(30, EventKind.HALT, reason="nobody asked")
     assert "nobody asked" in only_unmet(runs.judge())
+
+
+@pytest.mark.parametrize(
+    ("kind", "details"),
+    [
+        (EventKind.COPY_FAILED, {"error": "An error occurred (503)"}),
+        (EventKind.FINDING, {"condition": "copy_failed", "message": "at step 10: An error occurred (503)"}),
+    ],
+)
+def test_errors_of_the_store_are_named_by_the_failed_copy(runs, kind, details):
+    store = PlannedFault(2, ChaosFault.STORE_ERRORS, 35, 0)
+    runs.played.append(PlayedFault(store, BEGAN + 120, BEGAN + 126, BEGAN + 127))
+    runs.event(121, EventKind.COPIED, address="s3://chaos/run/step10")
+    runs.event(124, kind, **details)
+    verdict = runs.judge(replace(PLAN, faults=(KILL, PAUSE, store)))
+    assert (verdict.unmet, verdict.played[2].named_at) == ([], BEGAN + 124)
 
 
 def test_a_resolved_finding_needs_no_explanation(runs):

@@ -110,6 +110,23 @@ def test_a_failed_evaluation_is_named_until_the_next_one_succeeds():
     assert found(recording) == set()
 
 
+def test_a_failed_copy_is_named_until_a_later_one_is_made():
+    failed = recorded._copies(EventKind.COPY_FAILED, EventKind.COPY_FAILED)
+    (finding,) = examine(failed.history(), now=failed.end, limits=LIMITS)
+    assert (finding.name, finding.level, "step 20: 403" in finding.message) == ("copy_failed", AlertLevel.WARNING, True)
+    assert found(recorded._copies(EventKind.COPY_FAILED, EventKind.COPIED)) == set()
+
+
+def test_a_restart_makes_no_copy_and_a_run_without_a_store_needs_none():
+    failed = recorded._copies(EventKind.COPY_FAILED)
+    again = record(
+        [*failed.beats[0], *a_run(5, first=11, began=failed.end + 60, pid=3000)], checkpoint_store="s3://bucket/run"
+    )
+    again.events = sorted([*again.events, failed.events[-1]], key=lambda event: event.ts)
+    assert found(again) == {"copy_failed"}
+    assert found(replace(again, facts=replace(again.facts, checkpoint_store=None))) == set()
+
+
 def test_a_rise_is_no_plateau_and_a_plateau_no_rise():
     """Over a window in which both would be judged."""
     noise = [0.05 * (-1) ** step for step in range(1301)]

@@ -30,6 +30,7 @@ _MARKS = {
     EventKind.HALT: _TimelineMark("starts and ends", "■", "warn"),
     EventKind.ERROR: _TimelineMark("starts and ends", "✗", "crit"),
     EventKind.SAVE: _TimelineMark("checkpoints", "◆", "calm"),
+    EventKind.COPY_FAILED: _TimelineMark("checkpoints", "✗", "warn"),
     EventKind.CHECKPOINT_REJECTED: _TimelineMark("checkpoints", "✗", "crit"),
     EventKind.EVALUATION: _TimelineMark("evaluations", "○", "calm"),
     EventKind.EVALUATION_FAILED: _TimelineMark("evaluations", "✗", "warn"),
