@@ -297,6 +297,14 @@ def _without_saves() -> Recording:
     return recording
 
 
+def _nodes_missing() -> Recording:
+    recording = record(a_run(50))
+    recording.events.append(
+        RunEvent(recording.end - 1, EventKind.WAITING, 50, {"launcher": "waits for nodes", "why": "waiting for n1"})
+    )
+    return recording
+
+
 def _evaluation_failed() -> Recording:
     recording = record(a_run(50))
     recording.events += [
@@ -355,6 +363,7 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "grad_spikes": [lambda: _at([100, 120, 140], grad_norm=8.0)],
     "straggler": [lambda: two_ranks(1.6)],
     "checkpoint_overdue": [_without_saves],
+    "nodes_missing": [_nodes_missing],
     "evaluation_failed": [_evaluation_failed],
     "synthetic_data": [_made_up],
     "clock_skew": [lambda: replace(record(a_run(50)), ahead_s=3600.0)],

@@ -69,6 +69,7 @@ _SIGNAL_OF_FINDING = {
     "data_slow": "data",
     "memory_creep": "memory",
     "grad_spikes": "grad_norm",
+    "nodes_missing": "nodes",
     "evaluation_failed": "evaluation",
     "clock_skew": "clock",
 }

@@ -249,6 +249,12 @@ CONDITIONS = _table(
         "check free disk space and events.jsonl",
     ),
     HealthCondition(
+        "nodes_missing",
+        _W,
+        "a launcher waits for other nodes; no rank has started",
+        "start nsa launch on the missing nodes, each with the same --rdzv-endpoint",
+    ),
+    HealthCondition(
         "evaluation_failed",
         _W,
         "the newest evaluation failed; training continues",

@@ -8,6 +8,7 @@ themselves nor read keys of earlier ranks.
 
 import hmac
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +32,8 @@ ONE_NODE, SEVERAL_NODES = "nsa-loopback", "nsa-signed"
 _TIMEOUT = timedelta(seconds=60)
 LOST_S = 30.0
 """How long ranks may run on after the agent that serves the rendezvous is gone."""
+ANSWER_S = 15.0
+"""How long the store of another agent may take to answer."""
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 
@@ -215,6 +218,34 @@ def _rendezvous_store(endpoint: str, own: str) -> TCPStore:
     if is_host(endpoint, own):
         try:
             return serve_store(own, port)
-        except OSError:  # in use: by another agent, or the connection below fails
-            host = own
-    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT)
+        except OSError:  # in use: by another agent, which answers at once, or by another program
+            return connect_store(own, port, limit_s=ANSWER_S)
+    return connect_store(host, port, limit_s=_TIMEOUT.total_seconds() + ANSWER_S)
+
+
+def connect_store(host: str, port: int, limit_s: float) -> TCPStore:
+    """A client of a store that another agent serves. Raises if it does not answer in time.
+
+    TCPStore applies its own timeout to the connection only: it would wait forever for an answer of another program that
+    has the port.
+    """
+    result: list[TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            result.append(TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
+        except RuntimeError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not result:
+        raise RendezvousConnectionError(
+            f"what listens at {host}:{port} did not answer as a rendezvous in {limit_s:.0f} s: another program seems "
+            f"to have the port. Find it on that node with `ss -ltnp 'sport = :{port}'` and stop it, or give all nodes "
+            f"another port with --rdzv-endpoint"
+        )
+    if isinstance(result[0], RuntimeError):
+        raise result[0]
+    return result[0]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from nsa import names
@@ -26,7 +26,7 @@ from nsa.train.launch.node_address import (
     SECRET,
     interface_of,
 )
-from nsa.train.launch.rendezvous import LOST_S, SEVERAL_NODES, SeveralNodes, SignedBackend, serve_store
+from nsa.train.launch.rendezvous import LOST_S, SEVERAL_NODES, SeveralNodes, SignedBackend, connect_store, serve_store
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 120
@@ -214,6 +214,16 @@ def _serve(port: int) -> None:
     store = serve_store("127.0.0.1", port)
     time.sleep(WAIT_S)
     del store
+
+
+def test_a_program_that_has_the_port_and_never_answers_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousConnectionError, match=f"127.0.0.1:{port} did not answer.*ss -ltnp"):
+            connect_store("127.0.0.1", port, limit_s=0.5)
+    store = serve_store("127.0.0.1")
+    connect_store("127.0.0.1", store.port, limit_s=20.0).set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_ranks_that_still_start_are_ended_some_time_after_the_rendezvous_was_lost(monkeypatch):
