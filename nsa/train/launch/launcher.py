@@ -238,6 +238,8 @@ class _RankCycle:
         outcome = classify_exit(codes, agent.returncode)
         if outcome.code == NO_RENDEZVOUS:
             outcome = replace(outcome, why=f"{outcome.why} ({self._spec.no_rendezvous.read_text()})")
+        elif outcome.rank is not None and self._spec.ended_ranks.exists():
+            outcome = replace(outcome, why=f"rank {outcome.rank} was ended: {self._spec.ended_ranks.read_text()}")
         return outcome
 
     def _remind_of_other_nodes(self) -> None:
