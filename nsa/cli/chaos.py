@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.cli.outputs import print_line
+from nsa.cli.outputs import print_line, table_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from nsa.drill.chaos.run import ChaosProgress
     from nsa.drill.chaos.verdict import ChaosVerdict, PlayedFault
 
-_WIDTH = 170  # of a table that goes to a file
 _MOST_WORDS = 70
 
 
@@ -36,7 +35,7 @@ def run_chaos(duration: str, seed: int, folder: Path, console: "Console", *, as_
     if as_json:
         print(json.dumps(record, indent=2))
     else:
-        _print_tables(verdict, console)
+        _print_tables(verdict)
     console.print(_summary(verdict))
     return verdict.holds
 
@@ -85,12 +84,10 @@ def _progress(progress: "ChaosProgress") -> str:
     )
 
 
-def _print_tables(verdict: "ChaosVerdict", console: "Console") -> None:
-    from rich.console import Console
-
-    wide = console if console.is_terminal else Console(width=_WIDTH, highlight=False, markup=False)
-    wide.print(_fault_table(verdict))
-    wide.print(_class_table(verdict))
+def _print_tables(verdict: "ChaosVerdict") -> None:
+    console = table_console()
+    console.print(_fault_table(verdict))
+    console.print(_class_table(verdict))
     for fault, why in verdict.plan.not_played.items():
         print_line(f"not played: {fault} ({why})")
     for unmet in verdict.unmet:

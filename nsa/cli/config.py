@@ -1,12 +1,11 @@
 """`nsa config`: print a resolved config, check config files, generate the reference pages."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa.cli.outputs import print_json, print_line
+from nsa.cli.outputs import print_json, print_line, table_console
 from nsa.errors import ConfigError
 from nsa.terminal_text import printable
 
@@ -112,13 +111,11 @@ def _print_verdicts(verdicts: list[dict[str, Any]]) -> None:
 
 
 def _print_table(config: "RunConfig", keys: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from nsa.config.describe import plain
 
-    # A pipe has no width: use a wide table, so that grep finds whole lines.
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+    console = table_console()
     for notice in config.notices:
         console.print(f"notice: {printable(notice)}", style="yellow", soft_wrap=True)
     table = Table("setting", "value", "from", box=None, pad_edge=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from nsa.cli.outputs import print_line, require_writable_folder
+from nsa.cli.outputs import print_line, require_writable_folder, table_console
 from nsa.cli.sigterm import sigterm_as_interrupt
 from nsa.errors import ConfigError
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from nsa.drill.result import DrillResult
 
-_WIDTH = 170  # of a table that goes to a file
 _ONLY = "Run only this scenario (may be repeated); `--list` names them."
 _JOBS = "Scenarios at a time (default: 2, on one core and with --nodes 1)."
 _NODES = "Run the scenarios of several nodes: three on this machine, in network namespaces (Linux, root)."
@@ -88,8 +87,7 @@ def drill(
     if as_json:
         print(json.dumps([{**asdict(row), "holds": row.holds} for row in ordered], indent=2))
     else:
-        wide = console if console.is_terminal else Console(width=_WIDTH, highlight=False, markup=False)
-        wide.print(_table(ordered))
+        table_console().print(_table(ordered))
         for row in ordered:
             for unmet in row.unmet:
                 print_line(f"{row.fault}: {unmet}")

@@ -1,13 +1,13 @@
 """`nsa estimate`: parameters, FLOPs, memory, time and price of a run."""
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nsa.cli.config import resolve
+from nsa.cli.outputs import table_console
 from nsa.options import CHECKPOINTING
 
 if TYPE_CHECKING:
@@ -135,10 +135,9 @@ def duration(seconds: float) -> str:
 
 
 def _print(found: "RunEstimate") -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+    console = table_console(120)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

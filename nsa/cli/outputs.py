@@ -9,11 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nsa.errors import OutputError
 from nsa.files import NO_ROOM
 from nsa.terminal_text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WRONG_PATH = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
@@ -55,6 +58,13 @@ class PipedStdout:
 def print_line(text: object) -> None:
     """Print one line to stdout. Control characters in names, manifests, records and errors are escaped."""
     print(printable(text), flush=True)
+
+
+def table_console(width: int = 170) -> "Console":
+    """A console for tables on stdout: as wide as the terminal, or this wide in a pipe, where grep finds whole lines."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, highlight=False)
 
 
 def print_json(value: Any) -> None:

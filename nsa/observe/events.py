@@ -12,17 +12,20 @@ from nsa.observe.heartbeat import JsonLines, to_line
 
 
 class LauncherAction(StrEnum):
-    """Field `launcher` of an event: what the launcher did when the ranks had ended."""
+    """Field `launcher` of an event: what the launcher did when the ranks had ended, or before they started."""
 
     RESTARTED = "restarted"
     NOT_RESTARTED = "not restarted"
     GAVE_UP = "given up"
     STOPPED = "stopped as asked"
+    WAITING = "waits for nodes"
 
 
 class EventKind(StrEnum):
     START = "start"
     RESTART = "restart"
+    WAITING = "waiting"
+    """A launcher has started no rank yet because other nodes are missing."""
     SETTINGS_CHANGED = "settings_changed"
     """The run was resumed with changed settings (only those that may change)."""
     LOST_STEPS = "lost_steps"

@@ -4,6 +4,7 @@ Oracle: the exported tensors, wherever only files beside the weights were change
 """
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="exported folders are in the hf extra")
 
 from nsa import names
+from nsa.errors import NSAError
 from nsa.hf.export_folder import CONFIG, export_folder
 from nsa.hf.import_folder import import_folder, open_exported
 from nsa.hf.tokenizer_files import TOKENIZER_CONFIG
@@ -48,6 +50,17 @@ def with_header(raw: bytes, header: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text + raw[8 + struct.unpack("<Q", raw[:8])[0] :]
 
 
+def _transposed(files: dict[str, bytes], weights: list[str]) -> tuple[str, Any]:
+    """The header of a weights file in which a matrix has its sizes exchanged."""
+    for name in weights:
+        header = header_of(files[name])
+        for entry in header.values():
+            if len(shape := entry.get("shape", ())) == 2 and shape[0] != shape[1]:
+                entry["shape"] = shape[::-1]
+                return name, header
+    raise AssertionError("all matrices are square")
+
+
 def test_exported_folders(fuzz: FuzzCampaign, exported: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
     """A changed folder is refused, or it loads, generates and can be imported; untouched weights stay as they were."""
     folder, files = exported
@@ -66,6 +79,7 @@ def test_exported_folders(fuzz: FuzzCampaign, exported: tuple[Path, dict[str, by
                 (folder / name).write_bytes(with_header(files[name], how))
             model = open_exported(folder)
             if what == "document":
+                json.dumps(how, allow_nan=False)  # raises if a number that is not finite was accepted
                 assert model.tensors.keys() == tensors.keys()
                 assert all(torch.equal(model.tensors[key], tensors[key]) for key in tensors)
             loaded = load_model(folder, device="cpu")
@@ -84,4 +98,12 @@ def test_exported_folders(fuzz: FuzzCampaign, exported: tuple[Path, dict[str, by
     read = [*DOCUMENTS, *weights, names.TOKENIZER]
     edits = st.tuples(st.just("edits"), st.just(""), edits_of_folder(read))
     cases = st.one_of(documents, configs, headers, edits).map(list)
+    not_a_number = {**json.loads(files[CONFIG]), "rms_norm_eps": math.nan}
+    with pytest.raises(NSAError):
+        check(["document", CONFIG, not_a_number])
+    name, header = _transposed(files, weights)
+    with edited_folder(folder, files, [[name, "empty", name]]):
+        (folder / name).write_bytes(with_header(files[name], header))
+        with pytest.raises(NSAError):
+            open_exported(folder)
     fuzz.run(cases, check, examples=250, good=[["edits", "", []]], read_seed=json.loads)

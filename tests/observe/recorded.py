@@ -298,6 +298,14 @@ def _without_saves() -> Recording:
     return recording
 
 
+def _nodes_missing() -> Recording:
+    recording = record(a_run(50))
+    recording.events.append(
+        RunEvent(recording.end - 1, EventKind.WAITING, 50, {"launcher": "waits for nodes", "why": "waiting for n1"})
+    )
+    return recording
+
+
 def _evaluation_failed() -> Recording:
     recording = record(a_run(50))
     recording.events += [
@@ -368,6 +376,7 @@ UNWELL: dict[str, list[Callable[[], Recording]]] = {
     "straggler": [lambda: two_ranks(1.6)],
     "checkpoint_overdue": [_without_saves],
     "copy_failed": [lambda: _copies(EventKind.COPIED, EventKind.COPY_FAILED)],
+    "nodes_missing": [_nodes_missing],
     "evaluation_failed": [_evaluation_failed],
     "synthetic_data": [_made_up],
     "clock_skew": [lambda: replace(record(a_run(50)), ahead_s=3600.0)],

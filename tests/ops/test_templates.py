@@ -11,7 +11,7 @@ import yaml
 from nsa.cli.main import app
 from nsa.config import load
 from nsa.errors import ExitCode
-from nsa.train.launch.launcher import FINAL_EXITS, RETRYABLE_EXITS
+from nsa.train.launch.rank_outcome import FINAL_EXITS, RETRYABLE_EXITS
 from tests.docs.blocks import tokenizer_command
 from tests.ops.needs import programs
 from tests.train.runs import ROOT

@@ -260,6 +260,38 @@ def test_stacks_can_be_asked_for_while_threads_run(tmp_path):
     assert _text(dump).count("most recent call first") > 10
 
 
+_FULL_DISK = """
+import os, signal, sys, time
+from pathlib import Path
+from nsa.train import signal_handlers
+
+attempts = []
+
+def no_space(path):
+    attempts.append(path)
+    raise OSError(28, "No space left on device")
+
+signal_handlers.write_flight_record = no_space
+signals = signal_handlers.SignalHandlers(Path(sys.argv[1]), Path(sys.argv[1]))
+signals.install()
+for expected in (1, 2):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    until = time.monotonic() + 10.0
+    while len(attempts) < expected and time.monotonic() < until:
+        time.sleep(0.01)
+signals.close()
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR2)
+print(len(attempts))
+"""
+
+
+def test_a_full_disk_ends_neither_later_dumps_nor_the_process_after_the_run(tmp_path):
+    words = [sys.executable, "-c", _FULL_DISK, str(tmp_path / "stackdump.txt")]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
 def test_a_hangup_saves_and_leaves(start):
     run = start()
     run.wait_for_steps(2)

@@ -72,11 +72,13 @@ class FaultProfile:
 _RESTARTED = SightingPattern("launcher:restarted")
 _KILLED = SightingPattern("launcher:.*", "SIGKILL")
 _GONE = SightingPattern("finding:process_gone")
+_WAITING = SightingPattern("launcher:waits for nodes|finding:nodes_missing")
 # The first failure of a rank makes the others fail too, and the launchers start them again from a checkpoint.
 _RESTARTS = (
     SightingPattern("launcher:(restarted|given up)"),
     SightingPattern("error|restart|lost_steps|finding:run_failed|log|exit"),
     _GONE,
+    _WAITING,
     SightingPattern("finding:data_slow"),
 )
 _NOT_COPIED = (SightingPattern("log", "not copied to"), SightingPattern("copy_failed|finding:copy_failed"))
@@ -95,8 +97,8 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
         may_be_followed=True, may_follow=True,
     ),
     ChaosFault.LAUNCHER_KILLED: FaultProfile(
-        title="SIGKILL of a launcher", cost_s=40, named_by=(_RESTARTED, _GONE), named_within_s=TIMEOUT_S + SLACK_S,
-        explains=_RESTARTS, may_be_followed=True,  # follows none: while the run is down, nothing new tells of it
+        title="SIGKILL of a launcher", cost_s=40, named_by=(_RESTARTED, _GONE, _WAITING),
+        named_within_s=TIMEOUT_S + SLACK_S, explains=_RESTARTS, may_be_followed=True, may_follow=True,
     ),
     ChaosFault.PREFETCH_KILLED: FaultProfile(
         title="SIGKILL of a prefetch process", cost_s=32, named_by=(SightingPattern("launcher:.*", "exited with 21"),),

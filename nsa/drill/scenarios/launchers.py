@@ -96,16 +96,16 @@ def crash_loop(harness: DrillHarness, result: DrillResult) -> None:
 
 
 def busy_port(harness: DrillHarness, result: DrillResult) -> None:
-    """Another program has the port of the rendezvous and never answers: the launcher names the address it waits at."""
+    """Another program has the port of the rendezvous and never answers: the launcher says so."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = "{}:{}".format(*taken.getsockname())
         at = time.time()
         launched = harness.start(
             "nsa.cli", "launch", "--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, *harness.arguments(())
         )
-        waiting = f"waiting for other nodes at {endpoint}"
-        harness.wait_for("the launcher's message", lambda: waiting in launched.output(), launched)
-        result.detected("launcher: waits for other nodes at HOST:PORT", time.time() - at, within_s=120)
+        taken_by_another = f"what listens at {endpoint} did not answer"
+        harness.wait_for("the launcher's message", lambda: taken_by_another in launched.output(), launched)
+        result.detected("launcher: another program seems to have the port", time.time() - at, within_s=120)
         launched.send(signal.SIGTERM)
         result.require_equal("exit code", launched.wait(), ExitCode.PREEMPTED)
     result.require_equal("steps", artifacts.last_step(harness.run_folder), 0)

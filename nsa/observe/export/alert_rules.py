@@ -70,6 +70,7 @@ _SIGNAL_OF_FINDING = {
     "memory_creep": "memory",
     "grad_spikes": "grad_norm",
     "copy_failed": "copy",
+    "nodes_missing": "nodes",
     "evaluation_failed": "evaluation",
     "clock_skew": "clock",
 }

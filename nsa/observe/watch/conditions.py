@@ -255,6 +255,12 @@ CONDITIONS = _table(
         "read the error in events.jsonl; correct the credentials; copy it with nsa checkpoint push",
     ),
     HealthCondition(
+        "nodes_missing",
+        _W,
+        "a launcher waits for other nodes; no rank has started",
+        "start nsa launch on the missing nodes, each with the same --rdzv-endpoint",
+    ),
+    HealthCondition(
         "evaluation_failed",
         _W,
         "the newest evaluation failed; training continues",

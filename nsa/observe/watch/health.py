@@ -29,6 +29,7 @@ def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[He
     """All findings, critical first. `now` is on the same monotonic clock as the history."""
     found = list(_of_ranks(history, now, limits))
     found += _failure(history) or _missing_ranks(history, now, limits)
+    found += _waiting(history)
     if history.first is not None:
         found += _of_run(history, history.first, limits)
     return sorted(
@@ -207,6 +208,14 @@ def _failure(history: RunHistory) -> list[HealthFinding]:
     condition = _CONDITION_OF_FAILURE.get(details.get("failure_code", ""), "run_failed")
     message = details.get("error") or details.get("why") or "no reason given"
     return [_finding(condition, None, failure.step, str(message))]
+
+
+def _waiting(history: RunHistory) -> list[HealthFinding]:
+    """A launcher waits for other nodes. Not one that waits to join ranks which run without it."""
+    waiting = history.waiting
+    if waiting is None or any(log.last.ts > waiting.ts for log in history.present.values()):
+        return []
+    return [_finding("nodes_missing", None, waiting.step, str(waiting.details.get("why") or "no reason given"))]
 
 
 def _missing_ranks(history: RunHistory, now: float, limits: HealthLimits) -> list[HealthFinding]:

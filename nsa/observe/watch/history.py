@@ -185,6 +185,8 @@ class RunHistory:
     """Monotonic time of the newest start event."""
     restarted_at: float | None = None
     """Monotonic time at which a launcher last said that it starts the ranks again; None once they have started."""
+    waiting: RunEvent | None = None
+    """A launcher waits for other nodes; None once the ranks have started, or it gave up."""
     failure: RunEvent | None = None
     """The error that ended the run since its newest start, unless a launcher restarted it."""
     evaluation_failure: RunEvent | None = None
@@ -206,11 +208,14 @@ class RunHistory:
 
     def add_event(self, event: RunEvent, at: float) -> None:
         self.events.append(event)
-        if event.details.get("launcher") == LauncherAction.RESTARTED:
+        action = event.details.get("launcher")
+        if action == LauncherAction.RESTARTED:
             self.restarted_at = at
+        elif action is not None:
+            self.waiting = event if action == LauncherAction.WAITING else None
         if event.kind in _NEW_PROCESS:
             self.started_at, self.saved_step, self.failure = at, event.step, None
-            self.evaluation_failure = self.restarted_at = None
+            self.evaluation_failure = self.restarted_at = self.waiting = None
             if event.kind == EventKind.START:
                 self.copy_failure = None
         elif event.kind in (EventKind.EVALUATION, EventKind.EVALUATION_FAILED):
@@ -220,7 +225,7 @@ class RunHistory:
         elif event.kind == EventKind.SAVE:
             self.saved_step = max(event.step, self.saved_step)
         elif event.kind == EventKind.ERROR:
-            self.failure = event if event.details.get("launcher") != LauncherAction.RESTARTED else None
+            self.failure = event if action != LauncherAction.RESTARTED else None
         elif event.kind == EventKind.LOST_STEPS:  # resumed from an older checkpoint than the newest
             self.saved_step = min(event.step, self.saved_step)
 

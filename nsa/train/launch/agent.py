@@ -52,6 +52,11 @@ class AgentSpec:
         return Path(self.logs) / "outcome.json"
 
     @property
+    def ended_ranks(self) -> Path:
+        """File: why the agent ended its ranks; written if it did."""
+        return Path(self.logs) / "ended_ranks.txt"
+
+    @property
     def no_rendezvous(self) -> Path:
         """File: why this node did not meet the others; written if the agent exits with `NO_RENDEZVOUS`."""
         return Path(self.logs) / "no_rendezvous.txt"
@@ -103,7 +108,7 @@ def run_agent(spec: AgentSpec) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from nsa.train.launch.rendezvous import ONE_NODE, SEVERAL_NODES, register, rendezvous_id
@@ -112,7 +117,7 @@ def run_agent(spec: AgentSpec) -> int:
         spec.listen,
         secret,
         on_nodes_waiting=lambda: signal_children(os.getpid(), REGROUP),
-        on_rendezvous_lost=lambda: signal_children(os.getpid(), signal.SIGKILL),
+        on_run_over=lambda reason: _end_ranks(spec, reason),
     )
     config = LaunchConfig(
         min_nodes=spec.min_nodes,
@@ -137,7 +142,8 @@ def run_agent(spec: AgentSpec) -> int:
     except (RendezvousError, DistError, ConfigError) as error:
         if one_node or started_ranks(Path(spec.logs)):
             raise
-        write_atomic(spec.no_rendezvous, " ".join(str(error).split()))
+        closed = "ranks of another node have not ended yet" if isinstance(error, RendezvousClosedError) else ""
+        write_atomic(spec.no_rendezvous, " ".join(str(error).split()) or closed or type(error).__name__)
         return NO_RENDEZVOUS
     _write_outcome(spec, {})
     return 0
@@ -158,6 +164,12 @@ def _choose_interface(spec: AgentSpec, one_node: bool) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
     elif name := interface_of(spec.listen):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _end_ranks(spec: AgentSpec, reason: str) -> None:
+    if not spec.ended_ranks.exists():
+        write_atomic(spec.ended_ranks, reason)
+    signal_children(os.getpid(), signal.SIGKILL)
 
 
 def _write_outcome(spec: AgentSpec, codes: Mapping[int, int]) -> None:

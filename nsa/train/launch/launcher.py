@@ -1,4 +1,4 @@
-"""Launcher: starts ranks, classifies why they exited, restarts from the last checkpoint or gives up.
+"""Launcher: starts ranks, restarts from the last checkpoint or gives up.
 
 It restarts after failures that may pass: a rank that was killed, crashed, hung, or hit a disk or data server error. A
 wrong config or a loss that does not stay finite would end the same way again. Each restart waits longer (exponential
@@ -13,41 +13,26 @@ import socket
 import subprocess
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from nsa.checkpoint.folder import CheckpointFolder
-from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFiniteError, ReplicaError
+from nsa.errors import ConfigError, ExitCode
 from nsa.names import CHECKPOINTS
 from nsa.observe import halt_file
 from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.failure_codes import code_of_exit_status
 from nsa.train.launch.agent import NO_RENDEZVOUS, AgentSpec, rank_log, signal_children, started_ranks
 from nsa.train.launch.node_address import LOOPBACK, make_secret, own_address
+from nsa.train.launch.rank_outcome import FINAL_EXITS, RankOutcome, classify_exit
 from nsa.train.launch.repeated_errors import without_repeated_errors
 from nsa.train.signal_handlers import stop_signals
 from nsa.train.start_options import StartOptions
 
 LOGS = "logs"
 
-# In this order: if ranks exit with several codes, the first of these is the cause and the others are its consequence.
-FINAL_EXITS: dict[int, str] = {
-    ConfigError.exit_code: "config error",
-    ExitCode.REFUSED: "refused command line or preflight",
-    ExitCode.HALTED: "halted by a .HALT file",
-    NonFiniteError.exit_code: "too many non-finite steps",
-    ReplicaError.exit_code: "suspect hardware, start on another node",
-    ExitCode.PREEMPTED: "stopped by a signal, can be resumed",
-}
-RETRYABLE_EXITS: dict[int, str] = {
-    DataError.exit_code: "data could not be read",
-    CheckpointError.exit_code: "a checkpoint could not be written or read",
-    ExitCode.HUNG: "killed because it hung",
-    ExitCode.REGROUP: "saved to continue on more nodes",
-}
-"""Codes that stand for a failure that may pass. So does any code not listed here: a crash or a kill."""
 _POLL_S = 0.1
 _REMIND_S = 15.0
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -108,42 +93,6 @@ class LaunchSettings:
         if self.nodes()[1] == 1 or self.rdzv_endpoint is None:
             return LOOPBACK
         return own_address(self.rdzv_endpoint, self.listen)
-
-
-@dataclass(frozen=True)
-class RankOutcome:
-    code: int
-    """0, an exit code, or a negative signal number."""
-    why: str
-    rank: int | None = None
-    """The rank that ended the cycle; None if it was the agent."""
-
-    @property
-    def exit_code(self) -> int:
-        return self.code if self.code >= 0 else 128 - self.code
-
-    @property
-    def restartable(self) -> bool:
-        return self.code != ExitCode.DONE and self.code not in FINAL_EXITS
-
-
-def classify_exit(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
-    """Why a cycle ended, from the codes of the ranks that failed first, or of the agent if it recorded none."""
-    if not codes:
-        if agent_code == 0:
-            return RankOutcome(ExitCode.DONE, "done")
-        if agent_code == NO_RENDEZVOUS:
-            return RankOutcome(NO_RENDEZVOUS, "the other nodes could not be reached or were too few")
-        how = _killed_by(agent_code) if agent_code < 0 else f"exited with {agent_code}"
-        return RankOutcome(agent_code, f"the agent {how}")
-    for known in (FINAL_EXITS, RETRYABLE_EXITS):
-        for code, why in known.items():
-            for rank, found in codes.items():
-                if found == code:
-                    return RankOutcome(code, f"rank {rank} exited with {code}: {why}", rank)
-    # The agent ends the other ranks by SIGTERM; and a killed rank makes others crash, rather than the other way round.
-    rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1]))
-    return RankOutcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}", rank)
 
 
 def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[[str], None] | None = None) -> int:
@@ -289,18 +238,32 @@ class _RankCycle:
         outcome = classify_exit(codes, agent.returncode)
         if outcome.code == NO_RENDEZVOUS:
             outcome = replace(outcome, why=f"{outcome.why} ({self._spec.no_rendezvous.read_text()})")
+        elif outcome.rank is not None and self._spec.ended_ranks.exists():
+            outcome = replace(outcome, why=f"rank {outcome.rank} was ended: {self._spec.ended_ranks.read_text()}")
         return outcome
 
     def _remind_of_other_nodes(self) -> None:
-        """Log that this node still waits for others, every `_REMIND_S`."""
+        """Log that this node still waits for others, every `_REMIND_S`; the first time also as an event."""
         waited_s = time.monotonic() - self._began
         if self._spec.max_nodes == 1 or waited_s < (self._reminders + 1) * _REMIND_S:
             return
         self._reminders += 1
-        if not started_ranks(self._logs):
-            self._log(
-                f"waiting for other nodes at {self._spec.rdzv_endpoint} for {waited_s:.0f} s "
-                f"(--nnodes {self._settings.nnodes}, this one is {self._spec.listen})"
+        if started_ranks(self._logs):
+            return
+        why = (
+            f"waiting for other nodes at {self._spec.rdzv_endpoint} for {waited_s:.0f} s "
+            f"(--nnodes {self._settings.nnodes}, this one is {self._spec.listen})"
+        )
+        self._log(why)
+        if self._reminders == 1:
+            add_event(
+                self._settings.run_folder,
+                EventKind.WAITING,
+                ts=time.time(),
+                step=max(_newest(CheckpointFolder(self._settings.run_folder / CHECKPOINTS)), 0),
+                launcher=LauncherAction.WAITING,
+                why=why,
+                logs=str(self._logs),
             )
 
     def _show_more(self) -> None:
@@ -352,10 +315,3 @@ def _record(settings: LaunchSettings, outcome: RankOutcome, newest: int, logs: P
         failure_code=code_of_exit_status(outcome.code) if failed else None,
         logs=str(logs),
     )
-
-
-def _killed_by(code: int) -> str:
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

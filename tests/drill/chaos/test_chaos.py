@@ -1,4 +1,4 @@
-"""`nsa drill --chaos` as a command: a short one by default, five minutes with -m slow. The hour is run by hand."""
+"""`nsa drill --chaos` as a command. CI plays five minutes (seed 47) beside the other tests; the hour is run by hand."""
 
 import json
 import os
@@ -39,29 +39,24 @@ def require_as_planned(found: dict, seconds: float, seed: int) -> None:
     assert played == [(each.fault, each.step, each.victim, each.variant) for each in plan.faults]
 
 
-@pytest.mark.timeout(1200)
-def test_two_minutes_of_chaos(tmp_path):
-    code, found, said = chaos("2m", 7, tmp_path / "kept", timeout_s=1150)
+# Seed 7: a corrupt checkpoint. Seed 47: a launcher is killed while the run recovers from a lost node.
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(("minutes", "seed"), [(2, 7), (5, 47), (5, 1), (5, 2)])
+def test_chaos(tmp_path, minutes, seed):
+    code, found, said = chaos(f"{minutes}m", seed, tmp_path / "kept", timeout_s=2300)
     assert found["unmet"] == [], said
     assert code == 0
     assert found["holds"]
     assert found["same_weights"]
     assert found["differing_steps"] == []
     assert 0 < found["goodput"] < 1
-    require_as_planned(found, 120, 7)
+    require_as_planned(found, minutes * 60, seed)
     assert json.loads((tmp_path / "kept" / "verdict.json").read_text()) == found
     assert (tmp_path / "kept" / "chaos" / "run" / "events.jsonl").exists(), "the run folder was on a disk of its own"
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(tmp_path) in line]
     assert "faults of" in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_five_minutes_of_chaos(tmp_path, seed):
-    code, found, said = chaos("5m", seed, tmp_path / "kept", timeout_s=2300)
-    assert (code, found["unmet"]) == (0, []), said
-    require_as_planned(found, 300, seed)
+    print(said)
 
 
 @pytest.mark.parametrize("words", [["--only", "sigterm"], ["--nodes"], ["--jobs", "2"]])

@@ -127,6 +127,19 @@ def test_a_restart_makes_no_copy_and_a_run_without_a_store_needs_none():
     assert found(replace(again, facts=replace(again.facts, checkpoint_store=None))) == set()
 
 
+def test_nodes_are_missing_until_the_ranks_start_and_not_for_a_node_that_would_join_them():
+    (waited,) = UNWELL["nodes_missing"]
+    recording = waited()
+    assert found(recording) == {"nodes_missing"}
+    waiting = recording.events[-1]
+    started = replace(recording, events=[*recording.events, RunEvent(waiting.ts, EventKind.RESTART, 50, {"world": 2})])
+    assert "nodes_missing" not in found(started)
+    gave_up = RunEvent(waiting.ts, EventKind.ERROR, 50, {"launcher": "given up", "why": "alone"})
+    assert "nodes_missing" not in found(replace(recording, events=[*recording.events, gave_up]))
+    recording.events[-1] = replace(waiting, ts=recording.beats[0][-2].ts)  # and the ranks have gone on since
+    assert found(recording) == set()
+
+
 def test_a_rise_is_no_plateau_and_a_plateau_no_rise():
     """Over a window in which both would be judged."""
     noise = [0.05 * (-1) ** step for step in range(1301)]

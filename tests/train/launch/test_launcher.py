@@ -21,11 +21,12 @@ if __name__ == "__main__":
 from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.errors import ConfigError, ExitCode  # noqa: E402
 from nsa.observe import halt_file  # noqa: E402
-from nsa.observe.events import LauncherAction, read_events  # noqa: E402
+from nsa.observe.events import EventKind, LauncherAction, read_events  # noqa: E402
 from nsa.observe.failure_codes import code_of_exit_status  # noqa: E402
 from nsa.train.launch import launcher as launching  # noqa: E402
 from nsa.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
-from nsa.train.launch.launcher import LaunchSettings, RankOutcome, classify_exit, launch  # noqa: E402
+from nsa.train.launch.launcher import LaunchSettings, launch  # noqa: E402
+from nsa.train.launch.rank_outcome import RankOutcome, classify_exit  # noqa: E402
 
 STEPS = 12
 
@@ -318,21 +319,26 @@ def test_ranks_that_do_not_leave_are_killed_after_the_grace(start, tmp_path):
     assert not any(alive(pid) for pid in pids.values())
 
 
-def test_asked_to_stop_while_it_waits_for_other_nodes_it_stops_at_once(tmp_path):
+def test_a_launcher_that_waits_for_other_nodes_records_it_and_stops_at_once_when_asked(tmp_path):
     """A program that is no rendezvous has the port and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         settings = dict(command=[sys.executable, "-c", "pass"], nproc=1, nnodes="2", rdzv_endpoint=endpoint)
         program = (
-            "import pathlib, sys; from nsa.train.launch.launcher import LaunchSettings, launch; "
+            "import pathlib, sys; from nsa.train.launch import launcher; launcher._REMIND_S = 0.5; "
+            "from nsa.train.launch.launcher import LaunchSettings, launch; "
             f"sys.exit(launch(LaunchSettings(run_folder=pathlib.Path({str(tmp_path)!r}), **{settings!r}), print))"
         )
         process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
         try:
             taken.settimeout(60)
             agent, _ = taken.accept()
+            time.sleep(1.0)  # some reminders
+            (waiting,) = read_events(tmp_path)
+            assert (waiting.kind, waiting.details["launcher"]) == (EventKind.WAITING, LauncherAction.WAITING)
+            assert endpoint in waiting.details["why"]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 10
+            assert process.wait(timeout=9) == 10  # before the agent gives up the connection
             agent.close()
         finally:
             process.kill()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from nsa import names
@@ -26,7 +28,7 @@ from nsa.train.launch.node_address import (
     SECRET,
     interface_of,
 )
-from nsa.train.launch.rendezvous import LOST_S, SEVERAL_NODES, SeveralNodes, SignedBackend, serve_store
+from nsa.train.launch.rendezvous import LOST_S, SEVERAL_NODES, SeveralNodes, SignedBackend, connect_store, serve_store
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 120
@@ -216,6 +218,44 @@ def _serve(port: int) -> None:
     del store
 
 
+def test_a_program_that_has_the_port_and_never_answers_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousConnectionError, match=f"127.0.0.1:{port} did not answer.*ss -ltnp"):
+            connect_store("127.0.0.1", port, limit_s=0.5)
+    store = serve_store("127.0.0.1")
+    connect_store("127.0.0.1", store.port, limit_s=20.0).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(("code", "ended"), [(-9, True), (1, True), (10, False), (12, False), (None, False)])
+def test_ranks_are_ended_if_those_of_another_node_failed_elsewhere(monkeypatch, code, ended):
+    """With None somebody without the secret writes what an agent would write."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr(rendezvous, "FAILED_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_LOOK_EVERY_S", 0.0)
+    reasons: list[str] = []
+    params = RendezvousParameters(SEVERAL_NODES, f"127.0.0.1:{free_port()}", "a-run", 2, 2, local_addr="127.0.0.1")
+    nodes = [SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, reasons.append) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for meeting in [pool.submit(node.next_rendezvous) for node in nodes]:
+            meeting.result(timeout=60)
+    if code is None:
+        nodes[1]._failures.set("failed", "0" * 64)
+    else:
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="none")
+        with suppress(ChildFailedError):
+            try:
+                raise ChildFailedError("ranks", {1: failure})
+            finally:
+                nodes[1].shutdown()
+    until = time.monotonic() + (30.0 if ended else 1.0)
+    while not reasons and time.monotonic() < until:
+        assert nodes[0].num_nodes_waiting() == 0
+        time.sleep(0.05)
+    assert reasons[:1] == (["ranks of another node have failed"] if ended else [])
+
+
 def test_ranks_that_still_start_are_ended_some_time_after_the_rendezvous_was_lost(monkeypatch):
     """They would wait for the store of the ranks, which the lost agent served, for minutes."""
     port, ended, seconds = free_port(), [], 0.0
@@ -226,7 +266,7 @@ def test_ranks_that_still_start_are_ended_some_time_after_the_rendezvous_was_los
         assert time.monotonic() < until
         time.sleep(0.1)
     params = RendezvousParameters(SEVERAL_NODES, f"127.0.0.1:{port}", "a-run", 2, 2, local_addr="127.0.0.1")
-    handler = SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, lambda: ended.append(seconds))
+    handler = SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, lambda reason: ended.append(seconds))
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: seconds)
     assert handler.num_nodes_waiting() == 0
     seconds = 10 * LOST_S

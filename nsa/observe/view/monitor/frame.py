@@ -311,7 +311,7 @@ _EVENT_STYLES = {
     EventKind.ERROR: "bold red", EventKind.HALT: "bold yellow", EventKind.STALL: "bold red", EventKind.SKIPPED_STEP:
     "yellow",
     EventKind.ROLLBACK: "yellow", EventKind.RESTART: "yellow", EventKind.CHECKPOINT_REJECTED: "bold red",
-    EventKind.DONE: "green",
+    EventKind.WAITING: "yellow", EventKind.DONE: "green",
     EventKind.FINDING: "yellow", EventKind.HALT_ASKED: "bold yellow",
 }  # fmt: skip
 

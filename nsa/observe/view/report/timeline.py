@@ -26,6 +26,7 @@ _MARKS = {
     EventKind.START: _TimelineMark("starts and ends", "▶", "good"),
     EventKind.RESTART: _TimelineMark("starts and ends", "↻", "warn"),
     EventKind.DONE: _TimelineMark("starts and ends", "✓", "good"),
+    EventKind.WAITING: _TimelineMark("starts and ends", "…", "warn"),
     EventKind.STOP: _TimelineMark("starts and ends", "■", "warn"),
     EventKind.HALT: _TimelineMark("starts and ends", "■", "warn"),
     EventKind.ERROR: _TimelineMark("starts and ends", "✗", "crit"),
