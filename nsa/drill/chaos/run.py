@@ -4,6 +4,7 @@ The calm run is not paced and takes minutes. A paced step only sleeps, as a step
 compute the same numbers.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,14 @@ from nsa.drill.chaos.operator import ScriptedOperator
 from nsa.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
 from nsa.drill.chaos.services import STORE_FOLDER, ServiceControl
 from nsa.drill.chaos.sightings import RunObserver
-from nsa.drill.chaos.verdict import ChaosVerdict, PlayedFault, judge, name_faults, read_outcome
+from nsa.drill.chaos.verdict import (
+    ChaosVerdict,
+    PlayedFault,
+    found_in_calm_run,
+    judge,
+    name_faults,
+    read_outcome,
+)
 from nsa.drill.harness import DrillHarness, NotObserved
 from nsa.drill.node_network import NodeNetworkError, unshare_options
 from nsa.errors import ConfigError
@@ -80,7 +88,9 @@ class ChaosDrill:
             except (NotObserved, NodeNetworkError, OSError) as error:
                 problem = str(error)
             outcome = read_outcome(self._plan, cluster.run_folder, calm) if finished else None
-            verdict = judge(self._plan, play.played, play.observer.sightings, outcome)
+            verdict = judge(
+                self._plan, play.played, play.observer.sightings, outcome, functools.partial(found_in_calm_run, calm)
+            )
             if problem:
                 verdict.unmet.insert(0, problem)
             return verdict

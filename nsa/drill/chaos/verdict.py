@@ -3,7 +3,8 @@
 `name_faults` and `judge` are pure; `read_outcome` reads the two run folders.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +14,19 @@ from nsa.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
 from nsa.drill.chaos.sightings import Sighting
 from nsa.observe.view.goodput import TimeCause
 from nsa.observe.view.snapshot import take_snapshot
+from nsa.observe.watch.conditions import HealthLimits
+from nsa.observe.watch.health import examine
+from nsa.observe.watch.history import RunHistory
 
 SETTLE_S = 30.0
 """A fault explains sightings until this long after the run has continued."""
 _BEFORE_S = 1.0  # between an injection and the note of its time
 _MOST_SHOWN = 12
+_OF_NUMBERS = re.compile(
+    r"finding:(?P<condition>grad_spikes|loss_spike|loss_plateau) step (?P<step>\d+): .*", re.DOTALL
+)
+_NEAR_STEPS = 10
+"""The watchdog of the run with faults may have looked some steps later."""
 
 
 @dataclass
@@ -82,9 +91,13 @@ def _reports(sighting: Sighting, fault: PlayedFault) -> bool:
 
 
 def judge(
-    plan: ChaosPlan, played: Sequence[PlayedFault], sightings: Sequence[Sighting], outcome: ChaosOutcome | None
+    plan: ChaosPlan,
+    played: Sequence[PlayedFault],
+    sightings: Sequence[Sighting],
+    outcome: ChaosOutcome | None,
+    in_calm_run: Callable[[Sighting], bool] = lambda sighting: False,
 ) -> ChaosVerdict:
-    """`outcome` is None if the run did not finish."""
+    """`outcome` is None if the run did not finish; `in_calm_run` tells of what the calm run shows too."""
     verdict = ChaosVerdict(plan, list(played), outcome)
     for fault in played:
         fault.named_at, fault.named_by = None, ""
@@ -92,7 +105,8 @@ def judge(
     verdict.unmet += [text for fault in played for text in _unmet_of(fault)]
     done = {fault.planned for fault in played}
     verdict.unmet += [f"{_label(fault)} was not played" for fault in plan.faults if fault not in done]
-    verdict.unexplained = [each for each in sightings if not any(fault.explains(each) for fault in played)]
+    unexplained = (each for each in sightings if not any(fault.explains(each) for fault in played))
+    verdict.unexplained = [each for each in unexplained if not in_calm_run(each)]
     verdict.unmet += [f"not explained by a fault: {sighting}" for sighting in verdict.unexplained[:_MOST_SHOWN]]
     if (more := len(verdict.unexplained) - _MOST_SHOWN) > 0:
         verdict.unmet.append(f"not explained by a fault: {more} more")
@@ -101,6 +115,21 @@ def judge(
     else:
         verdict.unmet += _unmet_at_the_end(plan, outcome)
     return verdict
+
+
+def found_in_calm_run(calm: Path, sighting: Sighting) -> bool:
+    """Whether the calm run, which computed the same numbers, gives the same finding: noise of the model."""
+    if (said := _OF_NUMBERS.fullmatch(f"{sighting.kind} {sighting.text}")) is None:
+        return False
+    condition, step = said["condition"], int(said["step"])
+    history = RunHistory()
+    for beat in artifacts.beats(calm):
+        history.add(beat, beat.ts)
+        if abs(beat.step - step) > _NEAR_STEPS:
+            continue
+        if condition in {finding.name for finding in examine(history, now=beat.ts, limits=HealthLimits())}:
+            return True
+    return False
 
 
 def read_outcome(plan: ChaosPlan, run_folder: Path, calm: Path) -> ChaosOutcome:

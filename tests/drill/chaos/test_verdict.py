@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from nsa import names
 from nsa.drill.chaos.fault_classes import ChaosFault
 from nsa.drill.chaos.schedule import ChaosPlan, PlannedFault
-from nsa.drill.chaos.sightings import RunObserver
-from nsa.drill.chaos.verdict import ChaosVerdict, PlayedFault, judge, read_outcome
+from nsa.drill.chaos.sightings import RunObserver, Sighting
+from nsa.drill.chaos.verdict import ChaosVerdict, PlayedFault, found_in_calm_run, judge, read_outcome
 from nsa.observe.events import EventKind, LauncherAction, add_event
 from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
 
@@ -215,3 +215,24 @@ def test_a_run_that_does_not_finish(runs):
     verdict = judge(PLAN, runs.played, runs.observer.sightings, None)
     assert only_unmet(verdict) == "the run did not finish"
     shutil.rmtree(runs.run)
+
+
+def test_noise_of_the_calm_run_needs_no_fault(runs, tmp_path):
+    calm, spiked = tmp_path / "noisy", (150, 154, 158)
+    lines = JsonLines(calm / names.heartbeat(0))
+    for step in range(1, 201):
+        norm = 9.0 if step in spiked else 1.0 + 0.1 * (step % 3)
+        fields = {"loss": 5.0, "grad_norm": norm, "step_s": 1.0, "dt_fetch_s": 0.0}
+        beat = HeartbeatRecord(ts=BEGAN + step, iso="", pid=1, rank=0, step=step, msg=names.PROGRESS, **fields)
+        lines.append(beat.to_line())
+    lines.close()
+    noise = Sighting(BEGAN + 200, "finding:grad_spikes", "step 160: gradient norm spiked 3 times")
+    assert found_in_calm_run(calm, noise)
+    assert not found_in_calm_run(runs.calm, noise)
+    assert not found_in_calm_run(calm, replace(noise, text="step 120: gradient norm spiked 3 times"))
+    assert not found_in_calm_run(calm, replace(noise, kind="finding:process_gone"))
+    runs.observer.sightings.append(noise)
+    outcome = read_outcome(PLAN, runs.run, runs.calm)
+    sightings = runs.observer.sightings
+    assert not judge(PLAN, runs.played, sightings, outcome).holds
+    assert judge(PLAN, runs.played, sightings, outcome, lambda each: found_in_calm_run(calm, each)).holds
