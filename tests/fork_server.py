@@ -53,6 +53,9 @@ class ForkedProcess:
 
     def __init__(self, server: str, request: ForkRequest, files: tuple[int, int, int]) -> None:
         self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
@@ -96,17 +99,30 @@ def start(
     *,
     cwd: Path | str,
     env: Mapping[str, str],
-    stdin: IO[Any] | None = None,
-    stdout: IO[Any] | None = None,
-    stderr: IO[Any] | None = None,
+    stdin: IO[Any] | int | None = None,
+    stdout: IO[Any] | int | None = None,
+    stderr: IO[Any] | int | None = None,
     start_new_session: bool = True,
     ignored_signals: tuple[int, ...] = (),
 ) -> ForkedProcess:
-    """Start `python *words`; files that are not given are /dev/null."""
+    """Start `python *words`; each file is open, the number of one, subprocess.PIPE, or else /dev/null."""
     request = ForkRequest(words, str(cwd), dict(env), start_new_session, list(ignored_signals))
-    with open(os.devnull, "r+b") as nowhere:
-        files = [(file or nowhere).fileno() for file in (stdin, stdout, stderr)]
-        return ForkedProcess(_socket(), request, (files[0], files[1], files[2]))
+    ours: dict[str, IO[str]] = {}
+    files: list[int] = []
+    with contextlib.ExitStack() as given:
+        for name, file in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+            if file == subprocess.PIPE:
+                reader, writer = os.pipe()
+                ours[name] = open(writer, "w") if name == "stdin" else open(reader)  # noqa: SIM115
+                files.append(reader if name == "stdin" else writer)
+                given.callback(os.close, files[-1])
+            elif file is None:
+                files.append(given.enter_context(open(os.devnull, "r+b")).fileno())
+            else:
+                files.append(file if isinstance(file, int) else file.fileno())
+        process = ForkedProcess(_socket(), request, (files[0], files[1], files[2]))
+    vars(process).update(ours)
+    return process
 
 
 def run(
@@ -118,11 +134,8 @@ def run(
     timeout: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *words], capture_output=True, text=True)`. A timeout ends its whole session."""
-    with (
-        tempfile.TemporaryFile("w+") as given,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
+    file = functools.partial(tempfile.TemporaryFile, "w+", errors="replace")
+    with file() as given, file() as out, file() as err:
         given.write(input)
         given.seek(0)
         process = start(words, cwd=cwd, env=env, stdin=given, stdout=out, stderr=err)
@@ -244,7 +257,8 @@ def _preload() -> None:
     import importlib
 
     for name in _PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # a plain install
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
 
@@ -289,6 +303,8 @@ def _run_to_the_end(words: list[str]) -> NoReturn:
 
 def _forward(server: str, words: list[str]) -> int:
     """Run on the server with the files of this process; its signals are passed on, and its end is this process's."""
+    if words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        os.execv(sys.executable, [sys.executable, *words])
     request = ForkRequest(words, os.getcwd(), dict(os.environ), new_session=False)
     process = ForkedProcess(server, request, (0, 1, 2))
     for number in _FORWARDED:
