@@ -34,6 +34,7 @@ LONGEST = (
     "tests/train/engine/test_transformer.py",
     "tests/train/launch/test_launcher.py",
     "tests/ops/test_alerts_live.py",
+    "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
 )
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -56,7 +57,9 @@ def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     dense, nsa = table.chosen(None, None)
     assert "--resume" not in dense.command
     assert not nsa.finished
-    monkeypatch.setattr(run.subprocess, "run", forked)
+    processes = SimpleNamespace(run=forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    for module in (run, results):
+        monkeypatch.setattr(module, "subprocess", processes)
     _, code, _ = run.train(nsa, threads=1)
     assert code == 0, (nsa.folder / "log.txt").read_text()
     assert nsa.finished
