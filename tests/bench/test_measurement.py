@@ -1,9 +1,9 @@
 """The record, the table, the plot, the roof and the command."""
 
 import json
+import os
 import re
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from nsa.bench.shapes import SHAPES, shape_named
 from nsa.bench.timing import ratio
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
+from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
 BASE = SHAPES["base"]
@@ -140,9 +141,7 @@ def test_memory_is_measured_above_the_inputs_in_a_child():
 def test_the_command_prints_a_table_and_writes_record_and_plot(tmp_path):
     words = ["bench", "decode", "--lengths", "100", "--dtype", "fp32", "--shape", "tiny", "--threads", "1",
              "--budget-s", "0", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.svg")]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = fork_server.run(["-m", "nsa.cli", *words], cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "× dense" in done.stdout
     assert "portable" in done.stdout
@@ -151,10 +150,8 @@ def test_the_command_prints_a_table_and_writes_record_and_plot(tmp_path):
 
 
 def test_a_wrong_word_is_refused_with_the_right_ones():
-    done = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", "bench", "attention", "--shape", "huge"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    words = ["-m", "nsa.cli", "bench", "attention", "--shape", "huge"]
+    done = fork_server.run(words, cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == ConfigError.exit_code
     assert "base, gqa16, paper, tiny" in done.stderr
 

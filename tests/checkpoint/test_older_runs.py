@@ -10,11 +10,12 @@ steps of run.yaml with a checkpoint at step 4, as a crash before the save at ste
 import json
 import os
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests import fork_server
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "run_e78e5fe.tar.xz"
 ROOT = Path(__file__).parents[2]
@@ -31,13 +32,8 @@ def older_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def nsa(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("NSA_")}
-    return subprocess.run(
-        [sys.executable, "-m", "nsa.cli", *words],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    variables = {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return fork_server.run(["-m", "nsa.cli", *words], cwd=folder, env=variables)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

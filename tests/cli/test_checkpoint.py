@@ -1,5 +1,6 @@
 """The commands of `nsa checkpoint`."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -81,7 +82,7 @@ def made_folder(path: Path) -> Path:
 
 
 WITHOUT_TRAIN = """
-import sys
+import json, sys
 
 ABSENT = {"olmo_core", "numpy", "safetensors", "tensorboard", "boto3", "botocore", "pyarrow", "tokenizers"}
 
@@ -92,30 +93,41 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 from nsa.cli.main import main
-sys.argv = ["nsa", "checkpoint", *sys.argv[1:]]
-main()
+codes = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["nsa", "checkpoint", *words]
+    try:
+        main()
+    except SystemExit as end:
+        codes.append(int(end.code or 0))
+    print("=" * 9)
+    print("=" * 9, file=sys.stderr)
+print(codes)
 """
 
 
-def without_train(*words: object) -> subprocess.CompletedProcess:
-    """`nsa checkpoint` where the packages of the train extra cannot be imported."""
-    command = [sys.executable, "-c", WITHOUT_TRAIN, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def without_train(*commands: tuple[object, ...]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each `nsa checkpoint` where the train extra's packages cannot be imported."""
+    command = [sys.executable, "-c", WITHOUT_TRAIN, json.dumps([list(map(str, words)) for words in commands])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    *outputs, codes = done.stdout.split("=" * 9 + "\n")
+    return list(zip(json.loads(codes), outputs, done.stderr.split("=" * 9 + "\n"), strict=False))
 
 
 def test_push_and_pull_without_the_train_extra_name_it(tmp_path):
     from tests.train.engine.test_checkpointer import save
 
     save(tmp_path / "run/checkpoints", 1)
-    for words in (
+    ended = without_train(
         ("push", tmp_path / "run/checkpoints/step1", "s3://models/run"),
         ("pull", "s3://models/run", tmp_path / "pulled"),
-    ):
-        done = without_train(*words)
-        assert done.returncode == 20, done.stderr
-        assert "pip install 'nsa-train[train]'" in done.stderr
-        assert "boto3" in done.stderr
-        assert "Traceback" not in done.stderr
+    )
+    assert len(ended) == 2
+    for code, _, errors in ended:
+        assert code == 20, errors
+        assert "pip install 'nsa-train[train]'" in errors
+        assert "boto3" in errors
+        assert "Traceback" not in errors
 
 
 def test_verify_and_ls_need_no_train_extra(tmp_path):
@@ -130,13 +142,13 @@ def test_verify_and_ls_need_no_train_extra(tmp_path):
     folder = run / "checkpoints/step1"
     (folder / "COMMIT.json").write_bytes(encode(build_manifest(LocalFiles(folder), 1, "now")))
 
-    good = without_train("verify", run)
-    assert good.returncode == 0, good.stdout + good.stderr
-    assert good.stdout.startswith("good  ")
-    assert without_train("ls", run).returncode == 0
-    os.truncate(folder / "model_and_optim/__0_0.distcp", 100)
-    bad = without_train("verify", run)
-    assert (bad.returncode, bad.stdout[:3]) == (22, "BAD")
+    damaged = Path(shutil.copytree(run, tmp_path / "damaged", symlinks=True))
+    os.truncate(damaged / "checkpoints/step1/model_and_optim/__0_0.distcp", 100)
+    good, listed, bad = without_train(("verify", run), ("ls", run), ("verify", damaged))
+    assert good[0] == 0, good
+    assert good[1].startswith("good  ")
+    assert listed[0] == 0, listed
+    assert (bad[0], bad[1][:3]) == (22, "BAD")
 
 
 def test_ls_of_nothing(tmp_path):

@@ -15,12 +15,14 @@ import torch
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.infer.selection_map import SelectionMap, share_of_groups, side_by_side, text_rows
+from tests import fork_server
+from tests.train.runs import environment
 
 COMMAND = [sys.executable, "-m", "nsa.cli", "demo", "d", "--steps"]
 
 
 def run_demo(folder: Path, steps: int) -> str:
-    done = subprocess.run([*COMMAND, str(steps)], cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    done = fork_server.run([*COMMAND[1:], str(steps)], cwd=folder, env=environment(), timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout

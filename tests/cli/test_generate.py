@@ -7,7 +7,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from nsa.cli.main import app
 from nsa.cli.progress_line import ProgressLine
 from nsa.errors import CheckpointError, ConfigError
 from nsa.infer import load_model
-from tests.train.runs import environment
+from tests import fork_server
+from tests.train.runs import ROOT, environment
 from tests.trained_runs import write_run
 
 SHORT = ("--greedy", "-n", "12")
@@ -135,14 +135,14 @@ def test_a_wrong_call_is_refused_with_what_to_do(run, tmp_path, words, error, sa
 
 def test_no_prompt_on_a_terminal_names_the_options(run):
     main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "nsa.cli", "generate", str(run)]
-    done = subprocess.run(
-        command, stdin=terminal, capture_output=True, text=True, env=environment(), timeout=100, check=False
-    )
+    command = ["-m", "nsa.cli", "generate", str(run)]
+    pipe = subprocess.PIPE
+    done = fork_server.start(command, cwd=ROOT, env=environment(), stdin=terminal, stderr=pipe)
+    said = done.stderr.read()
     os.close(main)
     os.close(terminal)
-    assert done.returncode == 20
-    assert "--prompt" in done.stderr
+    assert done.wait(timeout=100) == 20
+    assert "--prompt" in said
 
 
 def test_chat_without_a_template_names_generate(run):
@@ -168,14 +168,13 @@ def test_chat_keeps_the_conversation(run, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_what_was_made(run, number):
-    command = [sys.executable, "-m", "nsa.cli", "generate", str(run), "-p", "The ", "--seed", "1", "-n", "1000000"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, env=environment(HF_HUB_OFFLINE="1"), **pipes)
-    assert process.stdout is not None
+    command = ["-m", "nsa.cli", "generate", str(run), "-p", "The ", "--seed", "1", "-n", "1000000"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = fork_server.start(command, cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"), **pipes)
     began = process.stdout.read(40)
     process.send_signal(number)
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    rest, errors = process.stdout.read(), process.stderr.read()
+    assert process.wait(timeout=60) == 130, errors
     assert began.startswith("The ")
     assert rest.endswith("\n")
     assert "ended by interrupted" in errors

@@ -3,8 +3,6 @@ before a rank starts or a model is built."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from nsa.checkpoint.lock import RunLock
 from nsa.cli.main import app
 from nsa.errors import ConfigError, PreflightError
 from nsa.train.preflight_facts import smallest_world
+from tests import fork_server
 from tests.train.runs import environment, write_config
 
 
@@ -57,11 +56,9 @@ def test_another_run_and_missing_data_are_told_together(command, tmp_path, occup
 
 
 def test_the_launcher_refuses_before_any_rank_starts(tmp_path, occupied):
-    command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "3", str(write_config(tmp_path))]
-    done = subprocess.run(
-        [*command, f"train.out_dir={occupied}", *MISSING],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    command = ["-m", "nsa.cli", "launch", "--nproc", "3", str(write_config(tmp_path))]
+    words = [*command, f"train.out_dir={occupied}", *MISSING]
+    done = fork_server.run(words, cwd=tmp_path, env=environment(), timeout=120)
     assert done.returncode == 2, done.stderr
     assert set(re.findall(r"^  - (\w+): ", done.stderr, re.MULTILINE)) == {"other_run", "data", "ranks"}
     assert not (occupied / "logs").exists()

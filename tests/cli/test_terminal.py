@@ -1,6 +1,8 @@
 """Shell completion, output without escape sequences, and help that fits into 80 columns."""
 
+import contextlib
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -15,12 +17,13 @@ from typer.testing import CliRunner
 
 from nsa.cli.eval import _show as print_results
 from nsa.cli.main import app
+from tests import fork_server
 from tests.observe.recorded import a_run
 from tests.observe.test_evaluations import cell, far
 from tests.observe.written import write_run
 
 ROOT = Path(__file__).parents[2]
-ESCAPE = b"\x1b"
+ESCAPE = "\x1b"
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -76,36 +79,32 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_nothing_is_coloured_when_piped(words, runs):
-    done = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", *words.format(runs=runs).split()],
-        cwd=ROOT, env=environment(), capture_output=True, timeout=120,
-    )  # fmt: skip
+    command = ["-m", "nsa.cli", *words.format(runs=runs).split()]
+    done = fork_server.run(command, cwd=ROOT, env=environment(), timeout=120)
     assert done.stdout + done.stderr
     assert ESCAPE not in done.stdout + done.stderr
 
 
-IN_A_TERMINAL = """
-import os, pty, sys
-said = []
-def read(descriptor):
-    text = os.read(descriptor, 1024)
-    said.append(text)
-    return text
-status = pty.spawn(sys.argv[1:], read)
-"""
+def said_in_a_terminal(command: list[str], variables: dict[str, str]) -> str:
+    here, terminal = pty.openpty()
+    process = fork_server.start(command, cwd=ROOT, env=variables, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    said = b""
+    with open(here, "rb", buffering=0) as reader, contextlib.suppress(OSError):  # EIO: the other end is closed
+        while text := reader.read(1024):
+            said += text
+    process.wait(timeout=120)
+    return said.decode()
 
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_no_color_holds_on_a_terminal(words, runs):
     """Colours only: rich moves the cursor to hide it, which NO_COLOR says nothing about."""
-    command = [sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "nsa.cli", *words.format(runs=runs).split()]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(NO_COLOR="1", TERM="xterm-256color"), capture_output=True,
-        stdin=subprocess.DEVNULL, timeout=120,
-    )  # fmt: skip
-    colours = re.findall(rb"\x1b\[[0-9;]*m", done.stdout)
-    assert [code for code in colours if re.search(rb"\b(3[0-7]|38|4[0-7]|48|9[0-7])\b", code)] == []
-    assert done.stdout
+    command = ["-m", "nsa.cli", *words.format(runs=runs).split()]
+    said = said_in_a_terminal(command, environment(NO_COLOR="1", TERM="xterm-256color"))
+    colours = re.findall(r"\x1b\[[0-9;]*m", said)
+    assert [code for code in colours if re.search(r"\b(3[0-7]|38|4[0-7]|48|9[0-7])\b", code)] == []
+    assert said
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

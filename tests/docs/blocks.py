@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 import typer
 
 from nsa.cli.main import app
+from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,18 +40,21 @@ def run_blocks(
     *,
     checkout: bool = True,
     replace: Mapping[str, str] | None = None,
+    new_interpreters: bool = False,
 ) -> None:
     """Run every block with one of these needs, in order, in one shell.
 
     checkout: in a folder that looks like a checkout, else in one that has nothing of it.
     replace: words of the page, each there once or more, and what to run instead, e.g. to train for fewer steps.
+    new_interpreters: start `nsa` and `python` as a user does, else by fork from a process that has imported torch.
     """
     for name in ("configs", "scripts", "tests", "ops") if checkout else ():
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
-    for name, words in (("nsa", "-m nsa.cli"), ("python", "")):
+    for name, words in (("nsa", ["-m", "nsa.cli"]), ("python", [])):
         command = folder / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        started = shlex.join([sys.executable, *words]) if new_interpreters else fork_server.command_for(*words)
+        command.write_text(f'#!/bin/sh\nexec {started} "$@"\n')
         command.chmod(0o755)
     script = "set -euo pipefail\n"
     for block in blocks(page):

@@ -21,13 +21,15 @@ def test_blocks_say_what_they_need_in_words_we_know():
 
 @pytest.mark.timeout(900)
 def test_every_block_that_can_run_here_does(tmp_path):
-    run_blocks(RUNBOOK, tmp_path, timeout_s=880)
+    """The dry run of the long config is tests/cli/test_preflight.py's: here its other rules."""
+    long_run = "nsa preflight configs/train_50k.yaml --target a100-80gb:2"
+    run_blocks(RUNBOOK, tmp_path, timeout_s=880, replace={long_run: f"{long_run} --no-dry-run"})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_block_that_can_run_here_does_also_what_shorter_tests_show(tmp_path):
-    run_blocks(RUNBOOK, tmp_path, timeout_s=880, needs=("", "slow"))
+    run_blocks(RUNBOOK, tmp_path, timeout_s=880, needs=("", "slow"), new_interpreters=True)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.needs], ids=lambda b: f"line{b.line}-{b.needs}")

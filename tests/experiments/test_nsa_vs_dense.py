@@ -1,6 +1,11 @@
 """The study of NSA beside dense attention: its runs are accepted, train, resume and give tables."""
 
 import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -8,6 +13,7 @@ import yaml
 from experiments.nsa_vs_dense import depth_map, results, run, tables, time_to_loss
 from nsa import names
 from nsa.config.load import load
+from tests import fork_server
 
 TABLES = tables.read_tables()
 TINY = (
@@ -31,6 +37,15 @@ def test_no_two_variants_have_the_same_settings():
         assert len(set(settings.values())) == len(settings)
 
 
+def forked(command, *, check, stdout, env=os.environ, stderr=None):
+    """In place of subprocess.run: the same command without a new import of torch."""
+    assert (command[0], stderr) in ((sys.executable, None), (sys.executable, subprocess.STDOUT))
+    out = None if stdout == subprocess.DEVNULL else stdout
+    done = fork_server.start(command[1:], cwd=Path.cwd(), env=env, stdout=out, stderr=out).wait(timeout=300)
+    assert not (check and done)
+    return subprocess.CompletedProcess(command, done)
+
+
 def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     """A run without results is left out."""
     monkeypatch.chdir(tmp_path)
@@ -42,6 +57,9 @@ def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     dense, nsa = table.chosen(None, None)
     assert "--resume" not in dense.command
     assert not nsa.finished
+    processes = SimpleNamespace(run=forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    for module in (run, results):
+        monkeypatch.setattr(module, "subprocess", processes)
     _, code, _ = run.train(nsa, threads=1)
     assert code == 0, (nsa.folder / "log.txt").read_text()
     assert nsa.finished

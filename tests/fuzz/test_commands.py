@@ -1,13 +1,12 @@
 """Commands as real processes on damaged inputs: a documented exit code, a message, and never a traceback."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nsa import names
 from nsa.errors import ExitCode
+from tests import fork_server
 from tests.data.shard_sets import documents, write_set
 from tests.observe.damaged import copy_run
 from tests.train.runs import environment
@@ -49,11 +48,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_on_damaged_input_ends_without_a_traceback(damaged: Path, words: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", *words.split()], cwd=damaged, env=environment(), capture_output=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    said = (ended.stdout + ended.stderr).decode("utf-8", "replace")
+    ended = fork_server.run(["-m", "nsa.cli", *words.split()], cwd=damaged, env=environment(), timeout=300)
+    said = ended.stdout + ended.stderr
     assert "Traceback" not in said, said
     assert said.strip()
     expected = COMMANDS[words]

@@ -1,13 +1,15 @@
 """The runbook's own checks, as an operator types them."""
 
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from nsa.model.llama_block_nsa import LlamaBlockNSA
+from tests import fork_server
 
+ROOT = Path(__file__).parents[2]
 RUNBOOK = {
     "block import": "from nsa.model.llama_block_nsa import LlamaBlockNSA; print('NSA import OK')",
     "attention import": "from nsa.core.nsa_attention import NSAAttention; print('Attention import OK')",
@@ -24,7 +26,7 @@ print(f'Forward pass OK: {out.shape}')
 
 @pytest.mark.parametrize("check", RUNBOOK)
 def test_runbook_checks(check):
-    done = subprocess.run([sys.executable, "-c", RUNBOOK[check]], capture_output=True, text=True, timeout=120)
+    done = fork_server.run(["-c", RUNBOOK[check]], cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "OK" in done.stdout
     if check == "forward":

@@ -4,15 +4,13 @@ As a program it reads pairs of a job and a fault as JSON from stdin and prints t
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from unittest import mock
 
+from tests import fork_server
 from tests.train.runs import ROOT, Job, _run, environment
 
 
@@ -35,19 +33,11 @@ class Fault:
 
 def run_faulty(*pairs: tuple[Job, Fault], timeout_s: float = 240) -> list[list[int]]:
     jobs = json.dumps([[asdict(job), asdict(fault)] for job, fault in pairs])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.faulty_runs"],
-        cwd=ROOT, env=environment(), start_new_session=True, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(jobs, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err[-3000:]
-    codes: list[list[int]] = json.loads(out.splitlines()[-1])
-    assert not any(code in (1, 20) or code < 0 for ranks in codes for code in ranks), f"{codes}\n{err[-20000:]}"
+    words = ["-m", "tests.train.faulty_runs"]
+    done = fork_server.run(words, cwd=ROOT, env=environment(), input=jobs, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr[-3000:]
+    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    assert not any(code in (1, 20) or code < 0 for ranks in codes for code in ranks), f"{codes}\n{done.stderr[-20000:]}"
     return codes
 
 
@@ -114,8 +104,6 @@ def _fused(config, **options):
 
 
 def _main() -> None:
-    import nsa.train.run  # noqa: F401 - once, for all
-
     codes = []
     for job, fault in json.load(sys.stdin):
         with ExitStack() as planted:

@@ -1,4 +1,4 @@
-"""Real runs for tests: one process imports the trainer once, then forks the ranks of each run, one run after another.
+"""Real runs for tests: a process of the fork server forks the ranks of each run, one run after another.
 
 As a program: `python -m tests.train.runs` reads jobs as JSON from stdin and prints their exit codes.
 """
@@ -7,13 +7,13 @@ import contextlib
 import io
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,18 +43,12 @@ class Job:
 
 def run_all(*jobs: Job, timeout_s: float = 600) -> list[list[int]]:
     """Exit codes of the ranks of each run."""
-    command = [sys.executable, "-m", "tests.train.runs"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
-    try:
-        out, err = process.communicate(json.dumps([asdict(job) for job in jobs]), timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err[-3000:]
-    codes: list[list[int]] = json.loads(out.splitlines()[-1])
+    given = json.dumps([asdict(job) for job in jobs])
+    done = fork_server.run(["-m", "tests.train.runs"], cwd=ROOT, env=environment(), input=given, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr[-3000:]
+    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
     if any(code not in (0, 2, 10, 11, 20, 21, 22, 23) for ranks in codes for code in ranks):
-        raise AssertionError(f"{codes}\n{err[-5000:]}")
+        raise AssertionError(f"{codes}\n{done.stderr[-5000:]}")
     return codes
 
 
@@ -124,6 +118,4 @@ def _run(job: Job) -> list[int]:
 
 
 if __name__ == "__main__":
-    import nsa.train.run  # noqa: F401 - once, for all
-
     print(json.dumps([_run(Job(**job)) for job in json.load(sys.stdin)]))

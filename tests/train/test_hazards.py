@@ -4,8 +4,6 @@ gloo's scatter is wrong for tensors that are not contiguous, and silently: nothi
 """
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nsa.train.engine.mixer import NSAMixerConfig, _fill
+from tests import fork_server
 from tests.attention_options import YARN
 from tests.train.runs import environment
 
@@ -74,6 +73,6 @@ def test_collectives_that_are_silently_wrong_on_gloo_are_not_used(name):
 
 def test_gathered_keys_and_mixed_clipping_behave_as_tp_and_cp_assume(tmp_path):
     """Gradients through gathered keys are right only one way, and clipping refuses Tensor beside DTensor."""
-    command = [sys.executable, "-m", "tests.train.gathered_keys", str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=NSA.parent, env=environment(), capture_output=True, text=True, timeout=120)
+    command = ["-m", "tests.train.gathered_keys", str(tmp_path / "store")]
+    done = fork_server.run(command, cwd=NSA.parent, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

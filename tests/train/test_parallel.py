@@ -44,21 +44,33 @@ WAYS = {
 }
 
 
+ALONE = {"one": "one", "options_fsdp": "options", "linear_fsdp": "linear", "mlp_fsdp": "mlp"}
+COMPARED = "test_losses_norms_and_weights_are_those_of_one_rank"
+# Each is two ways of the others at once, or (linear) less than mlp.
+SLOW = ("ddp_accumulation", "fsdp_selective", "linear_fsdp")
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
+    """A run of each way that a selected test needs."""
     folder = tmp_path_factory.mktemp("ways")
-    for name, job in WAYS.items():
+    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == COMPARED]
+    ways = {item.callspec.params["way"] for item in chosen}
+    needed = {"one", "fsdp", *ways, *(ALONE.get(way, "one") for way in ways)}
+    jobs = {name: job for name, job in WAYS.items() if name in needed}
+    for name, job in jobs.items():
         job.out_dir = str(folder / name)
         job.changes = [f"train.steps={STEPS}", *job.changes]
-    codes = run_all(*WAYS.values())
-    assert codes == [[0] * job.world for job in WAYS.values()]
+    codes = run_all(*jobs.values())
+    assert codes == [[0] * job.world for job in jobs.values()]
     return folder
 
 
-ALONE = {"one": "one", "options_fsdp": "options", "linear_fsdp": "linear", "mlp_fsdp": "mlp"}
+def marked(way: str):
+    return pytest.param(way, marks=pytest.mark.slow if way in SLOW else ())
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ALONE.values()])
+@pytest.mark.parametrize("way", [marked(way) for way in WAYS if way not in ALONE.values()])
 def test_losses_norms_and_weights_are_those_of_one_rank(runs, way):
     alone = ALONE.get(way, "one")
     one, other = losses_and_norms(runs / alone), losses_and_norms(runs / way)

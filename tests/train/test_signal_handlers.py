@@ -1,10 +1,12 @@
 """Real processes, real signals, a real halt file."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,26 +16,41 @@ from nsa.checkpoint.folder import CheckpointFolder
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import last_beat, read_beats
 from nsa.observe.run_folder import RunFolder
-from tests.train.runs import ROOT, environment, free_port, write_config
+from tests import fork_server
+from tests.train.runs import ROOT, Job, environment, free_port, write_config
 
 WAIT_S = 90
 
 
 class Process:
-    """A run under one of the three launchers: `nsa train` alone, `nsa launch`, torchrun."""
+    """A run under one of the three launchers (`nsa train` alone, `nsa launch`, torchrun), or of forked ranks alone."""
 
     def __init__(self, tmp_path, *words, launcher: str | None = None, ranks: int = 1, no_hangup: bool = False) -> None:
         self.folder = tmp_path / "run"
+        self.log = (tmp_path / "log").open("a")
+        launcher = launcher or ("train" if ranks == 1 else "forked")
+        files = dict(stdout=self.log, stderr=self.log)
+        if launcher == "train":
+            command = ["-m", "nsa.cli", "train", str(write_config(tmp_path))]
+            command += ["train.steps=4900", f"train.out_dir={self.folder}", *words]
+            ignored = (signal.SIGHUP,) if no_hangup else ()
+            self.process = fork_server.start(command, cwd=ROOT, env=environment(), ignored_signals=ignored, **files)
+            return
+        if launcher == "forked":
+            job = Job(str(self.folder), ranks, ["train.steps=4900", *words])
+            self.process = fork_server.start(
+                ["-m", "tests.train.runs"], cwd=ROOT, env=environment(), stdin=subprocess.PIPE, **files
+            )
+            with self.process.stdin as jobs:
+                json.dump([asdict(job)], jobs)
+            return
         start = {
-            "train": ["nsa.cli", "train"],
             "launch": ["nsa.cli", "launch", "--nproc", str(ranks)],
             "torchrun": ["torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port()),
                          "-m", "nsa.cli", "train"],
         }  # fmt: skip
-        launcher = launcher or ("train" if ranks == 1 else "torchrun")
         # A run inside this test process leaves USR1 and USR2 ignored, which a child would inherit.
-        prefix = ["env", "--default-signal=USR1,USR2,HUP", *(["nohup"] if no_hangup else [])]
-        self.log = (tmp_path / "log").open("a")
+        prefix = ["env", "--default-signal=USR1,USR2,HUP"]
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", *start[launcher], str(write_config(tmp_path)),
              "train.steps=4900", f"train.out_dir={self.folder}", *words],
@@ -304,7 +321,7 @@ def test_a_hangup_saves_and_leaves(start):
 @pytest.mark.slow
 def test_ranks_whose_torchrun_is_gone_save_and_leave(start):
     """USR2 ends torchrun, which has no handler for it, and it ends no rank."""
-    run = start(ranks=2)
+    run = start(launcher="torchrun", ranks=2)
     run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)
     pids = run.pids()
     run.process.send_signal(signal.SIGUSR2)

@@ -25,6 +25,9 @@ def chaos(duration: str, seed: int, keep: Path, timeout_s: float) -> tuple[int, 
     ) as drill:
         try:
             printed, said = drill.communicate(timeout=timeout_s)
+        except KeyboardInterrupt:
+            drill.terminate()
+            raise
         except subprocess.TimeoutExpired:
             drill.terminate()  # not killed: it has a disk to unmount
             printed, said = drill.communicate()

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -17,6 +16,7 @@ from nsa.observe.watch.history import RunHistory
 from nsa.observe.watch.smoke import smoke
 from nsa.observe.watch.status import RunPhase
 from nsa.observe.watch.watchdog import Watchdog
+from tests import fork_server
 from tests.observe.recorded import a_beat
 from tests.train.runs import ROOT, environment, free_port
 
@@ -127,9 +127,8 @@ time.sleep(600)
 def test_a_missed_collective_names_the_rank_that_missed_it(tmp_path):
     port = str(free_port())
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path), port],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
+        fork_server.start(
+            ["-c", RANK, str(rank), str(tmp_path), port], cwd=ROOT, env=environment(), stdout=subprocess.PIPE
         )
         for rank in (0, 1)
     ]  # fmt: skip

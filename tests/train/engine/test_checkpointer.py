@@ -38,6 +38,7 @@ from nsa.checkpoint.verified_files import VerifiedFiles  # noqa: E402
 from nsa.errors import CheckpointError  # noqa: E402
 from nsa.model.transformer import NSATransformer  # noqa: E402
 from nsa.train.engine.checkpointer import VerifiedCheckpointer, VerifiedCheckpointerConfig  # noqa: E402
+from tests import fork_server  # noqa: E402
 from tests.checkpoint.damaged_bytes import damaged_copies  # noqa: E402
 
 CONFIG = {"train": {"lr": 0.1, "steps": 5}}
@@ -427,12 +428,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint(folder, saved):
 
 
 class Server:
-    """A process that has imported everything and forks programs: an import takes seconds, a fork does not."""
+    """A process that forks the ranks of the programs below."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = fork_server.start([__file__], cwd=ROOT, env=os.environ, **pipes)
 
     def start(self, what: str, folder: Path, ranks: int = 1) -> list[int]:
         """Fork one program per rank; the pids."""

@@ -19,6 +19,8 @@ from nsa.errors import ConfigError
 from nsa.model.loss import IGNORE
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.data_loader import RowLoader, divide_reading, to_engine
+from tests import fork_server
+from tests.train.runs import ROOT, environment
 
 DATA = SyntheticData("uniform", vocab_size=50, seq_len=16, seed=3)
 
@@ -132,6 +134,17 @@ def read_share(rank, world, folder, source, steps):
     dist.destroy_process_group()
 
 
+def run_ranks(function: Callable[..., None], *arguments: object) -> None:
+    """Call it on two ranks, with the rank, their number and these arguments."""
+    call = f"from {__name__} import {function.__name__} as act; act(int(sys.argv[1]), 2, *{arguments!r})"
+    ranks = [
+        fork_server.start(["-c", f"import sys; {call}", str(rank)], cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    said = [rank.stderr.read() for rank in ranks]
+    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0], said
+
+
 def test_ranks_of_a_run_divide_the_reading_and_share_one_sequence(tmp_path):
     lines = [json.dumps({"id": str(i), "text": f"document {i} " * (i % 17)}) for i in range(300)]
     for part in range(6):
@@ -139,7 +152,7 @@ def test_ranks_of_a_run_divide_the_reading_and_share_one_sequence(tmp_path):
     source = str(tmp_path / "*.jsonl")
     alone = RowLoader(DirectData(source, "byte", 32, seed=1), global_rows=4, ranks=RankInfo(), work_dir=tmp_path)
     whole = take(alone, 42)
-    torch.multiprocessing.spawn(read_share, (2, str(tmp_path), source, 40), nprocs=2)
+    run_ranks(read_share, str(tmp_path), source, 40)
     for name in ("in between", "ahead"):
         shares = [torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
         assert all(torch.equal(torch.cat(parts), batch) for *parts, batch in zip(*shares, whole, strict=True))
@@ -164,4 +177,4 @@ def read_without_shared_folder(rank, world, folder, source):
 def test_ranks_without_a_shared_run_folder_read_everything_themselves(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "0", "text": "document"}))
     (tmp_path / "run").mkdir()
-    torch.multiprocessing.spawn(read_without_shared_folder, (2, str(tmp_path), str(tmp_path / "a.jsonl")), nprocs=2)
+    run_ranks(read_without_shared_folder, str(tmp_path), str(tmp_path / "a.jsonl"))

@@ -1,8 +1,6 @@
 """Trackers of experiments get the heartbeat's figures; one that is down, slow or missing never stops a run."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +12,7 @@ from nsa.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa.observe.export.background_logger import BackgroundLogger, TrackerIds
 from nsa.observe.heartbeat import read_beats
 from nsa.train.engine.experiment_tracking import start_tracking
+from tests import fork_server
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 SECRET = "hunter2-do-not-tell"
@@ -121,7 +120,7 @@ RUNS = {
     ),
 }
 
-# Imports the trainer once, then forks a run for each [output, processes, environment] that stdin names; its processes
+# Forks a run for each [output, processes, environment] that stdin names; its processes
 # (their words) run one after another, as those of a run that was stopped and resumed.
 PROGRAM = """
 import json, os, sys
@@ -168,10 +167,7 @@ def runs(tmp_path_factory):
         if name == "reached":
             processes = [[*words, "train.steps=3"], [*words, "train.steps=6", "--resume"]]
         jobs.append((str(folder / f"{name}.txt"), processes, env))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), input=json.dumps(jobs), capture_output=True,
-        text=True, timeout=240,
-    )  # fmt: skip
+    done = fork_server.run(["-c", PROGRAM], cwd=ROOT, env=environment(), input=json.dumps(jobs), timeout=240)
     outputs = [(folder / f"{name}.txt").read_text() for name in RUNS]
     assert done.stdout == "[0, 0]\n", "\n".join([done.stderr, *outputs])
     return folder

@@ -27,6 +27,7 @@ from nsa.train.launch import launcher as launching  # noqa: E402
 from nsa.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
 from nsa.train.launch.launcher import LaunchSettings, launch  # noqa: E402
 from nsa.train.launch.rank_outcome import RankOutcome, classify_exit  # noqa: E402
+from tests import fork_server  # noqa: E402
 
 STEPS = 12
 
@@ -362,8 +363,8 @@ def test_two_nodes_meet(tmp_path):
 
 def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
     (tmp_path / "run.yaml").write_text(f"train: {{stepz: 3, out_dir: {tmp_path}/run}}\n")
-    command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = ["-m", "nsa.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
+    result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=60)
     assert result.returncode == 20
     assert "Did you mean train.steps?" in result.stderr
     assert not (tmp_path / "run").exists()
@@ -373,8 +374,8 @@ def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
 def test_a_data_folder_that_does_not_exist_ends_at_once(dataset, tmp_path):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
     words = [f"data.dataset={dataset}", f"data.path={tmp_path}/nowhere", f"train.out_dir={tmp_path}/run"]
-    command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "2", "configs/cpu_quickstart.yaml", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = ["-m", "nsa.cli", "launch", "--nproc", "2", "configs/cpu_quickstart.yaml", *words]
+    result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=120)
     assert result.returncode == 2, result.stdout + result.stderr
     assert f"{tmp_path}/nowhere" in result.stderr
     assert not (tmp_path / "run" / "logs").exists()

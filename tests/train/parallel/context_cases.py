@@ -1,12 +1,11 @@
 """Cases of context parallelism for `context_ranks`, which runs them; needs no engine."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import fork_server
 from tests.train.runs import ROOT, environment
 
 
@@ -31,12 +30,9 @@ Found = dict[str, float]
 
 def run_cases(folder: Path, cases: dict[int, dict[str, ContextCase]], timeout_s: float = 200) -> dict[str, Found]:
     """What `context_ranks.compare` found of each case; the cases by number of ranks."""
-    command = [sys.executable, "-m", "tests.train.parallel.context_ranks", str(folder / "rendezvous")]
+    command = ["-m", "tests.train.parallel.context_ranks", str(folder / "rendezvous")]
     given = {ranks: {name: asdict(case) for name, case in some.items()} for ranks, some in cases.items()}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), input=json.dumps(given), capture_output=True, text=True,
-        timeout=timeout_s, check=False,
-    )  # fmt: skip
+    done = fork_server.run(command, cwd=ROOT, env=environment(), input=json.dumps(given), timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     results: dict[str, dict[str, Found]] = json.loads(done.stdout.splitlines()[-1])
     return {name: found for some in results.values() for name, found in some.items()}

@@ -1,20 +1,18 @@
 """Tensor parallelism against one process: weights, gradients, steps and evaluation, for every way to build a layer."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
+from tests import fork_server
 from tests.train.parallel.tensor_cases import FAST, SLOW
 from tests.train.runs import ROOT, environment
 
 
 def run_cases(folder, names, timeout_s):
-    command = [sys.executable, "-m", "tests.train.parallel.tensor_cases", str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
+    command = ["-m", "tests.train.parallel.tensor_cases", str(folder), *names]
+    done = fork_server.run(command, cwd=ROOT, env=environment(), timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
