@@ -228,12 +228,13 @@ def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
 
     patient: whether failed requests are repeated, with long timeouts; otherwise one attempt of some seconds.
     """
-    import boto3  # type: ignore[import-untyped]
+    from boto3.session import Session  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
 
     if address.endpoint:
         plain_s3_checksums()
-    return boto3.client(
+    # A session of its own: the common one of boto3 keeps the first credentials it read, and is not made for threads.
+    return Session().client(
         "s3",
         endpoint_url=address.endpoint,
         region_name=address.region,

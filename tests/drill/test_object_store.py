@@ -71,6 +71,14 @@ def test_a_request_that_was_signed_with_another_secret_is_refused_and_changes_no
     assert there.files() == before
 
 
+def test_credentials_are_read_again_for_every_client(store, monkeypatch):
+    store.secret = "b"
+    S3Prefix(f"s3://{BUCKET}/run").check_access()
+    store.secret = "renewed"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "renewed")
+    S3Prefix(f"s3://{BUCKET}/run").check_access()
+
+
 def test_the_signature_of_amazons_documentation_is_accepted():
     """The example GET of an object's first bytes in "Authenticating Requests: Using the Authorization Header"."""
     headers = {

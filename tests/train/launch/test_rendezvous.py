@@ -218,6 +218,7 @@ def _serve(port: int) -> None:
     del store
 
 
+@pytest.mark.timeout(60)
 def test_a_program_that_has_the_port_and_never_answers_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
