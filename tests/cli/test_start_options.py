@@ -120,3 +120,14 @@ raise SystemExit(launch(settings, print))
     environ = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(CONFIG).parents[1], env=environ)
     assert json.loads((tmp_path / "arguments").read_text()) == options.to_args()
+
+
+@pytest.mark.parametrize("others_resume", [True, False])
+def test_a_rank_among_ranks_that_resume_resumes_too(monkeypatch, others_resume):
+    """What all ranks say together is fixed here; tests/drill/test_node_cluster.py has nodes that say it."""
+    from nsa.train import run
+
+    monkeypatch.setattr(run.HostCollectives, "any", lambda collectives, flags: [others_resume or flags[0]])
+    assert run._agree_to_resume(StartOptions(resume_from=Path("elsewhere")), 1.0) == StartOptions(
+        resume=others_resume, resume_from=None if others_resume else Path("elsewhere")
+    )
