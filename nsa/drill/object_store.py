@@ -14,6 +14,16 @@ from nsa.drill.request_signature import is_signed_with
 BUCKET = "chaos"
 
 
+def store_environment(url: str, secret: str = "drill") -> dict[str, str]:
+    """Variables of processes that use the store at this address."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "drill",
+        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 class ObjectStore:
     """Serves one bucket. While `failing`, every request is answered with status 503; with a `secret`, one that was
     signed with another with status 403."""

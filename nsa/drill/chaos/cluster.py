@@ -17,6 +17,7 @@ from nsa.drill.chaos.services import ServiceControl
 from nsa.drill.harness import DrillHarness, DrillProcess
 from nsa.drill.inject import FaultKind, PlantedFault
 from nsa.drill.node_network import NetworkNode, NodeNetwork
+from nsa.drill.object_store import store_environment
 from nsa.drill.small_disk import mount_small_disk
 
 _PORT = 29500
@@ -43,10 +44,7 @@ class ChaosCluster:
         serving = harness.start(SERVICES, "serve", str(self.services.folder), host, node=of_services)
         harness.wait_for("the addresses of the servers", self.services.started, serving)
         data_url, store_url = self.services.addresses()
-        harness.environment |= {
-            "AWS_ENDPOINT_URL": store_url, "AWS_ACCESS_KEY_ID": "drill", "AWS_SECRET_ACCESS_KEY": "drill",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }  # fmt: skip
+        harness.environment |= store_environment(store_url)
         self._settings = (*settings, f"data.path={data_url}")
         self.launchers: dict[int, DrillProcess] = {}
 

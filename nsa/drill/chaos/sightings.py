@@ -32,6 +32,8 @@ class Sighting:
     """Kind of an event; `launcher:ACTION`, `finding:CONDITION`; `log` for a line of a log file, `exit` for a launcher
     that ended, `unreadable` for damaged records."""
     text: str
+    step: int | None = None
+    """Of an event."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
@@ -62,7 +64,7 @@ class RunObserver:
             self._add_beat(beat)
         for event in self._events.read():
             if (kind := _kind(event)) is not None:
-                self.add(kind, _text(event))
+                self.add(kind, _text(event), event.step)
         for path, problem in self._log_files():
             tail = self._logs.setdefault(path, RecordTail(path, _line))
             for line in tail.read():
@@ -72,8 +74,8 @@ class RunObserver:
             self._unreadable = unreadable
             self.add("unreadable", f"{unreadable} records of events or heartbeats cannot be read")
 
-    def add(self, kind: str, text: str) -> None:
-        self.sightings.append(Sighting(self._clock(), kind, text))
+    def add(self, kind: str, text: str, step: int | None = None) -> None:
+        self.sightings.append(Sighting(self._clock(), kind, text, step))
 
     def close(self) -> None:
         tails: list[RecordTail[Any]] = [self._events, self._beats, *self._logs.values()]

@@ -8,7 +8,7 @@ from nsa import names
 from nsa.drill import artifacts
 from nsa.drill.data_server import DataServer, ServerFault
 from nsa.drill.harness import SAVE_EVERY, STEPS, DrillHarness, NotObserved
-from nsa.drill.object_store import BUCKET, ObjectStore
+from nsa.drill.object_store import BUCKET, ObjectStore, store_environment
 from nsa.drill.result import DrillResult, finish
 from nsa.errors import PreflightError
 from nsa.observe.events import EventKind
@@ -113,13 +113,7 @@ def _object_store(harness: DrillHarness) -> ObjectStore:
     """A store that knows one secret; the processes of the scenario get it."""
     store = ObjectStore(secret=_SECRET)
     harness.at_end(store.close)
-    harness.environment |= {
-        "AWS_ENDPOINT_URL": store.url,
-        "AWS_ACCESS_KEY_ID": "drill",
-        "AWS_SECRET_ACCESS_KEY": _SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "2",
-    }
+    harness.environment |= store_environment(store.url, _SECRET)
     return store
 
 

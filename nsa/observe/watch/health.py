@@ -234,12 +234,10 @@ def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator
     if log.progress:
         found += [*_numbers(log, limits), *_losses(log, history.facts, limits), *_pace(log, limits)]
         found += [*_gates(log, limits), *_synthetic(log, history, limits)]
-    if (failed := history.evaluation_failure) is not None:
-        found.append(
-            ("evaluation_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}")
-        )
-    if (failed := history.copy_failure) is not None and history.facts.checkpoint_store is not None:
-        found.append(("copy_failed", f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}"))
+    copy_failure = history.copy_failure if history.facts.checkpoint_store is not None else None
+    for name, failed in (("evaluation_failed", history.evaluation_failure), ("copy_failed", copy_failure)):
+        if failed is not None:
+            found.append((name, f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}"))
     for name, message in found:
         yield _finding(name, None, log.last.step, message)
     yield from _stragglers(history, limits)
