@@ -297,3 +297,19 @@ class CheckpointFolder:
             shutil.rmtree(doomed, ignore_errors=True)
             os.rename(self.step_path(step), doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def resolve_links(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # a loop of links is a RuntimeError in Python 3.11
+        raise CheckpointError(f"{path} does not lead to a checkpoint ({error}). Check the path.") from None
+
+
+def open_folder(run: Path, *, key: bytes | None = None) -> CheckpointFolder:
+    """The checkpoints of a run folder, or a folder of checkpoints."""
+    inside = run / names.CHECKPOINTS
+    folder = inside if inside.is_dir() else run
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} does not exist. Name a run folder (train.out_dir).")
+    return CheckpointFolder(folder, key=key)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from nsa import names
-from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder
+from nsa.checkpoint.folder import CheckpointFinding, open_folder, resolve_links
 from nsa.checkpoint.load import read_model, read_record, require_trustworthy
 from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa.checkpoint.verified_files import VerifiedFiles
@@ -95,19 +95,3 @@ def find_checkpoint(
     if found.path is None:
         raise CheckpointError(f"{path} holds no good checkpoint. `nsa checkpoint ls {path}` shows what there is.")
     return found.path
-
-
-def resolve_links(path: Path) -> Path:
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:  # a loop of links is a RuntimeError in Python 3.11
-        raise CheckpointError(f"{path} does not lead to a checkpoint ({error}). Check the path.") from None
-
-
-def open_folder(run: Path, *, key: bytes | None = None) -> CheckpointFolder:
-    """The checkpoints of a run folder, or a folder of checkpoints."""
-    inside = run / names.CHECKPOINTS
-    folder = inside if inside.is_dir() else run
-    if not folder.is_dir():
-        raise CheckpointError(f"{run} does not exist. Name a run folder (train.out_dir).")
-    return CheckpointFolder(folder, key=key)

@@ -86,9 +86,9 @@ def verify(
 
     **Example:** `nsa checkpoint verify artifacts/run/checkpoints/latest`
     """
+    from nsa.checkpoint.folder import resolve_links
     from nsa.checkpoint.load import require_trustworthy
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.trained_model import resolve_links
     from nsa.names import step_of
 
     one = resolve_links(path)
@@ -146,9 +146,10 @@ def export(
     """
     require_writable_folder(out)
 
+    from nsa.checkpoint.folder import resolve_links
     from nsa.checkpoint.load import export as write
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.trained_model import find_checkpoint, resolve_links
+    from nsa.checkpoint.trained_model import find_checkpoint
 
     key = read_key(key_file) if key_file else None
     if allow_foreign:
@@ -169,8 +170,8 @@ def push(
 
     **Example:** `nsa checkpoint push artifacts/run/checkpoints/latest s3://models/run`
     """
+    from nsa.checkpoint.folder import resolve_links
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.trained_model import resolve_links
     from nsa.checkpoint.transfer import push as copy
 
     print_line(f"wrote {copy(resolve_links(checkpoint), url, key=read_key(key_file) if key_file else None)}")
@@ -227,7 +228,7 @@ def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPoli
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
+    from nsa.checkpoint.folder import open_folder
     from nsa.checkpoint.manifest import read_key
-    from nsa.checkpoint.trained_model import open_folder
 
     return open_folder(run, key=read_key(key_file) if key_file else None)

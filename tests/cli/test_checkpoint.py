@@ -64,6 +64,16 @@ def test_ls_shows_good_and_bad(run):
         assert f"in use by process {os.getpid()}" in nsa("ls", run)[1]
 
 
+def test_ls_answers_without_torch(run):
+    """A listing that an operator repeats must not wait seconds for an import."""
+    command = [sys.executable, "-X", "importtime", "-m", "nsa.cli", "checkpoint", "ls", str(run)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert "step20" in done.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "nsa.checkpoint.folder" in loaded
+    assert not loaded & {"torch", "numpy"}
+
+
 def test_ls_says_why_each_is_kept(tmp_path):
     folder = CheckpointFolder(tmp_path / "checkpoints", retention=RetentionPolicy(1, 20))
     settings = {"train": {"keep_checkpoints": 1, "keep_every": 20}}
