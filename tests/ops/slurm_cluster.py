@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tests.train.runs import ROOT, environment, free_port
 
+WAIT_S = 300.0
+"""Of a loaded machine; nothing here takes a minute on a quiet one."""
+
 GPUS_PER_NODE = 2
 """Counted by Slurm, present nowhere: the template asks for GPUs and starts one rank for each."""
 
@@ -127,7 +130,7 @@ class SlurmCluster:
         assert done.returncode == 0, done.stderr
         return SlurmJob(self, done.stdout.strip())
 
-    def wait_for(self, what: str, happened, seconds: float = 150) -> None:
+    def wait_for(self, what: str, happened, seconds: float = WAIT_S) -> None:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, f"{what} did not come\n{self.logs()}"
@@ -173,7 +176,7 @@ class SlurmJob:
         words = self._cluster.ask("scontrol", "--oneliner", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, *states: str, seconds: float = 150) -> dict[str, str]:
+    def wait_for(self, *states: str, seconds: float = WAIT_S) -> dict[str, str]:
         self._cluster.wait_for(
             f"job {self.number} {'/'.join(states)}", lambda: self.facts().get("JobState") in states, seconds
         )

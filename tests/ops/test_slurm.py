@@ -14,6 +14,7 @@ from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config
 
+pytestmark = pytest.mark.timeout(1200)  # several waits of at most slurm_cluster.WAIT_S
 SCRIPT = ROOT / "ops/slurm/train.sbatch"
 STEPS = 100
 """Enough for a signal to arrive before the last one."""
