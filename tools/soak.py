@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def _sample(
     while (now := time.monotonic() - began) < minutes * 60 and all(process.poll() is None for _, process in started):
         for one in series:
             one.sample(now)
-        sizes = {path.name: float(path.stat().st_size) for path in run.iterdir() if path.is_file()}
+        sizes = _file_sizes(run)
         checkpoints = float(len(list((run / names.CHECKPOINTS).glob("step*"))))
         files.append({"s": now, "checkpoints": checkpoints, **sizes})
         if len(files) % 30 == 0:
@@ -113,6 +113,15 @@ def _sample(
         time.sleep(1)
     files.append({**files[-1], "step": float(_step(run))})
     return files
+
+
+def _file_sizes(folder: Path) -> dict[str, float]:
+    sizes = {}
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # a temporary file that was renamed meanwhile
+            if entry.is_file():
+                sizes[entry.name] = float(entry.stat().st_size)
+    return sizes
 
 
 def _table(

@@ -8,6 +8,7 @@ from pathlib import Path
 from nsa.drill.harness import DrillHarness
 
 _PIECE_BYTES, _LAST_BYTES = 2**20, 2**12
+_UNMOUNT_AT_END_OF_INPUT = 'cat; umount --lazy "$0"'
 
 
 def mount_small_disk(harness: DrillHarness, size: str) -> bool:
@@ -19,8 +20,12 @@ def mount_small_disk(harness: DrillHarness, size: str) -> bool:
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "nsa-drill", str(disk)]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:
         return False
+    # In a process of its own, which reads the end of its input even if this process is killed.
+    unmounter = subprocess.Popen(
+        ["sh", "-c", _UNMOUNT_AT_END_OF_INPUT, str(disk)], stdin=subprocess.PIPE, start_new_session=True
+    )
     harness.run_folder = disk / "run"
-    harness.at_end(lambda: _unmount(disk, harness.folder / "run"))
+    harness.at_end(lambda: _unmount(disk, harness.folder / "run", unmounter))
     return True
 
 
@@ -46,10 +51,11 @@ def _ballast(harness: DrillHarness) -> Path:
     return harness.run_folder.parent / "ballast"
 
 
-def _unmount(disk: Path, keep: Path) -> None:
+def _unmount(disk: Path, keep: Path, unmounter: "subprocess.Popen[bytes]") -> None:
     """Copy the run folder out and unmount, even if files are still open."""
     try:
         if (disk / "run").is_dir():
             shutil.copytree(disk / "run", keep, symlinks=True)
     finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+        unmounter.communicate()
+    assert unmounter.returncode == 0, f"{disk} could not be unmounted"
