@@ -1,6 +1,9 @@
 """`nsa doctor`: hardware and software of this machine, and the kernel backend chosen for each branch."""
 
+import importlib.util
+import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -100,7 +103,7 @@ def _facts(attention: "NSAAttention", where: "torch.device", dtype: "torch.dtype
             dict(zip(("branch", "backend", "here", "why"), row, strict=True))
             for row in _rows(attention, where, dtype, choices)
         ],
-        "warning": slow_kernels_warning(choices, where.type),
+        "warnings": [text for text in (slow_kernels_warning(choices, where.type), _slow_start_warning()) if text],
     }
 
 
@@ -120,8 +123,29 @@ def _print_facts(console: "Console", facts: dict[str, Any]) -> None:
     for row in facts["backends"]:
         table.add_row(*map(escape, row.values()), style="bold" if row["here"] == "chosen" else "dim")
     console.print(table)
-    if facts["warning"]:
-        console.print(f"\n[bold red]WARNING:[/] {escape(facts['warning'])}")
+    for warning in facts["warnings"]:
+        console.print(f"\n[bold red]WARNING:[/] {escape(warning)}")
+
+
+def _slow_start_warning() -> str | None:
+    """If torch is compiled anew by every process: its byte code is not there and will not be kept."""
+    import torch
+
+    compiled = importlib.util.cache_from_source(torch.__file__)
+    if os.path.exists(compiled):
+        return None
+    folder = os.path.dirname(torch.__file__)
+    if sys.dont_write_bytecode:
+        why = "PYTHONDONTWRITEBYTECODE is set (or python -B)"
+    elif not os.access(folder, os.W_OK):
+        why = f"{folder} cannot be written"
+    else:
+        return None
+    return (
+        f"every start compiles torch and the training engine from source, some 15 s of CPU time per rank and per "
+        f"restart: they were installed without byte code, and it is not kept because {why}. Run once, where it may be "
+        f"written, e.g. in the image: python -m compileall -q {os.path.dirname(folder)}"
+    )
 
 
 def _verdict(

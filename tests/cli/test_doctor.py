@@ -1,8 +1,11 @@
 """`nsa doctor` for a GPU that is not there: what it prints, nothing is computed."""
 
 from dataclasses import replace
+from importlib.util import cache_from_source
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
@@ -15,6 +18,7 @@ from nsa.kernels.self_check.verification import Verification
 def gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.delenv("NSA_KERNEL", raising=False)
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
 
 
 def doctor(*words):
@@ -84,3 +88,22 @@ def test_no_check_is_made_for_backends_requested_by_name(gpu, monkeypatch):
 def test_interpreted_triton_is_called_slow_on_a_cpu(monkeypatch):
     monkeypatch.setattr("nsa.kernels.triton._interpreted", lambda: True)
     assert "triton can only by name: interpreted, for checking, slow" in doctor()
+
+
+def test_packages_that_every_start_compiles_anew_are_warned_about(monkeypatch, tmp_path):
+    """Images set PYTHONDONTWRITEBYTECODE, and some installers compile nothing: each rank then starts 15 s later."""
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
+    said = doctor("--device", "cpu")
+    assert "WARNING: every start compiles torch" in said
+    assert "PYTHONDONTWRITEBYTECODE is set" in said
+    assert f"python -m compileall -q {Path(torch.__file__).parents[1]}" in said
+    kept = Path(cache_from_source(torch.__file__))
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert "every start" not in doctor("--device", "cpu")
+    kept.unlink()
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    assert "every start" not in doctor("--device", "cpu"), "the first start keeps it"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert f"{Path(torch.__file__).parent} cannot be written" in doctor("--device", "cpu")
