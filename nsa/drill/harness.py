@@ -170,7 +170,8 @@ class DrillHarness:
     def watch(self, **limits: float) -> DrillProcess:
         """`nsa watch --halt 1` with two checks per second; limits not given have their defaults."""
         process = self.start_watch(**limits)
-        self.wait_for("the watchdog's first record", (self.run_folder / names.HEALTH_LOG).exists, process)
+        log = self.run_folder / names.HEALTH_LOG
+        self.wait_for("the watchdog's first record", lambda: log.exists() and log.stat().st_size > 0, process)
         return process
 
     def start_watch(self, **limits: float) -> DrillProcess:
