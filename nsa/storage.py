@@ -13,9 +13,11 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import SplitResult, parse_qsl, urlsplit
@@ -228,23 +230,40 @@ def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
 
     patient: whether failed requests are repeated, with long timeouts; otherwise one attempt of some seconds.
     """
-    from boto3.session import Session  # type: ignore[import-untyped]
     from botocore.config import Config  # type: ignore[import-untyped]
+    from botocore.session import Session  # type: ignore[import-untyped]
 
     if address.endpoint:
         plain_s3_checksums()
-    # A session of its own: the common one of boto3 keeps the first credentials it read, and is not made for threads.
-    return Session().client(
-        "s3",
-        endpoint_url=address.endpoint,
-        region_name=address.region,
-        config=Config(
-            connect_timeout=_CONNECT_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
-            read_timeout=_REQUEST_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
-            retries={"max_attempts": _ATTEMPTS if patient else 0, "mode": "standard"},
-            s3={"addressing_style": "path"},
-        ),
-    )
+    found = Session().get_credentials()  # as files and variables are now
+    variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
+    with _session_lock:  # sessions are not made for threads, clients are
+        return _boto3_session(found and found.get_frozen_credentials(), variables).client(
+            "s3",
+            endpoint_url=address.endpoint,
+            region_name=address.region,
+            config=Config(
+                connect_timeout=_CONNECT_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
+                read_timeout=_REQUEST_TIMEOUT_S if patient else _CHECK_TIMEOUT_S,
+                retries={"max_attempts": _ATTEMPTS if patient else 0, "mode": "standard"},
+                s3={"addressing_style": "path"},
+            ),
+        )
+
+
+_session_lock = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _boto3_session(credentials: Any, variables: tuple[tuple[str, str], ...]) -> Any:
+    """A session per set of credentials, because it keeps the first it reads.
+
+    It has 12 MB of descriptions of the service. One per checkpoint would fill the host's memory, because Python's
+    garbage collector runs only every 1,000 steps of a run.
+    """
+    from boto3.session import Session  # type: ignore[import-untyped]
+
+    return Session()
 
 
 def plain_s3_checksums() -> None:

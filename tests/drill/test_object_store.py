@@ -1,5 +1,6 @@
 """The drill's object store, through the client that copies checkpoints."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,30 @@ def test_credentials_are_read_again_for_every_client(store, monkeypatch):
     store.secret = "renewed"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "renewed")
     S3Prefix(f"s3://{BUCKET}/run").check_access()
+
+
+def test_a_credentials_file_that_was_written_again_is_read_again(store, monkeypatch, tmp_path: Path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    for store.secret in ("b", "renewed"):
+        file.write_text(f"[default]\naws_access_key_id = a\naws_secret_access_key = {store.secret}\n")
+        S3Prefix(f"s3://{BUCKET}/run").check_access()
+
+
+def test_a_client_per_checkpoint_takes_little_memory(store):
+    """Training collects garbage every 1,000 steps; a session per client is 10,000 objects of 12 MB."""
+    S3Prefix(f"s3://{BUCKET}/run")
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(10):
+            S3Prefix(f"s3://{BUCKET}/run")
+        assert len(gc.get_objects()) - before < 10 * 3000
+    finally:
+        gc.enable()
 
 
 def test_the_signature_of_amazons_documentation_is_accepted():
