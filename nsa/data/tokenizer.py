@@ -214,7 +214,13 @@ def _parse_json(path: Path, text: str) -> tuple[Any, dict[str, Any]]:
         )
     fix = "Save it again with that library, or download it again."
     with _library_errors(f"tokenizer file {path} cannot be loaded by the tokenizers library", fix):
-        return Engine.from_str(text), described
+        engine = Engine.from_str(text)
+    if dropout := getattr(engine.model, "dropout", None):
+        raise ConfigError(
+            f"tokenizer file {path} has model.dropout {dropout:g}: the same text would have other tokens each time, so "
+            "no run could be repeated or resumed. Set it to null."
+        )
+    return engine, described
 
 
 def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
@@ -223,7 +229,11 @@ def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
     if isinstance(requested, int) and 0 <= requested < 2**32 and engine.id_to_token(requested) is not None:
         return requested
     if requested is not None:
-        if isinstance(requested, str) and (found := engine.token_to_id(requested)) is not None:
+        if (
+            isinstance(requested, str)
+            and _is_unicode(requested)
+            and (found := engine.token_to_id(requested)) is not None
+        ):
             return int(found)
         raise ConfigError(
             f"end-of-document token {requested!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
@@ -237,6 +247,15 @@ def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
         f"tokenizer {path} does not define which token ends a document (special tokens: {sorted(special)}): packed "
         "documents would run into each other. Set eos_token."
     )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the library accepts it: JSON may hold halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:

@@ -23,6 +23,9 @@ from nsa.infer.text_stream import TextStream
 if TYPE_CHECKING:
     from nsa.infer.load_model import LoadedModel
 
+LOWEST_TEMPERATURE = 1e-6
+"""Below it the logits of a confident model, divided by it, are infinite in fp32."""
+_TEMPERATURES = f"0 (greedy), or {LOWEST_TEMPERATURE:g} or more"
 FinishReason = Literal["end", "stop", "length", "interrupted"]
 """end: the model ended the document; stop: a stop string; length: max_new_tokens; interrupted: Ctrl-C."""
 
@@ -46,7 +49,7 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         limits = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "temperature": (self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE, _TEMPERATURES),
             "top_k": (self.top_k is None or self.top_k >= 1, "1 or more"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "0 or more, below 2**63"),

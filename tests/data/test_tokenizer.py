@@ -108,6 +108,15 @@ def test_a_bad_file_is_refused_by_name(tmp_path, content):
         load_tokenizer(str(path))
 
 
+def test_one_that_encodes_a_text_differently_each_time_is_refused(bpe_path, tmp_path):
+    described = json.loads(bpe_path.read_text())
+    described["model"]["dropout"] = 0.1
+    path = tmp_path / "random.json"
+    path.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"model\.dropout 0\.1.*Set it to null"):
+        load_tokenizer(str(path))
+
+
 def test_too_small_a_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError):
         train_bpe(TEXTS, 256, tmp_path / "t.json")

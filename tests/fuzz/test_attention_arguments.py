@@ -93,7 +93,8 @@ def arguments(case: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         elif what == "layout":
             tensors[name] = changed_layout(tensors[name], how)
         elif what == "values" and tensors[name].numel():
-            tensors[name].view(-1)[0] = {"nan": torch.nan, "inf": torch.inf, "large": 1e30}[how]
+            with torch.no_grad():
+                tensors[name][(0,) * tensors[name].dim()] = {"nan": torch.nan, "inf": torch.inf, "large": 1e30}[how]
             comparable = False
         elif what == "geometry":
             geometry[name] = how

@@ -44,6 +44,10 @@ given_settings = st.sampled_from(KEYS).flatmap(
 )
 
 
+DERIVED = {"train.warmup_steps", "nsa.rope_compressed"}
+"""Settings whose default follows from others: the number of steps, φ."""
+
+
 def values_of(config: RunConfig) -> dict[str, Any]:
     def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         found = {}
@@ -56,7 +60,7 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 
 def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
-    """An override sets what it names and nothing else; of two for one key the later one counts."""
+    """An override sets what it names and what is derived from that; of two for one key the later one counts."""
     file = tmp_path / "run.yaml"
     file.write_bytes(SMALL)
     plain = values_of(load(file))
@@ -67,7 +71,7 @@ def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         config = load(file, overrides=overrides)
         given = {word.partition("=")[0].strip(): word for word in overrides}
         found = values_of(config)
-        assert {key for key in found if found[key] != plain[key]} <= given.keys() | {"train.warmup_steps"}
+        assert {key for key in found if found[key] != plain[key]} <= given.keys() | DERIVED
         assert values_of(load(file, overrides=list(given.values()))) == found
         assert all(config.origin(key) == COMMAND_LINE for key in given)
         assert values_of(RunConfig.of_saved(config.model_dump(mode="json"))) == found

@@ -155,6 +155,7 @@ def test_speed_and_memory_are_measured(loaded):
     [
         dict(max_new_tokens=0), dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5),
         dict(seed=-1), dict(stop=("",)), dict(prefill_chunk=0), dict(temperature=float("nan")),
+        dict(temperature=1e-300),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(wrong):

@@ -4,6 +4,7 @@ Local shards are mapped in place, remote ones from the cache. Everything returne
 against the manifest when the shard is opened, each 64 KiB block of tokens against the index when it is first read.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +186,7 @@ class ShardReader:
     def _read(self, name: str, size: int, sha256: str) -> bytes:
         """A whole small file; a folder, pipe or device in its place is an OSError."""
         with open_regular(self._local(name, size, sha256)) as file:
-            return file.read(size + 1)
+            return file.read(min(size, os.fstat(file.fileno()).st_size) + 1)
 
     def _local(self, name: str, size: int, sha256: str) -> Path:
         if self.folder.is_local:
