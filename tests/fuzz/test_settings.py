@@ -15,6 +15,7 @@ from nsa.config import load
 from nsa.config.describe import choices, plain
 from nsa.config.env import RETIRED, VARIABLES
 from nsa.config.load import COMMAND_LINE
+from nsa.config.model_sections import PRESETS
 from nsa.config.schema import RETIRED_KEYS, RunConfig, settings
 from nsa.errors import ConfigError
 from tests.fuzz.campaign import FuzzCampaign
@@ -71,7 +72,8 @@ def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         config = load(file, overrides=overrides)
         given = {word.partition("=")[0].strip(): word for word in overrides}
         found = values_of(config)
-        assert {key for key in found if found[key] != plain[key]} <= given.keys() | DERIVED
+        of_preset = {f"nsa.{key}" for preset in PRESETS.values() for key in preset} if "nsa.preset" in given else set()
+        assert {key for key in found if found[key] != plain[key]} <= given.keys() | DERIVED | of_preset
         assert values_of(load(file, overrides=list(given.values()))) == found
         assert all(config.origin(key) == COMMAND_LINE for key in given)
         assert values_of(RunConfig.of_saved(config.model_dump(mode="json"))) == found
