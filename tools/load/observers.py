@@ -88,7 +88,7 @@ def _scrape(
     last = {run: float(value) for run, value in _RUN.findall(_read(url))}
     wrong += [f"{run} is at {value:g}, not {step}" for run, value in last.items() if value != step]
     took.sort()
-    after = process_figures([process.pid])
+    after = _figures_after_closing(process.pid, before["open files"])
     return {
         "runs": runs,
         "scrapers": scrapers,
@@ -134,6 +134,14 @@ def _read(url: str) -> str:
     with urllib.request.urlopen(url, timeout=300) as answer:
         text: str = answer.read().decode()
     return text
+
+
+def _figures_after_closing(pid: int, open_files: float) -> dict[str, float]:
+    """The process's figures once it has closed the connections of answered requests, or 10 s later."""
+    until = time.monotonic() + 10
+    while (figures := process_figures([pid]))["open files"] > open_files and time.monotonic() < until:
+        time.sleep(0.1)
+    return figures
 
 
 def _processor_s(pid: int) -> float:
