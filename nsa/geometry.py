@@ -14,7 +14,8 @@ N_COARSE = 16
 """Default of `nsa.n_coarse`."""
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
 _FFN_MULTIPLE = 64
-_LARGEST_SIZE = 2**31 - 1
+_LARGEST_WINDOW = 2**31 - 1
+_LARGEST_BLOCK = 2**16
 _MOST_BLOCKS = 2**16
 
 
@@ -26,12 +27,18 @@ def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[Bro
                 (f"nsa.{name}",),
                 f"nsa.{name} ({value}) must be at least 1: it counts tokens. Set e.g. nsa.{name}=32.",
             )
-        elif value > _LARGEST_SIZE:
+    for name, value in (("l", l), ("d", d), ("l_sel", l_sel)):
+        if value > _LARGEST_BLOCK:
             yield BrokenRule(
                 (f"nsa.{name}",),
-                f"nsa.{name} ({value}) must be at most {_LARGEST_SIZE}: positions are 32-bit numbers. Set e.g. "
-                f"nsa.{name}=32.",
+                f"nsa.{name} ({value}) must be at most {_LARGEST_BLOCK}: kernels and caches hold whole blocks. Set "
+                f"e.g. nsa.{name}=32.",
             )
+    if w > _LARGEST_WINDOW:
+        yield BrokenRule(
+            ("nsa.w",),
+            f"nsa.w ({w}) must be at most {_LARGEST_WINDOW}: positions are 32-bit numbers. Set e.g. nsa.w=512.",
+        )
     if d >= 1 and l >= 1 and l % d:
         yield BrokenRule(
             ("nsa.d", "nsa.l"),
@@ -126,6 +133,11 @@ def broken_coarse_rules(entries: int, n_blocks: int, l: int, d: int, l_sel: int,
     if entries < 0:
         yield BrokenRule(
             ("nsa.coarse_block",), f"nsa.coarse_block ({entries}) must be at least 0: it counts entries. Set e.g. 64."
+        )
+    elif entries > _LARGEST_BLOCK:
+        yield BrokenRule(
+            ("nsa.coarse_block",),
+            f"nsa.coarse_block ({entries}) must be at most {_LARGEST_BLOCK}: kernels hold whole blocks. Set e.g. 64.",
         )
     if n_blocks < FORCED_BLOCKS:
         yield BrokenRule(

@@ -19,6 +19,7 @@ MISTAKES: dict[str, dict[str, dict]] = {
     "rotated": {"nsa": dict(phi="mlp", rope_compressed="before")},
     "strides": {"nsa": dict(d=12)},
     "positions": {"nsa": dict(w=2**31)},
+    "large_blocks": {"nsa": dict(l=65_552, l_sel=65_600)},
     "too_many_blocks": {"nsa": dict(n_sel=65_537)},
     "two_scalings": {"model": dict(rope_scale=2.0, rope_scaling=dict(rope_type="linear", factor=4.0))},
     "missing": {"model": dict(rope_scaling=dict(rope_type="llama3", factor=4.0))},
