@@ -25,13 +25,24 @@ class SettingsLayer:
     readable: bool = True
 
     def add(self, key: str, text: str | None, *, origin: str, where: str) -> None:
-        """Store the value of a known key; add a notice for a retired key and a problem for an unknown one."""
-        if key in settings():
+        """Store the value of a known key; a retired key is a notice, an unknown one or text not in UTF-8 a problem."""
+        if text is not None and not _is_unicode(text):
+            self.problems.append(f"{where}: {key} must be UTF-8 text (got {text!r}). Write it in UTF-8, paths too.")
+        elif key in settings():
             self.given[key] = GivenValue(text, origin, where)
         elif key in RETIRED_KEYS:
             self.notices.append(f"{where}: {key} is retired and ignored: {RETIRED_KEYS[key]}.")
         else:
             self.problems.append(f"{where}: {_unknown(key)}")
+
+
+def _is_unicode(text: str) -> bool:
+    """False for bytes of a command line that are not UTF-8, and for half a surrogate pair in a file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

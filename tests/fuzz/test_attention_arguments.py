@@ -58,7 +58,7 @@ def attention_cases(draw: st.DrawFn) -> dict[str, Any]:
 
 def changed_layout(x: Tensor, how: str) -> Tensor:
     if how == "transposed":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() > 2 else x
     if how == "strided":
         return torch.stack([x, x], -1).flatten(-2)[..., ::2] if x.dim() else x
     if how == "expanded":
@@ -92,7 +92,7 @@ def arguments(case: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             comparable = False
         elif what == "layout":
             tensors[name] = changed_layout(tensors[name], how)
-        elif what == "values" and tensors[name].numel():
+        elif what == "values" and tensors[name].numel() and tensors[name].is_floating_point():
             with torch.no_grad():
                 tensors[name][(0,) * tensors[name].dim()] = {"nan": torch.nan, "inf": torch.inf, "large": 1e30}[how]
             comparable = False
