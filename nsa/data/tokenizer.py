@@ -226,15 +226,9 @@ def _parse_json(path: Path, text: str) -> tuple[Any, dict[str, Any]]:
 def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
     # From the loaded tokenizer, not the file: the library renumbers added tokens whose ids leave a gap.
     special = {t.content: int(i) for i, t in engine.get_added_tokens_decoder().items() if t.special}
-    if isinstance(requested, int) and 0 <= requested < 2**32 and engine.id_to_token(requested) is not None:
-        return requested
     if requested is not None:
-        if (
-            isinstance(requested, str)
-            and _is_unicode(requested)
-            and (found := engine.token_to_id(requested)) is not None
-        ):
-            return int(found)
+        if (found := _token_id(engine, requested)) is not None:
+            return found
         raise ConfigError(
             f"end-of-document token {requested!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
         )
@@ -249,13 +243,15 @@ def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
     )
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether the library accepts it: JSON may hold halves of surrogate pairs."""
+def _token_id(engine: Any, token: str | int) -> int | None:
+    """The id of a token that is given by its text or id; None if the tokenizer has no such token."""
+    if isinstance(token, int):
+        return token if 0 <= token < 2**32 and engine.id_to_token(token) is not None else None
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        found: int | None = engine.token_to_id(token)
+    except (TypeError, UnicodeEncodeError):  # JSON may hold a list, or half a surrogate pair
+        return None
+    return found
 
 
 def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:
