@@ -1,5 +1,7 @@
 """Every mutation of tests/mutations can be planted: its text occurs exactly once in its file, and its tests exist."""
 
+import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def test_it_can_be_planted(mutation: Mutation):
     words = [word.partition("::")[0] for word in mutation.tests if word.startswith("tests/")]
     assert words
     assert all((ROOT / word).exists() for word in words)
+
+
+@cache
+def decorators(file: str) -> dict[str, list[str]]:
+    """Decorators of each test function of a file, as text."""
+    functions = [node for node in ast.parse((ROOT / file).read_bytes()).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: [ast.unparse(decorator) for decorator in node.decorator_list] for node in functions}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_tests_that_it_names_are_run(mutation: Mutation):
+    for word in mutation.tests:
+        file, _, test = word.partition("::")
+        if test:
+            marks = decorators(file)[test.partition("[")[0]]
+            assert "slow" in mutation.tests or "pytest.mark.slow" not in marks, "pytest runs it with -m slow only"
 
 
 def test_names_are_unique():
