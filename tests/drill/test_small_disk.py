@@ -19,8 +19,10 @@ MOUNTS = "import sys, threading; from pathlib import Path; from nsa.drill.harnes
 )
 
 
-def mounted(folder: Path) -> bool:
-    return any(str(folder) in line for line in Path("/proc/mounts").read_text().splitlines())
+def mounted(folder: Path) -> list[str]:
+    """Mount points in a folder."""
+    points = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    return [point for point in points if Path(point).is_relative_to(folder)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,9 @@ def may_mount(tmp_path):
     if tried.returncode != 0:
         pytest.skip(f"mounting is not allowed: {tried.stderr.strip()}")
     subprocess.run(["umount", str(tmp_path)], check=True)
+    yield
+    for point in mounted(tmp_path):  # of a test that failed: pytest could not remove its folder
+        subprocess.run(["umount", point], check=True)
 
 
 def test_it_is_full_and_free_again_and_what_was_written_is_kept(tmp_path):
