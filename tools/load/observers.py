@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,10 +51,11 @@ def _scrape(
 ) -> dict[str, Any]:
     assert process.stdout is not None
     url = process.stdout.readline().split()[-1]
+    sockets = _sockets(process.pid)
     began = time.monotonic()
     _read(url)
     first_s = time.monotonic() - began
-    before = process_figures([process.pid])
+    before = _figures_at_rest(process.pid, sockets)
     took: list[float] = []
     wrong: list[str] = []
     until = time.monotonic() + seconds
@@ -88,7 +90,7 @@ def _scrape(
     last = {run: float(value) for run, value in _RUN.findall(_read(url))}
     wrong += [f"{run} is at {value:g}, not {step}" for run, value in last.items() if value != step]
     took.sort()
-    after = _figures_after_closing(process.pid, before["open files"])
+    after = _figures_at_rest(process.pid, sockets)
     return {
         "runs": runs,
         "scrapers": scrapers,
@@ -136,12 +138,20 @@ def _read(url: str) -> str:
     return text
 
 
-def _figures_after_closing(pid: int, open_files: float) -> dict[str, float]:
-    """The process's figures once it has closed the connections of answered requests, or 10 s later."""
+def _figures_at_rest(pid: int, sockets: int) -> dict[str, float]:
+    """Figures of the process once it has closed the connections of answered requests, or 10 s later."""
     until = time.monotonic() + 10
-    while (figures := process_figures([pid]))["open files"] > open_files and time.monotonic() < until:
+    while _sockets(pid) > sockets and time.monotonic() < until:
         time.sleep(0.1)
-    return figures
+    return process_figures([pid])
+
+
+def _sockets(pid: int) -> int:
+    count = 0
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            count += os.readlink(file).startswith("socket:")
+    return count
 
 
 def _processor_s(pid: int) -> float:
