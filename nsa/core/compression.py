@@ -104,7 +104,7 @@ def _blocks(raw_BTxx: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
     if l == raw_BTxx.shape[1] and begin_BC.shape[1] == 1:
         return raw_BTxx[:, None]
     turns, n_blocks = -(-l // d), begin_BC.shape[1]
-    if n_blocks == 0:  # l may then be of any size
+    if n_blocks == 0:  # rows shorter than l: l / d turns would gather nothing
         return raw_BTxx[:, :0, None].expand(-1, -1, l, *raw_BTxx.shape[2:])
     if turns <= 2:
         return _gather(raw_BTxx, begin_BC, l)
