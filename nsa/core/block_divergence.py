@@ -1,7 +1,8 @@
 """KL divergence from the attention mass of blocks to the scores that choose them, as the selector losses sum it.
 
-Both selector losses are operators with three results: the mean divergence, the number of queries that it is the mean
-of, and the gradient of the compressed keys, the only input that gets one.
+Both selector losses are operators with three results: the weighted sum of divergences, averaged over groups; their
+plain mean over queries that have two blocks to compare; and the gradient of the first for the compressed keys, the only
+input that gets one.
 
 c queries of a chunk · G kv groups · N blocks · K key dim
 """
@@ -17,11 +18,13 @@ class DivergenceSums:
 
     def __init__(self, q: Tensor, k_cmp: Tensor, need_grad: bool) -> None:
         self.wide = torch.promote_types(q.dtype, torch.float32)
-        self._sums, self._dtype = q.new_zeros(2, dtype=self.wide), k_cmp.dtype
+        self._sums, self._dtype, self._groups = q.new_zeros(3, dtype=self.wide), k_cmp.dtype, max(1, k_cmp.shape[2])
         self._no_gradient = k_cmp.new_empty(0)
         self.dk_cmp = k_cmp.new_zeros(k_cmp.shape, dtype=self.wide) if need_grad else None
 
-    def add(self, log_score_cGN: Tensor, log_target_cGN: Tensor, complete_cGN: Tensor) -> tuple[Tensor, Tensor]:
+    def add(
+        self, log_score_cGN: Tensor, log_target_cGN: Tensor, complete_cGN: Tensor, weight_c: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Add the queries with two comparable blocks or more, each renormalised over these; returns which blocks they
         are and the gradient of `log_score`.
 
@@ -34,24 +37,26 @@ class DivergenceSums:
         log_p_cGN = log_score_cGN.masked_fill(~compared_cGN, lowest).log_softmax(-1)
         log_target_cGN = log_target_cGN.masked_fill(~compared_cGN, lowest).log_softmax(-1)
         target_cGN = log_target_cGN.exp()
-        divergence = (target_cGN * (log_target_cGN - log_p_cGN)).where(compared_cGN, 0).sum()
-        self._sums += torch.stack([divergence, counted_cG1.sum().to(self.wide)])
-        return compared_cGN, (log_p_cGN.exp() - target_cGN).where(compared_cGN, 0)
+        divergence_cG = (target_cGN * (log_target_cGN - log_p_cGN)).where(compared_cGN, 0).sum(-1)
+        weight_c1 = weight_c.to(self.wide)[:, None]
+        weighted = (divergence_cG * weight_c1).sum()
+        self._sums += torch.stack([weighted, divergence_cG.sum(), counted_cG1.sum().to(self.wide)])
+        return compared_cGN, (log_p_cGN.exp() - target_cGN).where(compared_cGN, 0) * weight_c1[..., None]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the operator; an empty gradient if it is not needed."""
-        loss_sum, counted = self._sums[0], self._sums[1].clone()  # an operator's results share no memory
-        count = counted.clamp(min=1)
+        """Results of the operator; an empty gradient if it is not needed."""
+        weighted, total, counted = self._sums
+        loss, mean = weighted / self._groups, total / counted.clamp(min=1)
         if self.dk_cmp is None:
-            return loss_sum / count, counted, self._no_gradient
-        return loss_sum / count, counted, (self.dk_cmp / count).to(self._dtype)
+            return loss, mean, self._no_gradient
+        return loss, mean, (self.dk_cmp / self._groups).to(self._dtype)
 
 
 def fake_results(k_cmp: Tensor, q: Tensor, need_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the shapes and types of `DivergenceSums.results`."""
+    """Empty tensors of the shapes and types of `DivergenceSums.results`."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    loss, counted = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
-    return loss, counted, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
+    loss, mean = q.new_empty((), dtype=wide), q.new_empty((), dtype=wide)
+    return loss, mean, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
 
 
 def register_gradient(operator: Any, n_inputs: int) -> None:

@@ -20,25 +20,26 @@ from torch import Tensor
 
 from nsa.core.block_divergence import DivergenceSums, fake_results, register_gradient
 from nsa.core.branches import BranchKeys
+from nsa.core.positions import QuerySample
 from nsa.geometry import Geometry
 from nsa.kernels.portable.chunk import budget
 from nsa.kernels.precision import without_autocast
 
 
 def block_mass_loss(
-    queries_Q: Tensor, q_BSGRK: Tensor, k_BCGK: Tensor, compressed: BranchKeys, selected: BranchKeys, pos_BS: Tensor,
-    *, geometry: Geometry, scale: float,
+    sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, compressed: BranchKeys, selected: BranchKeys,
+    pos_BS: Tensor, *, geometry: Geometry, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The mean over sampled queries (and groups) with two comparable blocks or more, and their number; has a gradient
-    in k_BCGK alone.
+    """The loss and its plain mean, as `selector_loss` returns them; has a gradient in k_BCGK alone.
 
     k_BCGK: the compressed keys once more, made of detached hidden states. pos_BS: the queries' own positions.
     """
     per_query = (q_BSGRK, pos_BS, selected.pos_BS, selected.start_BS, compressed.start_BS)
-    sampled = [x.detach().index_select(1, queries_Q) for x in per_query]
+    sampled = [x.detach().index_select(1, sample.queries_Q) for x in per_query]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
-    loss, counted, _ = _block_mass_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
-    return loss, counted
+    sampled.append(sample.weight_BQ)
+    loss, mean, _ = _block_mass_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    return loss, mean
 
 
 class _RowChunk(NamedTuple):
@@ -51,6 +52,7 @@ class _RowChunk(NamedTuple):
     """Last position that may be selected."""
     start_c: Tensor
     first_c: Tensor
+    weight_c: Tensor
 
     def log_mass(self, k_TGK: Tensor, n_blocks: int, g: Geometry) -> Tensor:
         """Of dense attention, per block [c, G, J]; anything where the block is not complete."""
@@ -119,7 +121,8 @@ def _add_chunk(chunk: _RowChunk, row: int, k_cmp: Tensor, k_sel: Tensor, g: Geom
     parts_cGRJm = entries.by_block(shares_cGRC)
     log_score_cGJ = parts_cGRJm.logsumexp((2, 4))
     complete_c1J = chunk.complete_cJ(n_blocks, g)[:, None]
-    compared_cGJ, dlog_cGJ = sums.add(log_score_cGJ, chunk.log_mass(k_sel, n_blocks, g), complete_c1J)
+    log_mass_cGJ = chunk.log_mass(k_sel, n_blocks, g)
+    compared_cGJ, dlog_cGJ = sums.add(log_score_cGJ, log_mass_cGJ, complete_c1J, chunk.weight_c)
     if sums.dk_cmp is None:
         return
     # Of a block's score, divided among its entries and heads by what each adds to it.
@@ -134,10 +137,10 @@ def _add_chunk(chunk: _RowChunk, row: int, k_cmp: Tensor, k_sel: Tensor, g: Geom
 
 @torch.library.custom_op("nsa::block_mass_loss", mutates_args=())
 def _block_mass_loss(
-    k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, sizes: list[int],
-    scale: float, need_grad: bool,
+    k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, weight: Tensor,
+    sizes: list[int], scale: float, need_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    per_query = (q, pos, far, start, first)
+    per_query = (q, pos, far, start, first, weight)
     return without_autocast(q, _compute, k_cmp, k_sel, per_query, Geometry.from_ints(sizes), scale, need_grad)
 
 
@@ -156,10 +159,10 @@ def _compute(
 
 @_block_mass_loss.register_fake
 def _(
-    k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, sizes: list[int],
-    scale: float, need_grad: bool,
+    k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, weight: Tensor,
+    sizes: list[int], scale: float, need_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return fake_results(k_cmp, q, need_grad)
 
 
-register_gradient(_block_mass_loss, n_inputs=10)
+register_gradient(_block_mass_loss, n_inputs=11)

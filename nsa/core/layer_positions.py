@@ -8,6 +8,7 @@ from torch import Tensor
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import PositionOptions, Positions
+from nsa.core.selector_loss import LossLabels
 from nsa.errors import ConfigError
 
 
@@ -17,13 +18,14 @@ def locate_layers(
     *,
     cache: LayerCache | None = None,
     cu_doc_lens: Tensor | Sequence[int] | None = None,
+    labels: LossLabels | None = None,
     **given: Unpack[PositionOptions],
 ) -> list[Positions]:
-    """Of every layer. They share layout and padding, and layers with the same RoPE the tables too. Arguments as for
-    `NSAAttention.forward`; `cache`: of the first layer, whose positions are those of all."""
+    """Positions of every layer. They share layout and padding, and layers with the same RoPE the tables too. Arguments
+    as for `NSAAttention.locate`; `cache`: of the first layer, whose positions are those of all."""
     if given.get("position_embeddings") is not None:
         _require_one_rotation(layers)
-    first = layers[0].locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, **given)
+    first = layers[0].locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, labels=labels, **given)
     made = {layers[0].rotary.key: first}
     for layer in layers:
         if layer.rotary.key in made:

@@ -7,6 +7,7 @@ B batch · S tokens · Q sampled queries · G kv groups · R heads per group · 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from nsa.core.branches import BRANCH_ORDER, BranchesOutput, BranchKeys, BranchStreams
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
-from nsa.core.positions import Positions
+from nsa.core.positions import Positions, QuerySample
 from nsa.core.rope import Tables
 from nsa.core.token_caches import MergedCache
 from nsa.kernels.interface import TokenDecoder
@@ -89,13 +90,14 @@ class MergedAttention(NSAAttention):
         return run.functions.select(q_BSGRK, k, far, first, geometry=self.geometry, scale=self.scale)
 
     def _selector_loss(
-        self, sampled_Q: Tensor, x_BSD: Tensor, q_BSGRK: Tensor, streams: BranchStreams, made: BranchesOutput,
+        self, sample: QuerySample, x_BSD: Tensor, q_BSGRK: Tensor, streams: BranchStreams, made: BranchesOutput,
         keys: _Keys, where: Positions,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As NSA's, for which the log-sum-exps of the compressed scores are computed here, of the sampled queries."""
         if self.selector_blocks == "all":
-            return super()._selector_loss(sampled_Q, x_BSD, q_BSGRK, streams, made, keys, where)
+            return super()._selector_loss(sample, x_BSD, q_BSGRK, streams, made, keys, where)
         assert made.blocks is not None
+        sampled_Q = sample.queries_Q
         compressed, selected = (_of_queries(each, sampled_Q) for each in keys[:2])
         q_BQGRK, blocks, lse_sel = (x.detach().index_select(1, sampled_Q) for x in (q_BSGRK, made.blocks, made.lse[0]))
         with torch.no_grad():
@@ -106,9 +108,10 @@ class MergedAttention(NSAAttention):
                 _, lse_cmp = run.functions.compressed(q_BQGRK, *given, **options, return_lse=True)
             else:
                 lse_cmp = self._attend_coarse(q_BQGRK, given).lse
-        every_Q = torch.arange(len(sampled_Q), device=sampled_Q.device)
+        every_query = replace(sample, queries_Q=torch.arange(len(sampled_Q), device=sampled_Q.device))
         sampled = BranchesOutput(made.out, blocks, (lse_cmp, lse_sel))
-        return super()._selector_loss(every_Q, x_BSD, q_BQGRK, streams, sampled, (compressed, selected, keys[2]), where)
+        keys = compressed, selected, keys[2]
+        return super()._selector_loss(every_query, x_BSD, q_BQGRK, streams, sampled, keys, where)
 
 
 def merge(one_BSGRV: Tensor, lse_one_BSGR: Tensor, other_BSGRV: Tensor, lse_other_BSGR: Tensor) -> Tensor:

@@ -38,10 +38,10 @@ from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache
-from nsa.core.positions import PositionOptions, Positions, locate
+from nsa.core.positions import PositionOptions, Positions, QuerySample, locate
 from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
-from nsa.core.selector_loss import attach_loss, selector_loss, with_sampled_queries
+from nsa.core.selector_loss import LossLabels, attach_loss, selector_loss, with_sampled_queries
 from nsa.errors import ConfigError, require_rules
 from nsa.geometry import N_COARSE, CoarseLevel, Geometry, broken_coarse_rules
 from nsa.kernels.interface import TokenDecoder
@@ -247,11 +247,13 @@ class NSAAttention(nn.Module):
         *,
         cache: LayerCache | None = None,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
+        labels: LossLabels | None = None,
         **given: Unpack[PositionOptions],
     ) -> Positions:
-        """The positions of these tokens. Arguments as for `forward`."""
+        """The positions of these tokens. Arguments as for `forward`; labels: of the model's loss, over which the
+        selector loss is averaged in training."""
         where = locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **given)
-        return with_sampled_queries(where, self)
+        return with_sampled_queries(where, self, x_BSD, labels)
 
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> LayerCache:
         """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
@@ -329,15 +331,15 @@ class NSAAttention(nn.Module):
         if padding is not None:
             x_BSD, new_lens_B = padding.to_front(x_BSD), padding.lengths_for(cache, new_lens_B)
         q_BSGRK, streams = self.project(x_BSD, where.tables)
-        gates, loss = None if self.gates is None else self.gates(x_BSD), None
+        gates, mean = None if self.gates is None else self.gates(x_BSD), None
         if cache is None:
             layout = where.layout_for(x_BSD, self.geometry)
             keys = self._visible(self._lay_out(streams, layout, where))
             made = self.attend(q_BSGRK, gates, *keys)
             mixed_BSGRV, idx_BSGN = made.out, made.blocks
-            if where.sampled_Q is not None and self.selects:
-                loss, counted = self._selector_loss(where.sampled_Q, x_BSD, q_BSGRK, streams, made, keys, where)
-                mixed_BSGRV = attach_loss(mixed_BSGRV, self._weighted(loss, counted))
+            if where.sample is not None and self.selects:
+                loss, mean = self._selector_loss(where.sample, x_BSD, q_BSGRK, streams, made, keys, where)
+                mixed_BSGRV = attach_loss(mixed_BSGRV, loss * self.selector_weight, where.sample.gradient)
         else:
             if where.layout is not None:
                 raise ConfigError(
@@ -350,8 +352,8 @@ class NSAAttention(nn.Module):
             if idx_BSGN is not None and q_BSGRK.shape[1] > 1:  # a decoder reads keys that are not at hand here
                 own_BS = keys[2].pos_BS if "sliding" in self.branches else None
                 self.probe.record_selection(q_BSGRK, idx_BSGN, keys[1], self.geometry, self.scale, own_BS)
-            if loss is not None:
-                self.probe.figures["selector_loss"] = loss.detach()
+            if mean is not None:
+                self.probe.figures["selector_loss"] = mean.detach()
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))
         return out_BSD if padding is None else padding.back(out_BSD)
 
@@ -431,12 +433,12 @@ class NSAAttention(nn.Module):
         return k_BCGK
 
     def _selector_loss(
-        self, sampled_Q: Tensor, x_BSD: Tensor, q_BSGRK: Tensor, streams: BranchStreams, made: BranchesOutput,
+        self, sample: QuerySample, x_BSD: Tensor, q_BSGRK: Tensor, streams: BranchStreams, made: BranchesOutput,
         keys: _THREE_BRANCHES, where: Positions,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Of the sampled queries, and how many of them count. Its gradient reaches `w_k`, its norm and φ through the
-        compressed keys, which are made once more of detached hidden states, and nothing else. Of keys that other
-        branches read too, it reaches φ alone: it would outweigh what attention itself asks of them."""
+        """The selector loss and its plain mean over queries. The gradient reaches `w_k`, its norm and φ through the
+        compressed keys, which are made once more of detached hidden states, and nothing else. Where other branches read
+        the same keys, it reaches φ alone: it would outweigh what attention itself asks of them."""
         if self.kv == "per_branch":
             k_BSGK = self._project_keys(x_BSD.detach()).select(-2, 0)
             k_BSGK = rotate(k_BSGK, where.tables) if self.rope_compressed == "before" else k_BSGK
@@ -445,17 +447,13 @@ class NSAAttention(nn.Module):
         k_BCGK = self._compressed_keys(k_BSGK, where)
         options: ScoreOptions = {"geometry": self.geometry, "scale": self.scale}
         if self.selector_blocks == "all":
-            return block_mass_loss(sampled_Q, q_BSGRK, k_BCGK, *keys[:2], keys[2].pos_BS, **options)
-        return selector_loss(sampled_Q, q_BSGRK, k_BCGK, made, *keys[:2], **options)
+            return block_mass_loss(sample, q_BSGRK, k_BCGK, *keys[:2], keys[2].pos_BS, **options)
+        return selector_loss(sample, q_BSGRK, k_BCGK, made, *keys[:2], **options)
 
     def _compressed_keys(self, k_BSGK: Tensor, where: Positions) -> Tensor:
         """All compressed keys of the rows, of the raw keys of a pass without a cache."""
         assert where.layout is not None
         return self._compress_keys(k_BSGK, where.layout.begin_BC, where.layout.block_pos_BC, where.tables)
-
-    def _weighted(self, loss: Tensor, counted: Tensor) -> Tensor:
-        """The selector loss as it is added to the gradient. `counted`: the number of queries that it is the mean of."""
-        return loss * self.selector_weight
 
     def _check_cache(self, x_BSD: Tensor, cache: LayerCache, cu_doc_lens: object = None) -> None:
         """Refuse a cache that was made for other sizes: what is kept there would be read with ours."""

@@ -4,6 +4,7 @@ B batch · S tokens · D model dim
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -56,6 +57,21 @@ class RowPadding:
         return x_BSD.gather(1, self._back_BS[..., None].expand_as(x_BSD)).masked_fill(~self.real_BS[..., None], 0)
 
 
+@dataclass(frozen=True)
+class QuerySample:
+    """Queries whose selector loss a forward pass computes.
+
+    Not a tuple: FSDP casts, and so copies, tensors in the containers among a layer's arguments.
+    """
+
+    queries_Q: Tensor
+    """Indices of tokens of a row."""
+    weight_BQ: Tensor
+    """What the divergence of each query is multiplied by; 0 without a label."""
+    gradient: Tensor
+    """Gradient of the model's loss, written when its backward pass begins."""
+
+
 class Positions(NamedTuple):
     """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
 
@@ -64,8 +80,8 @@ class Positions(NamedTuple):
     tables: Tables
     padding: RowPadding | None = None
     """Of an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
-    sampled_Q: Tensor | None = None
-    """Queries of the selector loss, as indices of tokens of a row; None: there is no such loss in this pass."""
+    sample: QuerySample | None = None
+    """Of the selector loss; None: there is no such loss in this pass."""
     elsewhere: Any = None
     """Where a row is divided among processes: what a subclass of `NSAAttention` needs to read the keys of the others.
     `layout` and `tables` are then of this process's tokens, on the key axes of the whole row."""

@@ -21,11 +21,12 @@ from nsa.core.init import init_module
 from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_kinds import layer_arguments
 from nsa.core.positions import checked_position_ids, padding_of
-from nsa.core.selector_loss import average_over_layers
+from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError
 from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import LlamaBlockNSA
+from nsa.model.loss import IGNORE
 from nsa.model.transformer import run_blocks
 from nsa.options import AttentionKind, RopeLayer
 
@@ -89,11 +90,13 @@ class NSAModel(NSAPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        loss_labels: LossLabels | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """attention_mask: padding mask of 0 and 1, [batch, tokens so far]; padding may be left or right.
         position_ids: accepted if they are the tokens' own positions, which the model knows without them.
         cu_seq_lens_q: cumulative lengths of documents packed into the batch, as DataCollatorWithFlattening gives them.
+        loss_labels: labels of the loss, over which the selector loss is averaged.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("the model needs either input_ids or inputs_embeds, and was given both or neither.")
@@ -133,6 +136,7 @@ class NSAModel(NSAPreTrainedModel):
                 cu_doc_lens=cu_seq_lens_q,
                 attention_mask=None if padding is None else attention_mask,
                 hidden=hidden,
+                labels=loss_labels,
             )
             for layer in layers or ():
                 layer.advance(length, real_BS)
@@ -175,6 +179,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
                 "labels and past_key_values were given while gradients are computed: a cache cuts gradients off. "
                 "Leave past_key_values out, or compute the loss under torch.no_grad()."
             )
+        loss_labels = None if labels is None else _loss_labels(labels, **kwargs)
         made = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -182,14 +187,16 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            loss_labels=loss_labels,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         with nullcontext() if made.past_key_values is None else torch.no_grad():
             logits = self.lm_head(made.last_hidden_state[:, kept])
         loss = None
-        if labels is not None:
+        if loss_labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = loss_labels.follow(loss)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=made.past_key_values, hidden_states=made.hidden_states
         )
@@ -226,6 +233,16 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         )
 
     generate_batch = init_continuous_batching
+
+
+def _loss_labels(
+    labels_BS: Tensor, shift_labels: Tensor | None = None, num_items_in_batch: Tensor | int | None = None, **_: Any
+) -> LossLabels:
+    """Which queries Transformers' loss counts, and what it divides their sum by: `num_items_in_batch`, the labels of
+    all passes of a step, or those of this pass."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
+    return LossLabels.counted(shift_labels != IGNORE, num_items_in_batch)
 
 
 def _needed_mask(attention_mask: Tensor | None, length: int, layers: list[NSACacheLayer] | None) -> Tensor | None:

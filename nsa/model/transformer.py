@@ -22,10 +22,10 @@ from nsa.core.kv_cache import LayerCache, NSACache
 from nsa.core.layer_kinds import layer_arguments, layer_of_kind
 from nsa.core.layer_positions import locate_layers
 from nsa.core.positions import PositionOptions, SequenceOptions
-from nsa.core.selector_loss import average_over_layers
+from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError, require_rules
 from nsa.model.llama_block_nsa import LlamaBlockNSA
-from nsa.model.loss import linear_cross_entropy, linear_token_scores
+from nsa.model.loss import IGNORE, linear_cross_entropy, linear_token_scores
 from nsa.options import AttentionKind, RopeLayer
 
 
@@ -37,13 +37,14 @@ def run_blocks(
     new_lens_B: Tensor | None = None,
     cu_doc_lens: Tensor | Sequence[int] | None = None,
     hidden: list[Tensor] | None = None,
+    labels: LossLabels | None = None,
     **positions: Unpack[PositionOptions],
 ) -> Tensor:
     """The residual stream after all blocks; with `hidden`, what each block returns is appended to that list."""
     if not blocks:
         return x_BSD
     layers = [block.attention for block in blocks]
-    located = locate_layers(layers, x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, **positions)
+    located = locate_layers(layers, x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, labels=labels, **positions)
     padding = located[0].padding
     if padding is not None:
         x_BSD, located = padding.to_front(x_BSD), [where._replace(padding=None) for where in located]
@@ -132,9 +133,12 @@ class NSATransformer(nn.Module):
         return self.lm_head(self._hidden(tokens_BS, cache, options))
 
     def loss(self, tokens_BS: Tensor, labels_BS: Tensor, **options: Unpack[SequenceOptions]) -> Tensor:
-        """Mean cross-entropy in fp32 over the labels that are not −100; the full logits never exist."""
-        x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options))
-        return linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
+        """Mean cross-entropy in fp32 over the labels that are not −100; the full logits never exist. The selector loss,
+        if there is one, is averaged over the same labels, and scaled as the gradient of this loss is."""
+        labels = LossLabels.counted(labels_BS != IGNORE)
+        x_BSD = self.lm_head.norm(self._hidden(tokens_BS, None, options, labels))
+        loss = linear_cross_entropy(x_BSD.flatten(0, 1), self.lm_head.w_out.weight, labels_BS.flatten())
+        return labels.follow(loss)
 
     @torch.no_grad()
     def token_losses(self, tokens_BS: Tensor, labels_BS: Tensor, **options: Unpack[SequenceOptions]) -> Tensor:
@@ -161,10 +165,12 @@ class NSATransformer(nn.Module):
             total += 3 * (feed_forward + sum(attention.values())) - 2 * attention["select"]
         return total
 
-    def _hidden(self, tokens_BS: Tensor, cache: NSACache | None, options: SequenceOptions) -> Tensor:
+    def _hidden(
+        self, tokens_BS: Tensor, cache: NSACache | None, options: SequenceOptions, labels: LossLabels | None = None
+    ) -> Tensor:
         x_BSD, blocks = self.embeddings(tokens_BS), self._blocks()
         if cache is None:
-            return run_blocks(x_BSD, blocks, [None] * len(blocks), **options)
+            return run_blocks(x_BSD, blocks, [None] * len(blocks), labels=labels, **options)
         if len(cache.layers) != len(self.blocks):
             raise ConfigError(
                 f"the cache has {len(cache.layers)} layers and the model {len(self.blocks)}: it is of another model. "

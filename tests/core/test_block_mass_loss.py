@@ -32,8 +32,11 @@ def layer_of(kind=MergedAttention, shape="tiny", seed=0, backend="portable", **o
     return layer.train()
 
 
-def divergence(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> torch.Tensor:
-    """From the layer's projections on nothing is shared: dense probabilities of each sampled query, block by block."""
+def divergence(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean over the queries with blocks to compare, and over all sampled ones, of which the others add nothing.
+
+    From the layer's projections on nothing is shared: dense probabilities of each sampled query, block by block.
+    """
     g = layer.geometry
     where = layer.locate(x_BSD, cu_doc_lens=cu_doc_lens)
     x_BSD = x_BSD if cu_doc_lens is None else x_BSD.flatten(0, 1)[None]
@@ -45,7 +48,7 @@ def divergence(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> to
     reach = g.w if isinstance(layer, MergedAttention) else 0
     terms = []
     for b in range(len(x_BSD)):
-        for s in where.sampled_Q.tolist():
+        for s in where.sample.queries_Q.tolist():
             pos, start, first = (int(t[b, s]) for t in where.layout[:3])
             n_blocks, entries = (pos + 1 - reach) // g.l_sel, g.n_compressed(max(0, pos + 1 - reach))
             overlap = reference.overlap(entries, max(0, n_blocks), g).double()
@@ -60,7 +63,8 @@ def divergence(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> to
                 own = (shares @ overlap)[compared]
                 target, own = target / target.sum(), own / own.sum()
                 terms.append((target * (target.log() - own.log())).sum())
-    return torch.stack(terms).mean()
+    total = torch.stack(terms)
+    return total.mean(), total.sum() / (layer.n_kv_groups * len(x_BSD) * len(where.sample.queries_Q))
 
 
 def loss_of(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> torch.Tensor:
@@ -76,9 +80,9 @@ def test_value_and_gradient_are_those_of_dense_attention(shape, kind, options, p
     layer = layer_of(kind, shape, **options)
     x = torch.randn(1 if packed else 2, 200, layer.dim, dtype=torch.float64)
     more = dict(cu_doc_lens=CU_DOC_LENS) if packed else {}
-    want = divergence(layer, x, **more)
-    assert want > 1e-3
-    torch.testing.assert_close(loss_of(layer, x, **more), want.detach(), rtol=1e-9, atol=1e-12)
+    mean, want = divergence(layer, x, **more)
+    assert 1e-3 < want < mean
+    torch.testing.assert_close(loss_of(layer, x, **more), mean.detach(), rtol=1e-9, atol=1e-12)
 
     names, parameters = zip(*layer.named_parameters(), strict=True)
     wanted = dict(zip(names, torch.autograd.grad(want, parameters, allow_unused=True), strict=True))

@@ -1,5 +1,7 @@
 """Selector loss: value and gradient against a dense fp64 computation, what it trains, and what it leaves alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -32,8 +34,11 @@ def layer_of(shape: str = "tiny", seed: int = 0, backend: str = "reference", **o
     return layer
 
 
-def dense_loss(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> torch.Tensor:
-    """Everything materialised: all scores of all queries over all keys, in fp64, query by query and group by group."""
+def dense_loss(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean over the queries with blocks to compare, and over all sampled ones, of which the others add nothing.
+
+    Everything materialised: all scores of all queries over all keys, in fp64, query by query and group by group.
+    """
     g, scale = layer.geometry, layer.scale
     where = layer.locate(x_BSD, cu_doc_lens=cu_doc_lens)
     x_BSD = x_BSD if cu_doc_lens is None else x_BSD.flatten(0, 1)[None]
@@ -48,7 +53,7 @@ def dense_loss(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> to
     k_cmp = layer._lay_out(again, where.layout, where)[0].k
     terms = []
     for b in range(len(x_BSD)):
-        for s in where.sampled_Q.tolist():
+        for s in where.sample.queries_Q.tolist():
             pos, start, first = (int(t[b, s]) for t in (selected.pos_BS, selected.start_BS, compressed.start_BS))
             for group in range(layer.n_kv_groups):
                 chosen = [j for j in blocks[b, s, group].tolist() if j >= 0]
@@ -65,7 +70,8 @@ def dense_loss(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> to
                 target = torch.stack([read[[t // g.l_sel == j for t in tokens]].sum() for j in compared])
                 target, own = target / target.sum(), mass[compared] / mass[compared].sum()
                 terms.append((target * (target.log() - own.log())).sum())
-    return torch.stack(terms).mean() if terms else x_BSD.new_zeros(())
+    total = torch.stack(terms)
+    return total.mean(), total.sum() / (layer.n_kv_groups * len(x_BSD) * len(where.sample.queries_Q))
 
 
 def loss_of(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> torch.Tensor:
@@ -96,9 +102,9 @@ def test_value_and_gradient_equal_those_of_dense_scores(backend, packed, options
     layer = layer_of(shape, backend=backend, **options)
     x = torch.randn(1 if packed else 2, 200, layer.dim, dtype=torch.float64)
     more = dict(cu_doc_lens=CU_DOC_LENS) if packed else {}
-    want = dense_loss(layer, x, **more)
-    assert want > 1e-3
-    torch.testing.assert_close(loss_of(layer, x, **more), want.detach(), rtol=1e-9, atol=1e-12)
+    mean, want = dense_loss(layer, x, **more)
+    assert 1e-3 < want < mean
+    torch.testing.assert_close(loss_of(layer, x, **more), mean.detach(), rtol=1e-9, atol=1e-12)
 
     names, parameters = zip(*layer.named_parameters(), strict=True)
     wanted = dict(zip(names, torch.autograd.grad(want, parameters, allow_unused=True), strict=True))
@@ -189,9 +195,48 @@ def test_the_step_moves_the_sample():
     assert losses[0] == losses[2] != losses[1]
 
 
+def recomputed(forward, x: torch.Tensor, **options) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(partial(forward, **options), x, use_reentrant=True)
+
+
+def phi_gradients(model: NSATransformer) -> list[torch.Tensor]:
+    return [p.grad.clone() for name, p in model.named_parameters() if "phi_k" in name]
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled", "reentrant", "compiled blocks"])
+def test_whatever_scales_the_loss_scales_the_selector_loss(run):
+    """Four passes of a quarter each, as a plain training loop divides them; a gradient scaler's factor."""
+    torch.manual_seed(0)
+    options = attention_args("tiny", selector_loss=5.0, selector_loss_share=0.3, phi="softmax", kv="shared")
+    model = NSATransformer(50, n_layers=2, **options, kernels="portable")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))  # scores that differ
+    tokens, labels = torch.randint(50, (4, 100)), torch.randint(50, (4, 100))
+    loss = torch.compile(model.loss, fullgraph=True, backend="aot_eager") if run == "compiled" else model.loss
+    for block in model.blocks:
+        if run == "reentrant":
+            block.forward = partial(recomputed, block.forward)
+        elif run == "compiled blocks":
+            block.compile(backend="aot_eager")
+    found = []
+    for passes, factor in ((1, 1.0), (4, 1.0), (1, 1024.0)):
+        model.zero_grad()
+        for some, theirs in zip(tokens.chunk(passes), labels.chunk(passes), strict=True):
+            (loss(some, theirs) * (factor / passes)).backward()
+        found.append([grad / factor for grad in phi_gradients(model)])
+    model.zero_grad()
+    model.loss(tokens, labels.fill_(-100)).backward()
+    assert all(grad.abs().max() == 0 for grad in phi_gradients(model))  # no label, no loss
+    for want, *others in zip(*found, strict=True):
+        assert want.abs().max() > 1e-4
+        for other in others:
+            torch.testing.assert_close(other, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
 def test_an_attached_loss_gets_gradient_one_whatever_comes_after():
     x, y = torch.randn(3, requires_grad=True), torch.randn((), requires_grad=True)
-    attached = attach_loss(x * 1, 5 * y)
+    attached = attach_loss(x * 1, 5 * y, torch.ones(()))
     assert torch.equal(attached, x)
     (attached * 7).sum().backward()
     assert x.grad.tolist() == [7] * 3

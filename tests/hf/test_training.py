@@ -166,3 +166,37 @@ def test_lora_trains_saves_loads_and_merges(target, tmp_path):
     again = type(merged).from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         assert torch.equal(again(ids).logits, merged(ids).logits)
+
+
+class _Rows(Dataset):
+    """Rows of one length, some of whose tokens have no label."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.ids = prompts(rows, length)
+        self.labels = self.ids.masked_fill(prompts(rows, length, seed=2) < 40, -100)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[row], "labels": self.labels[row]}
+
+
+@pytest.mark.parametrize("layers", [["nsa"], ["merged"]], ids=str)
+def test_the_selector_loss_means_the_same_for_any_accumulation(layers, tmp_path):
+    """One step of Transformers' Trainer with SGD, so that weights differ from each other as the gradients do."""
+    changes = []
+    for passes in (1, 2, 4):
+        model = tiny_model(attention=layers, phi="softmax", selector_loss=3.0, selector_loss_share=0.3).train()
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        args = TrainingArguments(
+            tmp_path, max_steps=1, per_device_train_batch_size=8 // passes, gradient_accumulation_steps=passes,
+            optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        Trainer(model=model, args=args, train_dataset=_Rows(8, 90)).train()
+        changes.append({name: p.detach() - start[name] for name, p in model.named_parameters()})
+    for name, want in changes[0].items():
+        for other in changes[1:]:
+            assert (other[name] - want).abs().max() <= 1e-5 * want.abs().max() + 1e-6, name
+    assert any("phi_k" in name and change.abs().max() > 1e-4 for name, change in changes[0].items())

@@ -182,11 +182,28 @@ class StepSkippingTrainModule(TransformerTrainModule):
     """The engine's train module, with a check between the gradients and the optimizer if `bad_steps` is set."""
 
     bad_steps: BadStepCallback | None = None
+    _labels_per_rank: Tensor | None = None
 
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
         """The selector loss samples its queries by the step, so that a resumed run samples the same ones."""
         set_sampling_step(selector_layers(self.model), self.trainer.global_step)
+        self._labels_per_rank = self._count_labels(batch["labels"])
         super().train_batch(batch, dry_run)
+
+    def model_forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        """The engine divides a rank's loss by the rank's own labels; here every label of the global batch weighs as
+        much, however labels are divided among ranks."""
+        if options.get("loss_div_factor") is not None:
+            options["loss_div_factor"] = self._labels_per_rank
+        return super().model_forward(input_ids, labels=labels, **options)
+
+    def _count_labels(self, labels_BS: Tensor) -> Tensor:
+        """Labels of the global batch, divided by the number of ranks whose gradients are averaged."""
+        count = (labels_BS != self.label_ignore_index).sum().to(self.device, torch.float64)
+        if (group := self.dp_process_group) is not None:
+            dist.all_reduce(count, group=group)
+            count /= dist.get_world_size(group)
+        return count.clamp(min=1).float()
 
     def optim_step(self) -> None:
         with suppress(_SkipStep):

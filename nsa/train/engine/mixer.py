@@ -42,7 +42,7 @@ from nsa.geometry import N_COARSE, Geometry
 from nsa.kernels.registry import BackendRequest, KernelPlan
 from nsa.model.build import attention_arguments, wanted_kernels
 from nsa.options import AttentionKind, RopeLayer
-from nsa.train.parallel.context_exchange import compressed_keys, context_keys, share_of_mean, slide_by_piece
+from nsa.train.parallel.context_exchange import compressed_keys, context_keys, slide_by_piece
 from nsa.train.parallel.context_layout import ContextGroup, context_group
 from nsa.train.parallel.tensor import shard_by_group
 
@@ -223,10 +223,6 @@ class NSAMixer(NSAAttention, SequenceMixer):
             return super()._compressed_keys(k_BSGK, where)
         assert where.layout is not None
         return compressed_keys(self, k_BSGK, where.layout, where.elsewhere)
-
-    def _weighted(self, loss: Tensor, counted: Tensor) -> Tensor:
-        weighted = super()._weighted(loss, counted)
-        return weighted if self.context is None else weighted * share_of_mean(self.context, counted)
 
 
 class DenseMixer(NSAMixer, DenseAttention):

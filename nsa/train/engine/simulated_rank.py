@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.config.schema import RunConfig
 from nsa.core.nsa_attention import NSAAttention
-from nsa.core.selector_loss import query_sample
+from nsa.core.selector_loss import row_sample
 from nsa.errors import ConfigError
 from nsa.planning.step_counts import StepCounts
 from nsa.train.distributed import RankInfo
@@ -134,9 +134,11 @@ def _fake(mode: FakeTensorMode) -> Callable[..., None]:
     return init_weights
 
 
-def _average_sample(split: RowSplit, layer: NSAAttention, length: int, device: torch.device) -> Tensor | None:
+def _average_sample(
+    split: RowSplit, layer: NSAAttention, rows: int, n_tokens: int, device: torch.device, *, packed: bool
+) -> Tensor | None:
     """In place of a rank's share of the sampled queries, whose size depends on values: as many for every rank."""
-    sampled_Q = query_sample(layer, length, device)
+    sampled_Q = row_sample(layer, rows, n_tokens, device, packed=packed)
     return None if sampled_Q is None else sampled_Q[: -(-len(sampled_Q) // split.ranks)]
 
 

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from nsa.config.schema import RunConfig
 from nsa.core.layer_positions import locate_layers
 from nsa.core.nsa_attention import NSAAttention
-from nsa.core.selector_loss import average_over_layers
+from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
+from nsa.model.loss import IGNORE
 from nsa.model.trainable_parameters import freeze_others
 from nsa.train.engine.lm_head import ChunkedHead
 from nsa.train.engine.mixer import SharedPositions, own_part, transformer_config
@@ -36,16 +37,19 @@ class EngineTransformer(Transformer):
     def _prepare_inputs(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         input_ids, labels, for_blocks, per_block, for_head = super()._prepare_inputs(input_ids, *args, **kwargs)
         layers = [module for module in self.modules() if isinstance(module, NSAAttention)]
-        cu_doc_lens = for_blocks.pop("cu_doc_lens", None)
+        cu_doc_lens, loss_divisor = (for_blocks.pop(name, None) for name in ("cu_doc_lens", "loss_div_factor"))
+        for_blocks.pop("max_doc_len", None)
         if self.context is None:
-            located = locate_layers(layers, input_ids[..., None], cu_doc_lens=cu_doc_lens)
+            counted = None if labels is None else LossLabels.counted(labels != IGNORE, loss_divisor)
+            located = locate_layers(layers, input_ids[..., None], cu_doc_lens=cu_doc_lens, labels=counted)
         else:
-            located = own_layer_positions(self.context, layers, input_ids.shape, cu_doc_lens, input_ids.device)
-            packed = cu_doc_lens is not None
+            packed, whole = cu_doc_lens is not None, input_ids
             input_ids = self.own_tokens(input_ids, packed)
             labels = None if labels is None else self.own_tokens(labels, packed)
-        for unused in ("max_doc_len", "loss_div_factor"):
-            for_blocks.pop(unused, None)
+            # As the engine's head divides the sums of ranks that share a row: their gradients are averaged.
+            share = None if loss_divisor is None else loss_divisor / self.context.split.ranks
+            counted = None if labels is None else LossLabels.counted(labels != IGNORE, share)
+            located = own_layer_positions(self.context, layers, whole.shape, cu_doc_lens, input_ids, counted)
         per_block = {
             place: {**per_block.get(place, {}), "positions": SharedPositions(where)}
             for place, where in enumerate(located)

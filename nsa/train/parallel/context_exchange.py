@@ -54,13 +54,6 @@ def compressed_keys(layer: NSAAttention, k_BSGK: Tensor, layout: DocumentLayout,
     return gathered_entries(row, _pooled_keys(layer, k_cmp, layout, row))
 
 
-def share_of_mean(context: ContextGroup, count: Tensor) -> Tensor:
-    """By what to multiply a mean over `count` things of this rank, so that the average over the ranks of the row is the
-    mean over the things of all of them."""
-    total = collectives.all_reduce(count.detach(), "sum", context.group)
-    return count * context.split.ranks / total.clamp(min=1)
-
-
 def with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     """Streams [B, S, G, X], each with how many tokens of the piece before it every piece needs: its axis becomes this
     rank's pieces, each with those tokens before it; zeros before the first piece of the row. One exchange for all."""

@@ -22,7 +22,7 @@ from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.core.rope import Tables
-from nsa.core.selector_loss import query_sample
+from nsa.core.selector_loss import LossLabels, row_sample, tokens_per_query, weighted_sample
 from nsa.geometry import Geometry
 from nsa.train.parallel.row_split import RowSplit
 
@@ -70,14 +70,15 @@ def own_layer_positions(
     layers: Sequence[NSAAttention],
     shape: Sequence[int],
     cu_doc_lens: Tensor | None,
-    device: torch.device,
+    own_BS: Tensor,
+    labels: LossLabels | None = None,
 ) -> list[Positions]:
     """`own_positions` of every layer, made once for all that rotate alike and have the same window."""
     made: dict[Any, Positions] = {}
     keys = [(layer.rotary.key, layer.geometry.w) for layer in layers]
     for key, layer in zip(keys, layers, strict=True):
         if key not in made:
-            made[key] = own_positions(context, layer, shape, cu_doc_lens, device)
+            made[key] = own_positions(context, layer, shape, cu_doc_lens, own_BS, labels=labels)
     return [made[key] for key in keys]
 
 
@@ -86,14 +87,19 @@ def own_positions(
     layer: NSAAttention,
     shape: Sequence[int],
     cu_doc_lens: Tensor | None,
-    device: torch.device,
+    own_BS: Tensor,
     dtype: torch.dtype = torch.float32,
+    labels: LossLabels | None = None,
 ) -> Positions:
     """Positions of this rank's tokens in rows of this shape, [batch, tokens]; with documents, of rows laid end to end.
 
-    dtype: of the rotations.
+    own_BS: this rank's tokens, or anything of their shape [B, S, …]. dtype: of the rotations. labels: of these tokens.
     """
-    split, geometry, (batch, length) = context.split, layer.geometry, shape
+    split, geometry, device, (batch, length) = context.split, layer.geometry, own_BS.device, shape
+    own_Q = _own_sample(split, layer, batch, length, device, packed=cu_doc_lens is not None)
+    sample = None
+    if own_Q is not None:
+        sample = weighted_sample(own_Q, labels or LossLabels.of_all(own_BS), tokens_per_query(layer, length))
     if cu_doc_lens is None:
         whole = plain_layout(batch, length, geometry, device)
     else:
@@ -116,7 +122,7 @@ def own_positions(
     )
     layout = DocumentLayout(pos_BS, start_BS, first_BS, begin_BC, block_pos_BC)
     tables = layer.rotary.tables(pos_BS, dtype, length)
-    return Positions(layout, tables, sampled_Q=_own_sample(split, layer, length, device), elsewhere=row)
+    return Positions(layout, tables, sample=sample, elsewhere=row)
 
 
 def _axis_begin(slot: int, piece: int, reach: int) -> int:
@@ -162,11 +168,14 @@ def _own_blocks(
     return torch.cat(own_begin).expand(batch, -1), torch.cat(own_pos).expand(batch, -1), source_C
 
 
-def _own_sample(split: RowSplit, layer: NSAAttention, length: int, device: torch.device) -> Tensor | None:
-    """This rank's share of the row's sampled queries, as indices of its own tokens."""
-    sampled_Q = query_sample(layer, length, torch.device("cpu"))  # its size depends on values: the host has them
+def _own_sample(
+    split: RowSplit, layer: NSAAttention, rows: int, n_tokens: int, device: torch.device, *, packed: bool
+) -> Tensor | None:
+    """This rank's share of the sampled queries, as indices of its own tokens."""
+    # Its size depends on values: the host has them.
+    sampled_Q = row_sample(layer, rows, n_tokens, torch.device("cpu"), packed=packed)
     if sampled_Q is None:
         return None
-    piece = split.piece_length(length)
+    piece = split.piece_length(rows * n_tokens if packed else n_tokens)
     own = [sampled_Q[sampled_Q // piece == at] + (slot - at) * piece for slot, at in enumerate(split.pieces())]
     return torch.cat(own).to(device, non_blocking=True)

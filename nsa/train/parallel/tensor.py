@@ -79,8 +79,7 @@ def _count_own_groups(layer: NSAAttention, ranks: int) -> None:
     layer.shape = layer.shape._replace(n_kv_groups=layer.n_kv_groups)
     if layer.gates is not None:
         layer.gates.n_groups //= ranks
-    # The selector loss is a mean over groups, of which every rank has as many, with as many queries that count: how
-    # many of the chosen blocks are complete depends on the query's position alone.
+    # The selector loss is a mean over groups, of which every rank has as many.
     layer.selector_weight /= ranks
 
 

@@ -88,8 +88,9 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
     styles = {"ring": object()} if case.zigzag else {"uly": object()}
     divided.apply_cp(mesh, **styles)
     context = context_group(mesh, zigzag=case.zigzag)
-    shape = (case.batch, case.length)
-    where = own_positions(context, divided, shape, cu, x.device, torch.promote_types(x.dtype, torch.float32))
+    shape = (case.batch, case.length) if cu is None else x.shape[:2]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    where = own_positions(context, divided, shape, cu, own_tokens(context.split, x), wide)
 
     def mine(whole_BTx: Tensor) -> Tensor:
         return own_tokens(context.split, whole_BTx)
