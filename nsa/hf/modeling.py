@@ -26,6 +26,7 @@ from nsa.errors import ConfigError
 from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import LlamaBlockNSA
+from nsa.model.loss import IGNORE, require_labels
 from nsa.model.transformer import run_blocks
 from nsa.options import AttentionKind, RopeLayer
 
@@ -189,6 +190,9 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             logits = self.lm_head(made.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
+            shifted = kwargs.get("shift_labels")
+            counted = labels if shifted is None else shifted
+            require_labels(counted, self.config.vocab_size, kwargs.get("ignore_index", IGNORE))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=made.past_key_values, hidden_states=made.hidden_states
