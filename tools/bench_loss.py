@@ -1,9 +1,9 @@
 """Time and error of the chunked loss in bf16, beside logits that are rounded to bf16: `python -m tools.bench_loss`.
 
-The other way is what most heads do: a product in bf16, whose result is converted to fp32 for the softmax, in chunks of the
-same size and with gradients in bf16. Errors are those against fp64 on the same inputs: of the mean loss, of the losses of
-single tokens, and of the gradients (relative, Frobenius norm). `--scale` is the standard deviation of the logits. CPU
-times of one thread; both ways take turns. On a GPU pass `--device cuda`.
+The other way is what most heads do: a product in bf16, whose result is converted to fp32 for the softmax, in chunks of
+the same size and with gradients in bf16. Errors are those against fp64 on the same inputs: of the mean loss, of the
+losses of single tokens, and of the gradients (relative, Frobenius norm). `--scale` is the standard deviation of the
+logits. CPU times of one thread; both ways take turns. On a GPU pass `--device cuda`.
 
 n tokens of one chunk · N tokens · D model dim · V vocabulary
 """
@@ -90,7 +90,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, function in (("rounded", rounded), ("ours", ours)):
             began = time.process_time() if args.device == "cpu" else time.perf_counter()
-            function(*inputs)  # type: ignore[operator]
+            function(*inputs)
             if args.device != "cpu":
                 torch.cuda.synchronize()
             ended = time.process_time() if args.device == "cpu" else time.perf_counter()
