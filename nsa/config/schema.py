@@ -127,7 +127,7 @@ class RunConfig(ConfigSection):
         return {key: self.origin(key) for key in settings()}
 
 
-VALUES_BEFORE = {"nsa.kv": "per_branch"}
+VALUES_BEFORE = {"nsa.kv": "per_branch", "data.mask_document_ends": False}
 """What versions without these settings did, where that is not the default."""
 
 # Keys of earlier systems that old configs contain: accepted, ignored, and reported with their replacement.

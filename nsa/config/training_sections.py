@@ -175,6 +175,11 @@ class DataConfig(ConfigSection):
     packing: RowPacking = Field(
         default="stream", description="stream cuts documents at row ends; best_fit keeps them whole where they fit."
     )
+    mask_document_ends: bool = Field(
+        default=True,
+        description="Leave out of the loss what follows a document's end in a row: the first token of another "
+        "document, which attention cannot see. false: as versions without this setting did.",
+    )
     on_end: Changeable[OnDataEnd] = Field(
         default="epoch", description="At the end of the data: start another epoch, or stop with an error."
     )

@@ -26,7 +26,7 @@ from nsa.errors import ConfigError
 from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import LlamaBlockNSA
-from nsa.model.loss import IGNORE
+from nsa.model.loss import IGNORE, require_labels
 from nsa.model.transformer import run_blocks
 from nsa.options import AttentionKind, RopeLayer
 
@@ -179,7 +179,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
                 "labels and past_key_values were given while gradients are computed: a cache cuts gradients off. "
                 "Leave past_key_values out, or compute the loss under torch.no_grad()."
             )
-        loss_labels = None if labels is None else _loss_labels(labels, **kwargs)
+        loss_labels = None if labels is None else _loss_labels(labels, self.config.vocab_size, **kwargs)
         made = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -236,13 +236,20 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
 
 
 def _loss_labels(
-    labels_BS: Tensor, shift_labels: Tensor | None = None, num_items_in_batch: Tensor | int | None = None, **_: Any
+    labels_BS: Tensor,
+    vocab_size: int,
+    *,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORE,
+    **_: Any,
 ) -> LossLabels:
     """Which queries Transformers' loss counts, and what it divides their sum by: `num_items_in_batch`, the labels of
     all passes of a step, or those of this pass."""
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
-    return LossLabels.counted(shift_labels != IGNORE, num_items_in_batch)
+        shift_labels = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=ignore_index)
+    require_labels(shift_labels, vocab_size, ignore_index)
+    return LossLabels.counted(shift_labels != ignore_index, num_items_in_batch)
 
 
 def _needed_mask(attention_mask: Tensor | None, length: int, layers: list[NSACacheLayer] | None) -> Tensor | None:

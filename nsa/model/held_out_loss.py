@@ -133,12 +133,18 @@ def batch_inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
 
 
 def next_token_labels(batch: Batch) -> Tensor:
-    """Labels [B, S]: the next token of the row, or IGNORE where there is none or it does not count in the loss."""
+    """Labels [B, S]: the next token of the row, or IGNORE where there is none or it does not count in the loss.
+
+    Documents are cut only at the ends of rows, so that every boundary inside a row is the end of a document.
+    """
     tokens_BS = torch.from_numpy(batch.tokens.astype(np.int64))
     labels_BS = torch.full_like(tokens_BS, IGNORE)
     labels_BS[:, :-1] = tokens_BS[:, 1:]
     if batch.loss_mask is not None:
         labels_BS[:, :-1].masked_fill_(~torch.from_numpy(batch.loss_mask)[:, 1:], IGNORE)
+    if batch.mask_document_ends:
+        for label_S, cu in zip(labels_BS, batch.cu_doc_lens, strict=True):
+            label_S[torch.from_numpy(cu[1:-1] - 1).long()] = IGNORE
     return labels_BS
 
 

@@ -18,7 +18,7 @@ from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.build import wanted_kernels
-from nsa.model.loss import chunk_tokens
+from nsa.model.loss import chunk_rows
 from nsa.options import SELECTING_KINDS, AttentionKind, Checkpointing
 
 FP32 = 4
@@ -268,10 +268,11 @@ def _head(config: RunConfig, one: ForwardPass) -> int:
 
 def _loss(config: RunConfig, one: ForwardPass, head_weights: int) -> tuple[int, int]:
     """Of the chunked loss (`nsa.model.loss`) in the forward and in the backward pass: the gradients of its inputs, and
-    the logits of one chunk twice in fp32, or once with a copy and the chunk's gradient of the weight."""
-    logits = min(one.tokens, chunk_tokens(one.vocab_size)) * one.vocab_size
+    the logits of one chunk twice in fp32, or once with a copy and a block of the weight or of its gradient in fp32."""
+    logits = min(one.tokens, chunk_rows(one.vocab_size)) * one.vocab_size
+    block = min(head_weights, chunk_rows(config.model.dim) * config.model.dim)
     of_hidden = one.tokens * config.model.dim * one.width
-    forward = max(2 * FP32 * logits, (FP32 + one.width) * logits + one.width * head_weights)
+    forward = max(2 * FP32 * logits, (FP32 + one.width) * logits + FP32 * block)
     return of_hidden + FP32 * head_weights + forward, 2 * of_hidden + (2 * FP32 + one.width) * head_weights
 
 

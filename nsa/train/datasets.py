@@ -151,6 +151,7 @@ def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_o
             max_epochs=1 if held_out or data.on_end == "error" else None,
             cache_path=data.cache_dir,
             cache_limit_bytes=int(data.cache_gib * GIB),
+            mask_document_ends=data.mask_document_ends,
         )
     return DirectData(
         _path(config),
@@ -165,6 +166,7 @@ def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_o
         loader_timeout_s=data.loader_timeout_s,
         cache_path=data.cache_dir,
         checksum_path=data.cache_dir or (str(run_folder / names.DATA_CHECKSUMS) if run_folder else None),
+        mask_document_ends=data.mask_document_ends,
     )
 
 

@@ -49,6 +49,18 @@ def test_loss_is_divided_by_the_items_of_all_accumulated_batches():
     torch.testing.assert_close(sum(parts), whole)
 
 
+@pytest.mark.parametrize("label", [-1, -101, 1 << 20])
+def test_labels_that_are_no_tokens_are_refused(label):
+    model, ids = tiny_model(), prompts(2, 40)
+    labels = ids.clone()
+    labels[1, 7] = label
+    with pytest.raises(ConfigError):
+        model(ids, labels=labels)
+    with pytest.raises(ConfigError):
+        model(ids, labels=ids, shift_labels=labels)
+    assert model(ids, labels=labels.clamp(max=ids.max()), ignore_index=min(label, -1)).loss.isfinite()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("batch", ["plain", "padded", "packed"])
 def test_checkpointing_leaves_gradients_bit_for_bit(batch, reentrant):

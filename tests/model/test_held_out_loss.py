@@ -1,19 +1,23 @@
 """Held-out loss and accuracy against sums by hand, one token at a time."""
 
 import math
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from nsa.data.rows.batch import Batch
+from nsa.data.rows.batch import Batch, EndOfData
+from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.model.held_out_loss import LossSums, held_out_loss, next_token_labels, positions_in_documents
 from nsa.model.loss import IGNORE, TokenScores
+from tests.data.shard_sets import documents, write_set
 
 S = 700
 
 
-def batch(seed: int = 0, rows: int = 3, masked: bool = True) -> Batch:
+def batch(seed: int = 0, rows: int = 3, masked: bool = True, mask_document_ends: bool = True) -> Batch:
     random = np.random.default_rng(seed)
     cu = [
         np.array([0, *sorted(random.choice(np.arange(1, S), r % 3, replace=False)), S], np.int32) for r in range(rows)
@@ -27,6 +31,7 @@ def batch(seed: int = 0, rows: int = 3, masked: bool = True) -> Batch:
         row_ids=np.arange(rows),
         epoch=0,
         documents=0,
+        mask_document_ends=mask_document_ends,
     )
 
 
@@ -43,6 +48,8 @@ def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, bool, int]]:
     for number, each in enumerate(batches):
         for r, (tokens, cu) in enumerate(zip(each.tokens, each.cu_doc_lens, strict=True)):
             for at in range(S - 1):
+                if each.mask_document_ends and at + 1 in cu:
+                    continue
                 if each.loss_mask is None or each.loss_mask[r, at + 1]:
                     begin = max(int(edge) for edge in cu if edge <= at)
                     loss = float(np.float32(tokens[at]) / np.float32(32) + np.float32(at) / np.float32(S))
@@ -50,9 +57,10 @@ def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, bool, int]]:
     return found
 
 
+@pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_equals_sums_by_hand(masked):
-    batches = [batch(seed, rows, masked) for seed, rows in ((0, 3), (1, 4))]
+def test_equals_sums_by_hand(masked, ends):
+    batches = [batch(seed, rows, masked, ends) for seed, rows in ((0, 3), (1, 4))]
     calls = []
     sums = held_out_loss(
         batches, scores_of, bytes_per_token_V=torch.arange(256), after_batch=lambda: calls.append(None)
@@ -116,3 +124,37 @@ def test_positions_restart_with_every_document():
     for row, cu in zip(positions_in_documents(given).tolist(), given.cu_doc_lens, strict=True):
         assert [at for at, position in enumerate(row) if position == 0] == cu[:-1].tolist()
         assert max(row) == max(np.diff(cu)) - 1
+
+
+@pytest.mark.parametrize("mask_document_ends", [True, False])
+@pytest.mark.parametrize("kind", ["concat", "best_fit", "prepared"])
+def test_labels_are_of_the_same_document(tmp_path, kind, mask_document_ends):
+    """By provenance, token by token: other documents' first tokens are labels only where that was asked for."""
+    if kind == "prepared":
+        write_set(tmp_path, documents(60))
+        data = PreparedData(str(tmp_path), 32, max_epochs=1, with_provenance=True)
+    else:
+        for number in range(60):
+            (tmp_path / f"{number}.txt").write_text("x" * (number * 7 % 90) + "y")
+        data = DirectData(str(tmp_path), "byte", 32, at_end="stop", packing=kind)
+    data = replace(data, mask_document_ends=mask_document_ends)
+    stream, same, other, ends, pieces = data.open(), 0, 0, 0, 0
+    with suppress(EndOfData):
+        while True:
+            one = stream.next_batch(1)
+            tokens, labels = one.tokens[0].tolist(), next_token_labels(one)[0].tolist()
+            document = [segment.doc_id for segment in one.provenance[0] for _ in range(segment.length)]
+            document += [None] * (len(tokens) - len(document))  # padding
+            assert labels[-1] == IGNORE
+            for at, label in enumerate(labels[:-1]):
+                following = document[at + 1]
+                counts = following is not None and (following == document[at] or not mask_document_ends)
+                assert label == (tokens[at + 1] if counts else IGNORE)
+                same += counts and following == document[at]
+                other += counts and following != document[at]
+            pieces += len(one.provenance[0])
+            ends += one.documents
+    assert ends == 60
+    assert pieces > 60, "documents are cut over rows"
+    assert same > 1000
+    assert (other > 20) == (not mask_document_ends)

@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nsa.errors import ConfigError
 from nsa.model import loss as loss_module
-from nsa.model.loss import linear_agreement, linear_cross_entropy, linear_token_scores
+from nsa.model.loss import linear_agreement, linear_cross_entropy, linear_score_sums, linear_token_scores
 
 
 def case(dtype=torch.float32, n=37, v=23):
@@ -27,14 +28,89 @@ def test_equals_plain_cross_entropy_in_any_chunks(monkeypatch, reduction, elemen
         torch.testing.assert_close(a, b)
 
 
-def test_the_loss_is_fp32_for_a_bf16_model():
-    x, weight, labels = case(torch.bfloat16)
+def exact_loss(x, weight, labels):
+    """Loss and gradients in fp64 of the same inputs."""
+    inputs = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    loss = F.cross_entropy(inputs[0] @ inputs[1].T, labels)
+    return loss, *torch.autograd.grad(loss, inputs)
+
+
+def large_logits(device="cpu"):
+    """bf16 inputs whose logits reach 30, where bf16 has steps of 0.125."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(*shape, device=device).bfloat16() for shape in ((150, 64), (301, 64)))
+    labels = (x.float() @ weight.float().T).topk(3).indices[:, 2]
+    labels[::5] = -100
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+def assert_exact(x, weight, labels):
+    """No error but the last rounding, that of the gradients to their dtype."""
     loss = linear_cross_entropy(x, weight, labels)
     assert loss.dtype == torch.float32
-    dx, dweight = torch.autograd.grad(loss, (x, weight))
-    assert dx.dtype == dweight.dtype == torch.bfloat16
-    exact = F.cross_entropy((x @ weight.T).float(), labels)
-    torch.testing.assert_close(loss, exact)
+    want, *gradients = exact_loss(x, weight, labels)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    for ours, exact in zip(torch.autograd.grad(loss, (x, weight)), gradients, strict=True):
+        assert ours.dtype == torch.bfloat16
+        rounding = (exact.bfloat16().double() - exact).norm()
+        assert (ours.double() - exact).norm() <= 1.1 * rounding
+    scores = linear_token_scores(x, weight, labels)
+    losses = F.cross_entropy(x.detach().double() @ weight.detach().double().T, labels, reduction="none")
+    torch.testing.assert_close(scores.losses.double(), losses, rtol=1e-5, atol=1e-5)
+    agreement = linear_agreement(x, weight, x, weight, labels)
+    torch.testing.assert_close(agreement.own.losses.double(), losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("elements", [301 * 7, 1 << 22])
+def test_logits_of_a_bf16_model_are_not_rounded(monkeypatch, elements):
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
+    assert_exact(*large_logits())
+
+
+def test_autocast_casts_the_inputs_and_not_the_logits():
+    x, weight, labels = large_logits()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x.float(), weight.float(), labels)
+        scores = linear_token_scores(x.float(), weight.float(), labels)
+    assert torch.equal(loss, linear_cross_entropy(x, weight, labels))
+    assert torch.equal(scores.losses, linear_token_scores(x, weight, labels).losses)
+
+
+def test_products_of_a_gpu_give_the_same(monkeypatch):
+    """A GPU multiplies bf16 with a result in fp32; here the CPU does so in its place."""
+    x, weight, labels = large_logits()
+    want = [loss := linear_cross_entropy(x, weight, labels), *torch.autograd.grad(loss, (x, weight))]
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 301 * 7)
+    monkeypatch.setattr(loss_module, "_multiplies_wide", lambda x: True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU")
+        ours = [loss := linear_cross_entropy(x, weight, labels), *torch.autograd.grad(loss, (x, weight))]
+    torch.testing.assert_close(ours[0], want[0], rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(ours[1:], want[1:], strict=True):
+        assert (mine - theirs).norm() <= 4e-3 * theirs.norm()
+
+
+@pytest.mark.cuda
+def test_logits_of_a_bf16_model_are_not_rounded_on_a_gpu():
+    x, weight, labels = large_logits("cuda")
+    loss = linear_cross_entropy(x, weight, labels)
+    want, *gradients = exact_loss(x, weight, labels)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    for ours, exact in zip(torch.autograd.grad(loss, (x, weight)), gradients, strict=True):
+        assert (ours.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("label", [-1, -5, -99, -101, 23, 1 << 40])
+def test_labels_that_are_no_tokens_are_refused(label):
+    x, weight, labels = case()
+    labels[3] = label
+    for function in (linear_cross_entropy, linear_token_scores, linear_score_sums):
+        with pytest.raises(ConfigError):
+            function(x, weight, labels)
+    with pytest.raises(ConfigError):
+        linear_agreement(x, weight, x, weight, labels)
+    with pytest.raises(ConfigError):
+        torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)(x, weight, labels)
 
 
 def test_no_label_at_all_is_a_loss_of_zero():
@@ -44,14 +120,16 @@ def test_no_label_at_all_is_a_loss_of_zero():
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, weight)))
 
 
-def test_full_logits_never_exist(monkeypatch):
-    """Peak of what is allocated stays near one chunk, far below all logits."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_logits_never_exist(monkeypatch, dtype):
+    """Peak of what is allocated stays near one chunk, far below all logits, and the weight is never converted whole."""
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1 << 16)
-    x, weight, labels = torch.randn(4096, 8), torch.randn(4096, 8), torch.randint(4096, (4096,))
+    x, weight, labels = torch.randn(4096, 32), torch.randn(4096, 32), torch.randint(4096, (4096,))
     with torch.profiler.profile(profile_memory=True) as prof:
-        linear_cross_entropy(x.requires_grad_(), weight, labels)
-    largest = max(event.cpu_memory_usage for event in prof.events() if event.name in ("aten::mm", "aten::matmul"))
-    assert largest <= 4 * (1 << 16)
+        linear_cross_entropy(x.to(dtype).requires_grad_(), weight.to(dtype), labels)
+    made = ("aten::mm", "aten::matmul", "aten::_to_copy", "aten::empty", "aten::addmm_", "aten::zeros_like")
+    largest = max(event.cpu_memory_usage for event in prof.events() if event.name in made)
+    assert largest <= 4 * 4096 * 32  # the gradient of the weight is the largest tensor
 
 
 def test_operator_is_well_formed():

@@ -42,6 +42,7 @@ def test_what_decides_the_model_or_the_data_may_not_change():
     free |= {"nsa.sliding_gate_init"}
     assert {key for key in settings() if key.startswith(("model.", "nsa."))} - free <= fixed
     assert {"train.seed", "train.seq_len", "data.dataset", "data.held_out", "data.packing"} <= fixed
+    assert "data.mask_document_ends" in fixed
     assert {"train.steps", "train.out_dir", "train.save_every", "train.lr", "kernels.sliding", "parallel.data"} <= FREE
 
 
@@ -107,6 +108,16 @@ def test_a_run_from_before_the_attentions_options_resumes_without_them_and_not_w
         "model.rope_scaling.factor: saved null, now 4.0",
     ):
         assert text in str(refused.value)
+
+
+def test_a_run_that_learned_from_the_first_tokens_of_other_documents_does_not_silently_stop_it(tmp_path):
+    old = record(without=[("data", "mask_document_ends")])
+    old.write(tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.mask_document_ends=false"):
+        require_same_settings(tmp_path, RunConfig(), VOCABULARY)
+    assert not require_same_settings(tmp_path, RunConfig(data=dict(mask_document_ends=False)), VOCABULARY)
+    assert not RunConfig.of_saved(old.config).data.mask_document_ends
+    assert RunConfig().data.mask_document_ends
 
 
 def test_a_setting_this_version_does_not_know_is_refused():

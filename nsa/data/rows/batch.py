@@ -25,7 +25,8 @@ class Batch:
     """R rows of S tokens.
 
     `cu_doc_lens[r]` holds the cumulative document lengths of row r, from 0 to S; padding, if any, lies between its last
-    two boundaries. `loss_mask` marks the tokens that count in the loss; None means all of them.
+    two boundaries. `loss_mask` marks the tokens that count in the loss; None means all of them. With
+    `mask_document_ends`, the first token of a document is no label of the last token of the document before it.
     """
 
     tokens: np.ndarray  # (R, S), uint16 or uint32
@@ -35,6 +36,7 @@ class Batch:
     epoch: int  # of the last row
     documents: int  # number of documents that end in these rows
     provenance: tuple[tuple[Segment, ...], ...] | None = None  # one entry per row, if requested
+    mask_document_ends: bool = True
 
     @property
     def valid_tokens(self) -> int:

@@ -42,6 +42,7 @@ class PreparedRows:
         max_epochs: int | None = None,
         global_rows: int | None = None,
         with_provenance: bool = False,
+        mask_document_ends: bool = True,
     ) -> None:
         """`shuffle=None` keeps the set's own order. `max_epochs=None` repeats forever, each epoch in a new order; a row
         beyond the last epoch raises DataError. `global_rows` is the global batch size, for `batch`."""
@@ -61,6 +62,7 @@ class PreparedRows:
         self._shuffle = shuffle
         self._global_rows = global_rows
         self._with_provenance = with_provenance
+        self._mask_document_ends = mask_document_ends
         limit = reader.cache_limit_bytes
         if shuffle is not None and shuffle.block_rows is None and limit is not None and reader.total_bytes > limit:
             raise ConfigError(
@@ -128,6 +130,7 @@ class PreparedRows:
             epoch=int(row_ids[-1]) // self.rows_per_epoch,
             documents=documents,
             provenance=self._provenance(stored.tolist()) if self._with_provenance else None,
+            mask_document_ends=self._mask_document_ends,
         )
 
     def stored_rows(self, row_ids: np.ndarray) -> np.ndarray:

@@ -103,9 +103,18 @@ class DirectRowStream:
 
     kind = "direct"
 
-    def __init__(self, documents: ResumableDocuments, packer: RowPacker, *, seq_len: int, packing: str) -> None:
+    def __init__(
+        self,
+        documents: ResumableDocuments,
+        packer: RowPacker,
+        *,
+        seq_len: int,
+        packing: str,
+        mask_document_ends: bool = True,
+    ) -> None:
         self._documents = documents
         self._packer = packer
+        self._mask_document_ends = mask_document_ends
         self.seq_len = seq_len
         self._identity = {"kind": self.kind, "seq_len": seq_len, "packing": packing}
         self._next_row = 0
@@ -159,6 +168,7 @@ class DirectRowStream:
             epoch=rows[-1].epoch,
             documents=sum(row.documents for row in rows),
             provenance=tuple(row.segments for row in rows),
+            mask_document_ends=self._mask_document_ends,
         )
 
     def state_dict(self) -> State:

@@ -45,6 +45,7 @@ class PreparedData:
     cache_path: str | None = None
     cache_limit_bytes: int = 100 * GIB
     with_provenance: bool = False
+    mask_document_ends: bool = True
 
     def open(self) -> RowStream:
         folder = StorageFolder(self.url)
@@ -57,7 +58,12 @@ class PreparedData:
             ShuffleSettings(self.seed, self.shuffle_block_rows, self.shuffle_window_blocks) if self.shuffle else None
         )
         rows = PreparedRows(
-            reader, self.seq_len, shuffle=order, max_epochs=self.max_epochs, with_provenance=self.with_provenance
+            reader,
+            self.seq_len,
+            shuffle=order,
+            max_epochs=self.max_epochs,
+            with_provenance=self.with_provenance,
+            mask_document_ends=self.mask_document_ends,
         )
         return IndexedRowStream(rows)
 
@@ -87,6 +93,7 @@ class DirectData:
     cache_path: str | None = None
     checksum_path: str | None = None
     exchange: ExchangeSettings | None = None
+    mask_document_ends: bool = True
 
     def open(self) -> RowStream:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -116,7 +123,9 @@ class DirectData:
             exchange=self.exchange,
         )
         name = self.packing if self.packing == "concat" else f"{self.packing}:{self.buffer_rows}"
-        return DirectRowStream(documents, packer, seq_len=self.seq_len, packing=name)
+        return DirectRowStream(
+            documents, packer, seq_len=self.seq_len, packing=name, mask_document_ends=self.mask_document_ends
+        )
 
     def __str__(self) -> str:
         return f"documents of {self.source} ({self.split})"

@@ -1,9 +1,11 @@
 """Scores candidate answers to a prompt: log-likelihood of each, and whether greedy decoding would give it.
 
 The prompt is computed once, into a cache; all candidates follow in one more forward pass. Greedy decoding gives an
-answer exactly if every token of it is the most likely one after those before it, so nothing has to be generated.
+answer exactly if every token of it is the most likely one after those before it, so nothing has to be generated. Scores
+are those of `nsa.model.loss`, in fp32; Transformers rounds the logits of a bf16 model, and may then generate the other
+one of two tokens that are almost equally likely.
 
-N candidates · n tokens of the longest candidate · V vocabulary
+N candidates · n tokens of the longest candidate · D model dim · V vocabulary
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from torch import Tensor
 from nsa.core.probe import probing
 from nsa.core.selection_quality import SelectionProbe
 from nsa.infer.evaluation.far_tasks import FarExample
+from nsa.model.loss import IGNORE, linear_token_scores
 
 Encode = Callable[[str], list[int]]
 
@@ -71,7 +74,7 @@ class TransformersScorer:
     @torch.inference_mode()
     def __call__(self, prompt: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[CandidateScore]:
         with probing(self._model, lambda: SelectionProbe(every=len(prompt) + 1)) as probes:
-            first = self._model(input_ids=self._tensor([prompt]), use_cache=True, logits_to_keep=1)
+            first = self._model.model(input_ids=self._tensor([prompt]), use_cache=True)
         chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
         self.chosen_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
         cache = first.past_key_values
@@ -79,23 +82,29 @@ class TransformersScorer:
         longest = max(map(len, candidates))
         # What follows a candidate changes nothing before it, so padding needs no mask.
         rows = self._tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in candidates])
-        later = self._model(input_ids=rows, past_key_values=cache, use_cache=True).logits
-        logits_NnV = torch.cat([first.logits.expand(len(candidates), 1, -1), later[:, :-1]], 1)
-        return candidate_scores(logits_NnV, candidates)
+        later = self._model.model(input_ids=rows, past_key_values=cache, use_cache=True).last_hidden_state
+        last_NnD = first.last_hidden_state[:, -1:].expand(len(candidates), 1, -1)
+        hidden_NnD = torch.cat([last_NnD, later[:, :-1]], 1)
+        return candidate_scores(hidden_NnD, self._model.lm_head.weight, candidates)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self._model.device)
 
 
-def candidate_scores(logits_NnV: Tensor, candidates: Sequence[Sequence[int]]) -> list[CandidateScore]:
-    """From the logits that predict each token of each candidate."""
-    found = []
-    for logits_nV, tokens in zip(logits_NnV.double(), candidates, strict=True):
-        logits_nV, token_n1 = logits_nV[: len(tokens)], torch.tensor(tokens, device=logits_nV.device)[:, None]
-        log_likelihood = logits_nV.log_softmax(-1).gather(1, token_n1).sum()
-        greedy = (logits_nV.argmax(-1, keepdim=True) == token_n1).all()
-        found.append(CandidateScore(float(log_likelihood), bool(greedy), len(tokens)))
-    return found
+def candidate_scores(
+    hidden_NnD: Tensor, weight_VD: Tensor, candidates: Sequence[Sequence[int]]
+) -> list[CandidateScore]:
+    """From the last hidden states that predict each token of each candidate."""
+    labels_Nn = torch.full(hidden_NnD.shape[:2], IGNORE)
+    for label_n, tokens in zip(labels_Nn, candidates, strict=True):
+        label_n[: len(tokens)] = torch.tensor(tokens)
+    scores = linear_token_scores(hidden_NnD.flatten(0, 1), weight_VD, labels_Nn.flatten().to(hidden_NnD.device))
+    nats_N = scores.losses.view(labels_Nn.shape).sum(1, dtype=torch.float64).tolist()
+    hits_N = scores.hits.view(labels_Nn.shape).sum(1).tolist()
+    return [
+        CandidateScore(-nats, hits == len(tokens), len(tokens))
+        for nats, hits, tokens in zip(nats_N, hits_N, candidates, strict=True)
+    ]
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

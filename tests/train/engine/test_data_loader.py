@@ -4,6 +4,7 @@ import ctypes
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,9 @@ def test_documents_padding_and_labels_reach_the_engine():
     tensors = to_engine(batch)
     assert tensors["doc_lens"].tolist() == [[2, 4], [6, 0]]
     assert tensors["max_doc_lens"] == [4, 6]
-    assert tensors["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORE], [7, 8, 9, IGNORE, IGNORE, IGNORE]]
+    assert tensors["labels"].tolist() == [[1, IGNORE, 3, 4, 5, IGNORE], [7, 8, 9, IGNORE, IGNORE, IGNORE]]
+    before = to_engine(replace(batch, mask_document_ends=False))
+    assert before["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORE], [7, 8, 9, IGNORE, IGNORE, IGNORE]]
 
 
 def test_token_ids_of_every_width_become_int64():
@@ -105,7 +108,7 @@ def test_token_ids_of_every_width_become_int64():
     assert tensors["input_ids"].tolist() == [[1, 2, 65535], [4, 5, 6]]
     assert tensors["input_ids"].dtype == torch.int64
     assert (tensors["doc_lens"].tolist(), tensors["doc_lens"].dtype) == ([[1, 2], [3, 0]], torch.int32)
-    assert tensors["labels"].tolist() == [[2, IGNORE, IGNORE], [5, 6, IGNORE]]
+    assert tensors["labels"].tolist() == [[IGNORE, IGNORE, IGNORE], [5, 6, IGNORE]]
 
 
 def test_rows_that_are_whole_documents_need_no_boundaries():
