@@ -37,7 +37,7 @@ def block_mass_loss(
     per_query = (q_BSGRK, pos_BS, selected.pos_BS, selected.start_BS, compressed.start_BS)
     sampled = [x.detach().index_select(1, queries_Q) for x in per_query]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
-    loss, counted, _ = _block_mass_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    loss, counted, _ = _differentiable_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
     return loss, counted
 
 
@@ -162,4 +162,4 @@ def _(
     return fake_results(k_cmp, q, need_grad)
 
 
-register_gradient(_block_mass_loss, n_inputs=10)
+_differentiable_loss = register_gradient(_block_mass_loss, n_inputs=10)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nsa.core.block_divergence import DivergenceSums, fake_results, register_gradient
+from nsa.core.block_divergence import DivergenceSums, SelectorLossFunction, fake_results, register_gradient
 from nsa.core.branches import BranchesOutput, BranchKeys
 from nsa.core.keys_at_places import keys_at, row_numbers
 from nsa.core.positions import Positions
@@ -72,19 +72,27 @@ def set_sampling_step(layers: Iterable[Any], step: int) -> None:
 def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     """x unchanged; the backward pass through it also starts at `loss`, with gradient 1. The value of the model's own
     loss stays what it is, and recomputation, compilation and sharding see one more node of a layer's graph."""
-    attached: Tensor = _AttachedLoss.apply(x, loss)
+    run = _AttachedLoss if torch.compiler.is_compiling() else _ReverseModeAttachedLoss
+    attached: Tensor = run.apply(x, loss)
     return attached
 
 
 class _AttachedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.of_loss = dict(dtype=loss.dtype, device=loss.device)
+    def forward(x: Tensor, loss: Tensor) -> Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.of_loss = dict(dtype=inputs[1].dtype, device=inputs[1].device)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
         return dx, torch.ones((), **ctx.of_loss)
+
+
+class _ReverseModeAttachedLoss(SelectorLossFunction, _AttachedLoss):
+    """With refusals of other transforms; torch.compile traces no function that has them."""
 
 
 def selector_loss(
@@ -101,7 +109,7 @@ def selector_loss(
     per_query = (q_BSGRK, made.blocks, lse_compressed, lse_selected, selected.pos_BS, selected.start_BS)
     sampled = [x.detach().index_select(1, queries_Q) for x in (*per_query, compressed.start_BS)]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
-    loss, counted, _ = _selector_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    loss, counted, _ = _differentiable_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
     return loss, counted
 
 
@@ -201,4 +209,4 @@ def _(
     return fake_results(k_cmp, q, need_grad)
 
 
-register_gradient(_selector_loss, n_inputs=12)
+_differentiable_loss = register_gradient(_selector_loss, n_inputs=12)
