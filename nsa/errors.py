@@ -50,6 +50,10 @@ class KernelUnavailable(ConfigError):
     """A backend was requested by name and cannot run here."""
 
 
+class UnsupportedTransform(ConfigError):
+    """A transform of torch (vmap, forward mode, double backward) that an operator of ours does not support."""
+
+
 class DataError(NSAError):
     """Data that is missing, corrupt beyond the allowed limit, or too late."""
 

@@ -7,10 +7,18 @@ input that gets one.
 c queries of a chunk · G kv groups · N blocks · K key dim
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nsa.kernels.transforms import ReverseModeFunction, with_gradient
+
+
+class SelectorLossFunction(ReverseModeFunction):
+    subject = "the selector loss"
+    instead = "Train without it (selector_loss=0), or call eval() first."
 
 
 class DivergenceSums:
@@ -59,14 +67,19 @@ def fake_results(k_cmp: Tensor, q: Tensor, need_grad: bool) -> tuple[Tensor, Ten
     return loss, mean, k_cmp.new_empty(k_cmp.shape if need_grad else 0)
 
 
-def register_gradient(operator: Any, n_inputs: int) -> None:
-    """The operator's third result is the gradient of its first input; the other inputs have none."""
+def register_gradient(operator: Any, n_inputs: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Make the operator's third result the gradient of its first input, the only one that has any; returns the operator
+    as a function to call in its place."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[2])
 
-    def differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(
+        ctx: Any, dloss: Tensor | None, _: Tensor | None, of_gradient: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        SelectorLossFunction.refuse_second(of_gradient)
         (dk_cmp,) = ctx.saved_tensors
-        return (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * (n_inputs - 1)
+        return None if dloss is None else (dk_cmp * dloss).to(dk_cmp.dtype), *[None] * (n_inputs - 1)
 
-    operator.register_autograd(differentiate, setup_context=save)
+    return with_gradient(operator, save, differentiate, SelectorLossFunction)

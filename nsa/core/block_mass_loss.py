@@ -38,7 +38,7 @@ def block_mass_loss(
     sampled = [x.detach().index_select(1, sample.queries_Q) for x in per_query]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
     sampled.append(sample.weight_BQ)
-    loss, mean, _ = _block_mass_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    loss, mean, _ = _differentiable_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
     return loss, mean
 
 
@@ -165,4 +165,4 @@ def _(
     return fake_results(k_cmp, q, need_grad)
 
 
-register_gradient(_block_mass_loss, n_inputs=11)
+_differentiable_loss = register_gradient(_block_mass_loss, n_inputs=11)

@@ -2,7 +2,8 @@
 
 Tensors are [batch, tokens, heads, width], as in FlashAttention. Head h attends over the keys of group h // (H / G).
 `cu_seqlens` packs documents: cumulative lengths, int32 [n + 1], rows of the batch end to end; documents do not see each
-other. Everything is differentiable in queries, keys, values and gates, and compiles without graph breaks.
+other. Everything is differentiable in queries, keys, values and gates, by autograd and `torch.func.grad`, and compiles
+without graph breaks; vmap, forward mode and double backward need kernels="reference".
 
 B batch · S tokens · H query heads · G kv groups · R heads per group (H / G) · K key dim · V value dim
 C compressed entries · N chosen blocks · X gates per group (R or 1)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from nsa.core.block_divergence import DivergenceSums, fake_results, register_gradient
+from nsa.core.block_divergence import DivergenceSums, SelectorLossFunction, fake_results, register_gradient
 from nsa.core.branches import BranchesOutput, BranchKeys
 from nsa.core.keys_at_places import add_rows, keys_at, row_numbers
 from nsa.core.positions import Positions, QuerySample
@@ -31,6 +31,7 @@ from nsa.geometry import Geometry
 from nsa.kernels.interface import constant_when_traced
 from nsa.kernels.portable.chunk import budget
 from nsa.kernels.precision import without_autocast
+from nsa.kernels.transforms import value_of
 
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -153,19 +154,29 @@ def attach_loss(x: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
     """x unchanged; the backward pass through it also starts at `loss`, with the `gradient` that this tensor has then.
     The value of the model's own loss stays what it is, and recomputation, compilation and sharding see one more node of
     a layer's graph."""
-    attached: Tensor = _AttachedLoss.apply(x, loss, gradient)
+    run = _AttachedLoss if torch.compiler.is_compiling() else _ReverseModeAttachedLoss
+    attached: Tensor = run.apply(x, loss, gradient)
     return attached
 
 
 class _AttachedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.of_loss, ctx.gradient = loss.dtype, gradient  # not saved by torch, which allows no change of a saved tensor
+    def forward(x: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        # Not saved by torch, which allows no change of a saved tensor.
+        ctx.of_loss, ctx.gradient = inputs[1].dtype, inputs[2]
+
+    @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
-        return dx, _read(ctx.gradient, dx).to(ctx.of_loss), None
+        gradient = _read(ctx.gradient, dx) if torch.compiler.is_compiling() else ctx.gradient.clone()
+        return dx, gradient.to(ctx.of_loss), None
+
+
+class _ReverseModeAttachedLoss(SelectorLossFunction, _AttachedLoss):
+    """With refusals of other transforms; torch.compile traces no function that has them."""
 
 
 @torch.library.custom_op("nsa::read_loss_gradient", mutates_args=())
@@ -183,9 +194,12 @@ class _FollowedLoss(torch.autograd.Function):
     """Its backward pass comes before that of every layer."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(loss: Tensor, gradient: Tensor) -> Tensor:
         return loss.clone()  # which may be changed in place, as a view may not
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.gradient = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
@@ -194,7 +208,7 @@ class _FollowedLoss(torch.autograd.Function):
         else:
             # Compiled layers have it saved, and refuse saved tensors whose version has changed.
             with torch.autograd._unsafe_preserve_version_counter(ctx.gradient):
-                ctx.gradient.copy_(dloss)
+                ctx.gradient.copy_(value_of(dloss))
         return dloss, None
 
 
@@ -213,7 +227,7 @@ def selector_loss(
     sampled = [x.detach().index_select(1, sample.queries_Q) for x in (*per_query, compressed.start_BS)]
     need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
     sampled.append(sample.weight_BQ)
-    loss, mean, _ = _selector_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
+    loss, mean, _ = _differentiable_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
     return loss, mean
 
 
@@ -313,4 +327,4 @@ def _(
     return fake_results(k_cmp, q, need_grad)
 
 
-register_gradient(_selector_loss, n_inputs=13)
+_differentiable_loss = register_gradient(_selector_loss, n_inputs=13)

@@ -6,18 +6,14 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from nsa.config.model_sections import SparseAttentionConfig
 from nsa.errors import ConfigError
-from nsa.geometry import Geometry
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.conversion.source_model import shortest_pattern
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.options import AttentionKind
 
-_OF_SPARSE_LAYERS = {
-    *Geometry.__dataclass_fields__,
-    *("phi", "phi_pos_emb", "gate", "gate_per", "gate_temperature", "sliding_gate_init", "kv", "rope_compressed"),
-    *("selector_loss", "selector_loss_share", "coarse_block", "n_coarse", "attention"),
-}
+_OF_SPARSE_LAYERS = {"attention", *SparseAttentionConfig().arguments}
 _NOT_COMPUTED_WITH = {
     *("max_position_embeddings", "initializer_range", "use_cache", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),

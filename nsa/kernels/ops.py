@@ -17,6 +17,7 @@ from nsa.geometry import Geometry
 from nsa.kernels.interface import BackendKernels, BranchInputs, on_device_of
 from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
+from nsa.kernels.transforms import ReverseModeFunction, with_gradient, without_second_gradient
 
 _KERNELS: dict[str, BackendKernels] = {}
 _N_SEL = [field.name for field in fields(Geometry)].index("n_sel")  # in `Geometry.ints`
@@ -31,6 +32,11 @@ class KernelFunctions(NamedTuple):
     sliding: Callable[..., Attended]
 
 
+class _KernelFunction(ReverseModeFunction):
+    subject = "attention in kernels of our own"
+    instead = "The backend 'reference' (kernels=\"reference\") is plain PyTorch and supports every transform."
+
+
 def bind(name: str, kernels: BackendKernels) -> KernelFunctions:
     """Register a backend's kernels under a name and return them as differentiable, compilable functions."""
     _KERNELS[name] = kernels
@@ -38,7 +44,7 @@ def bind(name: str, kernels: BackendKernels) -> KernelFunctions:
     def attend(branch: str, idx: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor,
                geometry: Geometry, scale: float, return_lse: bool) -> Attended:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, lse = _attend(q, k, v, idx, pos, start, branch, geometry.ints, scale, name)
+        out, lse = _differentiable_attend(q, k, v, idx, pos, start, branch, geometry.ints, scale, name)
         return (out, lse) if return_lse else out
 
     def sliding_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor, *, geometry: Geometry,
@@ -69,7 +75,7 @@ def bind_fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
     def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry,
                               scale: float, return_lse: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, lse, idx = _compressed_and_select(q, k, v, pos, first, geometry.ints, scale, name)
+        out, lse, idx = _differentiable_compressed_and_select(q, k, v, pos, first, geometry.ints, scale, name)
         return (out, idx, lse) if return_lse else (out, idx)
 
     return compressed_and_select
@@ -79,7 +85,7 @@ def bind_mix(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """A bound backend's `mix_forward` and `mix_backward` as one function with the signature of `reference.mix`."""
 
     def mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor) -> Tensor:
-        out: Tensor = _mix(gates, compressed, selected, sliding, name)
+        out: Tensor = _differentiable_mix(gates, compressed, selected, sliding, name)
         return out
 
     return mix
@@ -127,6 +133,9 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+_attend_gradients = without_second_gradient(_attend_backward, _KernelFunction)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, idx, pos, start, *ctx.rest = inputs
     ctx.set_materialize_grads(False)  # most callers do not use the log-sum-exp: its gradient is None then, not zeros
@@ -136,7 +145,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, idx, pos, start, out, lse = ctx.saved_tensors
     dout, dlse = _defined(dout, dlse, out, lse)
-    dq, dk, dv = _attend_backward(dout, q, k, v, idx, pos, start, out, lse, dlse, *ctx.rest)
+    dq, dk, dv = _attend_gradients(dout, q, k, v, idx, pos, start, out, lse, dlse, *ctx.rest)
     return dq, dk, dv, None, None, None, None, None, None, None
 
 
@@ -146,7 +155,7 @@ def _defined(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor)
     return dout, None if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+_differentiable_attend = with_gradient(_attend, _save, _differentiate, _KernelFunction)
 
 
 @torch.library.custom_op("nsa::select", mutates_args=())
@@ -191,11 +200,13 @@ def _differentiate_fused(ctx: Any, dout: Tensor | None, dlse: Tensor | None, did
     q, k, v, pos, first, out, lse = ctx.saved_tensors
     rest = ("compressed", ctx.sizes, ctx.scale, ctx.backend)
     dout, dlse = _defined(dout, dlse, out, lse)
-    dq, dk, dv = _attend_backward(dout, q, k, v, None, pos, first, out, lse, dlse, *rest)
+    dq, dk, dv = _attend_gradients(dout, q, k, v, None, pos, first, out, lse, dlse, *rest)
     return dq, dk, dv, None, None, None, None, None
 
 
-_compressed_and_select.register_autograd(_differentiate_fused, setup_context=_save_fused)
+_differentiable_compressed_and_select = with_gradient(
+    _compressed_and_select, _save_fused, _differentiate_fused, _KernelFunction
+)
 
 
 @torch.library.custom_op("nsa::mix", mutates_args=())
@@ -227,13 +238,16 @@ def _(
     return dgates, *(x.new_empty(x.shape) for x in (compressed, selected, sliding))  # type: ignore[return-value]
 
 
+_mix_gradients = without_second_gradient(_mix_backward, _KernelFunction)
+
+
 def _save_mix(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate_mix(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return *_mix_backward(dout, *ctx.saved_tensors, ctx.backend), None
+    return *_mix_gradients(dout, *ctx.saved_tensors, ctx.backend), None
 
 
-_mix.register_autograd(_differentiate_mix, setup_context=_save_mix)
+_differentiable_mix = with_gradient(_mix, _save_mix, _differentiate_mix, _KernelFunction)

@@ -37,7 +37,8 @@ def without_autocast(x: Tensor, run: Callable[..., Result], *args: Any) -> Resul
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """`torch.einsum` of two tensors in their own dtype, and so its gradients, whatever the ambient autocast."""
-    out: Tensor = _FullPrecisionEinsum.apply(equation, a, b)
+    run = _FullPrecisionEinsum if torch.compiler.is_compiling() else _TransformableEinsum
+    out: Tensor = run.apply(equation, a, b)
     return out
 
 
@@ -50,6 +51,7 @@ class _FullPrecisionEinsum(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[str, Tensor, Tensor], output: Tensor) -> None:
         ctx.equation, a, b = inputs
         ctx.save_for_backward(a, b)
+        ctx.save_for_forward(a, b)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
@@ -60,6 +62,20 @@ class _FullPrecisionEinsum(torch.autograd.Function):
         da = einsum(f"{of_out},{of_b}->{of_a}", dout, b) if needs_a else None
         db = einsum(f"{of_out},{of_a}->{of_b}", dout, a) if needs_b else None
         return None, da, db
+
+
+class _TransformableEinsum(_FullPrecisionEinsum):
+    """For every transform of torch.func; torch.compile traces no function that has these rules."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, da: Tensor | None, db: Tensor | None) -> Tensor:
+        a, b = ctx.saved_tensors
+        of_a = None if da is None else einsum(ctx.equation, da, b)
+        of_b = None if db is None else einsum(ctx.equation, a, db)
+        parts = [part for part in (of_a, of_b) if part is not None]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def warm_up_vector_math() -> None:

@@ -16,10 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from nsa.errors import ConfigError
+=======
+from nsa.kernels.transforms import ReverseModeFunction, with_gradient
+>>>>>>> w-func
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 1 << 22  # logits, or elements of the weight in fp32, that exist at once
+
+
+class _CrossEntropyFunction(ReverseModeFunction):
+    subject = "the chunked cross-entropy"
+    instead = "torch.nn.functional.cross_entropy of the logits supports every transform."
 
 
 class TokenScores(NamedTuple):
@@ -62,7 +71,7 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, redu
     assert reduction in ("mean", "sum")
     x_ND, weight_VD = _autocast(x_ND, weight_VD)
     need_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _linear_cross_entropy(x_ND, weight_VD, labels_N, reduction == "mean", need_grad)[0]
+    loss: Tensor = _differentiable_cross_entropy(x_ND, weight_VD, labels_N, reduction == "mean", need_grad)[0]
     return loss
 
 
@@ -245,13 +254,17 @@ def _gradient_buffers(x_ND: Tensor, weight_VD: Tensor, need_grad: bool) -> tuple
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], output[2])
     ctx.weight_dtype = inputs[1].dtype
 
 
-def _differentiate(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dloss: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    _CrossEntropyFunction.refuse_second(*of_gradients)
+    if dloss is None:
+        return (None,) * 5
     dx_ND, dweight_VD = ctx.saved_tensors
     return (dx_ND * dloss).to(dx_ND.dtype), (dweight_VD * dloss).to(ctx.weight_dtype), None, None, None
 
 
-_linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+_differentiable_cross_entropy = with_gradient(_linear_cross_entropy, _save, _differentiate, _CrossEntropyFunction)

@@ -292,12 +292,16 @@ def test_compiles_without_graph_breaks():
 def test_the_operator_keeps_torchs_contract():
     layer = layer_of("tiny")
     seen = []
-    original = module_under_test._selector_loss
-    module_under_test._selector_loss = lambda *given: seen.append(given) or original(*given)
+    original = module_under_test._differentiable_loss
+    module_under_test._differentiable_loss = lambda *given: seen.append(given) or original(*given)
     try:
         layer(torch.randn(2, 60, layer.dim, dtype=torch.float64))
     finally:
-        module_under_test._selector_loss = original
+        module_under_test._differentiable_loss = original
     (given,) = seen
     given = tuple(x.detach().requires_grad_(i == 0) if isinstance(x, torch.Tensor) else x for i, x in enumerate(given))
-    opcheck(original, given, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    opcheck(
+        module_under_test._selector_loss,
+        given,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )

@@ -1,11 +1,17 @@
 """Harm and gain of single layers: equal to those of other conversions of the same model; the rule of the advice."""
 
+import inspect
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="in the hf extra")
 
+from nsa.config.load import load as config_of
+from nsa.config.model_sections import SparseAttentionConfig
+from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
+from nsa.hf.configuration import NSAConfig
 from nsa.hf.import_folder import import_folder
 from nsa.infer.evaluation.agreement import agreement_with
 from nsa.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
@@ -96,6 +102,36 @@ def test_a_run_of_the_converted_model_has_exchangeable_layers(case, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(made(ids).logits, dense(ids).logits, atol=1e-4, rtol=1e-4)
     assert run.config.layer_kinds() == sparse.config.layer_kinds() != kinds
+
+
+def test_a_model_that_was_warmed_up_by_the_recipe_has_exchangeable_layers(tmp_path):
+    sparse, dense, _ = converted_pair(tmp_path, phi="softmax")
+    recipe = config_of(tmp_path / "sparse" / "warmup.yaml", overrides=["data.dataset=synthetic"])
+    sparse.config = NSAConfig.from_run(recipe, sparse.config.vocab_size, sparse.config.eos_token_id)
+    assert sparse.config.selector_blocks == "all" != dense.config.selector_blocks
+    require_same_but_kinds(sparse, dense)
+
+
+def test_every_option_of_a_layer_is_compared_or_belongs_to_sparse_layers(tmp_path):
+    """A new option is one or the other by where it is defined; this list names those that matter to no layer."""
+    sparse, dense, _ = converted_pair(tmp_path, "qwen3")  # with QK-norm, whose options count then
+    of_layer = set(inspect.signature(NSAAttention).parameters)
+    assert of_layer - set(sparse.config.attention_arguments()) == {"dim", "rope", "kernels"}
+    in_config = {"n_heads": "num_attention_heads", "n_kv_groups": "num_key_value_heads", "d_k": "head_dim",
+                 "d_v": "v_head_dim", "rope_base": "rope_theta", "init_std": "initializer_range", "dim": "hidden_size",
+                 "rope": "rope_layers"}  # fmt: skip
+    of_sparse_layers = set(SparseAttentionConfig.model_fields) - {"preset"}
+    assert of_sparse_layers <= of_layer
+    for option in of_layer - {"kernels"}:
+        name = in_config.get(option, option)
+        before = getattr(dense.config, name)
+        object.__setattr__(dense.config, name, ("another", before))
+        if option in of_sparse_layers | {"init_std"}:
+            require_same_but_kinds(sparse, dense)
+        else:
+            with pytest.raises(ConfigError, match=name):
+                require_same_but_kinds(sparse, dense)
+        object.__setattr__(dense.config, name, before)
 
 
 def test_rows_within_the_covered_length_lead_to_no_advice(tmp_path):

@@ -1,0 +1,89 @@
+"""Gradients of custom operators for autograd, `torch.compile` and `torch.func.grad`; vmap, forward mode and double
+backward are refused by name.
+
+torch.library gives an operator with a gradient no rule for `torch.func.grad`, takes it for a constant in forward mode
+without a word, and batches it by a loop. An `autograd.Function` around the operator has a place for each of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from nsa.errors import UnsupportedTransform
+
+_WHY = {
+    "vmap": "rows are mapped by their own batch axis. Put the mapped axis there",
+    "forward mode (jvp)": "its gradient is written for reverse mode. Use torch.func.grad or vjp",
+    "double backward (create_graph=True, nested torch.func.grad)": "its gradient has no gradient of its own",
+}
+_VMAP, _FORWARD_MODE, _DOUBLE_BACKWARD = _WHY
+
+
+class ReverseModeFunction(torch.autograd.Function):
+    """A function that `torch.func.grad` differentiates and that refuses the other transforms."""
+
+    subject: ClassVar[str]
+    """What refuses, as the message calls it."""
+    instead: ClassVar[str]
+    """A sentence that says what supports the transform."""
+
+    @classmethod
+    def refuse(cls, transform: str) -> NoReturn:
+        raise UnsupportedTransform(f"{cls.subject} does not support {transform}: {_WHY[transform]}. {cls.instead}")
+
+    @classmethod
+    def jvp(cls, ctx: Any, *tangents: Any) -> NoReturn:
+        cls.refuse(_FORWARD_MODE)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        cls.refuse(_VMAP)
+
+    @classmethod
+    def refuse_second(cls, *gradients: Tensor | None) -> None:
+        """Refuse if there are gradients of what is itself a gradient."""
+        if any(gradient is not None for gradient in gradients):
+            cls.refuse(_DOUBLE_BACKWARD)
+
+
+def with_gradient(
+    operator: torch.library.CustomOpDef, setup_context: Callable[..., None], backward: Callable[..., Any],
+    base: type[ReverseModeFunction],
+) -> Callable[..., Any]:  # fmt: skip
+    """Register an operator's gradient and return the operator as a function to call in its place. `base` has the words
+    of its refusals."""
+
+    def forward(*args: Any) -> Any:
+        return operator(*args)
+
+    members = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    function: Any = type(operator._name, (base,), {name: staticmethod(member) for name, member in members.items()})
+    operator.register_autograd(backward, setup_context=setup_context)
+    operator.register_vmap(base.vmap)
+
+    def run(*args: Any) -> Any:
+        # Traced, the operator itself is what stays opaque; compilers know its gradient.
+        return operator(*args) if torch.compiler.is_compiling() else function.apply(*args)
+
+    return run
+
+
+def without_second_gradient(operator: torch.library.CustomOpDef, base: type[ReverseModeFunction]) -> Callable[..., Any]:
+    """`with_gradient` of an operator that computes a gradient and has none of its own."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    def backward(ctx: Any, *gradients: Any) -> None:
+        base.refuse_second(*gradients)
+
+    return with_gradient(operator, setup_context, backward, base)
+
+
+def value_of(x: Tensor) -> Tensor:
+    """The values of a tensor that autograd or `torch.func.grad` tracks."""
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.detach()
