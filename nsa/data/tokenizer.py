@@ -237,7 +237,7 @@ def _parse_json(path: Path, text: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _require_bounded_growth(path: Path, part: dict[str, Any]) -> None:
-    """Refuse a normalizer or decoder whose replacements multiply a text, before a text is normalized: the library has no limit.
+    """Refuse a normalizer or decoder whose replacements multiply a text: the library has no limit of its own.
 
     A replacement is applied to what earlier ones inserted only if its pattern shares a character with that, or after a
     step that changes characters. Such growths multiply, others do not.

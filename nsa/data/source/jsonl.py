@@ -2,7 +2,7 @@
 
 A plain file is divided into blocks of bytes, one unit each; a line belongs to the block in which it starts. A
 compressed file can only be read from its beginning, so the whole file is one unit, whose size in memory is limited by
-`max_unit_bytes` and in proportion to the file (`LARGEST_RATIO`). Plain JSONL and zstd without frame
+`max_unit_bytes` and in proportion to the file (`require_plausible_ratio`). Plain JSONL and zstd without frame
 checksums cannot detect damage that leaves valid JSON (gzip can); `checksums.py` detects it from the second read on.
 """
 
@@ -15,18 +15,23 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
+from nsa.data.document import (
+    DEFAULT_MAX_UNIT_BYTES,
+    DOCUMENT_BYTES,
+    CorruptUnit,
+    Document,
+    DocumentColumns,
+    SourceUnit,
+    make_document,
+    require_plausible_ratio,
+)
 from nsa.data.source.file import LocalFile
 from nsa.data.source.read_report import BAD_LINES, ReadReport
 from nsa.errors import DataError
 
-LARGEST_RATIO = 100
-"""Bytes that a compressed file may unpack to per byte, beyond `FREE_UNPACKED_BYTES`; of text about 3 to 10."""
-FREE_UNPACKED_BYTES = 64 * 2**20
 _BLOCK_BYTES = 4 * 2**20
 _READ_BYTES = 2**20
 _ZSTD_READ_BYTES = 2**10  # unpacked at once; at most 32,768 times as long
-_DOCUMENT_BYTES = 256  # of a document in memory, besides its text
 
 
 class JsonlSource:
@@ -126,11 +131,8 @@ class JsonlSource:
         waiting: list[bytes] = []
         for piece in pieces:
             *lines, rest = piece.split(b"\n")
-            unpacked += len(piece) + _DOCUMENT_BYTES * len(lines)
-            if unpacked > FREE_UNPACKED_BYTES + LARGEST_RATIO * self._sizes[file]:
-                raise CorruptUnit(
-                    f"it unpacks to more than {LARGEST_RATIO} times its {self._sizes[file]} bytes, which text does not"
-                )
+            unpacked += len(piece) + DOCUMENT_BYTES * len(lines)
+            require_plausible_ratio(unpacked, self._sizes[file])
             if unpacked > self._max_unit_bytes:
                 raise DataError(
                     f"{self._files[file].where} unpacks to more than max_unit_bytes={self._max_unit_bytes}: a "

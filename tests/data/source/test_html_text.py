@@ -63,4 +63,3 @@ def test_well_formed_pages_are_read_as_by_html_parser(seed: int) -> None:
 )
 def test_markup_that_is_never_closed_is_text(page: str, text: str) -> None:
     assert html_text(page) == text
-
