@@ -276,7 +276,14 @@ def parquet(texts: list[str], *, dictionary: bool) -> bytes:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     stream = io.BytesIO()
     table = pa.table({"id": [str(number) for number in range(len(texts))], "text": texts})
-    pq.write_table(table, stream, compression="zstd", use_dictionary=dictionary, store_schema=False)
+    pq.write_table(
+        table,
+        stream,
+        compression="zstd",
+        use_dictionary=dictionary,
+        store_schema=False,
+        dictionary_pagesize_limit=1 << 28,
+    )
     return stream.getvalue()
 
 
