@@ -177,7 +177,7 @@ def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
         document = json.loads(raw)
         # The same value can be spelled in two ways in JSON; only the bytes we wrote count.
         intact = _is_canonical(raw, document)
-        body = document["commit"] if intact else None
+        body: Any = document["commit"] if intact else None
         text = _canonical(body)
         intact = intact and isinstance(body, dict) and document["sha256"] == hashlib.sha256(text).hexdigest()
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -50,14 +50,16 @@ class ParagraphParser:
         text_from = at = 0
         while 0 <= (at := html.find("<", at)) < last:
             end = self._markup_end(html, at, unclosed)
-            if end is None and (name := _NAME.match(html, at + 1)) is None:
+            start = _NAME.match(html, at + 1)
+            if end is None and start is None:
                 at += 1
                 continue
             self._add_text(html[text_from:at])
-            if end is None:
-                end = self._start_tag(html, name)
+            if start is not None:
+                end = self._start_tag(html, start)
             elif html.startswith("</", at) and (name := _NAME.match(html, at + 2)):
                 self._close(name[0].lower())
+            assert end is not None
             text_from = at = end
         self._add_text(html[text_from:])
 
