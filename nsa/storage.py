@@ -130,9 +130,13 @@ class StorageFolder:
             self._require_regular(name)
             return self._fs.open_input_file(self._path(name))
 
-    def read_bytes(self, name: str) -> bytes:
+    def read_bytes(self, name: str, *, limit: int | None = None) -> bytes:
+        """A whole file; raises DataError for one of more than `limit` bytes."""
         with self.open_input(name) as stream, self._explained(f"{name} cannot be read"):
-            return stream.read()
+            raw = stream.read() if limit is None else stream.read(limit + 1)
+        if limit is not None and len(raw) > limit:
+            raise DataError(f"{self.url}/{name} has more than the {limit} bytes that such a file may have.")
+        return raw
 
     def copy_to(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,8 @@ CHUNK_BYTES = 4 << 20
 IRREGULAR = -1
 """Size of a link, pipe, device or anything else that is not a regular file."""
 _THREADS = 4
+_DEEPEST_NAME = 16
+_FREE_CONTAINERS, _FEWEST_BYTES_PER_CONTAINER = 1000, 24
 _SHORTEST_KEY_BYTES = 16
 
 
@@ -170,12 +172,14 @@ def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
 def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
     """Raises CheckpointError unless the bytes are as written and, with a key, signed with that key."""
     try:
+        if raw.count(b"{") + raw.count(b"[") > _FREE_CONTAINERS + len(raw) // _FEWEST_BYTES_PER_CONTAINER:
+            raise ValueError("its values would take many times its size in memory")
         document = json.loads(raw)
-        body = document["commit"]
-        text = _canonical(body)
         # The same value can be spelled in two ways in JSON; only the bytes we wrote count.
-        intact = raw == _canonical(document) and document["sha256"] == hashlib.sha256(text).hexdigest()
-        intact = intact and isinstance(body, dict)
+        intact = _is_canonical(raw, document)
+        body: Any = document["commit"] if intact else None
+        text = _canonical(body)
+        intact = intact and isinstance(body, dict) and document["sha256"] == hashlib.sha256(text).hexdigest()
     except (ValueError, TypeError, KeyError, RecursionError):
         intact = False
     if not intact:
@@ -184,7 +188,8 @@ def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
         if "hmac_sha256" not in document:
             raise CheckpointError(f"{COMMIT} is not signed, but a key is set")
         expected = hmac.new(key, text, hashlib.sha256).hexdigest()
-        if not hmac.compare_digest(expected, str(document["hmac_sha256"])):
+        # As bytes: text that is not ASCII is a TypeError.
+        if not hmac.compare_digest(expected.encode(), str(document["hmac_sha256"]).encode("utf-8", "surrogatepass")):
             raise CheckpointError(f"{COMMIT} is signed with another key, or forged")
     if body.get("format") not in (_WHOLE_FILE_FORMAT, FORMAT):
         raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {FORMAT}")
@@ -216,6 +221,8 @@ def _entry(entry: Mapping[str, Any]) -> ManifestEntry:
 def _require_names_inside(names: Mapping[str, ManifestEntry]) -> None:
     for name in names:
         parts = name.split("/")
+        if len(parts) > _DEEPEST_NAME:  # the folders of every name are looked up below
+            raise CheckpointError(f"{COMMIT} names a file in {len(parts)} folders, which no checkpoint has")
         outside = name != PurePosixPath(name).as_posix() or name.startswith("/") or ".." in parts
         if outside or not name.isprintable():
             raise CheckpointError(f"{COMMIT} names {name!r}, which lies outside the checkpoint")
@@ -287,5 +294,18 @@ def _hash_all(store: FileStore, names: list[str], by_file: Collection[str] = ())
         return dict(zip(names, hashed, strict=True))
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False)
+
+
 def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+    return _ENCODER.encode(value).encode() + b"\n"
+
+
+def _is_canonical(raw: bytes, value: object) -> bool:
+    """`raw == _canonical(value)` without the whole text: indented, deeply nested values are many times as long."""
+    at = 0
+    for part in map(str.encode, _ENCODER.iterencode(value)):
+        if not raw.startswith(part, at):
+            return False
+        at += len(part)
+    return raw[at:] == b"\n"

@@ -2,7 +2,8 @@
 
 A name in a pickle (GLOBAL) stays text. Calling it (REDUCE), making an object of it (NEWOBJ) and setting its state
 (BUILD) are looked up in a `PickleGrammar`, a short table of our own functions; everything else is refused. Containers
-are exact built-in types, so that nothing in the result has a method from the pickle.
+are exact built-in types, so that nothing in the result has a method from the pickle. A pickle can name a value again in
+two bytes: everything that is made is charged to a budget of memory in proportion to the size of the pickle.
 """
 
 import struct
@@ -14,7 +15,12 @@ _DEEPEST = 64
 _BUILTINS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
 _KEY_TYPES = frozenset({type(None), bool, str, bytes})
 _LARGEST_KEY = 1 << 60  # larger integers can be chosen to share a hash, which makes a dict quadratic
-_FEWEST_BYTES_PER_OBJECT = 4  # a pickle of empty containers would otherwise take fifty times its size in memory
+_LONGEST_KEY = 64  # parts of a key that is a tuple; its hash is computed at every use
+_FREE_BYTES = 1 << 20
+_MOST_EXPANSION = 32  # bytes of memory per byte of a pickle; an index of tensors takes 12, by these estimates 18
+_FREE_VALUES = 1 << 20
+# Estimates of what CPython allocates.
+_OBJECT_BYTES, _ITEM_BYTES, _ENTRY_BYTES, _PENDING_BYTES = 72, 8, 48, 120
 
 
 class PickleRefused(ValueError):
@@ -62,6 +68,8 @@ class PickleGrammar:
     """Types, besides the built-in ones, that may be in the result."""
     keys: frozenset[type] = frozenset()
     """Types, besides text and numbers, that may be keys."""
+    memory: Callable[[Any], int] = lambda value: 0
+    """Bytes that a value made by a call takes in memory, if it is neither text, bytes nor a dict."""
 
 
 def read_pickle(raw: bytes | bytearray | memoryview, grammar: PickleGrammar) -> Any:
@@ -73,15 +81,14 @@ def read_pickle(raw: bytes | bytearray | memoryview, grammar: PickleGrammar) -> 
     # Damage: missing positions and marks, states of the wrong shape, bytes that are not text.
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
         raise PickleRefused(f"it is damaged ({type(error).__name__})") from error
-    _require_plain(value, grammar.leaves)
+    _require_plain(value, grammar.leaves, _FREE_VALUES + len(raw))
     return value
 
 
-def _require_plain(value: Any, leaves: frozenset[type]) -> None:
-    """Exact types at every level, no cycles, limited depth; shared parts are checked once per level."""
-    seen: dict[int, int] = {}
+def _require_plain(value: Any, leaves: frozenset[type], most: int) -> None:
+    """Exact types at every level, no cycles, limited depth and, counting a shared part wherever it is used, size."""
     level: list[Any] = [value]
-    for depth in range(_DEEPEST):
+    for _ in range(_DEEPEST):
         below: list[Any] = []
         for item in level:
             kind = type(item)
@@ -90,9 +97,9 @@ def _require_plain(value: Any, leaves: frozenset[type]) -> None:
                     raise PickleRefused(f"it holds {_describe(item)}")
                 continue
             if kind in (list, tuple, dict) and item:
-                if seen.get(id(item)) == depth:
-                    continue
-                seen[id(item)] = depth
+                most -= len(item)
+                if most < 0:
+                    raise PickleRefused("it repeats its values more often than its size allows")
                 below.extend(item)
                 if kind is dict:
                     below.extend(item.values())
@@ -116,9 +123,9 @@ class _PickleMachine:
         self.raw, self.at, self.grammar = raw, 0, grammar
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.names: dict[PickledName, Any] = {}
-        self.objects_left = 10_000 + len(raw) // _FEWEST_BYTES_PER_OBJECT
+        self.memory_left = _FREE_BYTES + _MOST_EXPANSION * len(raw)
 
     def run(self) -> Any:
         raw, operations = self.raw, _OPERATIONS
@@ -150,16 +157,28 @@ class _PickleMachine:
     def number(self, form: struct.Struct) -> Any:
         return form.unpack(self.take(form.size))[0]
 
-    def count_object(self) -> None:
-        self.objects_left -= 1
-        if self.objects_left < 0:
-            raise PickleRefused("it has more objects than its size allows")
+    def charge(self, count: int) -> None:
+        self.memory_left -= count
+        if self.memory_left < 0:
+            raise PickleRefused(f"it would take more than {_MOST_EXPANSION} times its size in memory")
+
+    def push_made(self, value: Any) -> None:
+        """Push a value that one of our functions made."""
+        kind, more = type(value), 0
+        if kind is bytes or kind is str:
+            more = len(value)
+        elif kind is dict:
+            more = len(value) * _ENTRY_BYTES
+        else:
+            more = self.grammar.memory(value)
+        self.charge(_OBJECT_BYTES + more)
+        self.stack.append(value)
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
     def push_object(self, value: Any) -> None:
-        self.count_object()
+        self.charge(_OBJECT_BYTES)
         self.stack.append(value)
 
     def pop(self) -> Any:
@@ -175,10 +194,15 @@ class _PickleMachine:
         return items
 
     def put(self, key: int) -> None:
-        value = self.stack[-1]
+        value, memo = self.stack[-1], self.memo
         if type(value) is PendingObject:
             value.memo_keys.append(key)
-        self.memo[key] = value
+        if key == len(memo):
+            memo.append(value)
+        elif key < len(memo):
+            memo[key] = value
+        else:
+            raise PickleRefused("it numbers its values with gaps, which no pickler does")
 
     def mark(self) -> None:
         self.marks.append(len(self.stack))
@@ -190,20 +214,24 @@ class _PickleMachine:
 
     def append(self) -> None:
         value = self.pop()
+        self.charge(_ITEM_BYTES)
         self.container(list).append(value)
 
     def appends(self) -> None:
         items = self.pop_to_mark()
+        self.charge(_ITEM_BYTES * len(items))
         self.container(list).extend(items)
 
     def set_item(self) -> None:
         value, key = self.pop(), self.pop()
         self.require_key(key)
+        self.charge(_ENTRY_BYTES)
         self.container(dict)[key] = value
 
     def set_items(self) -> None:
         items = self.pop_to_mark()
         target = self.container(dict)
+        self.charge(_ENTRY_BYTES // 2 * len(items))
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.require_key(key)
             target[key] = value
@@ -218,7 +246,8 @@ class _PickleMachine:
         kind = type(key)
         if kind in _KEY_TYPES or kind in self.grammar.keys or (kind is int and -_LARGEST_KEY < key < _LARGEST_KEY):
             return
-        if kind is tuple and all(type(part) in (str, int) for part in key):  # a deep one overflows the stack of hash()
+        # A deep one overflows the stack of hash().
+        if kind is tuple and len(key) <= _LONGEST_KEY and all(type(part) in (str, int) for part in key):
             return
         raise PickleRefused(f"it has a key of type {_describe(key)}")
 
@@ -241,14 +270,13 @@ class _PickleMachine:
             raise PickleRefused(f"it refers to {found}")
 
     def reduce(self) -> None:
-        self.count_object()
         arguments, name = self.pop(), self.pop()
         if type(name) is not PickledName or name not in self.grammar.calls or type(arguments) is not tuple:
             raise PickleRefused(f"it calls {_describe(name)}")
-        self.stack.append(self.grammar.calls[name](*arguments))
+        self.push_made(self.grammar.calls[name](*arguments))
 
     def new_object(self) -> None:
-        self.count_object()
+        self.charge(_PENDING_BYTES)
         arguments, name = self.pop(), self.pop()
         if type(name) is PickledName and type(arguments) is tuple and not arguments:
             if name in self.grammar.objects:
@@ -261,7 +289,9 @@ class _PickleMachine:
         state, pending = self.pop(), self.stack[-1]
         if type(pending) is not PendingObject:
             raise PickleRefused(f"it sets the state of {_describe(pending)}")
-        self.stack[-1] = value = pending.finish(state)
+        value = pending.finish(state)
+        self.stack.pop()
+        self.push_made(value)
         for key in pending.memo_keys:
             if self.memo[key] is pending:
                 self.memo[key] = value
@@ -269,8 +299,7 @@ class _PickleMachine:
     def persistent(self) -> None:
         if self.grammar.persistent is None:
             raise PickleRefused("it refers to a persistent object")
-        self.count_object()
-        self.stack.append(self.grammar.persistent(self.pop()))
+        self.push_made(self.grammar.persistent(self.pop()))
 
     # The most frequent operations of an index, without calling `take`.
     def small_number(self) -> None:

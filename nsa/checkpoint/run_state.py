@@ -17,6 +17,8 @@ from nsa.names import STATE
 
 FORMAT = 1
 LARGEST_JSON_BYTES = 16 << 20
+LARGEST_VOCABULARY = 2**32
+"""Ids are stored in at most four bytes."""
 VOCAB_SIZE = "vocab_size"
 """Key in `RunRecord.more`: the resolved `model.vocab_size`."""
 TOKENIZER_RECORD = "tokenizer"
@@ -79,6 +81,9 @@ class RunRecord:
         for name in ("config", "data_cursor", "spike_window", "more"):
             if not isinstance(getattr(self, name), dict):
                 raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
+        ids = self.more.get(VOCAB_SIZE, 1)
+        if type(ids) is not int or not 0 < ids <= LARGEST_VOCABULARY:
+            raise TypeError(f"{VOCAB_SIZE} is {ids!r:.80}")
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -29,8 +29,10 @@ _DCP = "torch.distributed.checkpoint.metadata"
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 _FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _FORMAT = PickledName(_DCP, "_MEM_FORMAT_ENCODING")
-_SMALLEST_LIMIT_BYTES = 64 << 20
+_SMALLEST_LIMIT_BYTES = 16 << 20
 _LARGEST_SHARE_BYTES = 1 << 20
+_LONGEST_PATH = 4096
+_INDEX_OBJECT_BYTES = 64  # beyond an object of no fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
             continue
         assert isinstance(described, TensorStorageMetadata)
         covered = 0
+        if len({chunk.offsets for chunk in described.chunks}) != len(described.chunks):
+            raise PickleRefused(f"it has a piece of {key!r} more than once")  # their bytes are there once
         for chunk in described.chunks:
             place_of_chunk = pieces.get(MetadataIndex(key, chunk.offsets))
             numel = math.prod(chunk.sizes)
@@ -121,7 +125,7 @@ def _metadata(state: Any) -> Metadata:
     _require(all(type(key) is str for key in described))
     _require(all(type(value) in (TensorStorageMetadata, BytesStorageMetadata) for value in described.values()))
     _require(all(type(key) is MetadataIndex and type(place) is PieceLocation for key, place in pieces.items()))
-    _require(all(type(path) is tuple and len(path) < 64 for path in paths.values()))
+    _require(all(type(path) is tuple and 0 < len(path) < 64 for path in paths.values()))
     _require(all(type(part) in (str, int) for path in paths.values() for part in path))
     return Metadata(described, paths, pieces, meta, version)
 
@@ -185,7 +189,7 @@ def _member(of: Any, name: Any) -> torch.memory_format:
 
 
 def _path(*parts: Any) -> str:
-    _require(all(type(part) is str for part in parts))
+    _require(all(type(part) is str for part in parts), sum(map(len, parts)) < _LONGEST_PATH)
     return str(PurePosixPath(*parts))
 
 
@@ -217,4 +221,5 @@ _GRAMMAR = PickleGrammar(
     stateless={PickledName(_DCP, "BytesStorageMetadata"): BytesStorageMetadata},
     leaves=frozenset({Metadata}),
     keys=frozenset({MetadataIndex}),
+    memory=lambda value: _INDEX_OBJECT_BYTES,
 )

@@ -45,6 +45,7 @@ _NDARRAY = PickledName("numpy", "ndarray")
 _LARGEST_PICKLE_BYTES = 16 << 20
 _LARGEST_LISTING_BYTES = 8 << 20
 _MOST_DIMENSIONS = 64
+_TENSOR_BYTES = 800  # of the object, or of its storage, without the values
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -62,6 +63,7 @@ class _UnreadArray:
     """A numpy array that is not read, or the type of one."""
 
     kind: str
+    nbytes: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -185,7 +187,15 @@ def _grammar(storage: Callable[[Any], _TensorStorage], with_tensors: bool) -> Pi
         arguments=frozenset({*(PickledName("torch", name) for name in _STORAGES), _UNTYPED, _NDARRAY}),
         persistent=storage,
         leaves=frozenset({Tensor, torch.dtype, torch.Size, _array_type() if with_tensors else _UnreadArray}),
+        memory=_memory,
     )
+
+
+def _memory(value: Any) -> int:
+    """Estimate the memory of a value; a tensor shares the bytes of its storage, an array has its own."""
+    if type(value) in (Tensor, _TensorStorage):
+        return _TENSOR_BYTES
+    return 8 * len(value) if type(value) is torch.Size else int(getattr(value, "nbytes", 0))
 
 
 def _array_type() -> type:
@@ -291,7 +301,7 @@ def _array(with_tensors: bool, kind: Any, shape: Any, code: Any) -> PendingObjec
         if len(content) != math.prod(shape) * dtype.itemsize:
             raise PickleRefused("it has an array whose size differs from its bytes")
         if not with_tensors:
-            return dtype
+            return _UnreadArray(dtype.kind, len(content))
         import numpy
 
         return numpy.frombuffer(content, f"<{dtype.kind}").reshape(shape, order="F" if fortran else "C").copy()

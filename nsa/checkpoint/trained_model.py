@@ -23,6 +23,8 @@ from nsa.errors import CheckpointError, NSAError
 if TYPE_CHECKING:  # needs numpy, which `nsa checkpoint` does without
     from nsa.data.tokenizer import Tokenizer
 
+_EMBEDDING = "embeddings.weight"
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -43,9 +45,16 @@ class TrainedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        size = self.config.model.vocab_size or self.record.more.get(VOCAB_SIZE)
-        return int(size) if type(size) is int else self.tensors["embeddings.weight"].shape[0]
+        """Rows of the embedding; raises CheckpointError if state.json says another number."""
+        stated = self.config.model.vocab_size or self.record.more.get(VOCAB_SIZE)
+        embedding = self.tensors.get(_EMBEDDING)
+        if embedding is None or embedding.dim() != 2 or stated not in (None, embedding.shape[0]):
+            shape = None if embedding is None else tuple(embedding.shape)
+            raise CheckpointError(
+                f"{self.path} has a vocabulary of {stated} in {names.STATE} and {_EMBEDDING} of shape {shape}: they "
+                f"belong to different models. Use another checkpoint."
+            )
+        return int(embedding.shape[0])
 
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer saved with the checkpoint; None if there is none."""

@@ -101,6 +101,9 @@ def _add_value(key: str, node: yaml.Node, where: str, origin: str | None, layer:
     if isinstance(node, yaml.ScalarNode):
         layer.add(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
     elif isinstance(node, yaml.SequenceNode) and _takes_list(key) and _is_flat(node):
+        if sum(len(item.value) for item in node.value) > _MOST_BYTES:  # aliases name one long text many times
+            layer.problems.append(f"{where}: {key} is longer than a config file may be.")
+            return
         text = f"[{', '.join(item.value for item in node.value)}]"
         layer.add(key, text, origin=origin or where, where=where)
     elif isinstance(node, yaml.MappingNode) and "." not in key:

@@ -11,6 +11,11 @@ from typing import Protocol
 from nsa.errors import DataError
 
 DEFAULT_MAX_UNIT_BYTES = 2**30
+LARGEST_RATIO = 100
+"""Bytes that compressed data may unpack to per byte, beyond `FREE_UNPACKED_BYTES`; text has about 3 to 10."""
+FREE_UNPACKED_BYTES = 64 * 2**20
+DOCUMENT_BYTES = 256
+"""Memory of a document besides its text, for limits."""
 _HASH_RANGE = 2**64
 
 
@@ -50,6 +55,12 @@ def is_held_out(doc_id: str, fraction: float) -> bool:
     """
     digest = hashlib.blake2b(doc_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * _HASH_RANGE
+
+
+def require_plausible_ratio(unpacked: int, packed: int) -> None:
+    """Raise `CorruptUnit` for data that becomes larger than text does: a file of kilobytes may unpack to gigabytes."""
+    if unpacked > FREE_UNPACKED_BYTES + LARGEST_RATIO * packed:
+        raise CorruptUnit(f"it unpacks to more than {LARGEST_RATIO} times its {packed} bytes, which text does not")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.data.shards.manifest import ShardManifest
-from nsa.data.tokenizer import Tokenizer, check_same, load_tokenizer, parse_tokenizer
+from nsa.data.tokenizer import LARGEST_TOKENIZER_BYTES, Tokenizer, check_same, load_tokenizer, parse_tokenizer
 from nsa.errors import DataError
 from nsa.names import TOKENIZER
 from nsa.storage import StorageFolder
@@ -65,4 +65,5 @@ def read_from_set(folder: StorageFolder, manifest: ShardManifest) -> Tokenizer |
     if not folder.exists(TOKENIZER):
         return None
     where = Path(folder.url) / TOKENIZER
-    return parse_saved(folder.read_bytes(TOKENIZER), where, set_tokenizer_record(manifest))
+    raw = folder.read_bytes(TOKENIZER, limit=LARGEST_TOKENIZER_BYTES)
+    return parse_saved(raw, where, set_tokenizer_record(manifest))

@@ -28,6 +28,10 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 # decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 LARGEST_TOKENIZER_BYTES = 256 << 20  # published ones of 256,000 ids have about 35 MB
+LARGEST_GROWTH = 64
+"""How many times as long a text may become by the replacements of a normalizer or decoder."""
+_LONGEST_PREFIX = 1024
+_FREE_IDS, _MOST_IDS_PER_TOKEN = 1 << 16, 16  # ids without a token have a row of the embedding too
 _PARENT_CHECK_S = 0.5
 
 
@@ -125,6 +129,11 @@ class JsonTokenizer:
         if not ids:
             raise ConfigError(f"tokenizer file {self._path} has an empty vocabulary. Use a trained tokenizer.")
         self.vocab_size = max(ids) + 1
+        if self.vocab_size > _FREE_IDS + _MOST_IDS_PER_TOKEN * len(ids):
+            raise ConfigError(
+                f"tokenizer file {self._path} has {len(ids)} tokens and the id {max(ids)}: a model has a row for every "
+                "id below. Number the tokens from 0."
+            )
         self.eos_id = _find_eos(self._path, self._tokenizer, eos_token)
         self._parts = {part: described.get(part) for part in _ID_DEFINING_PARTS}
         self._decoder = described.get("decoder")
@@ -215,12 +224,54 @@ def _parse_json(path: Path, text: str) -> tuple[Any, dict[str, Any]]:
     fix = "Save it again with that library, or download it again."
     with _library_errors(f"tokenizer file {path} cannot be loaded by the tokenizers library", fix):
         engine = Engine.from_str(text)
+        # As the library reads it, which also accepts steps without a type.
+        parts = [json.loads(part.__getstate__()) for part in (engine.normalizer, engine.decoder) if part is not None]
+    for part in parts:
+        _require_bounded_growth(path, part)
     if dropout := getattr(engine.model, "dropout", None):
         raise ConfigError(
             f"tokenizer file {path} has model.dropout {dropout:g}: the same text would have other tokens each time, so "
             "no run could be repeated or resumed. Set it to null."
         )
     return engine, described
+
+
+def _require_bounded_growth(path: Path, part: dict[str, Any]) -> None:
+    """Refuse a normalizer or decoder whose replacements multiply a text: the library has no limit of its own.
+
+    A replacement is applied to what earlier ones inserted only if its pattern shares a character with that, or after a
+    step that changes characters. Such growths multiply, others do not.
+    """
+    inserted: list[tuple[frozenset[str] | None, float]] = []  # characters (None: any), and how often one is there
+    prefixes = 0
+    for step in _steps(part):
+        if step["type"] == "Prepend":
+            prefixes += len(step["prepend"])
+        elif step["type"] == "Replace":
+            content, literal = step["content"], step["pattern"].get("String")  # or a regular expression
+            own = len(content) / len(literal) if literal else 1.0 + len(content)
+            before = (g for text, g in inserted if text is None or not literal or text & {*literal})
+            inserted.append((frozenset(content), max(1.0, own) * max(before, default=1.0)))
+        else:  # e.g. lower case: what was inserted may have become any other character
+            inserted = [(None, max((growth for _, growth in inserted), default=1.0))]
+    growth = max((growth for _, growth in inserted), default=1.0)
+    if growth > LARGEST_GROWTH or prefixes > _LONGEST_PREFIX:
+        raise ConfigError(
+            f"tokenizer file {path} has a normalizer or decoder that makes a text up to {growth:.3g} times as long and "
+            f"puts {prefixes} characters before it: at most {LARGEST_GROWTH} and {_LONGEST_PREFIX} are read, because a "
+            "page of text would fill the memory. Use another tokenizer."
+        )
+
+
+def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or decoder and of the sequences in it, in their order."""
+    pending = [part]
+    while pending:
+        step = pending.pop()
+        if step["type"] == "Sequence":
+            pending.extend(reversed(step.get("normalizers") or step.get("decoders") or []))
+        else:
+            yield step
 
 
 def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:

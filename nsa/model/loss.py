@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from nsa.errors import ConfigError
-=======
 from nsa.kernels.transforms import ReverseModeFunction, with_gradient
->>>>>>> w-func
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 1 << 22  # logits, or elements of the weight in fp32, that exist at once

@@ -1,11 +1,13 @@
 """Fuzzing with Hypothesis: the fixture `fuzz` runs one target, and the end of a run lists cases per target.
 
-A case ends in an answer or in an error of ours with a message; every other exception is a finding. Files in
-`corpus/TARGET` are replayed first, always. The short form is repeatable and runs in CI. The long form (`-m slow`) draws
-new cases until its share of `--fuzz-minutes` is used. `tests/conftest.py` loads this file as a plugin.
+A case ends in an answer or in an error of ours with a message. All other exceptions are findings, and so is a case that
+takes more than a minute or a gigabyte. Files in `corpus/TARGET` are replayed first, always. The short form is
+repeatable and runs in CI. The long form (`-m slow`) draws new cases until its share of `--fuzz-minutes` is used.
+`tests/conftest.py` loads this file as a plugin.
 """
 
 import json
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +25,8 @@ SHORT_LIMIT_S = 40.0
 """CPU seconds after which the short form draws no more cases; on a usual machine all of them are done long before."""
 SLOWEST_CASE_S = 60.0
 """Seconds after which a case is a finding: a small input is read forever, or something is waited for."""
+LARGEST_CASE_BYTES = 1 << 30
+"""Address space that a case may add before an allocation fails: a MemoryError is a finding as any other exception."""
 ROUND_CASES = 1000
 """Cases per search of the long form: each search of Hypothesis begins with simple cases."""
 
@@ -42,6 +46,20 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 0.001) if left else 0)
         signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def memory_limit(count: int) -> Iterator[None]:
+    """Let allocations fail that would make this process larger than it is by more than `count` bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + count
+    allowed = [limit, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(allowed), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class FuzzCampaign:
@@ -81,7 +99,7 @@ class FuzzCampaign:
 
         def one(case: Any) -> None:
             try:
-                with time_limit(SLOWEST_CASE_S):
+                with time_limit(SLOWEST_CASE_S), memory_limit(LARGEST_CASE_BYTES):
                     check(case)
                 self.accepted += 1
             except allowed as error:

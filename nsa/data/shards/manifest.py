@@ -18,6 +18,7 @@ from nsa.errors import ConfigError, DataError
 from nsa.storage import StorageFolder
 
 MANIFEST_NAME = "manifest.json"
+_LARGEST_MANIFEST_BYTES = 64 << 20  # 100,000 shards
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 _FORMAT, _VERSION = "nsa-token-shards", 1
@@ -163,4 +164,5 @@ def read_manifest(folder: StorageFolder) -> ShardManifest:
             f"{folder.url} has no {MANIFEST_NAME}: it is not a prepared set, or `nsa data prepare` has not finished. "
             "Run the same prepare command again; it continues where it stopped."
         )
-    return parse_manifest(folder.read_bytes(MANIFEST_NAME), f"{folder.url}/{MANIFEST_NAME}")
+    raw = folder.read_bytes(MANIFEST_NAME, limit=_LARGEST_MANIFEST_BYTES)
+    return parse_manifest(raw, f"{folder.url}/{MANIFEST_NAME}")

@@ -14,6 +14,7 @@ import hashlib
 import uuid
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,8 @@ def decode_ids(content: bytes, info: ShardInfo) -> list[str]:
         text = content[8 * info.documents :]
         if ends and ends[-1] != len(text):
             raise ValueError(f"{len(text)} bytes of ids instead of {ends[-1]}")
+        if any(b < a for a, b in pairwise(ends)):  # ids would overlap, and be longer than the file together
+            raise ValueError("an id ends before it begins")
         return [text[a:b].decode("utf-8", "surrogatepass") for a, b in zip([0, *ends[:-1]], ends, strict=True)]
     except ValueError as error:
         raise DataError(

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection
-from html.parser import HTMLParser
+from html import unescape
 
 NOT_TEXT = frozenset({"script", "style", "template", "noscript", "svg", "nav", "select", "button", "head"})
 """Elements without text to read; of the head, the title is kept on request."""
@@ -17,22 +17,94 @@ _CHARSET = re.compile(rb"<meta[^>]{0,256}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})
 _CHARSET_BYTES = 4096
 
 
-class ParagraphParser(HTMLParser):
-    """Collects text by paragraph and skips dropped elements."""
+# Each search below stops at the first end of its construct, or fails once for the whole page.
+_NAME = re.compile(r"[a-zA-Z][^\s/>]*")
+_BETWEEN_ATTRIBUTES = re.compile(r"[\s/]*")
+_ATTRIBUTE = re.compile(r"""([^\s/>][^\s/=>]*)(?:\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>"'][^\s>]*))?)?""")
+_COMMENT_END = re.compile(r"--\s*>")
+_RAW_ENDS = {name: re.compile(rf"</{name}\s*>", re.IGNORECASE) for name in ("script", "style")}
+_LONG_NUMBER = re.compile(r"&#[0-9]{20,}")  # beyond 4,300 digits `unescape` raises
+
+
+class ParagraphParser:
+    """Collects text by paragraph and skips dropped elements, in time proportional to the length of the page.
+
+    Python's HTMLParser searches the rest of the page for the end of every construct that has none. Here markup that is
+    never closed is text; an attribute whose quote is never closed ends at the next `>`.
+    """
 
     def __init__(self, dropped: Collection[str], dropped_classes: Collection[str]) -> None:
-        super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
         self.title: list[str] = []
         self._dropped, self._dropped_classes = dropped, frozenset(dropped_classes)
         self._open: list[str] = []
         self._open_count: Counter[str] = Counter()  # a page may leave thousands of elements open
         self._dropped_at: int | None = None
+        self._head_at = 0
         self._pre = 0
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if self._open_count["head"] and tag not in _IN_HEAD and self._dropped_at == self._open.index("head") + 1:
-            self.handle_endtag("head")
+    def parse(self, html: str) -> None:
+        """Read a whole page."""
+        last = html.rfind(">")  # nothing is closed after it
+        unclosed: set[str] = set()
+        text_from = at = 0
+        while 0 <= (at := html.find("<", at)) < last:
+            end = self._markup_end(html, at, unclosed)
+            start = _NAME.match(html, at + 1)
+            if end is None and start is None:
+                at += 1
+                continue
+            self._add_text(html[text_from:at])
+            if start is not None:
+                end = self._start_tag(html, start)
+            elif html.startswith("</", at) and (name := _NAME.match(html, at + 2)):
+                self._close(name[0].lower())
+            assert end is not None
+            text_from = at = end
+        self._add_text(html[text_from:])
+
+    def _markup_end(self, html: str, at: int, unclosed: set[str]) -> int | None:
+        """The end of an end tag, comment, declaration or instruction; None for a start tag and for text."""
+        if html[at + 1] not in "/!?":
+            return None
+        kind, closing = next(
+            ((kind, closing) for kind, closing in _SECTIONS if html.startswith(kind, at)), (html[at : at + 2], None)
+        )
+        if closing is None:
+            return html.index(">", at) + 1
+        end = None if kind in unclosed else closing.search(html, at + len(kind))
+        if end is None:
+            unclosed.add(kind)
+        return end and end.end()
+
+    def _start_tag(self, html: str, name: re.Match[str]) -> int:
+        """Open an element, and skip what is not parsed in it; returns where the page continues."""
+        tag, classes, at = name[0].lower(), None, name.end()
+        while True:
+            between = _BETWEEN_ATTRIBUTES.match(html, at)
+            assert between is not None
+            at = between.end()
+            if at >= len(html) or html[at] == ">":
+                break
+            attribute = _ATTRIBUTE.match(html, at)
+            assert attribute is not None
+            if classes is None and attribute[1].lower() == "class":
+                classes = set(_unescape(attribute[2] or attribute[3] or attribute[4] or "").split())
+            at = attribute.end()
+        self._open_element(tag, classes or set())
+        at += 1
+        if between[0].endswith("/"):
+            self._close(tag)
+        elif tag in _RAW_ENDS:
+            end = _RAW_ENDS[tag].search(html, at)
+            self._add_data(html[at : end.start() if end else len(html)])
+            self._close(tag)
+            at = end.end() if end else len(html)
+        return at
+
+    def _open_element(self, tag: str, classes: set[str]) -> None:
+        if self._open_count["head"] and tag not in _IN_HEAD and self._dropped_at == self._head_at:
+            self._close("head")
         if tag in _BLOCKS:
             self.parts.append("\n" if tag in ("br", "tr") else "\n\n")
         if tag in _VOID:
@@ -40,11 +112,12 @@ class ParagraphParser(HTMLParser):
         self._open.append(tag)
         self._open_count[tag] += 1
         self._pre += tag == "pre"
-        classes = next((set((value or "").split()) for key, value in attrs if key == "class"), set())
+        if tag == "head" and self._open_count[tag] == 1:
+            self._head_at = len(self._open)
         if self._dropped_at is None and (tag in self._dropped or classes & self._dropped_classes):
             self._dropped_at = len(self._open)
 
-    def handle_endtag(self, tag: str) -> None:
+    def _close(self, tag: str) -> None:
         if not self._open_count[tag]:
             return
         while self._open:
@@ -58,11 +131,22 @@ class ParagraphParser(HTMLParser):
         if tag in _BLOCKS:
             self.parts.append("\n\n")
 
-    def handle_data(self, data: str) -> None:
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._add_data(_unescape(text))
+
+    def _add_data(self, data: str) -> None:
         if self._dropped_at is None:
             self.parts.append(data if self._pre else re.sub(r"\s+", " ", data))
         elif self._open_count["title"] and not self._open_count["svg"]:
             self.title.append(data)
+
+
+_SECTIONS = (("<!--", _COMMENT_END), ("<![CDATA[", re.compile(r"\]\s*\]\s*>")))
+
+
+def _unescape(text: str) -> str:
+    return unescape(_LONG_NUMBER.sub("\ufffd", text)) if "&" in text else text
 
 
 def html_text(
@@ -75,8 +159,7 @@ def html_text(
 ) -> str:
     """The text of a page, paragraphs separated by an empty line; with `keep_title` it begins with the title."""
     parser = ParagraphParser(dropped, dropped_classes)
-    parser.feed(html)
-    parser.close()
+    parser.parse(html)
     title = " ".join("".join(parser.title).split()) if keep_title else ""
     body = tidy("".join(parser.parts).translate({ord(character): None for character in dropped_characters}))
     return f"{title}\n\n{body}".strip() if title and not body.startswith(title) else body
@@ -91,6 +174,6 @@ def declared_charset(raw: bytes) -> str | None:
 def tidy(text: str) -> str:
     """Unix lines, no trailing blanks, one empty line between paragraphs."""
     text = text.replace("\r", "").replace("\u00a0", " ")
-    text = re.sub(r"[ \t]+\n", "\n", text)
+    text = re.sub(r"(?<![ \t])[ \t]+\n", "\n", text)  # each run of blanks is tried once
     text = re.sub(r"\n (?! )", "\n", text)  # between two elements; code is indented further
     return re.sub(r"\n{3,}", "\n\n", text).strip()

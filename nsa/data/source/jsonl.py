@@ -1,7 +1,8 @@
 """Document source for local JSONL (JSON lines) files, plain, gzip or zstd.
 
 A plain file is divided into blocks of bytes, one unit each; a line belongs to the block in which it starts. A
-compressed file can only be read from its beginning, so the whole file is one unit. Plain JSONL and zstd without frame
+compressed file can only be read from its beginning, so the whole file is one unit, whose size in memory is limited by
+`max_unit_bytes` and in proportion to the file (`require_plausible_ratio`). Plain JSONL and zstd without frame
 checksums cannot detect damage that leaves valid JSON (gzip can); `checksums.py` detects it from the second read on.
 """
 
@@ -14,13 +15,23 @@ from typing import BinaryIO
 
 import numpy as np
 
-from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
+from nsa.data.document import (
+    DEFAULT_MAX_UNIT_BYTES,
+    DOCUMENT_BYTES,
+    CorruptUnit,
+    Document,
+    DocumentColumns,
+    SourceUnit,
+    make_document,
+    require_plausible_ratio,
+)
 from nsa.data.source.file import LocalFile
 from nsa.data.source.read_report import BAD_LINES, ReadReport
 from nsa.errors import DataError
 
 _BLOCK_BYTES = 4 * 2**20
 _READ_BYTES = 2**20
+_ZSTD_READ_BYTES = 2**10  # unpacked at once; at most 32,768 times as long
 
 
 class JsonlSource:
@@ -110,21 +121,29 @@ class JsonlSource:
             start = block * self._block_bytes
             # One byte back: if the previous block ends in a newline, the line at `start` belongs to this block.
             raw.seek(max(0, start - 1))
-            if start:
-                self._line(raw)
+            if start and not raw.readline(self._block_bytes + 1).endswith(b"\n"):
+                return  # no line starts in this block; reading on would read a long line once per block
             while raw.tell() < start + self._block_bytes and (line := self._line(raw)):
                 yield line
             return
         pieces = _gzip_pieces(raw) if self._files[file].name.lower().endswith(".gz") else _zstd_pieces(raw)
-        content = bytearray()
+        unpacked = 0
+        waiting: list[bytes] = []
         for piece in pieces:
-            content += piece
-            if len(content) > self._max_unit_bytes:
+            *lines, rest = piece.split(b"\n")
+            unpacked += len(piece) + DOCUMENT_BYTES * len(lines)
+            require_plausible_ratio(unpacked, self._sizes[file])
+            if unpacked > self._max_unit_bytes:
                 raise DataError(
                     f"{self._files[file].where} unpacks to more than max_unit_bytes={self._max_unit_bytes}: a "
                     "compressed file is one unit and is held in memory. Split it, or run `nsa data prepare`."
                 )
-        yield from bytes(content).splitlines()
+            if lines:
+                yield b"".join([*waiting, lines[0]])
+                yield from lines[1:]
+                waiting = []
+            waiting.append(rest)
+        yield b"".join(waiting)
 
     def _line(self, raw: BinaryIO) -> bytes:
         line = raw.readline(self._max_unit_bytes + 1)
@@ -135,7 +154,7 @@ class JsonlSource:
     def _parse(self, line: bytes) -> Document:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptUnit(f"a line is not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
             found = (
@@ -158,13 +177,18 @@ def _gzip_pieces(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame; the library's own file object does not notice that a file is truncated."""
+    """Frame by frame; the library's own file object does not notice that a file is truncated.
+
+    A few bytes can be a block of 128 KiB, and a file can have a frame in every nine bytes: little is given to the
+    library at once, and one decompressor reads all frames.
+    """
     import zstandard
 
+    decompressor = zstandard.ZstdDecompressor()
     frame, rest = None, b""
     try:
-        while data := rest or raw.read(_READ_BYTES):
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        while data := rest or raw.read(_ZSTD_READ_BYTES):
+            frame = frame or decompressor.decompressobj()
             yield frame.decompress(data)
             rest = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame

@@ -19,7 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
+from nsa.data.document import (
+    DEFAULT_MAX_UNIT_BYTES,
+    DOCUMENT_BYTES,
+    CorruptUnit,
+    Document,
+    DocumentColumns,
+    SourceUnit,
+    make_document,
+    require_plausible_ratio,
+)
 from nsa.data.source.file import SourceFile
 from nsa.data.source.http import MAX_PARALLEL, HttpClient, ServerUnreachable
 from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
@@ -143,7 +152,8 @@ class ParquetSource:
     def _read_once(self, index: int, deadline: ReadDeadline) -> list[Document]:
         file, row_group = self._locate(index)
         metadata = self._metadata(file, deadline)
-        if (size := metadata.row_group(row_group).total_byte_size) > self._max_unit_bytes:
+        group = metadata.row_group(row_group)
+        if (size := group.total_byte_size + DOCUMENT_BYTES * group.num_rows) > self._max_unit_bytes:
             raise DataError(
                 f"it holds {size} bytes, more than max_unit_bytes={self._max_unit_bytes}: a unit must fit in memory. "
                 "Write the file with smaller row groups (FineWeb-Edu has 1000 rows), or raise the limit."
@@ -151,7 +161,9 @@ class ParquetSource:
 
         def fetch(start: int, length: int) -> bytes:
             self.bytes_read += length
-            return self._files[file].range(start, length, deadline)
+            chunk = self._files[file].range(start, length, deadline)
+            require_plausible_ratio(unpacked_bytes(chunk), len(chunk))
+            return chunk
 
         return parse_row_group(RangeFile(fetch, self._listed[file].size), metadata, row_group, self._columns)
 
@@ -246,21 +258,114 @@ def check_footer(metadata: Any, columns: DocumentColumns) -> None:
         raise CorruptUnit(f"its row groups have {rows} rows in total, its footer {metadata.num_rows}")
 
 
-def parse_row_group(file: io.RawIOBase, metadata: Any, row_group: int, columns: DocumentColumns) -> list[Document]:
+def parse_row_group(file: "RangeFile", metadata: Any, row_group: int, columns: DocumentColumns) -> list[Document]:
     """The documents of a row group; one read of `file` per column. Page checksums are verified if present."""
     import pyarrow.parquet as pq
 
     names = [columns.text] if columns.id is None else [columns.text, columns.id]
     with _corruption_as_error("its pages cannot be decoded"):
-        reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
+        # A value that a dictionary holds once stays one value, however many rows name it.
+        reader = pq.ParquetFile(
+            file, metadata=metadata, page_checksum_verification=True, pre_buffer=False, read_dictionary=names
+        )
         table = reader.read_row_group(row_group, columns=names, use_threads=False)
         table.validate(full=True)
-        texts = table.column(columns.text).to_pylist()
-        ids = [None] * len(texts) if columns.id is None else table.column(columns.id).to_pylist()
+        texts = _values(table.column(columns.text), file.bytes_read)
+        ids = [None] * len(texts) if columns.id is None else _values(table.column(columns.id), file.bytes_read)
     expected = metadata.row_group(row_group).num_rows
     if len(texts) != expected:
         raise CorruptUnit(f"it has {len(texts)} rows, the footer {expected}")
     return [make_document(id, text) for id, text in zip(ids, texts, strict=True)]
+
+
+def _values(column: Any, packed: int) -> list[Any]:
+    """The values of a column, read from so many bytes; equal texts of a dictionary are one object."""
+    found: list[Any] = []
+    length = 0
+    for chunk in column.chunks:
+        if not hasattr(chunk, "dictionary"):  # integers
+            found += chunk.to_pylist()
+            continue
+        values = chunk.dictionary.to_pylist()
+        found += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
+        length += sum(len(value) for value in found[len(found) - len(chunk) :] if value)
+        require_plausible_ratio(length, packed)
+    return found
+
+
+def unpacked_bytes(chunk: bytes) -> int:
+    """Size of the pages of a column chunk when they are decompressed, from the headers that the decompression obeys.
+
+    A header is a struct of Thrift's compact protocol: field 2 is the size, field 3 the size in the file.
+    """
+    total = at = 0
+    try:
+        while at < len(chunk):
+            fields: dict[int, int] = {}
+            at = _skip_struct(chunk, at, fields)
+            if fields[2] < 0 or fields[3] < 0:
+                raise ValueError("a page has a negative size")
+            total += fields[2]
+            at += fields[3]
+    except (IndexError, KeyError, ValueError, RecursionError) as error:
+        raise CorruptUnit(f"a page header cannot be parsed ({type(error).__name__}: {error})") from error
+    return total
+
+
+def _skip_struct(raw: bytes, at: int, fields: dict[int, int] | None = None) -> int:
+    """The end of a Thrift struct; its integers are put into `fields`."""
+    number = 0
+    while (head := raw[at]) != 0:
+        at += 1
+        if head >> 4:
+            number += head >> 4
+        else:
+            value, at = _varint(raw, at)
+            number = _signed(value)
+        if fields is not None and head & 15 in (4, 5, 6):
+            value, at = _varint(raw, at)
+            fields[number] = _signed(value)
+        else:
+            at = _skip_value(raw, at, head & 15, in_list=False)
+    return at + 1
+
+
+def _skip_value(raw: bytes, at: int, kind: int, *, in_list: bool) -> int:
+    if kind in (1, 2):  # a flag: of a field, in the type itself
+        return at + in_list
+    if kind in (3, 7):
+        return at + (1 if kind == 3 else 8)
+    if kind in (4, 5, 6):
+        return _varint(raw, at)[1]
+    if kind == 8:
+        length, at = _varint(raw, at)
+        return at + length
+    if kind == 12:
+        return _skip_struct(raw, at)
+    if kind in (9, 10):
+        size, inner, at = raw[at] >> 4, raw[at] & 15, at + 1
+        if size == 15:
+            size, at = _varint(raw, at)
+        if size > len(raw):
+            raise ValueError("a list is longer than its file")
+        for _ in range(size):
+            at = _skip_value(raw, at, inner, in_list=True)
+        return at
+    raise ValueError(f"type {kind} does not occur in page headers")
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while (byte := raw[at]) & 0x80:
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+    return value | byte << shift, at + 1
+
+
+def _signed(value: int) -> int:
+    return value >> 1 ^ -(value & 1)
 
 
 class _corruption_as_error:
@@ -285,6 +390,7 @@ class RangeFile(io.RawIOBase):
         self._fetch = fetch
         self._size = size
         self._position = 0
+        self.bytes_read = 0
 
     def readable(self) -> bool:
         return True
@@ -304,4 +410,5 @@ class RangeFile(io.RawIOBase):
         length = left if size < 0 else min(size, left)
         data = self._fetch(self._position, length)
         self._position += len(data)
+        self.bytes_read += len(data)
         return data
