@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 64, 100, 128, 200, 333, 500, 777, 1000, 2000, 3000, 5000, 8000)
-VLLM_LENGTH = 16_384
+LONGEST = 16_384
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # longer than in training, as the other ways allow it too
@@ -89,8 +89,9 @@ class ServerProcess:
 
 
 def nsa_serve(model: Path, *words: str) -> list[str]:
-    """The command that serves a model with `nsa serve` on a free port."""
-    return [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0", *words]
+    """The command that serves a model with `nsa serve` on a free port, with prompts longer than in training."""
+    command = [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0"]
+    return [*command, "--context-length", str(LONGEST), *words]
 
 
 def vllm_serve(python: str, folder: Path, *words: str) -> list[str]:
@@ -216,7 +217,7 @@ def ask_vllm(python: str, folder: Path, prompts: Sequence[str], new_tokens: int)
     """All prompts at once, over HTTP."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerProcess(
-        vllm_serve(python, folder, "--block-size", str(config["l_sel"]), "--max-model-len", str(VLLM_LENGTH)),
+        vllm_serve(python, folder, "--block-size", str(config["l_sel"]), "--max-model-len", str(LONGEST)),
         env={**os.environ, **VLLM_ENVIRONMENT},
     )
 

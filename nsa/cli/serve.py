@@ -15,6 +15,15 @@ def serve(
     model: Path = MODEL,
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 chooses a free one."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; other than loopback, the network can use it."),
+    context_length: int = typer.Option(
+        None, min=2, help="Tokens of a prompt and its answer together at most. Default: as in training."
+    ),
+    allowed_host: list[str] = typer.Option(
+        [], help="Another name that requests may have in their Host header, e.g. that of a proxy; repeatable."
+    ),
+    model_endpoints: bool = typer.Option(
+        False, help="Answer /load_model and /reset, as `transformers chat` needs it; neither changes the model."
+    ),
     device: str = DEVICE,
     dtype: str = DTYPE,
     tokenizer: str = TOKENIZER,
@@ -24,6 +33,7 @@ def serve(
 
     This is the server of Transformers with this one model: requests are answered one after another, in the order of
     their arrival. It has no password and no encryption, and listens on loopback unless --host names another address.
+    Requests must name the server as loopback, as --host or as an --allowed-host.
 
     **Examples:**
 
@@ -49,4 +59,13 @@ def serve(
         print("requests are answered one after another, in the order of their arrival; stop with Ctrl-C", flush=True)
 
     with suppress(KeyboardInterrupt), sigterm_as_interrupt():
-        serve_model(loaded, name=str(model), host=host, port=port, on_start=say)
+        serve_model(
+            loaded,
+            name=str(model),
+            host=host,
+            port=port,
+            context_length=context_length,
+            allowed_hosts=allowed_host,
+            model_endpoints=model_endpoints,
+            on_start=say,
+        )

@@ -261,12 +261,29 @@ class NSAAttention(nn.Module):
         rewind: how many tokens `cache.crop` can remove at any time, e.g. rejected drafts of speculative decoding.
         pages: of l_sel tokens, which the rows take as they grow and return when they end; default enough for all.
         """
-        weight = self.w_k.weight
+        weight = self._loaded_weight()
         return self.cache_type(
             self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
             device=weight.device, dtype=weight.dtype, rewind=rewind, shared=self._shared_streams,
             pages=pages,
         )  # fmt: skip
+
+    def _loaded_weight(self) -> Tensor:
+        """The weights of the keys, whose device and dtype a cache takes; raises if they are not here as numbers."""
+        weight = getattr(self.w_k, "weight", None)
+        if not isinstance(weight, Tensor):
+            mode = f"the weights of the keys are packed in a {type(self.w_k).__module__}.{type(self.w_k).__qualname__}"
+        elif not weight.is_floating_point() or weight.element_size() < 2:
+            mode = f"the weights of the keys are quantised ({weight.dtype}, as by bitsandbytes)"
+        elif weight.is_meta and hasattr(self.w_k, "_hf_hook"):
+            mode = "the weights of the keys are offloaded (device_map or offloading of accelerate)"
+        else:
+            return weight
+        raise ConfigError(
+            f"{mode}: a cache of keys and values takes device and dtype of these weights, and cannot be made in this "
+            f"loading mode. Load the model unquantised and whole on one device (dtype=torch.bfloat16 halves it), or "
+            f"run it without a cache (use_cache=False)."
+        )
 
     @property
     def _shared_streams(self) -> tuple[bool, bool]:

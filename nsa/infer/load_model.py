@@ -6,6 +6,7 @@ Checkpoints are verified before they are used and nothing in them is executed; t
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -28,6 +29,7 @@ from nsa.hf.import_folder import open_exported
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.hf.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
 from nsa.hf.weight_names import EMBEDDING, HEAD, to_transformers
+from nsa.infer.chat_template import ChatTemplate
 from nsa.infer.generate import BatchResult, SamplingSettings, generate_batch
 
 
@@ -78,6 +80,14 @@ class LoadedModel:
         pad = self.model.config.pad_token_id
         return pad if pad is not None else min(self.end_ids, default=0)
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The tokenizer's chat template; Transformers' own `apply_chat_template` would render it without limits."""
+        text = self.tokenizer.chat_template
+        if not isinstance(text, str):
+            raise ConfigError(f"{self.source.path} has no chat template: it continues text, and answers no messages.")
+        return ChatTemplate(text, special_tokens=self.tokenizer.special_tokens_map, source=self.source.path)
+
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of each prompt. An empty one becomes the token between two documents: a text begins after it."""
         if not prompts:
@@ -93,10 +103,11 @@ class LoadedModel:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the answer begins, by the tokenizer's chat template."""
         _require_text([text for message in messages for text in message.values()])
-        encoded = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenizer_kwargs={"split_special_tokens": False}
-        )
-        return list(encoded["input_ids"])
+        text = self.chat_template.render(messages)
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False, verbose=False)["input_ids"]
+        if not ids:
+            raise CheckpointError(f"the chat template of {self.source.path} writes no text for these messages.")
+        return list(ids)
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> str: ...
@@ -228,7 +239,7 @@ def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """Of an exported folder; Transformers renders it in a sandbox."""
+    """The template of an exported folder; None if it has none."""
     if (folder / CHAT_TEMPLATE).exists():
         return read_bytes(folder / CHAT_TEMPLATE, LARGEST_JSON_BYTES).decode("utf-8", "replace")
     if not (folder / TOKENIZER_CONFIG).exists():

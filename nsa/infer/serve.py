@@ -3,17 +3,20 @@
 vLLM is the server for production; this one answers requests one after another.
 """
 
+import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from fastapi import HTTPException
 from transformers.cli import serve as transformers_serve
-from transformers.cli.serving import model_manager
+from transformers.cli.serving import model_manager, server
 
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, NSAError
 from nsa.infer.load_model import LoadedModel
+from nsa.infer.request_guard import HostList, RequestGuard, encode_chat, error_response
 
 
 class FixedModelManager(model_manager.ModelManager):
@@ -27,7 +30,7 @@ class FixedModelManager(model_manager.ModelManager):
         return self._loaded.model, self._loaded.tokenizer
 
     async def load_model_streaming(self, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        yield f'data: {{"status": "ready", "model": "{self.force_model}", "cached": true}}\n\n'
+        yield f"data: {json.dumps({'status': 'ready', 'model': self.force_model, 'cached': True})}\n\n"
 
     def get_gen_models(self, *args: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "nsa"}]
@@ -37,22 +40,41 @@ class FixedModelManager(model_manager.ModelManager):
 
 
 def serve_model(
-    loaded: LoadedModel, *, name: str, host: str, port: int, on_start: Callable[[str], None] = lambda url: None
+    loaded: LoadedModel,
+    *,
+    name: str,
+    host: str,
+    port: int,
+    context_length: int | None = None,
+    allowed_hosts: Sequence[str] = (),
+    model_endpoints: bool = False,
+    on_start: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests that are being answered are finished first.
 
+    context_length: tokens of a prompt and its answer together at most; default as in training.
+    allowed_hosts: names besides loopback's and `host` that requests may address the server by.
+    model_endpoints: answer `/load_model` and `/reset`, which have no effect, for clients that need an answer.
     on_start: called with the address just before the server listens there.
     """
     port = free_port(host, port)
-    set_server_defaults(loaded)
+    guard = partial(
+        RequestGuard,
+        loaded=loaded,
+        name=name,
+        context_length=context_length or loaded.trained_length,
+        hosts=HostList(host, allowed_hosts),
+        model_endpoints=model_endpoints,
+        defaults=set_server_defaults(loaded),
+    )
     on_start(f"http://{_in_url(host)}:{port}/v1")
-    with _instead_of_model_manager(FixedModelManager(loaded, name)):
+    with _instead_of_transformers_own(FixedModelManager(loaded, name), guard):
         transformers_serve.Serve(host=host, port=port, log_level="error")
 
 
-def set_server_defaults(loaded: LoadedModel) -> None:
+def set_server_defaults(loaded: LoadedModel) -> dict[str, Any]:
     """What a request leaves out: sampling at temperature 1 as in OpenAI's API; `"temperature": 0` is greedy."""
-    loaded.model.generation_config.update(
+    defaults = dict(
         do_sample=True,
         temperature=1.0,
         top_k=0,
@@ -60,25 +82,33 @@ def set_server_defaults(loaded: LoadedModel) -> None:
         pad_token_id=loaded.pad_id,
         prefill_chunk_size=loaded.prefill_chunk,
     )
+    loaded.model.generation_config.update(**defaults)
     if loaded.tokenizer.chat_template:
         loaded.tokenizer.split_special_tokens = False  # a chat template spells them
-    else:
-        loaded.tokenizer.apply_chat_template = _refuse_chat
-
-
-def _refuse_chat(*args: Any, **kwargs: Any) -> NoReturn:
-    raise HTTPException(400, "the model has no chat template: it continues text. Use /v1/completions.")
+    loaded.tokenizer.apply_chat_template = partial(encode_chat, loaded)
+    return defaults
 
 
 @contextmanager
-def _instead_of_model_manager(manager: FixedModelManager) -> Iterator[None]:
-    """`Serve` takes a path and builds its own manager, which would load any model that a request names."""
-    theirs = model_manager.ModelManager
+def _instead_of_transformers_own(manager: FixedModelManager, guard: Callable[[Any], RequestGuard]) -> Iterator[None]:
+    """`Serve` takes a path and builds its own manager, which would load any model that a request names, and an
+    application without a guard."""
+    manager_type, build_server = model_manager.ModelManager, server.build_server
+
+    def build_guarded(*args: Any, **kwargs: Any) -> RequestGuard:
+        app = build_server(*args, **kwargs)
+        app.add_exception_handler(NSAError, lambda request, error: error_response(400, str(error)))
+        app.add_exception_handler(
+            HTTPException, lambda request, error: error_response(error.status_code, str(error.detail))
+        )
+        return guard(app)
+
     model_manager.ModelManager = lambda **settings: manager
+    server.build_server = build_guarded
     try:
         yield
     finally:
-        model_manager.ModelManager = theirs
+        model_manager.ModelManager, server.build_server = manager_type, build_server
 
 
 def free_port(host: str, port: int) -> int:

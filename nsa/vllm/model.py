@@ -199,6 +199,11 @@ def _check_settings(vllm_config: VllmConfig) -> None:
             f"a KV cache of {vllm_config.cache_config.cache_dtype} was requested: pages hold keys and values in the "
             f"model's dtype. Start vLLM without --kv-cache-dtype."
         )
+    if (method := vllm_config.model_config.quantization) is not None:
+        raise ConfigError(
+            f"quantization {method!r} was requested: the layers of this plugin hold their weights as the files do, and "
+            f"would run unquantised. Start vLLM without --quantization, on a folder without quantization_config."
+        )
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         raise ConfigError("decode context parallelism was requested: selection needs all blocks of a request.")
     if vllm_config.speculative_config is not None and vllm_config.scheduler_config.async_scheduling:

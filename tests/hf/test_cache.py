@@ -2,6 +2,7 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
@@ -192,3 +193,55 @@ def test_two_threads_cannot_share_a_cache():
         thread.start()
         thread.join()
     assert len(refused) == 1
+
+
+def _quantised_dynamically(model, folder):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def _offloaded_to_host(model, folder):
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def _offloaded_to_disk(model, folder):
+    return accelerate.disk_offload(model, folder / "offloaded", execution_device=torch.device("cpu"))
+
+
+def _mapped_to_disk(model, folder):
+    model.save_pretrained(folder / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.layers": "disk"}
+    return type(model).from_pretrained(folder / "model", device_map=places, offload_folder=folder / "offloaded")
+
+
+def _packed(dtype):
+    """As bitsandbytes keeps a weight; its own kernels compute the layer."""
+
+    def load(model, folder):
+        for layer in model.model.layers:
+            layer.attention.w_k.weight = torch.nn.Parameter(torch.zeros(10, 1, dtype=dtype), requires_grad=False)
+        return model
+
+    return load
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize(
+    ("load", "named"),
+    [
+        (_quantised_dynamically, "quantized"),
+        (_offloaded_to_host, "offloaded"),
+        (_offloaded_to_disk, "offloaded"),
+        (_mapped_to_disk, "offloaded"),
+        (_packed(torch.uint8), "bitsandbytes"),
+        (_packed(torch.int8), "bitsandbytes"),
+        (_packed(torch.float8_e4m3fn), "quantised"),
+    ],
+)
+def test_weights_that_a_cache_cannot_follow_are_named(tmp_path, load, named):
+    """Quantised and offloaded models: no crash in the middle of torch; without a cache those that can run do."""
+    model = load(tiny_model(), tmp_path)
+    ids = prompts(1, 20)
+    with pytest.raises(ConfigError, match=named):
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    if not load.__qualname__.startswith("_packed"):
+        assert model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).shape == (1, 23)

@@ -25,8 +25,8 @@ PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
 
 
 class RunningServer(ServerProcess):
-    def __init__(self, model: Path) -> None:
-        super().__init__(nsa_serve(model), env=environment(HF_HUB_OFFLINE="1"))
+    def __init__(self, model: Path, *words: str) -> None:
+        super().__init__(nsa_serve(model, *words), env=environment(HF_HUB_OFFLINE="1"))
 
     def complete(self, prompt: str, **body) -> dict:
         return json.loads(self.post("/v1/completions", prompt=prompt, **{"temperature": 0, "max_tokens": 24} | body))
@@ -125,8 +125,10 @@ def test_no_request_can_name_load_or_unload_a_model(server, run, expected):
     with pytest.raises(urllib.error.HTTPError) as refused:
         server.complete("A", model="gpt2")
     assert refused.value.code == 400
-    assert str(run).encode() in server.post("/load_model", model="gpt2")
-    server.post("/reset")
+    for path in ("/load_model", "/reset"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post(path, model="gpt2")
+        assert refused.value.code == 404
     assert server.complete(PROMPTS[0], model=str(run))["choices"][0]["text"] == expected[0]
 
 
@@ -164,8 +166,15 @@ def test_a_chat_template_answers_chat(run, tmp_path):
     )
     loaded = load_model(tmp_path / "exported", device="cpu")
     messages = [{"role": "user", "content": "hi"}]
-    running = RunningServer(tmp_path / "exported")
+    running = RunningServer(tmp_path / "exported", "--model-endpoints")
     try:
+        assert b'"ready"' in running.post(
+            "/load_model", model=str(tmp_path / "exported")
+        )  # as `transformers chat` asks
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            running.post("/load_model", model="gpt2")
+        assert refused.value.code == 400
+        running.post("/reset")
         answer = json.loads(running.post("/v1/chat/completions", messages=messages, temperature=0, max_tokens=12))
         assert answer["usage"]["prompt_tokens"] == len(loaded.encode_chat(messages))
         content = answer["choices"][0]["message"]["content"]

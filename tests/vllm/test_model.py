@@ -58,11 +58,22 @@ def test_damaged_weights_are_refused_by_the_engine(tmp_path):
     [
         (dict(block_size=24), "multiple of the selection block"),
         (dict(kv_cache_dtype="fp8"), "--kv-cache-dtype"),
+        (dict(quantization="fp8", dtype="bfloat16"), "--quantization"),
+        (dict(quantization="fp8_per_tensor", dtype="bfloat16"), "--quantization"),
     ],
 )
 def test_settings_that_would_be_wrong_are_refused(tmp_path, options, said):
     export_small_model(tmp_path)
     with pytest.raises(Exception, match=said), engine(tmp_path, **options):
+        pass
+
+
+def test_a_folder_of_quantised_weights_is_refused(tmp_path):
+    export_small_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    with pytest.raises(Exception, match="quantization_config"), engine(tmp_path, dtype="bfloat16"):
         pass
 
 

@@ -17,7 +17,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 import nsa.hf  # noqa: F401 (registers our model with Transformers' Auto classes)
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.infer.load_model import LoadedModel, load_model
 from nsa.observe.evaluations import LM_EVAL
 
@@ -42,6 +42,22 @@ class NSAHarnessModel(HFLM):
         options.pop("tokenizer", None)  # for the tasks; the model has its own
         loaded = _loaded.get(pretrained) or load_model(pretrained, device=device, dtype=dtype)
         super().__init__(pretrained=loaded.model, tokenizer=loaded.tokenizer, backend="causal", **options)
+        self._loaded = loaded
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """As the harness does it, system messages left out where the template refuses them, but with limits."""
+        settings = dict(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self.chat_template_args,
+        )
+        try:
+            return self._loaded.chat_template.render(chat_history, **settings)
+        except CheckpointError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            return self._loaded.chat_template.render(others, **settings)
 
 
 def evaluate_with_harness(loaded: LoadedModel, tasks: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:

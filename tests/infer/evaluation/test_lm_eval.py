@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from nsa.data.tokenizer import train_bpe
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.export_folder import export_folder
 from nsa.infer.evaluation.hay import BUILT_IN, hay_of_file
 from nsa.infer.evaluation.lm_eval import NSAHarnessModel, evaluate_with_harness, require_finite
@@ -96,6 +96,23 @@ def test_the_same_answers_and_scores_through_transformers_and_through_our_own_mo
         assert rounded(answers["local_choice"]) == rounded(found[0][1]["local_choice"])
     texts = {resps[0][0] for _, resps in found[0][1]["local_generate"]}
     assert len(texts) > 1, "every answer is the same: the comparison says little"
+
+
+def test_chat_templates_are_those_of_the_harness_and_have_limits(run, tmp_path):
+    exported = tmp_path / "exported"
+    export_folder(run, exported)
+    template = exported / "chat_template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    ours = NSAHarnessModel(str(exported), device="cpu")
+    for prompted in (True, False):
+        assert ours.apply_chat_template(said, prompted) == HFLM.apply_chat_template(ours, said, prompted)
+    template.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    with pytest.raises(CheckpointError):
+        NSAHarnessModel(str(exported), device="cpu").apply_chat_template(said[1:])
 
 
 def test_results_by_task_and_options_of_the_harness(run, tasks, tmp_path):
