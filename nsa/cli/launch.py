@@ -12,7 +12,7 @@ import typer
 from nsa.cli.config import resolve
 from nsa.cli.outputs import print_line
 from nsa.cli.preflight import ALLOW_HELP
-from nsa.errors import NSAError
+from nsa.errors import CheckpointError, NSAError
 from nsa.train.start_options import StartOptions
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ def launch_ranks(
 
     config = resolve(words)  # a wrong config is reported here, before any rank starts
     check_names(options.allow)
+    if options.resume_from is not None and not options.resume_from.is_dir():
+        raise CheckpointError(
+            f"--resume-from is {str(options.resume_from)!r}, which is not a folder: there is nothing to resume from. "
+            "Name a run folder or a checkpoint in it."
+        )
     settings = LaunchSettings(
         command=[sys.executable, "-m", "nsa.cli", "train", *words],
         run_folder=Path(config.train.out_dir),
