@@ -106,27 +106,27 @@ def _root(
     """Train and run language models with Native Sparse Attention."""
 
 
-def _integer_options(commands: typer.Typer) -> Iterator[ParameterInfo]:
-    """Options of type int, declared as `n: int = Option(…)` or as `n: Annotated[int, Option(…)]`."""
+def _number_options(commands: typer.Typer) -> Iterator[ParameterInfo]:
+    """Options of type int or float, declared as `n: int = Option(…)` or as `n: Annotated[int, Option(…)]`."""
     for group in commands.registered_groups:
         if group.typer_instance is not None:
-            yield from _integer_options(group.typer_instance)
+            yield from _number_options(group.typer_instance)
     for command in commands.registered_commands:
         for parameter in inspect.signature(command.callback).parameters.values() if command.callback else ():
             annotated = get_origin(parameter.annotation) is Annotated
             kind, *more = get_args(parameter.annotation) if annotated else (parameter.annotation, parameter.default)
-            if kind is int:
+            if {int, float} & {kind, *get_args(kind)}:  # `int | None` too
                 yield from (each for each in more if isinstance(each, ParameterInfo))
 
 
-def _require_64_bits(number: int | None) -> int | None:
+def _require_finite(number: float | None) -> float | None:
     if number is not None and not -(2**63) <= number < 2**63:
-        raise typer.BadParameter(f"{number} does not fit into 64 bits.")
+        raise typer.BadParameter(f"{number} is not a finite number of at most 64 bits.")
     return number
 
 
-for each in _integer_options(app):
-    each.callback = each.callback or _require_64_bits
+for each in _number_options(app):
+    each.callback = each.callback or _require_finite
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from nsa.errors import DataError
 
 DEFAULT_MAX_UNIT_BYTES = 2**30
+DEFAULT_ID = "id"
 _HASH_RANGE = 2**64
 
 
@@ -22,11 +23,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class DocumentColumns:
-    """Columns (or JSON keys) of text and id. `id=None` derives ids from the content; this has to be set explicitly,
-    because the held-out split depends on the ids."""
+    """Columns (or JSON keys) of text and id. `id=None` derives ids from the content, and so does a file without the
+    default column; a column that was named must exist, because the held-out split depends on the ids."""
 
     text: str = "text"
-    id: str | None = "id"
+    id: str | None = DEFAULT_ID
 
     @property
     def identity(self) -> str:

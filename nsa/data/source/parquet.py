@@ -19,7 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.document import DEFAULT_MAX_UNIT_BYTES, CorruptUnit, Document, DocumentColumns, SourceUnit, make_document
+from nsa.data.document import (
+    DEFAULT_ID,
+    DEFAULT_MAX_UNIT_BYTES,
+    CorruptUnit,
+    Document,
+    DocumentColumns,
+    SourceUnit,
+    make_document,
+)
 from nsa.data.source.file import SourceFile
 from nsa.data.source.http import MAX_PARALLEL, HttpClient, ServerUnreachable
 from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
@@ -235,6 +243,8 @@ def check_footer(metadata: Any, columns: DocumentColumns) -> None:
 
     schema = metadata.schema.to_arrow_schema()
     for column in filter(None, (columns.text, columns.id)):
+        if column == columns.id == DEFAULT_ID and column not in schema.names:
+            continue  # ids are made from the text, as for JSONL without them
         if column not in schema.names:
             raise CorruptUnit(f"it has no column {column!r}, only {schema.names}")
         kind = schema.field(column).type
@@ -250,13 +260,14 @@ def parse_row_group(file: io.RawIOBase, metadata: Any, row_group: int, columns: 
     """The documents of a row group; one read of `file` per column. Page checksums are verified if present."""
     import pyarrow.parquet as pq
 
-    names = [columns.text] if columns.id is None else [columns.text, columns.id]
+    has_ids = columns.id is not None and columns.id in metadata.schema.to_arrow_schema().names
+    names = [columns.text, columns.id] if has_ids else [columns.text]
     with _corruption_as_error("its pages cannot be decoded"):
         reader = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
         table = reader.read_row_group(row_group, columns=names, use_threads=False)
         table.validate(full=True)
         texts = table.column(columns.text).to_pylist()
-        ids = [None] * len(texts) if columns.id is None else table.column(columns.id).to_pylist()
+        ids = table.column(columns.id).to_pylist() if has_ids else [None] * len(texts)
     expected = metadata.row_group(row_group).num_rows
     if len(texts) != expected:
         raise CorruptUnit(f"it has {len(texts)} rows, the footer {expected}")
