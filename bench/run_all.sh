@@ -12,10 +12,10 @@ record() { # name, then the words of the command
 }
 
 nsa bench machine --json "$out/machine.json"
-record attention_base attention --lengths 2k,4k,8k,16k,32k,64k --plot "$out/attention_base.svg"
+record attention_base attention --lengths 2k,4k,8k,16k,32k,64k --budget-s 480 --plot "$out/attention_base.svg" # 3 rounds at 64k
 record attention_smooth attention --lengths 4k,16k,64k --data smooth --no-peers
 record attention_gqa16 attention --lengths 2k,4k,8k,16k,32k --shape gqa16 --no-peers
 record prefill_base prefill --lengths 4k,16k,64k --plot "$out/prefill_base.svg"
-record decode_base decode --plot "$out/decode_base.svg"
+record decode_base decode --lengths 2k,4k,8k,16k,32k,64k --plot "$out/decode_base.svg"
 record train_125m train
 record memory_base memory --lengths 4k,8k,16k,32k,64k,128k --dtype fp32,bf16

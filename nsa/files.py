@@ -228,7 +228,7 @@ def no_room_error(error: OSError, run_folder: Path) -> CheckpointError:
     full = _full_place(error, run_folder)
     if full == SHARED_MEMORY:
         return CheckpointError(
-            f"shared memory ({SHARED_MEMORY}) is full ({error.strerror}): processes that prefetch data or exchange "
+            f"shared memory ({SHARED_MEMORY}) is full ({error.strerror}): processes that prepare data or exchange "
             f"gradients need it. The disk of {run_folder} is not at fault. Remove what dead processes left in "
             f"{SHARED_MEMORY}, or give the container more (--shm-size), and add --resume."
         )

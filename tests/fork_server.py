@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 READY_S = 180.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PRELOADED = (
-    "nsa.train.run", "nsa.cli.train", "nsa.infer.load_model", "nsa.hf.modeling", "transformers",
+    "nsa.train.run", "nsa.cli.main", "nsa.infer.load_model", "nsa.hf.modeling", "transformers",
     "torch.utils.tensorboard", "torch.distributed.checkpoint",
 )  # fmt: skip
 

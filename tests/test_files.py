@@ -26,6 +26,7 @@ from nsa.files import (
 from tests.ops.needs import root
 
 CHILD = """
+import multiprocessing
 import sys
 from pathlib import Path
 from nsa.data.prefetcher import BatchPrefetcher
@@ -42,8 +43,10 @@ def fill(path):
 
 if __name__ == "__main__":
     fill("/dev/shm/ballast")
+    with BatchPrefetcher(SyntheticData("uniform", vocab_size=9, seq_len=8, seed=1), global_rows=1) as prefetcher:
+        next(prefetcher)  # prefetching needs no shared memory
     try:
-        BatchPrefetcher(SyntheticData("uniform", vocab_size=9, seq_len=8, seed=1), global_rows=1)
+        multiprocessing.get_context("spawn").Lock()
     except OSError as error:
         print("shm:", no_room_error(error, Path(sys.argv[1])))
     print("disk:", no_room_error(fill(sys.argv[1] + "/ballast"), Path(sys.argv[1])))

@@ -106,22 +106,6 @@ def _meminfo(field: str) -> int:
     )
 
 
-DEVICES = ("cpu", "cuda")
-"""`cuda` is also what PyTorch calls an AMD GPU."""
-
-
-def device_named(name: str) -> torch.device:
-    kind = name.partition(":")[0]
-    if kind not in DEVICES:
-        raise ConfigError(f"--device is {name!r}: there is no such device. Use one of: {', '.join(DEVICES)}.")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device is {name!r} and torch {torch.__version__} sees no GPU here: nothing can be run on it. "
-            f"Use --device cpu, or install torch's GPU build on a machine with a GPU and its driver."
-        )
-    return torch.device(name)
-
-
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

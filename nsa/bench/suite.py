@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nsa.bench.case import BenchTask
-from nsa.bench.machine import available_cores, describe_device, describe_machine, device_named, pinned
+from nsa.bench.machine import available_cores, describe_device, describe_machine, pinned
 from nsa.bench.measurement import BenchMeasurement, Log, choose_implementations, measure
 from nsa.bench.memory import measure_memory
 from nsa.bench.report import BenchReport
@@ -12,6 +12,7 @@ from nsa.bench.roofline import MachinePeaks, measure_peaks
 from nsa.bench.shapes import DTYPES, PARTS, shape_named
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
+from nsa.kernels.gpu_versions import device_named
 from nsa.token_counts import parse_lengths, spell
 
 

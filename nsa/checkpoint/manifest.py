@@ -118,7 +118,8 @@ class CheckpointVerdict:
 def read_key(file: Path) -> bytes:
     """The signing key in a file: its content without the line end. Never printed, never logged."""
     try:
-        key = file.read_bytes().rstrip(b"\r\n")
+        with open_regular(file) as content:
+            key = content.read().rstrip(b"\r\n")
     except OSError as error:
         raise CheckpointError(f"the checkpoint key file {file} cannot be read: {error.strerror}.") from error
     if len(key) < _SHORTEST_KEY_BYTES:

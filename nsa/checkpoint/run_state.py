@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nsa.errors import CheckpointError
-from nsa.files import write_atomic
+from nsa.files import open_regular, write_atomic
 from nsa.names import STATE
 
 FORMAT = 1
@@ -96,7 +96,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(LARGEST_JSON_BYTES + 1)
         if len(raw) > LARGEST_JSON_BYTES:
             raise CheckpointError(f"{path} has more than the {LARGEST_JSON_BYTES} bytes that a record may have.")

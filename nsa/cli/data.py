@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa.cli import prepare, prepared_set
-from nsa.cli.outputs import print_line
+from nsa.cli.outputs import print_line, require_writable_file
 from nsa.cli.prepare import SourceOption, TokenizerOption
 from nsa.cli.progress_line import ProgressLine
 from nsa.errors import OutputError
@@ -74,6 +74,7 @@ def train_tokenizer(
     from nsa.data.source import open_source
     from nsa.data.tokenizer import train_bpe
 
+    require_writable_file(path)
     if path.is_file() and not overwrite:
         raise OutputError(f"{path} exists and is kept. Name another file, or add --overwrite to replace it.")
     with ProgressLine(f"listing {source}") as line:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def doctor(
     device: str = typer.Option(None, help="Device (default: cuda if available, else cpu)."),
     dtype: str = typer.Option("bf16", help="bf16, fp16 or fp32."),
-    n_heads: int = typer.Option(12, help="Query heads."),
-    n_kv_groups: int = typer.Option(2, help="Key/value groups."),
-    d_k: int = typer.Option(64, help="Key width per head."),
-    d_v: int = typer.Option(64, help="Value width per head."),
+    n_heads: int = typer.Option(12, min=1, max=16_384, help="Query heads."),
+    n_kv_groups: int = typer.Option(2, min=1, max=16_384, help="Key/value groups."),
+    d_k: int = typer.Option(64, min=1, max=16_384, help="Key width per head."),
+    d_v: int = typer.Option(64, min=1, max=16_384, help="Value width per head."),
     prove: bool = typer.Option(False, "--prove", help="Also check on this device that attention is correct."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: versions, device, backends and checks."),
 ) -> None:
@@ -45,12 +45,13 @@ def doctor(
 
     from nsa.core.nsa_attention import NSAAttention
     from nsa.kernels.cpu import build
+    from nsa.kernels.gpu_versions import device_named
     from nsa.verify.prove import prove as run_checks
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if dtype not in dtypes:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}.", param_hint="--dtype")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_named(device)
     console = Console(width=None if Console().is_terminal else 120, highlight=False, quiet=as_json)
     if where.type == "cpu" and not build.is_built():
         console.print("compiling the CPU kernels, once for this machine …")

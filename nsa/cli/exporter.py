@@ -11,7 +11,7 @@ from nsa.cli.outputs import print_error, require_writable_file
 
 def exporter(
     folders: list[Path] = typer.Argument(..., metavar="DIR", help="Run folders, or folders that contain run folders."),
-    port: int = typer.Option(9400, help="Port to listen on; 0 chooses a free one."),
+    port: int = typer.Option(9400, min=0, max=65535, help="Port to listen on; 0 chooses a free one."),
     host: str = typer.Option(
         "127.0.0.1", help="Address to listen on; other than loopback, the network can read the metrics."
     ),

@@ -13,6 +13,7 @@ from nsa.cli.outputs import print_error
 from nsa.cli.progress_line import ProgressLine
 from nsa.cli.sigterm import sigterm_as_interrupt
 from nsa.errors import ConfigError
+from nsa.files import open_regular
 from nsa.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -106,9 +107,12 @@ def _prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 def _read_prompt(path: Path) -> str:
     try:
-        return _without_last_newline(_decode(path.read_bytes(), str(path)))
+        with open_regular(path) as file:
+            return _without_last_newline(_decode(file.read(), str(path)))
     except OSError as error:
-        raise ConfigError(f"prompt file {path} cannot be read ({error.strerror}). Name a text file.") from error
+        raise ConfigError(
+            f"prompt file {path} cannot be read ({error.strerror}). Name a text file, or pipe text into the command."
+        ) from error
 
 
 def _decode(raw: bytes, name: str) -> str:

@@ -3,7 +3,7 @@
 import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import typer
 from nsa.cli.config import resolve
 from nsa.cli.outputs import print_line
 from nsa.cli.preflight import ALLOW_HELP
+from nsa.errors import CheckpointError, NSAError
 from nsa.train.start_options import StartOptions
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ def launch_ranks(
 
     config = resolve(words)  # a wrong config is reported here, before any rank starts
     check_names(options.allow)
+    if options.resume_from is not None and not options.resume_from.is_dir():
+        raise CheckpointError(
+            f"--resume-from is {str(options.resume_from)!r}, which is not a folder: there is nothing to resume from. "
+            "Name a run folder or a checkpoint in it."
+        )
     settings = LaunchSettings(
         command=[sys.executable, "-m", "nsa.cli", "train", *words],
         run_folder=Path(config.train.out_dir),
@@ -103,8 +109,34 @@ def _require_preflight(config: "RunConfig", nproc: int, nodes: tuple[int, int], 
 
     In a separate process: querying a GPU takes some of its memory, and the launcher lives as long as the run.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        process.submit(_check, config, nproc, nodes, options).result()
+    context = multiprocessing.get_context("spawn")
+    refusal, sender = context.Pipe(duplex=False)  # a pool's semaphores would stay in /dev/shm after a kill
+    process = context.Process(target=_send_refusal, args=(sender, config, nproc, nodes, options), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        error: NSAError | None = refusal.recv()
+    except EOFError:
+        process.join()
+        raise NSAError(
+            f"the preflight process died (exit code {process.exitcode}) before any rank started. A negative code is a "
+            "signal, -9 often the out-of-memory killer. `nsa preflight` with the same config runs the same checks."
+        ) from None
+    process.join()
+    if error is not None:
+        raise error
+
+
+def _send_refusal(
+    out: Connection, config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions
+) -> None:
+    """Send the error of the preflight rules, or None."""
+    try:
+        _check(config, nproc, nodes, options)
+    except NSAError as error:
+        out.send(error)
+    else:
+        out.send(None)
 
 
 def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:

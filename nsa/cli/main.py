@@ -1,10 +1,13 @@
 """Entry point of the `nsa` command: registers the subcommands and maps errors to messages and exit codes."""
 
+import inspect
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
-from typing import TextIO, cast
+from typing import Annotated, TextIO, cast, get_args, get_origin
 
 import typer
+from typer.models import ParameterInfo
 
 from nsa import __version__
 from nsa.cli import (
@@ -103,6 +106,29 @@ def _root(
     """Train and run language models with Native Sparse Attention."""
 
 
+def _number_options(commands: typer.Typer) -> Iterator[ParameterInfo]:
+    """Options of type int or float, declared as `n: int = Option(…)` or as `n: Annotated[int, Option(…)]`."""
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            yield from _number_options(group.typer_instance)
+    for command in commands.registered_commands:
+        for parameter in inspect.signature(command.callback).parameters.values() if command.callback else ():
+            annotated = get_origin(parameter.annotation) is Annotated
+            kind, *more = get_args(parameter.annotation) if annotated else (parameter.annotation, parameter.default)
+            if {int, float} & {kind, *get_args(kind)}:  # `int | None` too
+                yield from (each for each in more if isinstance(each, ParameterInfo))
+
+
+def _require_finite(number: float | None) -> float | None:
+    if number is not None and not -(2**63) <= number < 2**63:
+        raise typer.BadParameter(f"{number} is not a finite number of at most 64 bits.")
+    return number
+
+
+for each in _number_options(app):
+    each.callback = each.callback or _require_finite
+
+
 def main() -> None:
     prepare_process()
     with redirect_stdout(cast(TextIO, PipedStdout(sys.stdout))):
@@ -111,6 +137,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
+        _require_text(sys.argv[1:])
         try:
             app(prog_name="nsa")  # also for python -m nsa.cli: shell completion is made for this name
         finally:
@@ -129,6 +156,18 @@ def _run() -> None:
             raise
         print_error(f"{type(explained).__name__}: {explained}")
         sys.exit(explained.exit_code)
+
+
+def _require_text(words: list[str]) -> None:
+    """Python keeps bytes of the command line that are not UTF-8 as surrogates, which no file or socket takes."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{word!r} is not UTF-8: names, paths and texts are stored in UTF-8 files (config, records, JSON). "
+                "Write it in UTF-8; a folder with another name can be renamed or entered with cd."
+            ) from error
 
 
 def _how_to_install(package: str) -> str:

@@ -96,11 +96,11 @@ def require_writable_file(*paths: Path | None) -> None:
         if path is not None:
             require_writable_folder(path.parent)
             try:
-                is_folder = path.is_dir()
+                is_other = path.exists() and not path.is_file()
             except OSError as error:
                 raise explain(error) or error from None
-            if is_folder:
-                raise OutputError(f"cannot write {path}: it is a folder. Name a file.")
+            if is_other:  # a pipe would block, and a device would be replaced by a file
+                raise OutputError(f"cannot write {path}: it is a folder, pipe, socket or device. Name a file.")
 
 
 def require_writable_folder(folder: Path | None) -> None:

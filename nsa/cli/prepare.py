@@ -27,7 +27,8 @@ TokenizerOption = Annotated[
     str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(help="Worker processes. Default: one per CPU core.", show_default=False)
+    int | None,
+    typer.Option(min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False),
 ]
 HeldOutOption = Annotated[
     float, typer.Option(help="Fraction of documents for the validation split, selected by a hash of the document id.")
@@ -66,7 +67,9 @@ def prepare(
         ),
     ] = None,
     text_column: Annotated[str, typer.Option(help="Column (or JSON key) of the text.")] = "text",
-    id_column: Annotated[str, typer.Option(help="Column of the document id; `-` uses a hash of the text.")] = "id",
+    id_column: Annotated[
+        str, typer.Option(help="Column of the document id; `-`, or no column `id`, uses a hash of the text.")
+    ] = "id",
     eos_token: Annotated[
         str | None, typer.Option(help="End-of-document token, if the tokenizer file does not define one.")
     ] = None,

@@ -12,6 +12,7 @@ import yaml
 from nsa.config.layer import SettingsLayer, nearest, section_hint
 from nsa.config.schema import sections, settings
 from nsa.config.setting_types import TEXT_OR_LIST
+from nsa.files import open_regular
 from nsa.shipped import config_names
 
 _MOST_BYTES = 1 << 18
@@ -45,7 +46,7 @@ def _add_section(section: yaml.MappingNode, path: Path, prefix: str, origin: str
 
 def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:  # a pipe could be read once, and each rank reads its config
             raw = file.read(_MOST_BYTES + 1)
         if len(raw) > _MOST_BYTES:
             layer.problems.append(f"{path}: larger than {_MOST_BYTES >> 10} KiB: not a config file. Check the path.")

@@ -16,6 +16,7 @@ LARGEST_RATIO = 100
 FREE_UNPACKED_BYTES = 64 * 2**20
 DOCUMENT_BYTES = 256
 """Memory of a document besides its text, for limits."""
+DEFAULT_ID = "id"
 _HASH_RANGE = 2**64
 
 
@@ -27,11 +28,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class DocumentColumns:
-    """Columns (or JSON keys) of text and id. `id=None` derives ids from the content; this has to be set explicitly,
-    because the held-out split depends on the ids."""
+    """Columns (or JSON keys) of text and id. `id=None` derives ids from the content, and so does a file without the
+    default column; a column that was named must exist, because the held-out split depends on the ids."""
 
     text: str = "text"
-    id: str | None = "id"
+    id: str | None = DEFAULT_ID
 
     @property
     def identity(self) -> str:

@@ -1,8 +1,9 @@
 """Prefetching: builds batches in a separate process, so that reading and tokenizing overlap with training.
 
 Every batch is queued together with the data cursor after it, so a checkpoint saves the position of the batches the
-trainer has consumed, not of those waiting in the queue. This module imports no torch: the worker must start fast and
-stay small.
+trainer has consumed, not of those waiting in the queue. They come through a pipe: a queue of `multiprocessing` has
+named semaphores, which stay in /dev/shm when a run is killed. This module imports no torch: the worker must start fast
+and stay small.
 """
 
 import atexit
@@ -11,11 +12,13 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
 
 from nsa import errors
 from nsa.data.rows.batch import Batch, EndOfData
@@ -24,7 +27,6 @@ from nsa.data.rows.specs import DirectData, RowData, check_batch
 from nsa.data.tokenizer import start_tokenizer_worker
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout, NSAError
 
-_POLL_S = 0.2
 _SMOKE_BATCHES = 4
 
 
@@ -81,14 +83,15 @@ class BatchPrefetcher:
         self._failed: NSAError | None = None
         self.counters = PrefetchCounters()
         context = mp.get_context("spawn")  # a fork would copy held locks and the CUDA context
-        self._queue: Any = context.Queue(self._settings.queue_depth)
+        self._batches, batches = context.Pipe(duplex=False)
         self._worker = context.Process(
             target=produce,
-            args=(self._queue, os.getpid(), data, global_rows, rank, world, state),
+            args=(batches, self._settings.queue_depth, os.getpid(), data, global_rows, rank, world, state),
             name="nsa-prefetch",
             daemon=True,
         )
         self._worker.start()
+        batches.close()  # the worker has the only writing end: its death is the end of the file
         # The worker ignores SIGTERM, which multiprocessing sends at exit before it waits for the process.
         atexit.register(self._worker.kill)
         self._started = time.monotonic()
@@ -139,7 +142,7 @@ class BatchPrefetcher:
         self._worker.kill()
         self._worker.join()
         atexit.unregister(self._worker.kill)
-        self._queue.close()
+        self._batches.close()
 
     def __enter__(self) -> "BatchPrefetcher":
         return self
@@ -157,28 +160,21 @@ class BatchPrefetcher:
         return received
 
     def _receive(self, timeout_s: float, what: str) -> tuple[Batch, State] | None:
-        """The next queued batch with its cursor; None if the queue stays empty for `timeout_s`."""
-        start = time.monotonic()
-        while True:
-            # Checked before the queue is read: a batch sent by a dying worker must not be missed.
-            alive = self._worker.is_alive()
-            left = timeout_s - (time.monotonic() - start)
-            try:
-                item = self._queue.get(timeout=max(0.0, min(_POLL_S, left)))
-                break
-            except queue.Empty:
-                if not alive:
-                    killed = self._worker.exitcode == -signal.SIGKILL
-                    raise (DataProcessKilled if killed else DataError)(
-                        f"the prefetch process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
-                        "A negative code is a signal, -9 often the out-of-memory killer. Check the system log."
-                    ) from None
-                if left <= 0:
-                    return None
+        """The next queued batch with its cursor; None if none arrives for `timeout_s`."""
+        try:
+            if not self._batches.poll(timeout_s):
+                return None
+            item: tuple[Batch, State] | WorkerFailure = self._batches.recv()
+        except (EOFError, ConnectionResetError):
+            self._worker.join()
+            killed = self._worker.exitcode == -signal.SIGKILL
+            raise (DataProcessKilled if killed else DataError)(
+                f"the prefetch process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
+                "A negative code is a signal, -9 often the out-of-memory killer. Check the system log."
+            ) from None
         if isinstance(item, WorkerFailure):
             raise item.as_error()
-        received: tuple[Batch, State] = item
-        return received
+        return item
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,26 +198,43 @@ class WorkerFailure:
 
 
 def produce(
-    out: Any, parent_pid: int, data: RowData, global_rows: int, rank: int, world: int, state: State | None
+    out: Connection,
+    queue_depth: int,
+    parent_pid: int,
+    data: RowData,
+    global_rows: int,
+    rank: int,
+    world: int,
+    state: State | None,
 ) -> None:
-    """Worker process: queue (batch, cursor after it) until the parent is gone, or a WorkerFailure and exit."""
+    """Worker process: send (batch, cursor after it) until the parent is gone, or a WorkerFailure and exit."""
     start_tokenizer_worker(parent_pid)
     # A signal to the process group requests the trainer to save and stop, for which it may need another batch. The
     # trainer ends this process with SIGKILL, which is safe because it holds no state.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    waiting: queue.Queue[tuple[Batch, State] | WorkerFailure | None] = queue.Queue(queue_depth)
+    sender = threading.Thread(target=_send_all, args=(waiting, out))
+    sender.start()
     try:
         stream = data.open()
         if state is not None:
             stream.load_state_dict(state)
         while True:
             batch = stream.next_batch(global_rows, rank, world)
-            out.put((batch, stream.state_dict()))
+            waiting.put((batch, stream.state_dict()))
     except NSAError as error:
-        out.put(WorkerFailure.of(error))
-        out.close()
-        out.join_thread()
+        waiting.put(WorkerFailure.of(error))
         sys.exit(error.exit_code)
+    finally:
+        waiting.put(None)
+
+
+def _send_all(waiting: "queue.Queue[tuple[Batch, State] | WorkerFailure | None]", out: Connection) -> None:
+    """Send what is queued, up to None. A pipe holds less than a batch: the queue is what runs ahead of the trainer."""
+    with suppress(BrokenPipeError):  # the trainer is gone, and this process goes with it
+        while (item := waiting.get()) is not None:
+            out.send(item)
 
 
 @dataclass(frozen=True, slots=True)

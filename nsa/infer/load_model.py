@@ -31,6 +31,7 @@ from nsa.hf.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers
 from nsa.hf.weight_names import EMBEDDING, HEAD, to_transformers
 from nsa.infer.chat_template import ChatTemplate
 from nsa.infer.generate import BatchResult, SamplingSettings, generate_batch
+from nsa.kernels.gpu_versions import device_named
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def load_model(
     needs_text: raise if the tokenizer is not known; without it, using `LoadedModel.tokenizer` raises.
     """
     folder = Path(path)
-    target, number = _device(device), _dtype(dtype)
+    target, number = device_named(device), _dtype(dtype)
     if (folder / CONFIG).exists():
         loaded = _from_exported(folder, tokenizer)
     elif (folder / names.MODEL_SAFETENSORS).is_file() and not _has_checkpoints(folder):
@@ -167,21 +168,6 @@ def _require_text(prompts: Sequence[str]) -> None:
                 f"a prompt holds {prompt[error.start]!r} at character {error.start}, half of a character or a byte "
                 f"that is not UTF-8: it has no tokens. Give UTF-8 text."
             ) from error
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"device is {device!r}: it must be cpu, cuda or cuda:N.") from error
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    known = torch.accelerator.device_count() if accelerator is not None and accelerator.type == chosen.type else 0
-    if chosen.type != "cpu" and (chosen.index or 0) >= known:
-        raise ConfigError(
-            f"device is {str(chosen)!r}, which this machine does not have ({known} devices of this kind are visible). "
-            f"Use cpu, or check `nsa doctor`."
-        )
-    return chosen
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

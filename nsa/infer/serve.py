@@ -120,10 +120,10 @@ def free_port(host: str, port: int) -> int:
             probe.bind(address)
             found: int = probe.getsockname()[1]
             return found
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label of a name may have 63 characters
         raise ConfigError(
-            f"cannot listen on {host}, port {port} ({error.strerror}). Choose another --port (0 for a free one) or "
-            f"--host."
+            f"cannot listen on {host}, port {port} ({getattr(error, 'strerror', error)}). Choose another --port (0 for "
+            f"a free one) or --host."
         ) from error
 
 

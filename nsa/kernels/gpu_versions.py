@@ -1,10 +1,28 @@
-"""Architecture, driver and runtime version of a GPU, as records of checks and benchmarks name them."""
+"""Devices by name; architecture, driver and runtime version of a GPU, as records of checks and benchmarks name them."""
 
 import subprocess
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from nsa.errors import ConfigError
+
+
+def device_named(name: str | torch.device | None) -> torch.device:
+    """The device of this machine with this name; None is a GPU if there is one, else the CPU."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}: it must be cpu, cuda or cuda:N.") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    present = torch.accelerator.device_count() if accelerator is not None and accelerator.type == device.type else 0
+    if device.type != "cpu" and (device.index or 0) >= present:
+        raise ConfigError(
+            f"device is {str(device)!r}, which torch {torch.__version__} does not see here ({present} devices of this "
+            f"kind are visible). Use cpu, or check `nsa doctor`."
+        )
+    return device
 
 
 def architecture_of(device: torch.device | int) -> str:

@@ -100,14 +100,6 @@ class HeartbeatRecord:
     """Backend of the sliding branch."""
     kernels_reason: str | None = None
     """Why these backends: "first choice", "requested by name", "verified on this GPU", or why others were not taken."""
-    fallbacks_compressed: int | None = None
-    """Times the compressed branch ran on another backend than the chosen one."""
-    fallbacks_select: int | None = None
-    """The same of the block selection."""
-    fallbacks_selected: int | None = None
-    """The same of the selected branch."""
-    fallbacks_sliding: int | None = None
-    """The same of the sliding branch."""
     data: str | None = None
     """Where the data comes from."""
     synthetic: bool | None = None

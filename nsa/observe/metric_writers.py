@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from nsa import names
 from nsa.files import write_atomic
 from nsa.observe.heartbeat import HeartbeatRecord, to_line
 
-# Scripts read columns by position: step and loss stay the first two.
-TRAINING_COLUMNS = (
+# Scripts read columns by position: these keep their places, other numbers of a record follow.
+_FIRST_COLUMNS = (
     "step", "loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "gpu_mem_alloc", "gpu_mem_reserved",
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
     "reads_pred", "reads_act_total", "tokens_seen", "ts",
 )  # fmt: skip
+_NOT_IN_CSV = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")  # copies of others in another unit
+_NUMBERS = tuple(each.name for each in fields(HeartbeatRecord) if each.type in (float | None, int | None))
+TRAINING_COLUMNS = tuple(dict.fromkeys((*_FIRST_COLUMNS, *(each for each in _NUMBERS if each not in _NOT_IN_CSV))))
 VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
 VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
 

@@ -5,6 +5,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
+from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS
 from nsa.config import RunConfig, load
 from nsa.config.describe import kind
 from nsa.config.schema import ModelConfig, sections, settings
@@ -217,7 +218,7 @@ def test_a_resolved_auto_is_recorded_as_what_it_came_to_and_counts_as_default(re
     assert config.origin("nsa.rope_compressed") == "default"
 
 
-@pytest.mark.parametrize("phi", ["linear", "mlp"])
+@pytest.mark.parametrize("phi", PHIS_OF_UNROTATED_KEYS)
 def test_learned_compression_of_rotated_keys_is_refused(resolve, phi):
     with pytest.raises(ConfigError, match="rope_compressed"):
         resolve(f"nsa.phi={phi}", "nsa.rope_compressed=before")

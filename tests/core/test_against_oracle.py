@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BackendRequest
-from nsa.options import PHIS
+from nsa.options import KV_PROJECTIONS, PHIS
 from tests.oracle import nsa_layer
 from tests.shapes import HEADS, attention_args, fp64_backends
 
@@ -87,7 +87,7 @@ def cases(draw):
         n_sel=draw(st.integers(3, 6)),
         w=draw(st.integers(1, 20)),
         phi=draw(st.sampled_from(PHIS)),
-        kv=draw(st.sampled_from(["per_branch", "shared_keys", "shared"])),
+        kv=draw(st.sampled_from(KV_PROJECTIONS)),
         qk_norm=draw(st.booleans()),
         bias=draw(st.booleans()),
     )

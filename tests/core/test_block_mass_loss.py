@@ -11,6 +11,7 @@ from nsa.core.probe import probing
 from nsa.errors import ConfigError
 from nsa.kernels import reference
 from nsa.kernels.registry import BackendRequest
+from nsa.options import SELECTOR_BLOCKS
 from tests.shapes import attention_args
 
 CU_DOC_LENS = [0, 37, 41, 150, 200]
@@ -113,7 +114,7 @@ def test_every_block_counts_not_only_the_chosen():
     layer = layer_of(phi="softmax", selector_loss_share=1.0)
     x = torch.randn(1, 200, layer.dim, dtype=torch.float64)
     seen = {}
-    for blocks in ("chosen", "all"):
+    for blocks in SELECTOR_BLOCKS:
         layer.selector_blocks = blocks
         seen[blocks] = loss_of(layer, x)
     assert seen["chosen"] != seen["all"]

@@ -12,6 +12,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.transformer import NSATransformer
+from nsa.options import GATES_PER
 from tests.initial_weights import RAISED, require_raised
 from tests.shapes import attention_args
 
@@ -63,7 +64,7 @@ def test_a_standard_deviation_that_is_none_is_refused(made, std):
         made(**args)
 
 
-@pytest.mark.parametrize("per", ["head", "group"])
+@pytest.mark.parametrize("per", GATES_PER)
 def test_the_sliding_gate_starts_where_it_is_told(per):
     attention = NSAAttention(**attention_args("tiny", gate_per=per, sliding_gate_init=-3.0))
     biases = attention.gates.proj.bias.unflatten(0, (-1, 3))

@@ -8,6 +8,7 @@ import torch
 from nsa.core.cache_slots import KeySlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
+from nsa.options import PHIS
 from tests.shapes import GEOMETRIES, attention_args
 
 
@@ -268,7 +269,7 @@ def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, 159])
-@pytest.mark.parametrize("phi", ["avg", "weighted", "softmax", "linear"])
+@pytest.mark.parametrize("phi", PHIS)
 def test_shared_keys_can_be_cropped_to_any_length_without_copies(length, phi):
     """With rope_compressed=before; after it, the compressed branch's keys are in a ring of their own."""
     module = make(**attention_args("tiny", kv="shared", phi=phi))

@@ -9,6 +9,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.core.selection_quality import SelectionProbe, block_mass, chance_of_block
 from nsa.geometry import Geometry
+from nsa.options import SELECTING_KINDS
 
 GEOMETRY = Geometry(l=4, d=2, l_sel=4, n_sel=5, w=8)
 
@@ -101,7 +102,7 @@ def test_chance_of_a_block_is_that_of_a_random_choice_among_the_free_ones():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["merged", "nsa", "global"])
+@pytest.mark.parametrize("kind", SELECTING_KINDS)
 def test_the_whole_mass_is_divided_among_window_blocks_and_what_is_not_read(kind, packed):
     """Against loops over queries, groups and keys, from the layer's own projections."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.probe import probing
 from nsa.model.transformer import NSATransformer
+from nsa.options import GATES_PER
 
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=4, w=12)
 COVERED, DIM = 4 * 8, 24
@@ -29,7 +30,7 @@ def dense(module, x):
 
 
 @pytest.mark.parametrize("kind", ["nsa", "global"])
-@pytest.mark.parametrize("per", ["head", "group"])
+@pytest.mark.parametrize("per", GATES_PER)
 def test_starts_as_dense_attention_up_to_the_blocks_it_can_choose(kind, per):
     module, x = layer(kind, gate_per=per), inputs(COVERED + 4)
     wrong_S = (module(x) - dense(module, x)).abs().amax((0, 2)) > 1e-5

@@ -18,6 +18,7 @@ from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa.data.rows.batch import EndOfData
 from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout
+from nsa.files import SHARED_MEMORY
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import HeartbeatRecord
 from nsa.observe.watch.conditions import HealthLimits
@@ -159,6 +160,30 @@ def test_the_worker_ends_with_its_parent(end: str) -> None:
     while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline, "the worker outlived its parent"
         time.sleep(0.05)
+
+
+def test_a_killed_run_leaves_nothing_in_shared_memory() -> None:
+    """Every process of it at once, as a scheduler or a container's end kills: nobody is left to clean up."""
+    program = textwrap.dedent(
+        """
+        import time
+        from nsa.data.prefetcher import BatchPrefetcher
+        from nsa.data.rows.specs import SyntheticData
+
+        if __name__ == "__main__":
+            prefetcher = BatchPrefetcher(SyntheticData("uniform", vocab_size=100, seq_len=16), global_rows=1)
+            next(prefetcher)
+            print(prefetcher.worker_pid, flush=True)
+            time.sleep(60)
+        """
+    )
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        processes = (child.pid, int(child.stdout.readline()))
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes)
+        os.killpg(child.pid, signal.SIGKILL)
+    assert not [name for name in os.listdir(SHARED_MEMORY) if f"{SHARED_MEMORY}/{name}" in maps]
 
 
 def test_an_impossible_share_is_refused_before_a_process_starts() -> None:

@@ -1,15 +1,22 @@
-"""Commands as real processes on damaged inputs: a documented exit code, a message, and never a traceback."""
+"""Commands as real processes on damaged inputs and nonsense: a documented exit code, a message, never a traceback."""
 
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from nsa import names
+from nsa.cli.main import app
 from nsa.errors import ExitCode
 from tests import fork_server
 from tests.data.shard_sets import documents, write_set
 from tests.observe.damaged import copy_run
-from tests.train.runs import environment
+from tests.train.runs import environment, write_config
 from tests.trained_runs import write_run
 
 
@@ -56,3 +63,82 @@ def test_a_command_on_damaged_input_ends_without_a_traceback(damaged: Path, word
     assert (
         ended.returncode in set(ExitCode) - {ExitCode.FAILED} if expected is None else ended.returncode == expected
     ), said
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command of the tree by its words."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+    for name, each in getattr(command, "commands", {}).items():
+        yield from leaves(each, (*path, name))
+
+
+LEAVES = dict(leaves(typer.main.get_command(app)))
+PIPE, NUMBER, NO_UTF8 = "pipe", "1" + "0" * 30, "\udcff"
+NONSENSE = ("", "x" * 300, PIPE, "socket", NUMBER, "-1", "nan")
+"""Values for the long form. No device: a command that replaces its output would replace the machine's."""
+GOOD = {
+    "CONFIG KEY=VALUE": "run.yaml", "FILE KEY=VALUE": "run.yaml", "FILE": "run.yaml", "RUN": "run", "RUN RUN": "run",
+    "DIR": "run", "MODEL": "trained", "RUN|CHECKPOINT": "trained", "SET": "set", "SRC": "text",
+    "checkpoint": "trained", "source": "text", "gpus": "h100-80gb:8",
+}  # fmt: skip
+"""Arguments by metavar or name, so that a command reaches its options; anything else is a path that does not exist."""
+SHORT_WORK = {
+    "monitor": "--once", "watch": "--once", "gpu-check": "--rehearse --only x", "drill": "--only x",
+    "launch": "--allow x",
+}  # fmt: skip
+"""Options of commands that would otherwise work for minutes on good arguments."""
+CLOCK_S = 60.0
+
+
+def calls(name: str, *, every_value: bool) -> Iterator[list[str]]:
+    """One command with one argument or option replaced by nonsense, the others good."""
+    parameters = [each for each in LEAVES[name].params if not getattr(each, "is_flag", False)]
+    arguments = [each for each in parameters if each.param_type_name == "argument"]
+    good = {each.name: GOOD.get(each.metavar) or GOOD.get(each.name) or "absent" for each in parameters}
+    needed = [f"{each.opts[0]}={good[each.name]}" for each in parameters if each.required and each not in arguments]
+    words = [*name.split(), *SHORT_WORK.get(name, "").split(), *needed]
+    yield [*words, NO_UTF8]
+    for each in parameters:
+        number = each.type_descriptor.annotation in (int, float)
+        for value in (
+            NONSENSE
+            if every_value
+            else ((NUMBER, "nan")[each.type_descriptor.annotation is float],)
+            if number
+            else (PIPE,)
+        ):
+            if each in arguments:
+                yield [*words, "--", *(value if other is each else good[other.name] for other in arguments)]
+            else:
+                yield [*words, *(good[other.name] for other in arguments), f"{each.opts[0]}={value}"]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What commands read, without damage, a pipe that nobody writes to and a socket."""
+    root = tmp_path_factory.mktemp("sound")
+    write_config(root)
+    copy_run(root / "run")
+    write_set(root / "set", documents(20))
+    write_run(root / "trained", dim=16, n_layers=1)
+    (root / "text").mkdir()
+    (root / "text" / "a.txt").write_text("plain words " * 500)
+    os.mkfifo(root / PIPE)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(root / "socket"))
+    return root
+
+
+@pytest.mark.parametrize("every_value", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize("name", LEAVES)
+def test_nonsense_ends_a_command_in_time_and_without_a_traceback(sound: Path, name: str, every_value: bool) -> None:
+    for words in calls(name, every_value=every_value):
+        try:
+            ended = fork_server.run(["-m", "nsa.cli", *words], cwd=sound, env=environment(), timeout=CLOCK_S)
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{words} hangs: {late.stderr!r}") from None
+        said = ended.stdout + ended.stderr
+        assert "Traceback" not in said, (words, said)
+        assert ended.returncode in set(ExitCode), (words, said)
+        assert ended.returncode == 0 or said.strip(), words

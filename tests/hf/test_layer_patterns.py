@@ -12,8 +12,9 @@ from nsa.hf.modeling import NSAForCausalLM
 from nsa.hf.remote_code import remote_code_files
 from nsa.hf.weight_names import to_transformers
 from nsa.model.build import build_model
+from nsa.options import ATTENTION_KINDS
 
-PATTERN = ["dense", "window", "global", "merged", "nsa"]
+PATTERN = list(ATTENTION_KINDS)
 
 
 @pytest.fixture(params=[{}, dict(coarse_block=4, n_coarse=4)], ids=["one_level", "two_levels"])

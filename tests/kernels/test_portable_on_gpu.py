@@ -15,7 +15,7 @@ from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS
-from nsa.options import PHIS
+from nsa.options import KV_PROJECTIONS, PHIS
 from tests.kernels import test_backends as exact
 from tests.kernels.fake_gpu import fake_attention, fake_gpu, meta_attention, recorded_on_meta
 from tests.shapes import GEOMETRIES, HEADS, attention_args
@@ -110,7 +110,7 @@ def shape_of_base(**changes):
     return dict(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64) | changes
 
 
-@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+@pytest.mark.parametrize("kv", KV_PROJECTIONS)
 @pytest.mark.parametrize("phi", PHIS)
 def test_a_training_step_of_a_packed_batch_reads_and_uploads_nothing(kv, phi):
     module = meta_attention(**shape_of_base(kv=kv, phi=phi))
@@ -125,7 +125,7 @@ def test_a_training_step_of_a_packed_batch_reads_and_uploads_nothing(kv, phi):
     assert len(recorded.atomic) == (4 if phi == "softmax" else 2)  # it gathers scores of tokens too
 
 
-@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+@pytest.mark.parametrize("kv", KV_PROJECTIONS)
 @pytest.mark.parametrize("options", [{}, dict(phi="mlp")], ids=["before", "after"])
 def test_prefill_and_decode_read_and_upload_nothing(kv, options):
     module_options = shape_of_base(kv=kv, **options)
@@ -155,7 +155,7 @@ def test_the_functional_api_reads_and_uploads_nothing():
     assert recorded.atomic == []
 
 
-@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+@pytest.mark.parametrize("kv", KV_PROJECTIONS)
 def test_static_decode_equals_the_whole_sequence(static, kv):
     """Prefill in two parts, the second padded past the cache's end, then one token at a time."""
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_static_decode_equals_the_whole_sequence(static, kv):
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kv", ["per_branch", "shared"])
+@pytest.mark.parametrize("kv", KV_PROJECTIONS)
 def test_decode_copies_what_a_token_reads_and_not_the_cache(kv):
     """Bytes of new tensors of one token and layer with a cache of 4k and of 64k tokens: they differ by what is done
     with the compressed keys, an entry per 16 tokens."""

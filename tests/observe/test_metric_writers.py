@@ -1,10 +1,12 @@
 import csv
 import json
+from dataclasses import fields
 
 import pytest
 
 from nsa import names
-from nsa.observe.heartbeat import HeartbeatRecord
+from nsa.observe import records
+from nsa.observe.heartbeat import CHECKS, HeartbeatRecord
 from nsa.observe.metric_writers import MetricWriters
 
 pytest.importorskip("tensorboard", reason="part of the train extra")
@@ -32,12 +34,27 @@ def test_csv_has_step_and_loss_first_and_goes_on_after_a_restart(tmp_path):
     assert found == [("1.0", "0.125"), ("0.5", "0.25"), (str(1 / 3), "0.375")]
 
 
+def test_csv_has_every_number_of_a_record(tmp_path):
+    """As TensorBoard and the trackers have, except copies in another unit."""
+    numbers = {field.name: float(n) for n, field in enumerate(fields(HeartbeatRecord)) if field.default is None}
+    texts = {name for name, check in CHECKS.items() if check not in (records.number, records.whole, records.amount)}
+    kept = {name: value for name, value in numbers.items() if name not in texts and not name.endswith("_gib")}
+    writers = MetricWriters(tmp_path)
+    writers.write(HeartbeatRecord.now(ts=1.0, rank=0, step=1, msg=names.PROGRESS, **kept))
+    writers.close()
+    with (tmp_path / names.TRAINING_CSV).open() as file:
+        (row,) = csv.DictReader(file)
+    assert {name: float(row[name]) for name in kept} == kept
+
+
 def test_a_file_of_an_older_version_keeps_its_columns(tmp_path):
+    (tmp_path / names.TRAINING_CSV).write_text("step,loss,fallbacks\n1,10.0,0\n")
     (tmp_path / names.VAL_CSV).write_text("step,val_loss,tokens,seconds,ts\n1,1.0,7,0.5,1.0\n")
     take(tmp_path, 2)
     assert (tmp_path / names.VAL_CSV).read_text() == (
         "step,val_loss,tokens,seconds,ts\n1,1.0,7,0.5,1.0\n2,0.5,7,0.5,1.0\n"
     )
+    assert (tmp_path / names.TRAINING_CSV).read_text() == "step,loss,fallbacks\n1,10.0,0\n2,5.0,\n"
 
 
 def test_metrics_are_the_last_record_and_the_best_loss(tmp_path):

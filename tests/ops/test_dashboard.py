@@ -48,7 +48,7 @@ def test_every_figure_is_served_and_the_important_ones_are_shown():
     used = set(re.findall(r"\bnsa_\w+", " ".join([*EXPRESSIONS, *queries])))
     assert used <= run_metrics.served_names()
     shown = {figure.metric.served_name for figure in run_metrics.FIGURES.values()}
-    assert shown - used == {"nsa_tokens_seen", "nsa_fallbacks_total"}
+    assert shown - used == {"nsa_tokens_seen"}
 
 
 def test_run_and_rank_are_chosen_at_the_top():

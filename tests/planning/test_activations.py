@@ -11,7 +11,7 @@ from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import SLOT_BYTES
 from nsa.model import loss
-from nsa.options import CHECKPOINTING
+from nsa.options import ATTENTION_KINDS, CHECKPOINTING
 from nsa.planning.activations import ForwardPass, workspace_bytes
 from nsa.planning.estimate import estimate
 from nsa.planning.hardware import CPU, DEVICES, HardwareTarget
@@ -146,7 +146,7 @@ def test_options_of_the_attention(options, nsa, precision):
     assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
 
 
-@pytest.mark.parametrize("attention", ["window", "global", "dense", "merged", "dense,nsa,window,global"])
+@pytest.mark.parametrize("attention", [*(kind for kind in ATTENTION_KINDS if kind != "nsa"), "dense,nsa,window,global"])
 def test_other_kinds_of_layers(attention, monkeypatch):
     monkeypatch.setattr(layer_kinds, "COMPILED_ON_CPU", "none")  # its memory is not heard; dense takes PyTorch's
     loss = 1.0 if attention == "merged" else 0.0  # nothing else trains its φ

@@ -6,6 +6,7 @@ import torch
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
+from nsa.options import KV_PROJECTIONS
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
 from tests.attention_options import FAMILIES, OPTIONS
@@ -88,7 +89,7 @@ def test_recomputing_costs_one_more_forward_pass_of_the_blocks_up_to_their_last_
     assert again.step_s == plain.step_s  # efficiency counts the model's own FLOPs
 
 
-@pytest.mark.parametrize("kv", ["per_branch", "shared_keys", "shared"])
+@pytest.mark.parametrize("kv", KV_PROJECTIONS)
 def test_the_cache_is_as_large_as_the_one_that_is_made(kv):
     config = changed(nsa=dict(kv=kv))
     cache = build_model(config, VOCAB).new_cache(1, config.train.seq_len)

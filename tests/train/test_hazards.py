@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from nsa.options import PHIS
 from nsa.train.engine.mixer import NSAMixerConfig, _fill
 from tests import fork_server
 from tests.attention_options import YARN
@@ -32,9 +33,9 @@ def four_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(phi="avg"), dict(phi="weighted"), dict(phi="softmax"), dict(phi="linear"), dict(phi="mlp"),
+    [*(dict(phi=phi) for phi in PHIS),
      dict(kv="shared", qk_norm=True, bias=True, out_bias=True, rope_scaling=YARN, init_std=0.08)],
-    ids=["avg", "weighted", "softmax", "linear", "mlp", "all_options"],
+    ids=[*PHIS, "all_options"],
 )  # fmt: skip
 def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(four_ranks, options):
     config = NSAMixerConfig(**SIZES, **options)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nsa.data.document import (
+    DEFAULT_ID,
     DEFAULT_MAX_UNIT_BYTES,
     DOCUMENT_BYTES,
     CorruptUnit,
@@ -247,6 +248,8 @@ def check_footer(metadata: Any, columns: DocumentColumns) -> None:
 
     schema = metadata.schema.to_arrow_schema()
     for column in filter(None, (columns.text, columns.id)):
+        if column == columns.id == DEFAULT_ID and column not in schema.names:
+            continue  # ids are made from the text, as for JSONL without them
         if column not in schema.names:
             raise CorruptUnit(f"it has no column {column!r}, only {schema.names}")
         kind = schema.field(column).type
@@ -262,7 +265,8 @@ def parse_row_group(file: "RangeFile", metadata: Any, row_group: int, columns: D
     """The documents of a row group; one read of `file` per column. Page checksums are verified if present."""
     import pyarrow.parquet as pq
 
-    names = [columns.text] if columns.id is None else [columns.text, columns.id]
+    has_ids = columns.id is not None and columns.id in metadata.schema.to_arrow_schema().names
+    names = [columns.text, columns.id] if has_ids else [columns.text]
     with _corruption_as_error("its pages cannot be decoded"):
         # A value that a dictionary holds once stays one value, however many rows name it.
         reader = pq.ParquetFile(
@@ -271,7 +275,7 @@ def parse_row_group(file: "RangeFile", metadata: Any, row_group: int, columns: D
         table = reader.read_row_group(row_group, columns=names, use_threads=False)
         table.validate(full=True)
         texts = _values(table.column(columns.text), file.bytes_read)
-        ids = [None] * len(texts) if columns.id is None else _values(table.column(columns.id), file.bytes_read)
+        ids = _values(table.column(columns.id), file.bytes_read) if has_ids else [None] * len(texts)
     expected = metadata.row_group(row_group).num_rows
     if len(texts) != expected:
         raise CorruptUnit(f"it has {len(texts)} rows, the footer {expected}")

@@ -104,6 +104,10 @@ def _run_command(words: Sequence[str]) -> None:
     before, sys.argv = sys.argv, ["lm_eval", *words]
     try:
         cli_evaluate()
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):
+            raise
+        raise ConfigError(f"--lm-eval: {error}. `lm_eval ls tasks` prints the tasks of the harness.") from error
     finally:
         sys.argv = before
 

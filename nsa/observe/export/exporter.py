@@ -130,10 +130,11 @@ class MetricsExporter:
         registry.register(self._collector)
         try:
             self._server = _serve(SharedScrapes(make_wsgi_app(registry)), host, port)
-        except OSError as error:  # invalid host, address of another machine, port in use
+        except (OSError, UnicodeError) as error:  # invalid host, address of another machine, port in use
+            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}): Prometheus could not scrape it. Choose another "
-                f"{'--port' if error.errno == errno.EADDRINUSE else '--host'}."
+                f"cannot listen on {host}:{port} ({getattr(error, 'strerror', error)}): Prometheus could not scrape "
+                f"it. Choose another {'--port' if in_use else '--host'}."
             ) from None
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()

@@ -50,11 +50,6 @@ class FieldMetric(NamedTuple):
 
 
 _MEMORY = MetricDefinition("nsa_memory_bytes", "Memory of a rank, by kind.")
-_FALLBACKS = MetricDefinition(
-    "nsa_fallbacks",
-    "Times a branch ran on another backend than the selected one.",
-    "counter",
-)
 _SKIPPED = MetricDefinition(
     "nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter"
 )
@@ -88,10 +83,6 @@ FIGURES: Mapping[str, FieldMetric] = {
     "selector_loss": _gauge("nsa_selector_loss_nats", "Selector loss of the last recorded step, mean over layers."),
     "reads_pred": _gauge("nsa_reads_predicted", "Predicted key reads of a forward pass, all layers."),
     "reads_act_total": _gauge("nsa_reads_counted", "Counted key reads of a forward pass, all layers."),
-    **{
-        f"fallbacks_{b}": FieldMetric(_FALLBACKS, {"branch": b})
-        for b in ("compressed", "select", "selected", "sliding")
-    },
 }
 """Fields of a progress record that are exported as they are (times `scale`)."""
 

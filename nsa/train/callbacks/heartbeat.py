@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from nsa import names
 from nsa.core.probe import Probe, probing
 from nsa.kernels.choice_text import reason_text
-from nsa.kernels.registry import BRANCHES
 from nsa.observe.failure_codes import code_of_exception
 from nsa.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
 from nsa.train.distributed import HostCollectives, RankInfo
@@ -221,11 +220,11 @@ class HeartbeatCallback(Callback):
         }
 
     def _kernels(self) -> dict[str, Any]:
-        """The backend of each branch and why. Backends are never substituted, so the fallback counts are 0."""
+        """The backend of each branch and why."""
         choices = kernel_choices(self.trainer.train_module, self.trainer.device)
         chosen: dict[str, Any] = {f"kernel_{choice.branch}": choice.backend for choice in choices}
         chosen["kernels_reason"] = reason_text(choices)
-        return chosen | {f"fallbacks_{branch}": 0 for branch in BRANCHES}
+        return chosen
 
 
 def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:

@@ -132,8 +132,8 @@ def _addresses(host: str, port: int) -> list[str]:
     while True:
         try:
             return [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        except socket.gaierror as error:
+        except (socket.gaierror, UnicodeError) as error:  # a label of a name may have 63 characters
             problem = error
-        if time.monotonic() > until:
+        if time.monotonic() > until or isinstance(problem, UnicodeError):
             raise ConfigError(f"--rdzv-endpoint {host}:{port}: {host} has no address here ({problem}). Check the name.")
         time.sleep(min(1.0, max(0.0, until - time.monotonic())))

@@ -179,6 +179,19 @@ def test_columns_can_be_named_and_missing_ones_are_said(tmp_path):
     assert unnamed == read_all(open_source(str(tmp_path), columns=DocumentColumns(text="content", id=None)))
 
 
+def test_ids_are_made_from_the_text_unless_a_column_was_named(tmp_path):
+    records = make_records(30)
+    write_parquet(tmp_path / "p.parquet", [{"text": record["text"]} for record in records])
+    write_parquet(tmp_path / "q.parquet", make_records(10, seed=1))
+    source = open_source(str(tmp_path))
+    documents = read_all(source)
+    assert [d.text for d in documents[:30]] == [record["text"] for record in records]
+    assert all(d.id.startswith("blake2b:") for d in documents[:30])
+    assert [d.id for d in documents[30:]] == [record["id"] for record in make_records(10, seed=1)]
+    with pytest.raises(DataError, match="'key'"):
+        open_source(str(tmp_path), columns=DocumentColumns(id="key"))
+
+
 def test_too_large_a_unit_is_refused_before_it_is_read(tmp_path):
     write_corpus(tmp_path, files=1)
     source = ParquetSource(list_local(str(tmp_path)).files, RetryPolicy(), max_unit_bytes=100)

@@ -71,7 +71,6 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
         assert 50 < beat.host_mem_rss < 50_000
         assert beat.kernel_sliding == "cpu"
         assert beat.kernels_reason == "first choice"
-        assert beat.fallbacks_selected == 0
         assert beat.synthetic is True
         assert beat.tokens_seen == beat.step * 4 * 64
     # forward_s is of the last step, step_s the mean since the record before: the forward pass is part of that time.

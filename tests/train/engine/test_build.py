@@ -7,7 +7,7 @@ import torch
 
 from nsa.attention_rules import PHIS_WITH_POS_EMB
 from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
-from nsa.options import PHIS
+from nsa.options import GATES, GATES_PER, PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 
@@ -34,7 +34,7 @@ PHI = {
 }
 VARIANTS = [
     dict(phi=phi, phi_pos_emb=pos_emb, gate=gate, gate_per=per)
-    for phi, pos_emb, gate, per in itertools.product(PHI, (False, True), ("softmax", "sigmoid"), ("head", "group"))
+    for phi, pos_emb, gate, per in itertools.product(PHI, (False, True), GATES, GATES_PER)
     if not pos_emb or phi in PHIS_WITH_POS_EMB
 ]
 

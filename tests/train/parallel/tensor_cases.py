@@ -18,7 +18,9 @@ from olmo_core.distributed import parallel as engine_parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nsa.attention_rules import PHIS_WITH_POS_EMB
 from nsa.config.schema import RunConfig
+from nsa.options import GATES_PER, KV_PROJECTIONS, PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa.train.engine.build import build_train_module
@@ -71,10 +73,10 @@ FAST = {
     ),
 }
 SLOW = {
-    **{f"phi_{phi}": TensorCase(nsa=dict(phi=phi)) for phi in ("avg", "weighted", "softmax", "linear", "mlp")},
-    **{f"pos_emb_{phi}": TensorCase(nsa=dict(phi=phi, phi_pos_emb=True), world=4) for phi in ("linear", "mlp")},
-    **{f"kv_{kv}": TensorCase(nsa=dict(kv=kv)) for kv in ("shared", "shared_keys", "per_branch")},
-    **{f"gate_{per}": TensorCase(nsa=dict(gate="sigmoid", gate_per=per)) for per in ("head", "group")},
+    **{f"phi_{phi}": TensorCase(nsa=dict(phi=phi)) for phi in PHIS},
+    **{f"pos_emb_{phi}": TensorCase(nsa=dict(phi=phi, phi_pos_emb=True), world=4) for phi in PHIS_WITH_POS_EMB},
+    **{f"kv_{kv}": TensorCase(nsa=dict(kv=kv)) for kv in KV_PROJECTIONS},
+    **{f"gate_{per}": TensorCase(nsa=dict(gate="sigmoid", gate_per=per)) for per in GATES_PER},
     "options": TensorCase(EVERYTHING, dict(kv="per_branch", rope_compressed="after")),
     "selector": TensorCase(EVERYTHING, dict(selector_loss=2.0, kv="per_branch")),
     "selective": TensorCase(runtime=dict(gradient_checkpointing="selective"), world=4),

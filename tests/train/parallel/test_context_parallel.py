@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from nsa.attention_rules import PHIS_WITH_POS_EMB
 from nsa.options import KV_PROJECTIONS, PHIS
 from tests.train.parallel.context_cases import ContextCase, run_cases
 
@@ -56,7 +57,7 @@ def every_combination() -> dict[int, dict[str, ContextCase]]:
     """φ × keys × split × rows, with RoPE before compression where φ allows it."""
     cases = {}
     for phi, kv, zigzag, packed in product(PHIS, KV_PROJECTIONS, (False, True), (False, True)):
-        mixes = phi in ("linear", "mlp")
+        mixes = phi in PHIS_WITH_POS_EMB
         layer = dict(phi=phi, kv=kv, phi_pos_emb=mixes)
         if phi != "avg" or kv == "per_branch":
             layer.update(SELECTOR)
