@@ -14,29 +14,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # More than half a minute each. The scheduler hands out files in order: one of these at the end would run alone.
-# Those that start many processes come later: .ci/run begins with minutes of chaos beside the tests.
 LONGEST = (
-    "tests/experiments/test_miniature.py",
-    "tests/kernels/test_backends.py",
+    "tests/drill/chaos/test_chaos.py",  # this and the next seven: at night
     "tests/kernels/test_sanitizers.py",
+    "tests/ops/test_slurm.py",
+    "tests/ops/test_ssh.py",
+    "tests/ops/test_alerts_live.py",
     "tests/kernels/test_triton_drill.py",
+    "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
+    "tests/docs/test_runbook.py",
+    "tests/drill/test_drill.py",
+    "tests/kernels/test_backends.py",
+    "tests/experiments/test_miniature.py",
     "tests/train/engine/test_transformer.py",
     "tests/test_wheel.py",
-    "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
     "tests/train/engine/test_bad_step_hook.py",
     "tests/train/test_kill_and_resume.py",
     "tests/train/test_parallel.py",
     "tests/train/test_resume.py",
     "tests/train/test_dry_run_process.py",
     "tests/verify/test_gpu_check.py",
-    "tests/docs/test_runbook.py",
-    "tests/ops/test_slurm.py",
-    "tests/ops/test_ssh.py",
-    "tests/drill/test_drill.py",
     "tests/train/launch/test_rendezvous.py",
     "tests/train/test_signal_handlers.py",
     "tests/train/launch/test_launcher.py",
-    "tests/ops/test_alerts_live.py",
 )
 
 

@@ -11,7 +11,7 @@ from tests.docs.blocks import blocks, nsa_commands, run_blocks, unknown_words
 ROOT = Path(__file__).parents[2]
 RUNBOOK = ROOT / "docs" / "RUNBOOK.md"
 BLOCKS = blocks(RUNBOOK)
-NEEDS = {"", "gpu", "host", "install", "slow"}
+NEEDS = {"", "gpu", "host", "install"}
 
 
 def test_blocks_say_what_they_need_in_words_we_know():
@@ -19,17 +19,10 @@ def test_blocks_say_what_they_need_in_words_we_know():
     assert sum(not block.needs for block in BLOCKS) >= 12
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_block_that_can_run_here_does(tmp_path):
-    """The dry run of the long config is tests/cli/test_preflight.py's: here its other rules."""
-    long_run = "nsa preflight configs/train_50k.yaml --target a100-80gb:2"
-    run_blocks(RUNBOOK, tmp_path, timeout_s=880, replace={long_run: f"{long_run} --no-dry-run"})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_block_that_can_run_here_does_also_what_shorter_tests_show(tmp_path):
-    run_blocks(RUNBOOK, tmp_path, timeout_s=880, needs=("", "slow"), new_interpreters=True)
+    run_blocks(RUNBOOK, tmp_path, timeout_s=880, new_interpreters=True)
 
 
 def test_blocks_for_other_machines_parse():

@@ -38,6 +38,6 @@ def test_it_finds_the_facts(nsa_run):
     assert max(row["fact_hit"] - row["chance"] for row in layers) > 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_window_alone_cannot_learn_it(tmp_path_factory):
     assert trained("window", tmp_path_factory).counted_evaluations()[-1].val_accuracy < CHANCE + 0.1

@@ -67,7 +67,7 @@ def runs(request, tmp_path_factory):
 
 
 def marked(way: str):
-    return pytest.param(way, marks=pytest.mark.slow if way in SLOW else ())
+    return pytest.param(way, marks=pytest.mark.nightly if way in SLOW else ())
 
 
 @pytest.mark.parametrize("way", [marked(way) for way in WAYS if way not in ALONE.values()])

@@ -64,7 +64,7 @@ def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(s
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_is_found_gone_and_goes_on_over_a_stale_halt_that_is_cleared(start):  # noqa: F811
     run = start("train.save_every=5")
     run.wait_for("a checkpoint", lambda: run.step() >= 8)

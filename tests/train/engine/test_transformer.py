@@ -164,7 +164,7 @@ def step(module, batch: dict, probed: bool = False) -> float:
     return loss.item()
 
 
-INDUCTOR = [pytest.mark.slow, pytest.mark.timeout(1800)]
+INDUCTOR = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=INDUCTOR)])

@@ -116,14 +116,14 @@ def test_layers_with_other_windows_and_other_rope_are_those_of_one_rank(runs):
     require_same_run(runs / "families", runs / "families, divided")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_data_parallelism_and_checkpointing(ways, way):
     require_same_run(ways / ALONE.get(way, "one"), ways / way)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_goes_from_layout_to_layout(moved):
     """Equal losses at every step are equal documents at every step."""
