@@ -15,7 +15,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # More than half a minute each. The scheduler hands out files in order: one of these at the end would run alone.
 LONGEST = (
-    "tests/drill/chaos/test_chaos.py",  # this and the next seven: at night
+    "tests/drill/chaos/test_chaos.py",  # this and the next eight: at night
+    "tests/experiments/test_miniature.py",
     "tests/kernels/test_sanitizers.py",
     "tests/ops/test_slurm.py",
     "tests/ops/test_ssh.py",
@@ -25,7 +26,6 @@ LONGEST = (
     "tests/docs/test_runbook.py",
     "tests/drill/test_drill.py",
     "tests/kernels/test_backends.py",
-    "tests/experiments/test_miniature.py",
     "tests/train/engine/test_transformer.py",
     "tests/test_wheel.py",
     "tests/train/engine/test_bad_step_hook.py",

@@ -6,7 +6,7 @@
 
 The file has one JSON object per line: `.ci/steps.sh` appends the steps, and this module, as a plugin of pytest, the
 tests, fixtures and processes. CPU time is that of the test process and of the processes that it waited for, those of
-tests/fork_server.py among them; unlike wall time it hardly depends on what else the machine does.
+tests/fork_server.py (`run`, `start`) among them; unlike wall time it hardly depends on what else the machine does.
 """
 
 import argparse

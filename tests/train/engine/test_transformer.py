@@ -177,7 +177,9 @@ def compiler(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    "checkpointing", ["off", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("selective", "full"))]
+)
 def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing, compiler):
     """No break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
     module, eager = module_of(config_of(checkpointing, "on")), module_of(config_of(checkpointing))
