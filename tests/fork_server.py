@@ -56,6 +56,7 @@ class ForkedProcess:
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
+        self._words = request.words
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
@@ -79,7 +80,9 @@ class ForkedProcess:
         return self.returncode
 
     def _read_status(self) -> None:
-        self.returncode = os.waitstatus_to_exitcode(int(self._answer.readline()))
+        status, cpu_s = self._answer.readline().split()
+        self.returncode = os.waitstatus_to_exitcode(int(status))
+        sys.audit("tests.fork_server", self._words, float(cpu_s))  # tools/gate_times.py counts them
         self._answer.close()
         self._connection.close()
 
@@ -203,10 +206,11 @@ def _serve(path: str) -> ForkRequest:
         if woken in ready:
             os.read(woken, 4096)
             for pid, connection in list(running.items()):
-                if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                ended, status, usage = os.wait4(pid, os.WNOHANG)
+                if ended:
                     del running[pid]
                     with contextlib.suppress(OSError), connection:  # the test may have ended
-                        connection.sendall(f"{ended[1]}\n".encode())
+                        connection.sendall(f"{status} {usage.ru_utime + usage.ru_stime}\n".encode())
         if listener in ready:
             connection, _ = listener.accept()
             request, files = _receive(connection)

@@ -19,7 +19,7 @@ from tests.docs.blocks import blocks
 from tests.wheel_install import ROOT, WheelInstall, build_wheel, ordinary_user
 
 MOST_BYTES = 4_000_000
-# A few steps instead of minutes; the slow test below runs the command as it is printed.
+# A few steps instead of minutes; a nightly test below runs the command as it is printed.
 FEW_STEPS = " train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -78,7 +78,7 @@ def test_a_config_with_a_profile_is_valid_outside_the_checkout(installed, tmp_pa
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_an_ordinary_user_without_compiler_and_with_a_read_only_home(whole, installed, tmp_path):
     """whole: also generate with and verify what was trained; tests/docs/test_tutorial.py does so with the checkout."""
     user = ordinary_user(installed)
@@ -100,7 +100,7 @@ def test_an_ordinary_user_without_compiler_and_with_a_read_only_home(whole, inst
 
 
 @pytest.mark.skipif(shutil.which("g++", path=SYSTEM_PATH) is None, reason="no g++")
-@pytest.mark.parametrize("built", [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("built", [True, pytest.param(False, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])])
 def test_kernels_are_kept_in_a_temporary_folder_if_home_is_read_only(built, installed, tmp_path):
     user = ordinary_user(installed)
     work, home = user.folder_for(tmp_path / "work"), user.folder_for(tmp_path / "home")
@@ -114,7 +114,7 @@ def test_kernels_are_kept_in_a_temporary_folder_if_home_is_read_only(built, inst
     assert len(list(cache.glob("nsa_cpu_*.so"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_printed_commands_work_as_they_stand(installed, tmp_path):
     for command in next_commands(installed.run("nsa init my-run --text", tmp_path)):
@@ -130,7 +130,7 @@ def _starts_from_nothing() -> list[Path]:
     return [page for page in pages if any("nsa init" in block.code for block in blocks(page))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", _starts_from_nothing(), ids=lambda page: page.name)
 def test_the_blocks_of_a_page_with_nsa_init_run_from_the_wheel(page, installed, tmp_path):
@@ -145,7 +145,7 @@ def _python(version: str) -> str | None:
     return str(found[-1]) if found else shutil.which(f"python{version}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_a_newer_python_trains_from_the_wheel(version, wheel, tmp_path):

@@ -2,6 +2,7 @@
 
     python -m tools.mutation_drill                 every table, two mutations at a time
     python -m tools.mutation_drill core -k ring    one table, mutations whose name contains "ring"
+    python -m tools.mutation_drill --file nsa/geometry.py    mutations of one file, of any table
 
 Each mutation is planted in a copy of the checkout, which stays as it is; pytest stops at the first failure. One line
 per mutation: how many are done, the result, the seconds it took, its name, what caught it, the time left.
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.mutations import FOLDER, Mutation, load_tables
 
 ROOT = Path(__file__).parents[1]
 CPP_SUFFIXES = (".h", ".cpp")
+BOTH_TIERS = "not cuda"  # tests of .ci/run and of .ci/nightly
 CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 
 
@@ -87,7 +89,7 @@ def _test(mutation: Mutation, copy: Path) -> tuple[str, str]:
         _build_faster(copy)
         environ["HOME"] = str(copy.parent)  # libraries with bugs do not stay in the user's cache
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", BOTH_TIERS, *mutation.tests],
         cwd=copy, capture_output=True, text=True, env=environ,
     )  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -104,15 +106,15 @@ def _build_faster(copy: Path) -> None:
     build.write_text(build.read_text(encoding="utf-8").replace('"-O3"', '"-O1"'), encoding="utf-8")
 
 
-def chosen(names: list[str], part_of_name: str) -> list[Mutation]:
-    """The mutations of the named tables (all if none is named) whose name contains the text."""
+def chosen(names: list[str], part_of_name: str, files: Collection[str] = ()) -> list[Mutation]:
+    """Mutations of the named tables (all if none is named) whose name contains the text, of these files or of all."""
     tables = {table.name: table.mutations for table in load_tables()}
     if unknown := [name for name in names if name not in tables]:
         raise ValueError(f"no table {', '.join(unknown)} in {FOLDER.relative_to(ROOT)}; there are {', '.join(tables)}")
     found = [m for name in names or tables for m in tables[name] if part_of_name in m.name]
     if not found:
         raise ValueError(f"no mutation's name contains {part_of_name!r}")
-    return found
+    return [m for m in found if not files or m.file in files]
 
 
 def run(mutations: list[Mutation], workers: int) -> list[MutationResult]:
@@ -153,10 +155,11 @@ def main() -> None:
     )
     parser.add_argument("tables", nargs="*", help="names of tables, see below (default: all)")
     parser.add_argument("-k", default="", metavar="TEXT", help="only mutations whose name contains this")
+    parser.add_argument("--file", action="append", default=[], metavar="PATH", help="only of this file; repeatable")
     parser.add_argument("-n", type=int, default=2, metavar="N", help="how many at a time (default: 2)")
     args = parser.parse_args()
     try:
-        mutations = chosen(args.tables, args.k)
+        mutations = chosen(args.tables, args.k, args.file)
     except ValueError as error:
         parser.error(str(error))
     begin = time.monotonic()

@@ -39,7 +39,7 @@ def test_the_demo_shows_its_results(tmp_path):
     assert "nsa init my-run" in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_demo_stops_and_continues(tmp_path):
     started = subprocess.Popen([*COMMAND, "2000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)

@@ -182,15 +182,20 @@ def test_a_signal_ends_with_what_was_made(run, number):
 
 
 def test_progress_is_silent_at_first_and_then_says_what_is_done(capfd, monkeypatch):
-    monkeypatch.setattr("nsa.cli.progress_line._DELAY_S", 0.05)
+    monkeypatch.setattr("nsa.cli.progress_line._DELAY_S", 60.0)
     monkeypatch.setattr("nsa.cli.progress_line._LOG_EVERY_S", 0.05)
     with ProgressLine("reading"):
         pass
     assert capfd.readouterr().err == ""
+    monkeypatch.setattr("nsa.cli.progress_line._DELAY_S", 0.05)
+
+    def next_line(start: str) -> None:
+        deadline = time.monotonic() + 60
+        while not any(line.startswith(start) for line in capfd.readouterr().err.splitlines()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     with ProgressLine("reading") as line:
-        time.sleep(0.12)
+        next_line("reading … ")
         line.update("reading \x1b[2J: 5 of 9")
-        time.sleep(0.12)
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith("reading … ")
-    assert lines[-1].startswith("reading \\x1b[2J: 5 of 9 … ")
+        next_line("reading \\x1b[2J: 5 of 9 … ")

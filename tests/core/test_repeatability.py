@@ -22,7 +22,7 @@ def gradients(kind: str, backend: str, loss: float, blocks: str, length: int) ->
 
 
 @pytest.mark.parametrize(
-    ("runs", "length"), [(5, 1024), pytest.param(20, 2048, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("runs", "length"), [(5, 1024), pytest.param(20, 2048, marks=pytest.mark.nightly)], ids=["short", "long"]
 )
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("loss", "blocks"), [(0.0, "chosen"), (1.0, "chosen"), (1.0, "all")])

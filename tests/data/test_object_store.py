@@ -1,6 +1,6 @@
 """Prepare from and to S3, and train from it, over real HTTP on the loopback interface.
 
-The quick tests use moto's server, which accepts any secret; the slow one runs Ceph's own gateway.
+The quick tests use moto's server, which accepts any secret; a nightly one runs Ceph's own gateway.
 """
 
 import json
@@ -159,7 +159,7 @@ def test_a_missing_bucket_or_server_is_named(store: str) -> None:
         read_manifest(StorageFolder(f"s3://no-such-bucket/x?endpoint={store}&region=us-east-1"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_prepare_and_read_through_ceph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Needs root and Debian's archive: the helper installs Ceph with apt and runs it on the loopback interface."""

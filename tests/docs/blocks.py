@@ -23,7 +23,7 @@ _FENCE = re.compile(r"^```bash ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 class Block:
     line: int
     needs: str
-    """Empty: runs anywhere. slow: too, but repeats what a shorter test shows. gpu, host, install: not in a test."""
+    """Empty: runs anywhere. gpu, host, install: not in a test."""
     code: str
 
 
@@ -36,13 +36,12 @@ def run_blocks(
     page: Path,
     folder: Path,
     timeout_s: float,
-    needs: tuple[str, ...] = ("",),
     *,
     checkout: bool = True,
     replace: Mapping[str, str] | None = None,
     new_interpreters: bool = False,
 ) -> None:
-    """Run every block with one of these needs, in order, in one shell.
+    """Run every block that runs anywhere, in order, in one shell.
 
     checkout: in a folder that looks like a checkout, else in one that has nothing of it.
     replace: words of the page, each there once or more, and what to run instead, e.g. to train for fewer steps.
@@ -58,7 +57,7 @@ def run_blocks(
         command.chmod(0o755)
     script = "set -euo pipefail\n"
     for block in blocks(page):
-        if block.needs in needs:
+        if not block.needs:
             script += f"echo '== {page.name} line {block.line}' >&2\n{block.code}\n"
     for printed, instead in (replace or {}).items():
         assert printed in script, printed

@@ -11,7 +11,7 @@ COMMANDS = [words for block in blocks(PAGE) for words in nsa_commands(block.code
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow  # new processes and a training run; conversion has fast tests of its own
+@pytest.mark.nightly  # new processes and a training run; conversion has fast tests of its own
 def test_every_block_runs(tmp_path, monkeypatch):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")

@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
@@ -19,6 +20,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 HARNESS = {"--metadata", "--model_args"}
 
 
+@pytest.mark.nightly
 def test_every_command_and_the_example_run(tmp_path, monkeypatch, capsys):
     """In this process: a new one for every command would spend most of its time on imports."""
     documents = [json.dumps(dict(id=str(n), text=BUILT_IN[n:])) for n in range(20)]

@@ -11,7 +11,7 @@ COMMANDS = [words for block in blocks(PAGE) for words in nsa_commands(block.code
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow  # new processes and a training run; each command has fast tests of its own
+@pytest.mark.nightly  # new processes and a training run; each command has fast tests of its own
 def test_every_block_runs(tmp_path, monkeypatch):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -15,7 +15,7 @@ BLOCKS = blocks(PAGE)
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow  # the rehearsal that it runs is tested in parts by test_gpu_check
+@pytest.mark.nightly  # the rehearsal that it runs is tested in parts by test_gpu_check
 @pytest.mark.timeout(600)
 def test_every_block_that_can_run_here_does(tmp_path):
     assert {block.needs for block in BLOCKS} == {"", "gpu", "install"}

@@ -36,11 +36,12 @@ def test_blocks_say_what_they_need_and_parse():
         subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_that_need_nothing_run(checkout):
     run_blocks(PAGE, checkout, timeout_s=280)
 
 
+@pytest.mark.nightly
 def test_the_python_example_runs_as_it_stands(checkout, monkeypatch, capsys):
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(checkout)

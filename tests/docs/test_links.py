@@ -3,19 +3,21 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ops").glob("*.md")]
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*\]\([^`\n]*`", re.MULTILINE | re.DOTALL)  # what looks like a link in code
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_to_a_file(page: Path):
-    prose = CODE.sub("", page.read_text(encoding="utf-8"))
-    links = [target for _, target in LINK.findall(prose) if "://" not in target]
-    assert [target for target in links if not (page.parent / target).exists()] == []
+def test_every_link_leads_to_a_file():
+    assert len(PAGES) > 40
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for _, target in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
 
 
 def test_the_walkthrough_links_symbols_to_the_files_that_define_them():

@@ -11,6 +11,7 @@ import pytest
 from tests.docs.conftest import ROOT
 from tools.docs.site_search import NEWCOMER_QUESTIONS, SHOWN, find_pages, line_of_answer, read_index
 
+pytestmark = pytest.mark.nightly
 SHORT_QUERIES = ("own tokenizer", "nan loss", "resume", "stop run", "serve", "exit code", "memory", "glossary", "phi")
 
 # Runs the site's own scripts without a browser: the few names of one that they touch are replaced.

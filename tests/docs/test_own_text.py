@@ -28,7 +28,7 @@ def write_texts(folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow  # new processes and three training runs; each command has fast tests of its own
+@pytest.mark.nightly  # new processes and three training runs; each command has fast tests of its own
 def test_every_command_runs(tmp_path):
     write_texts(tmp_path / "my_texts")
     assert len(blocks(PAGE)) >= 5

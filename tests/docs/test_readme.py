@@ -1,4 +1,4 @@
-"""README.md: its Python examples run, and every number in its prose is read from its source."""
+"""README.md: its commands and Python examples run, and every number in its prose is read from its source."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa.geometry import Geometry
-from tests.docs.blocks import blocks, nsa_commands, unknown_words
+from tests.docs.blocks import blocks, nsa_commands, run_blocks, unknown_words
 from tests.shapes import HEADS
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,17 @@ def test_it_is_one_page_with_five_commands():
     assert len(README.splitlines()) <= 100
     assert [words[0] for words in COMMANDS] == ["init", "data", "data", "train", "generate"]
     assert [problem for words in COMMANDS if (problem := unknown_words(words))] == []
+
+
+@pytest.mark.timeout(600)
+def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
+    """Training and generation are shorter than the page's; everything else is as printed."""
+    steps = "train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2"
+    shorter = {
+        "nsa train my-run/config.yaml": f"nsa train my-run/config.yaml {steps} train.save_every=4",
+        "nsa generate my-run/run": "nsa generate my-run/run --max-new-tokens 8",
+    }
+    run_blocks(ROOT / "README.md", tmp_path, timeout_s=560, checkout=False, replace=shorter)
 
 
 def test_the_first_screen_says_that_no_gpu_has_run_it():

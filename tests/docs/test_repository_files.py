@@ -29,7 +29,7 @@ def steps(workflow: Path) -> list[dict]:
 
 def test_there_are_workflows_for_checks_docs_wheel_and_publishing():
     commands = " ".join(step.get("run", "") for workflow in WORKFLOWS for step in steps(workflow))
-    for needed in (".ci/run", "sphinx-build -W", "python -m build"):
+    for needed in (".ci/run", ".ci/nightly", "sphinx-build -W", "python -m build"):
         assert needed in commands
     assert [step["uses"] for step in steps(ROOT / ".github/workflows/publish.yml") if "pypi" in step.get("uses", "")]
 

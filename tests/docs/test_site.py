@@ -7,7 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
+import pytest
+
 from tests.docs.conftest import ROOT
+
+pytestmark = pytest.mark.nightly
 
 
 class PageTargets(HTMLParser):

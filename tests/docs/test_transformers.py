@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.hf.tiny_model import byte_tokenizer, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "TRANSFORMERS.md"
 BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.nightly
 def test_the_page_runs(tmp_path, monkeypatch):
     model = tiny_model(vocab_size=257, eos_token_id=256, pad_token_id=256, max_position_embeddings=2048)
     model.save_pretrained(tmp_path / "model")

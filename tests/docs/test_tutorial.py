@@ -30,6 +30,7 @@ def test_the_steps_are_those_of_the_issue():
     assert [problem for each in words if (problem := unknown_words(each))] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
     """The run is shorter than the page's; everything else is as printed."""
@@ -41,7 +42,7 @@ def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_run_learns_what_the_page_says(tmp_path: Path):
     run_blocks(PAGE, tmp_path, timeout_s=1800, checkout=False, new_interpreters=True)
     (row,) = (tmp_path / "my-run" / "run" / "val.csv").read_text().splitlines()[-1:]

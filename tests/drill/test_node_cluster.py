@@ -1,4 +1,4 @@
-"""Nodes in network namespaces: when their scenarios run, and one fault on three real nodes (slow)."""
+"""Nodes in network namespaces: when their scenarios run, and one fault on three real nodes (nightly)."""
 
 import threading
 
@@ -13,7 +13,7 @@ from nsa.errors import ConfigError
 from nsa.observe.events import LauncherAction
 
 
-@pytest.mark.slow  # four starts of three ranks
+@pytest.mark.nightly  # four starts of three ranks
 @pytest.mark.timeout(900)
 def test_a_killed_node_returns_with_another_address_and_no_step_is_lost(tmp_path, permitted):
     result = DrillResult("a node is killed")

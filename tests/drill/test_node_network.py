@@ -93,7 +93,7 @@ def test_a_killed_node_ends_its_processes_and_boots_with_another_address(network
     first, second = network.nodes
     server = serve(first)
     first.kill()
-    assert server.wait(5) == -signal.SIGKILL
+    assert server.wait(60) == -signal.SIGKILL
     assert not first.running
     first.boot("10.213.0.99")
     serve(first)
@@ -107,7 +107,7 @@ def test_a_slow_link_is_slow_until_it_is_not(network):
 import socket, sys, time
 listener = socket.create_server(("", 6000))
 print("listening", flush=True)
-for _ in range(2):
+while True:
     client, _ = listener.accept()
     client.sendall(bytes(500_000))
     client.close()
@@ -126,7 +126,7 @@ print(time.monotonic() - began)
     slow = float(run(second, fetch, "node0").stdout)
     first.set_full_rate()
     assert slow > 0.5
-    assert float(run(second, fetch, "node0").stdout) < slow / 2
+    wait_until(lambda: float(run(second, fetch, "node0").stdout) < slow / 2, "the link stays slow", timeout_s=60)
 
 
 def test_a_killed_owner_takes_its_nodes_along(tmp_path, permitted):

@@ -9,6 +9,7 @@ import pytest
 from experiments.nsa_vs_dense import results, run, tables
 from nsa.observe.view.run_data import load
 
+pytestmark = pytest.mark.nightly  # hundreds of steps of training
 CHANCE = 0.25
 
 
@@ -38,6 +39,5 @@ def test_it_finds_the_facts(nsa_run):
     assert max(row["fact_hit"] - row["chance"] for row in layers) > 0.25
 
 
-@pytest.mark.slow
 def test_a_window_alone_cannot_learn_it(tmp_path_factory):
     assert trained("window", tmp_path_factory).counted_evaluations()[-1].val_accuracy < CHANCE + 0.1

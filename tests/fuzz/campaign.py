@@ -1,9 +1,9 @@
 """Fuzzing with Hypothesis: the fixture `fuzz` runs one target, and the end of a run lists cases per target.
 
 A case ends in an answer or in an error of ours with a message. All other exceptions are findings, and so is a case that
-takes more than a minute or a gigabyte. Files in `corpus/TARGET` are replayed first, always. The short form is
-repeatable and runs in CI. The long form (`-m slow`) draws new cases until its share of `--fuzz-minutes` is used.
-`tests/conftest.py` loads this file as a plugin.
+takes more than a minute or a gigabyte. Files in `corpus/TARGET` are replayed first, always; .ci/run replays only them.
+`-m nightly` adds cases: the same every time, or, with `--fuzz-minutes N`, new ones until the target's share of the time
+is used. `tests/conftest.py` loads this file.
 """
 
 import json
@@ -19,16 +19,16 @@ import pytest
 
 CORPUS = Path(__file__).parent / "corpus"
 FIXTURE = "fuzz"
-SHORT, LONG = "short", "long"
+SEEDS, CASES = "seeds", "cases"
 PROPERTY = "fuzz_cases"
-SHORT_LIMIT_S = 40.0
-"""CPU seconds after which the short form draws no more cases; on a usual machine all of them are done long before."""
+REPEATABLE_LIMIT_S = 40.0
+"""CPU seconds after which no more repeatable cases are drawn; on a usual machine all of them are done long before."""
 SLOWEST_CASE_S = 60.0
 """Seconds after which a case is a finding: a small input is read forever, or something is waited for."""
 LARGEST_CASE_BYTES = 1 << 30
 """Address space that a case may add before an allocation fails: a MemoryError is a finding as any other exception."""
 ROUND_CASES = 1000
-"""Cases per search of the long form: each search of Hypothesis begins with simple cases."""
+"""Cases per search of a target with a share of time: each search of Hypothesis begins with simple cases."""
 
 
 @contextmanager
@@ -65,8 +65,9 @@ def memory_limit(count: int) -> Iterator[None]:
 class FuzzCampaign:
     """Runs the cases of one target and counts them."""
 
-    def __init__(self, target: str, long_seconds: float | None) -> None:
-        self.target, self._long_seconds = target, long_seconds
+    def __init__(self, target: str, *, seeds_only: bool, share_s: float) -> None:
+        """share_s: CPU seconds of new cases; 0: the same cases every time."""
+        self.target, self._seeds_only, self._share_s = target, seeds_only, share_s
         self.corpus = self.accepted = self.refused = 0
         self._began = time.process_time()
 
@@ -83,8 +84,8 @@ class FuzzCampaign:
         """Give the corpus of the target and cases of the strategy `cases` to `check`.
 
         check: raises an error of ours (`refusals`, default `NSAError`) for a case that it refuses, and AssertionError
-        for a wrong answer. examples: in the short form. good: cases that must not be refused. read_seed: from the bytes
-        of a file of the corpus to a case.
+        for a wrong answer. examples: number of repeatable cases. good: cases that must not be refused. read_seed: from
+        the bytes of a file of the corpus to a case.
         """
         from hypothesis import HealthCheck, Phase, given, settings
 
@@ -92,7 +93,7 @@ class FuzzCampaign:
 
         began = self._began = time.process_time()
         allowed = refusals or NSAError
-        limit = self._long_seconds or SHORT_LIMIT_S
+        limit = self._share_s or REPEATABLE_LIMIT_S
 
         def spent() -> float:
             return time.process_time() - began
@@ -130,7 +131,9 @@ class FuzzCampaign:
 
             target()
 
-        if self._long_seconds is None:
+        if self._seeds_only:
+            return
+        if not self._share_s:
             search(examples, True)
         else:
             while spent() < limit:
@@ -153,15 +156,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-minutes",
         type=float,
-        default=60.0,
+        default=0.0,
         metavar="N",
-        help="CPU minutes of all long fuzz targets together (-m slow tests/fuzz); default 60",
+        help="CPU minutes of new cases, all targets together (-m nightly tests/fuzz); default: repeatable cases",
     )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The long targets that were selected share the minutes."""
-    session.config.fuzz_long_targets = sum(_form(item) == LONG for item in session.items)  # type: ignore[attr-defined]
+    """The selected targets share the minutes."""
+    session.config.fuzz_targets = sum(_form(item) == CASES for item in session.items)  # type: ignore[attr-defined]
 
 
 def _form(item: pytest.Item) -> str | None:
@@ -171,14 +174,13 @@ def _form(item: pytest.Item) -> str | None:
 
 @pytest.fixture(
     name=FIXTURE,
-    params=[SHORT, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(0)])],
+    params=[SEEDS, pytest.param(CASES, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])],
 )
 def fuzz_campaign(request: pytest.FixtureRequest) -> Iterable[FuzzCampaign]:
     target = request.node.originalname.removeprefix("test_")
-    seconds = None
-    if request.param == LONG:
-        seconds = request.config.getoption("--fuzz-minutes") * 60 / request.config.fuzz_long_targets  # type: ignore[attr-defined]
-    campaign = FuzzCampaign(target, seconds)
+    targets = max(request.config.fuzz_targets, 1)  # type: ignore[attr-defined]
+    share_s = request.config.getoption("--fuzz-minutes") * 60 / targets
+    campaign = FuzzCampaign(target, seeds_only=request.param == SEEDS, share_s=share_s)
     yield campaign
     request.node.user_properties.append((PROPERTY, json.dumps(campaign.counts())))
 

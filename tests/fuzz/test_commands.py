@@ -130,7 +130,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("every_value", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize("every_value", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["short", "long"])
 @pytest.mark.parametrize("name", LEAVES)
 def test_nonsense_ends_a_command_in_time_and_without_a_traceback(sound: Path, name: str, every_value: bool) -> None:
     for words in calls(name, every_value=every_value):

@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -147,13 +146,14 @@ def test_a_port_in_use_is_named(server):
 
 
 def test_sigterm_finishes_the_request_and_ends_cleanly(server):
-    text: list[str] = []
-    asking = threading.Thread(target=lambda: text.append(server.complete("A", max_tokens=300)["choices"][0]["text"]))
-    asking.start()
-    time.sleep(0.3)
-    assert server.stop(signal.SIGTERM) == 0
-    asking.join(60)
-    assert text
+    content = json.dumps(dict(prompt="A", temperature=0, max_tokens=300, stream=True)).encode()
+    request = urllib.request.Request(f"{server.url}/v1/completions", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=100) as answer:
+        answer.readline()  # the answer has begun
+        server.process.send_signal(signal.SIGTERM)
+        *_, last = (line for line in answer.read().decode().split("\n\n") if line.strip())
+    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 300
+    assert server.process.wait(100) == 0
     assert "Traceback" not in "".join(server.lines)
 
 

@@ -34,6 +34,6 @@ def test_memory_is_linear_and_small_at_4k():
     assert peak_gib(4096) < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_32k_tokens_need_less_than_4_gib():
     assert peak_gib(32_768) < 4

@@ -1,4 +1,4 @@
-"""The CPU kernels under the address, undefined behaviour and thread sanitizers: a short set here, the whole by -m slow.
+"""The CPU kernels under the address, undefined behaviour and thread sanitizers: a short set, and the whole.
 
 That the sanitizers see anything is tested with a library that is wrong on purpose, built and run in the same way.
 """
@@ -12,6 +12,7 @@ import pytest
 from nsa.kernels.cpu import build
 from tools.sanitize_cpu import sanitizers
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 # One function per sanitizer that does what it exists to find.
 WRONG = """
@@ -81,7 +82,6 @@ def test_random_arguments_and_threads(name):
     assert f"{name}: 0 reports" in ended.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sanitizers.SANITIZERS)
 def test_all_kernel_tests_on_every_instruction_set(name):

@@ -114,7 +114,7 @@ WIDE_RANGES = {
 @pytest.mark.parametrize(
     ("layout", "branch"),
     [
-        pytest.param(layout, branch, marks=[pytest.mark.slow] * ((layout, branch) == ("whole tiles", "selected")))
+        pytest.param(layout, branch, marks=[pytest.mark.nightly] * ((layout, branch) == ("whole tiles", "selected")))
         for layout, branch in product(WIDE_RANGES, ATTENTION)
     ],
 )

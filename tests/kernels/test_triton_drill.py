@@ -1,4 +1,4 @@
-"""A planted bug of tests/mutations/triton.toml is caught by interpreted tests; two more are slow, the drill has all."""
+"""Three planted bugs of tests/mutations/triton.toml are caught by interpreted tests; the drill has all of them."""
 
 import pytest
 
@@ -6,10 +6,12 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 
 from tools.mutation_drill import CAUGHT, chosen, copied_checkout, plant
 
+pytestmark = pytest.mark.nightly
+
 SAMPLE = [
     "triton: past rescaled in the first half of the values only",
-    pytest.param("triton: a query's blocks share a slot", marks=pytest.mark.slow),
-    pytest.param("triton: last piece of a window is not added", marks=pytest.mark.slow),
+    "triton: a query's blocks share a slot",
+    "triton: last piece of a window is not added",
 ]
 
 

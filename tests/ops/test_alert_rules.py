@@ -94,6 +94,7 @@ MUTANTS = {
 """The alert whose tests must fail, and what is changed in the rules."""
 
 
+@pytest.mark.nightly  # planted bugs
 @pytest.mark.parametrize("name", MUTANTS)
 def test_promtool_sees_a_mutated_rule(name, tmp_path):
     alert, good, bad = MUTANTS[name]

@@ -14,7 +14,7 @@ from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config
 
-pytestmark = pytest.mark.timeout(1200)  # several waits of at most slurm_cluster.WAIT_S
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]  # several waits of at most slurm_cluster.WAIT_S
 SCRIPT = ROOT / "ops/slurm/train.sbatch"
 STEPS = 100
 """Enough for a signal to arrive before the last one."""
@@ -93,7 +93,6 @@ def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster,
     assert "requeued" in run.said()
 
 
-@pytest.mark.slow
 def test_pushed_aside_by_an_urgent_job_it_comes_back_after_it(cluster, tmp_path):
     run = Training(cluster, tmp_path, f"train.steps={STEPS}")
     run.wait_for_steps(1)
@@ -106,7 +105,6 @@ def test_pushed_aside_by_an_urgent_job_it_comes_back_after_it(cluster, tmp_path)
     assert run.steps() == list(range(1, STEPS + 1))
 
 
-@pytest.mark.slow
 def test_a_lost_node_is_replaced_by_another(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.steps=3000", "train.save_every=20")
     cluster.wait_for("a checkpoint", lambda: (run.folder / names.CHECKPOINTS / "latest").exists())
@@ -123,7 +121,6 @@ def test_a_lost_node_is_replaced_by_another(cluster, tmp_path):
         cluster.bring_back(lost)
 
 
-@pytest.mark.slow
 def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.steps=4900", options=("--nodes=2", "--gpus-per-node=1"))
     run.wait_for_steps(1)
@@ -136,7 +133,6 @@ def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp
     assert "requeued" not in run.said()
 
 
-@pytest.mark.slow
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.steps=4900")
     run.wait_for_steps(1)
@@ -149,7 +145,6 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
     assert "requeued" not in run.said()
 
 
-@pytest.mark.slow
 def test_a_wrong_config_fails_with_its_code_and_does_not_come_back(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.stepz=3")
     assert run.end() == ("FAILED", "20:0", "0"), run.said()

@@ -21,6 +21,7 @@ from nsa.train.launch.launcher import LOGS
 from tests.ops.needs import programs, root
 from tests.train.runs import ROOT, environment, free_port, write_config
 
+pytestmark = pytest.mark.nightly
 SCRIPT = ROOT / "ops/ssh/remote.sh"
 WAIT_S = 150
 
@@ -127,7 +128,6 @@ def far(tmp_path):
             machine.close()
 
 
-@pytest.mark.slow
 def test_a_run_is_started_seen_stopped_and_gone_on_with(far, tmp_path):
     """One that is asked to leave saves and ends with 10; the next start goes on where it was."""
     words = [str(write_config(tmp_path)), f"train.out_dir={far.folder}", "train.steps=4900"]
@@ -158,7 +158,6 @@ def test_a_run_is_started_seen_stopped_and_gone_on_with(far, tmp_path):
     assert sorted(path.name for path in (far.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
 
 
-@pytest.mark.slow
 def test_a_cut_connection_leaves_the_run_alone_and_tensorboard_comes_through_the_tunnel(far, tmp_path):
     words = [str(write_config(tmp_path)), f"train.out_dir={far.folder}", "train.steps=4900"]
     assert far.remote("start", *words).returncode == 0

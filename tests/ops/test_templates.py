@@ -25,7 +25,7 @@ POD = JOB["template"]["spec"]
 CONTAINER = POD["containers"][0]
 
 SCRIPTS = [
-    *ROOT.glob(".ci/[ri]*"), *ROOT.glob("scripts/**/*.sh"), *ROOT.glob("tests/**/*.sh"),
+    *ROOT.glob(".ci/[inrs]*"), *ROOT.glob("scripts/**/*.sh"), *ROOT.glob("tests/**/*.sh"),
     *ROOT.glob("ops/**/*.sh"), *ROOT.glob("ops/**/*.sbatch"),
 ]  # fmt: skip
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in SCRIPTS} | {

@@ -50,7 +50,7 @@ def test_prompts_have_the_lengths_asked_for():
     assert [len(encode(prompt)) for prompt in make_prompts(encode, decode, [1, 7, 500, 8000])] == [1, 7, 500, 8000]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_ways_give_the_same_tokens(tmp_path):
     run = write_run(tmp_path)
     done = subprocess.run(

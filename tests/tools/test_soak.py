@@ -75,7 +75,7 @@ def test_a_finding_of_the_watchdog_is_named(tmp_path):
     assert soak._table(*rows_of(0.0), 30.0, [], tmp_path)["findings"] == ["loss_plateau"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_short_soak_of_real_processes(tmp_path):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")

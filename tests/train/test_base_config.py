@@ -9,7 +9,7 @@ from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_two_optimizer_steps_of_the_125m_model(tmp_path):
     settings = [

@@ -28,7 +28,7 @@ URL = "s3://models/run"
 CHANGES = ["train.steps=8", "train.save_every=4", "parallel.data=fsdp", f"train.checkpoint_store={URL}"]
 
 
-@pytest.mark.slow  # two runs of two ranks; the copy itself is tests/checkpoint/test_store_copy.py
+@pytest.mark.nightly  # two runs of two ranks; the copy itself is tests/checkpoint/test_store_copy.py
 @pytest.mark.timeout(600)
 def test_a_run_moves_to_another_folder_through_its_store(client, tmp_path: Path) -> None:  # noqa: F811
     assert run_all(Job(str(tmp_path / "run"), 2, CHANGES)) == [[0, 0]]

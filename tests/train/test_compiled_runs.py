@@ -8,7 +8,7 @@ from tests.train.engine.test_bad_step_hook import same_weights
 from tests.train.runs import Job, run_all
 from tests.train.test_resume import corpus, story  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 SELECTIVE = "runtime.gradient_checkpointing=selective"
 

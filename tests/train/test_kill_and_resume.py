@@ -102,7 +102,7 @@ def kill_now_and_then(folder: Path, process: subprocess.Popen, kills: int, steps
     return done
 
 
-@pytest.mark.slow  # `nsa drill` kills a trainer and compares weights in a fast test
+@pytest.mark.nightly  # `nsa drill` kills a trainer and compares weights in a fast test
 def test_a_rank_killed_in_the_middle_of_a_step(tmp_path, calm):
     process = start(tmp_path / "run")
     beat = wait_for_step(tmp_path / "run", process, SAVE_EVERY + 2, rank=1)
@@ -112,7 +112,7 @@ def test_a_rank_killed_in_the_middle_of_a_step(tmp_path, calm):
     assert same(tmp_path / "run", calm)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kills", "steps"), [(3, 40), (20, 240)])
 def test_ranks_killed_around_background_saves(tmp_path, kills, steps):
@@ -124,7 +124,7 @@ def test_ranks_killed_around_background_saves(tmp_path, kills, steps):
     assert same(broken, whole)
 
 
-@pytest.mark.slow  # test_signal_handlers has both, without the comparison of weights
+@pytest.mark.nightly  # test_signal_handlers has both, without the comparison of weights
 @pytest.mark.parametrize(("ask", "code"), [("term", 10), ("halt", 11)])
 def test_asked_to_leave_and_resumed(tmp_path, calm, ask, code):
     folder = tmp_path / "run"

@@ -46,8 +46,8 @@ WAYS = {
 
 ALONE = {"one": "one", "options_fsdp": "options", "linear_fsdp": "linear", "mlp_fsdp": "mlp"}
 COMPARED = "test_losses_norms_and_weights_are_those_of_one_rank"
-# Each is two ways of the others at once, or (linear) less than mlp.
-SLOW = ("ddp_accumulation", "fsdp_selective", "linear_fsdp")
+# For every change; the others are two of these at once, or the same with other settings, and run every night.
+EVERY_CHANGE = ("accumulation", "ddp", "fsdp", "options_fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def runs(request, tmp_path_factory):
 
 
 def marked(way: str):
-    return pytest.param(way, marks=pytest.mark.slow if way in SLOW else ())
+    return pytest.param(way, marks=() if way in EVERY_CHANGE else pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("way", [marked(way) for way in WAYS if way not in ALONE.values()])

@@ -142,7 +142,7 @@ def test_a_sharded_model_is_not_built_whole_on_one_rank(tmp_path, no_feeder):
     assert tried(run_config(tmp_path), hardware_here("cpu", 2))[0].step_s > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_measured_step_replaces_the_assumption(tmp_path, no_feeder):
     facts = gather(run_config(tmp_path), hardware_here("cpu"))
     assert facts.estimate.timing.startswith("measured")

@@ -192,7 +192,7 @@ def test_a_term_to_one_rank_takes_all_along(start):
     assert beats[0].step == beats[1].step == CheckpointFolder(run.folder / names.CHECKPOINTS).latest()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_ranks_asked_to_regroup_save_together_and_are_resumed_by_the_launcher(start):
     run = start(launcher="launch", ranks=2)
@@ -214,9 +214,9 @@ def test_ranks_asked_to_regroup_save_together_and_are_resumed_by_the_launcher(st
 @pytest.mark.parametrize(
     ("launcher", "code"),
     [
-        pytest.param("train", 10, marks=pytest.mark.slow),
+        pytest.param("train", 10, marks=pytest.mark.nightly),
         ("launch", 10),
-        pytest.param("torchrun", 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
@@ -318,7 +318,7 @@ def test_a_hangup_saves_and_leaves(start):
     assert CheckpointFolder(run.folder / names.CHECKPOINTS).find_resumable().step == run.step()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_whose_torchrun_is_gone_save_and_leave(start):
     """USR2 ends torchrun, which has no handler for it, and it ends no rank."""
     run = start(launcher="torchrun", ranks=2)

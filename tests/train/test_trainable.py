@@ -115,7 +115,7 @@ def test_a_new_run_may_train_everything_from_there_and_the_same_run_may_not(runs
     assert not (runs / "nothing" / names.heartbeat(0)).exists()
 
 
-@pytest.mark.slow  # processes of its own; the policy reads the norm of whatever gradients there are
+@pytest.mark.nightly  # processes of its own; the policy reads the norm of whatever gradients there are
 def test_a_step_with_a_bad_gradient_is_skipped(tmp_path):
     job = Job(str(tmp_path / "run"), 1, ["train.steps=6", *MERGED, PHI])
     assert run_faulty((job, Fault("forward", batches=[3]))) == [[0]]

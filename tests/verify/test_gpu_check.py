@@ -61,7 +61,7 @@ def planted(tmp_path: Path, **bugs: str) -> Path:
     return tmp_path / "copy"
 
 
-@pytest.mark.slow  # parts of it run in the tests below
+@pytest.mark.nightly  # parts of it run in the tests below
 @pytest.mark.timeout(600)
 def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path):
     code, record, output = rehearsed(tmp_path, "--full")
@@ -138,7 +138,7 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
     assert code == 1
 
 
-@pytest.mark.slow  # the next one plants three other faults
+@pytest.mark.nightly  # the next one plants three other faults
 def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
     root = planted(
         tmp_path,

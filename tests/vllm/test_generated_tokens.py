@@ -37,10 +37,10 @@ N_NEW = 40
         pytest.param(
             {"kv": "shared", "phi": "linear", "gate_per": "group", "qk_norm": True},
             id="shared-linear",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
-        pytest.param({"kv": "shared", "phi": "weighted"}, id="shared-weighted", marks=pytest.mark.slow),
-        pytest.param({"kv": "per_branch", "phi": "avg"}, id="per-branch-means", marks=pytest.mark.slow),
+        pytest.param({"kv": "shared", "phi": "weighted"}, id="shared-weighted", marks=pytest.mark.nightly),
+        pytest.param({"kv": "per_branch", "phi": "avg"}, id="per-branch-means", marks=pytest.mark.nightly),
     ],
 )
 def test_same_tokens_in_batches_chunks_and_after_prefix_hits(tmp_path, options):
@@ -90,7 +90,7 @@ def test_preempted_requests_are_computed_again(tmp_path):
     assert made == transformers_tokens(model, prompts, 120)
 
 
-@pytest.mark.slow  # numba compiles for most of a minute
+@pytest.mark.nightly  # numba compiles for most of a minute
 def test_rejected_drafts_leave_nothing_behind(tmp_path):
     model = export_small_model(tmp_path)
     prompts = [prompt * 3 for prompt in random_prompts((30, 101, 222))]

@@ -113,7 +113,7 @@ def test_requests_at_random_times_get_the_answers_they_get_alone(served):
     check_requests(served, 24, 2.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hundred_requests_at_random_times(served):
     check_requests(served, 200, 20.0)
 
@@ -126,7 +126,7 @@ def test_an_aborted_request_frees_its_pages(served):
     assert server.metric("kv_cache_usage_perc") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_memory_is_flat_over_two_thousand_requests(served):
     server, _ = served
@@ -140,7 +140,7 @@ def test_memory_is_flat_over_two_thousand_requests(served):
     assert max(sizes[5:]) - sizes[4] < 20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_tensor_parallel_ranks_give_the_same_tokens(tmp_path):
     options = dict(phi="mlp", phi_pos_emb=True, bias=True, out_bias=True, qk_norm=True)
     model = export_small_model(tmp_path, **options)

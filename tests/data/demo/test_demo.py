@@ -143,7 +143,7 @@ def test_the_command_trains_a_tokenizer(tmp_path):
     assert len(ids) < len(text) / 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_builds_a_corpus_from_packages_twice_the_same(tmp_path):
     """Needs apt and a package archive."""
     digests = []

@@ -135,7 +135,7 @@ def test_endless_and_reserved_requests_are_refused(run):
         evaluate_with_harness(loaded, "local_choice", ["--model", "hf"])
 
 
-@pytest.mark.slow  # a new process that lists all tasks of the harness
+@pytest.mark.nightly  # a new process that lists all tasks of the harness
 def test_the_harnesss_own_command_knows_our_models(run, tasks, tmp_path):
     command = [sys.executable, "-m", "nsa.infer.evaluation.lm_eval", "run", "--model", "nsa", "--tasks", "local_choice"]
     command += ["--model_args", f"pretrained={run}", "--device", "cpu", "--include_path", str(tasks), "--limit", "2"]
@@ -148,7 +148,7 @@ def test_the_harnesss_own_command_knows_our_models(run, tasks, tmp_path):
 RULER = ["niah_single_1", "niah_multikey_2", "ruler_fwe"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_ruler_gives_the_same_answers_through_transformers_and_through_our_own_model(tmp_path):
     tokenizer = train_bpe([hay_of_file(CORPUS).text], 4096, tmp_path / "bpe.json")

@@ -161,7 +161,7 @@ def test_a_kernel_that_adds_something_random_fails_by_its_bits_alone(tmp_path):
     assert all("values that differ" in name for name in wrong(record))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_two_processes_one_checks_and_the_other_waits(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), MIX]
     both = [
@@ -219,14 +219,14 @@ def test_a_planted_bug_fails_in_its_part(tmp_path, name, part):
     found_bug(tmp_path, name, part)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "part"), SLOW_BUGS.items())
 def test_every_planted_bug_fails_in_its_part(tmp_path, name, part):
     found_bug(tmp_path, name, part)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_right_kernels_pass_in_every_part(tmp_path):
     record = checked(tmp_path)

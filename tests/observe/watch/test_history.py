@@ -159,7 +159,7 @@ def test_a_process_counts_as_there_only_while_it_holds_the_runs_files(tmp_path):
         assert tell(os.getpid()) == {0}, "a process that exists, and is another one by now"
         assert tell(process.pid) == frozenset()
         process.kill()
-        time.sleep(0.2)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert reader.update().gone == {0}, "not waited for, and dead all the same"
     finally:
         process.kill()

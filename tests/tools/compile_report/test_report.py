@@ -113,7 +113,7 @@ def test_the_machine_code_of_a_sample_is_as_good_as_written():
         assert regressions(found, WRITTEN) == [], f"{found}: if it is meant, python -m tools.compile_report.write"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_machine_code_is_as_good_as_written(model, gpu):
@@ -138,7 +138,7 @@ def test_fp32_fits():
         assert_fits(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tiles_of_half_precision_would_not_do_in_fp32():
     """Which is why `choose` asks for the size of an element."""
     tiles = choose("selected_forward", 128, "sm_80")
@@ -147,7 +147,7 @@ def test_tiles_of_half_precision_would_not_do_in_fp32():
         assert_fits(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", FP32_MODELS)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_fp32_fits_everywhere(model, gpu):

@@ -38,6 +38,6 @@ def test_entries_that_need_no_machine_code_are_in_step():
     assert_in_step(entries(gpus=("mi300x",), lengths=(8192,)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_entry_is_in_step():
     assert_in_step(entries())

@@ -27,6 +27,7 @@ def check(driver: EmulatorDriver, case: str, dtype: torch.dtype) -> None:
     assert all(figure.right for figure in figures), figures
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("gpu", "case"), [(gpu, case) for gpu, cases in QUICK.items() for case in cases])
 def test_right_and_without_a_finding(gpu, case):
     with emulated(gpu) as driver:
@@ -37,14 +38,14 @@ def test_right_and_without_a_finding(gpu, case):
             assert ("wgmma" in str(counts["range_forward_kernel"])) == (gpu == "sm_90")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("gpu", "case"), EVERY)
 def test_every_case_is_right_and_without_a_finding(gpu, case):
     with emulated(gpu) as driver:
         check(driver, case, BF16)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cases_run_every_kernel():
     with emulated("sm_80") as driver:
         for case in CASES:
@@ -54,7 +55,7 @@ def test_the_cases_run_every_kernel():
         }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_other_dtypes(case, dtype):

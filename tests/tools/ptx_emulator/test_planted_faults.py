@@ -37,6 +37,7 @@ def test_the_table():
     assert len(missed) <= 0.1 * len(FAULTS)
 
 
+@pytest.mark.nightly
 def test_a_sample_is_caught():
     chosen = {key(fault): fault for fault in FAULTS if fault.gpu == "sm_80" and key(fault) in SAMPLE}
     assert set(chosen) == set(SAMPLE)
@@ -50,7 +51,7 @@ def test_a_sample_is_caught():
             assert not driver.log.take()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.gpu} {key(fault)}")
 def test_every_fault_is_caught_or_explained(fault):
     (result,) = drill([fault])

@@ -6,9 +6,6 @@ import pytest
 
 pytest.importorskip("cyclonedx", reason="in the dev extra")
 
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
-
 from tools.supply_chain.lock_files import GATE, read_lock
 from tools.supply_chain.sbom import as_json, bill_of_materials
 
@@ -19,6 +16,9 @@ def text() -> str:
 
 
 def test_it_is_valid_cyclonedx(text):
+    from cyclonedx.schema import SchemaVersion  # here: the schema's grammars take seconds to build at import
+    from cyclonedx.validation.json import JsonStrictValidator
+
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
 
 

@@ -131,13 +131,13 @@ def test_a_step_skipped_on_the_device_leaves_the_same_weights_and_record(later):
     assert_skipped_once(later, "forward_1")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["gradient_1", "spike_1", "logged_1", "loss_ddp", "forward_fsdp"])
 def test_so_does_one_of_another_cause_or_on_several_ranks(later_in_other_runs, case):
     assert_skipped_once(later_in_other_runs, case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_streak_read_later_leaves_out_one_batch_more(later_in_other_runs):
     folder, codes = later_in_other_runs
     assert codes["streak"] == codes["gap"] == [0]
@@ -154,7 +154,7 @@ def test_the_last_step_is_read_before_the_last_save(later):
     assert state(folder / "last", 12)["spike_window"]["skipped_steps"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_of_another_optimizer_is_resumed(later_in_other_runs):
     folder, codes = later_in_other_runs
     assert codes["resumed__again"] == [0]

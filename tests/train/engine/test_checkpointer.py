@@ -503,6 +503,7 @@ def test_a_failed_save_fails_on_every_rank(server, tmp_path):
     assert server.wait() == [0, 0], (tmp_path / "errors").read_text()
 
 
+@pytest.mark.nightly  # 24 random moments; tests/checkpoint/test_folder.py kills blocking saves for every change
 def test_sigkill_around_an_asynchronous_save_leaves_one_that_loads(server, tmp_path):
     """A process saves again and again; it is killed 24 times, at moments chosen at random."""
     dice = random.Random(os.getpid())

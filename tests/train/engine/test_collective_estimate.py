@@ -53,7 +53,7 @@ def test_the_estimate_is_what_a_simulated_step_sends_and_holds(name, tmp_path):
     require_equal(tmp_path, *FAST[name])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SLOW)
 def test_the_estimate_is_right_for_every_layout(name, tmp_path):
     require_equal(tmp_path, *SLOW[name])

@@ -59,7 +59,7 @@ def test_its_peak_is_that_of_the_real_rank_to_the_byte(fast, name):
     assert simulated.peak_bytes == real[0].peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SLOW)
 def test_every_layout_counts_what_a_real_rank_does(name):
     require_equal(*counted(**{name: SLOW[name]})[name])

@@ -164,7 +164,7 @@ def step(module, batch: dict, probed: bool = False) -> float:
     return loss.item()
 
 
-INDUCTOR = [pytest.mark.slow, pytest.mark.timeout(1800)]
+INDUCTOR = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
@@ -177,7 +177,9 @@ def compiler(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    "checkpointing", ["off", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("selective", "full"))]
+)
 def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing, compiler):
     """No break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
     module, eager = module_of(config_of(checkpointing, "on")), module_of(config_of(checkpointing))

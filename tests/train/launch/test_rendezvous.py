@@ -177,7 +177,7 @@ def test_one_node_unpickles_nothing_that_is_put_into_its_store(one_node, tmp_pat
     assert one_node.stop() == 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_nodes_listen_at_their_address_and_unpickle_only_what_is_signed(tmp_path):
     """Two launchers on one machine stand for two nodes that share the run folder."""
     marker, port = tmp_path / "executed", free_port()

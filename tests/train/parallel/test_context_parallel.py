@@ -86,7 +86,7 @@ def test_a_divided_layer_computes_what_one_rank_does(results, name):
     require_equal(results[name], exact=not name.startswith("fp32"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_every_combination_of_options(tmp_path):
     for name, found in run_cases(tmp_path, every_combination(), timeout_s=1100).items():
@@ -94,7 +94,7 @@ def test_every_combination_of_options(tmp_path):
         require_equal(found, exact=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_divided_layer_is_one_compiled_graph(tmp_path):
     case = ContextCase(True, documents=CROSSING, compiled=True, layer=SELECTOR)

@@ -10,6 +10,7 @@ from nsa import names
 from nsa.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
+pytestmark = pytest.mark.nightly  # many runs; test_context_parallel.py compares layers for every change
 STEPS = 20
 ZIGZAG, CONTIGUOUS = ["parallel.cp=2"], ["parallel.cp=2", "parallel.cp_split=contiguous"]
 FSDP, HSDP = "parallel.data=fsdp", ["parallel.data=hsdp", "parallel.shard_ranks=1"]
@@ -116,14 +117,12 @@ def test_layers_with_other_windows_and_other_rope_are_those_of_one_rank(runs):
     require_same_run(runs / "families", runs / "families, divided")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_data_parallelism_and_checkpointing(ways, way):
     require_same_run(ways / ALONE.get(way, "one"), ways / way)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_goes_from_layout_to_layout(moved):
     """Equal losses at every step are equal documents at every step."""

@@ -54,7 +54,7 @@ def test_ranks_compute_what_one_process_does(fast, name):
     check(fast, name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SLOW)
 def test_every_option_on_several_ranks(slow, name):

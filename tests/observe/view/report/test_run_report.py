@@ -171,7 +171,7 @@ def test_a_long_run_is_one_small_file_with_its_spike():
     check_long(long_run(50_000), 10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
     from nsa.observe.heartbeat import to_line
 
