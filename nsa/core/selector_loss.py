@@ -17,7 +17,6 @@ blocks · t tokens of a block · m compressed entries that overlap a block · G 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -88,11 +87,13 @@ class LossLabels:
         return followed
 
 
+_traced_gradients: dict[torch.device, Tensor] = {}
+
+
 @constant_when_traced
-@cache
 def _traced_gradient(device: torch.device) -> Tensor:
     """One tensor for all compiled graphs: each backward pass writes it before its layers read it."""
-    return torch.ones((), device=device)
+    return _traced_gradients.setdefault(device, torch.ones((), device=device))
 
 
 def weighted_sample(queries_Q: Tensor, labels: LossLabels, tokens_per_query: float) -> QuerySample:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nsa import names
+from nsa.model.loss import IGNORE
 from nsa.model.transformer import NSATransformer
 from nsa.observe.heartbeat import HeartbeatRecord, read_beats
 from nsa.train.engine.bad_step_hook import StepSkippingTrainModule, TransformerTrainModule
@@ -86,8 +87,10 @@ def test_ranks_train_together(runs, sharding):
 def test_the_sample_moves_with_the_trainers_step(monkeypatch):
     module, trained = StepSkippingTrainModule.__new__(StepSkippingTrainModule), []
     module.model = NSATransformer(20, n_layers=2, **attention_args("tiny", selector_loss=1.0))
-    module._trainer = SimpleNamespace(global_step=7)
+    module._trainer, module.device, module.world_mesh = SimpleNamespace(global_step=7), torch.device("cpu"), None
+    module.label_ignore_index = IGNORE
     monkeypatch.setattr(TransformerTrainModule, "train_batch", lambda *given: trained.append(given[1:]))
-    module.train_batch({"input_ids": None}, dry_run=True)
-    assert trained == [({"input_ids": None}, True)]
+    batch = {"labels": torch.tensor([[3, IGNORE]])}
+    module.train_batch(batch, dry_run=True)
+    assert trained == [(batch, True)]
     assert [block.attention.selector_step for block in module.model.blocks] == [7, 7]
