@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 pytest_plugins = [
     "tools.ptx_emulator.pytest_plugin",  # active if NSA_EMULATE names a GPU
     "tests.fuzz.campaign",
-    "tools.gate_times",  # --times FILE
+    "tools.gate_times",  # --times=FILE
 ]
 # vLLM has an environment of its own (.ci/install-vllm), in which CI runs these.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]

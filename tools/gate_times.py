@@ -2,7 +2,7 @@
 
     python -m tools.gate_times                               the table of the last run (artifacts/gate_times.jsonl)
     python -m tools.gate_times FILE --top 40                 another file, longer lists
-    pytest --times FILE tests/config                         records of any tests
+    pytest --times=FILE tests/config                         records of any tests
 
 The file has one JSON object per line: `.ci/steps.sh` appends the steps, and this module, as a plugin of pytest, the
 tests, fixtures and processes. CPU time is that of the test process and of the processes that it waited for, those of
