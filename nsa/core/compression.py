@@ -110,7 +110,10 @@ def _blocks(raw_BTxx: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:
         return _gather(raw_BTxx, begin_BC, l)
     whole_BC = F.pad(begin_BC, (0, -n_blocks % turns))
     parts = [_gather(raw_BTxx, whole_BC[:, turn::turns], l) for turn in range(turns)]
-    return torch.stack(parts, 2).flatten(1, 2)[:, :n_blocks]
+    blocks = torch.stack(parts, 2).flatten(1, 2)
+    if torch.compiler.is_exporting():  # whether a slice is all of it depends on the length, and so would the graph
+        return blocks.index_select(1, torch.arange(n_blocks, device=blocks.device))
+    return blocks[:, :n_blocks]
 
 
 def _gather(raw_BTxx: Tensor, begin_BC: Tensor, l: int) -> Tensor:

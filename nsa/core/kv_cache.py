@@ -10,8 +10,9 @@ B batch · S new tokens · G kv groups · X width · E compressed blocks that S 
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,13 +22,28 @@ from nsa.core.cache_arguments import check_new_tokens, checked_lengths, checked_
 from nsa.core.cache_slots import ExclusiveUse
 from nsa.core.cache_storage import LayerStorage, MakeDecoder
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
 
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_NewestKeys = tuple[BranchKeys, BranchKeys, BranchKeys]
+_CACHES: "WeakValueDictionary[int, LayerCache]" = WeakValueDictionary()
+"""By number: an operator takes no Python objects."""
+_NUMBERS = count()
 
 
 class LayerCache(LayerStorage):
     """KV cache of one layer, made by `NSAAttention.new_cache`; `LayerStorage` says what its arguments mean."""
+
+    _newest_keys: _NewestKeys | None = None
+
+    def __init__(self, geometry: Geometry, **sizes: Any) -> None:
+        super().__init__(geometry, **sizes)
+        self._enroll()
+
+    def _enroll(self) -> None:
+        self.number = next(_NUMBERS)
+        _CACHES[self.number] = self
 
     def positions(self, n_new: int) -> Tensor:
         """Positions of the next n_new tokens: [B, S]."""
@@ -106,26 +122,32 @@ class LayerCache(LayerStorage):
         self._decoders[make] = sizes, decoder
         return decoder
 
-    @cached_property
-    def _newest(self) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+    @property
+    def _newest(self) -> _NewestKeys:
         """What one new token per row attends over: always the same tensors. While the rows' pages are not in order only
         the sizes of what is in pages count."""
+        if self._newest_keys is not None:
+            return self._newest_keys
         zero_B1 = torch.zeros_like(self._pos_B1)
         k_cmp, v_cmp = (slots.in_place()[:, self._first_entry :] for slots in self.compressed.both)
         k_sel, v_sel = (slots.in_place() for slots in self.selected.both)
         k_win, v_win = (slots.in_place() for slots in self.window.both)
-        return (
+        newest = (
             BranchKeys(k_cmp, v_cmp, self._pos_B1, zero_B1),
             BranchKeys(k_sel, v_sel, self._pos_B1, zero_B1),
             BranchKeys(k_win, v_win, self._window_pos_B1, zero_B1),
         )
+        if not torch.compiler.is_compiling():
+            self._newest_keys = newest
+        return newest
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has tensors of its own, and what was prepared for these does not fit them."""
-        return {name: value for name, value in vars(self).items() if name != "_newest"} | {
-            "_decoders": {},
-            "prepared": (None, None),
-        }
+        return vars(self) | {"_newest_keys": None, "_decoders": {}, "prepared": (None, None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._enroll()
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Empty every row, or these; their pages become free."""
@@ -280,6 +302,13 @@ class LayerCache(LayerStorage):
                 f"the cache holds {self.max_len} tokens and {self._longest} are needed: it never grows. "
                 f"Make it with max_len={self._longest} or more."
             )
+        if torch.compiler.is_compiling() and not self.page_table.in_order:
+            pools = [slots.data for stream in (self.selected, self.compressed) for slots in stream.both]
+            _take_pages(self.number, n_new, new_lens_B, self.length_B, self.page_table.table_BP, pools)
+        else:
+            self._reserve(n_new, new_lens_B)
+
+    def _reserve(self, n_new: int, new_lens_B: Tensor | None) -> None:
         if n_new > self._headroom:
             self._take_pages(n_new, new_lens_B)
         self._headroom -= n_new
@@ -292,6 +321,33 @@ class LayerCache(LayerStorage):
         self._copy_pages(self.page_table.take(before, after), self)
         # Padding takes no page, and may exceed what rows have: it is counted as tokens, so the rest is what is left.
         self._headroom = max(n_new, self.page_table.headroom(before))
+
+
+@torch.library.custom_op("nsa::take_pages", mutates_args=("table", "pools"))
+def _take_pages(
+    number: int, n_new: int, new_lens: Tensor | None, length: Tensor, table: Tensor, pools: list[Tensor]
+) -> None:
+    """`LayerCache._reserve` in a compiled graph, which cannot hand out pages: the lengths of rows are read on the host.
+    It changes the graph's own tensors, which may be copies of the cache's."""
+    cache = _CACHES[number]
+    slots = [slots for stream in (cache.selected, cache.compressed) for slots in stream.both]
+    own = cache.length_B, cache.page_table.table_BP, [each.data for each in slots]
+
+    def use(length: Tensor, table: Tensor, pools: list[Tensor]) -> None:
+        cache.length_B, cache.page_table.table_BP = length, table
+        for each, data in zip(slots, pools, strict=True):
+            each.data = data
+
+    use(length, table, pools)
+    try:
+        cache._reserve(n_new, new_lens)
+    finally:
+        use(*own)
+
+
+@_take_pages.register_fake
+def _(number: int, n_new: int, new_lens: Tensor | None, length: Tensor, table: Tensor, pools: list[Tensor]) -> None:
+    pass
 
 
 class NSACache:

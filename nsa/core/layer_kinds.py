@@ -29,6 +29,7 @@ from nsa.options import AttentionKind, RopeLayer
 COMPILED_ON_CPU = "cpu"
 """Backend whose sliding kernel, with a window of all tokens, is faster than PyTorch's attention on a CPU."""
 
+_ALL_TOKENS = 2**30  # a window that holds every key, whatever their number, which may be symbolic while traced
 _Keys = tuple[BranchKeys, BranchKeys, BranchKeys]
 
 
@@ -131,7 +132,7 @@ class DenseAttention(WindowAttention):
         if self.kernels.sliding == "auto" and backend != COMPILED_ON_CPU and _is_plain(q_BSGRK, keys):
             return _torch_attention(q_BSGRK, keys.k, keys.v, self.scale)
         g = self.geometry
-        whole = _with_window(g.l, g.d, g.l_sel, g.n_sel, max(1, keys.k.shape[1]))
+        whole = _with_window(g.l, g.d, g.l_sel, g.n_sel, _ALL_TOKENS)
         out = plan.functions.sliding(q_BSGRK, *keys, geometry=whole, scale=self.scale)
         assert isinstance(out, Tensor)
         return out

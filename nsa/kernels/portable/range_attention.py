@@ -87,7 +87,8 @@ class KeysByQuery(NamedTuple):
 def range_chunks(x: BranchInputs) -> Iterator[RangeChunk]:
     n_keys = x.k_BTGK.shape[1]
     if x.branch == "sliding":
-        (lo_BS, hi_BS), most = window_bounds(x.pos_BS, x.start_BS, x.geometry, n_keys), x.geometry.w
+        (lo_BS, hi_BS) = window_bounds(x.pos_BS, x.start_BS, x.geometry, n_keys)
+        most = min(x.geometry.w, n_keys)
     else:
         (lo_BS, hi_BS), most = compressed_bounds(x.pos_BS, x.start_BS, x.geometry, n_keys), n_keys
     for at, lo, hi in key_ranges(x.q_BSGRK, lo_BS, hi_BS, most, n_keys):
