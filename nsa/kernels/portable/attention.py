@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nsa.kernels.finite_inputs import backward_inputs, forward_inputs
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.portable.chunk import QueryChunk, attend, gradients, may_read, row_correction, wide_zeros
 from nsa.kernels.portable.key_windows import windows_backward, windows_forward
@@ -16,6 +17,9 @@ from nsa.kernels.portable.selected import copied_chunks, few_queries, selected_c
 
 
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
+    if not x.k_BTGK.shape[1]:  # no keys, as where rows are shorter than a compressed block
+        return _unseen(x)
+    x = forward_inputs(x)
     if may_read(x.q_BSGRK):
         return _forward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x))
     if x.branch == "selected":
@@ -29,7 +33,9 @@ def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
 def attend_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
-    given = out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR
+    if not x.k_BTGK.shape[1]:
+        return torch.zeros_like(x.q_BSGRK), torch.zeros_like(x.k_BTGK), torch.zeros_like(x.v_BTGV)
+    x, given = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
     if may_read(x.q_BSGRK):
         return _backward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x), *given)
     if x.branch == "selected":
@@ -39,6 +45,12 @@ def attend_backward(
     by_query = KeysByQuery.of(x)
     dq, dk, dv = _backward(_with_keys_by_query(x, by_query), by_query.chunks(x), *given)
     return dq, by_query.take_back(dk), by_query.take_back(dv)
+
+
+def _unseen(x: BranchInputs) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exps of queries that see nothing."""
+    shape, dtype = x.q_BSGRK.shape[:-1], torch.promote_types(x.q_BSGRK.dtype, torch.float32)
+    return x.q_BSGRK.new_zeros((*shape, x.v_BTGV.shape[-1])), x.q_BSGRK.new_full(shape, -torch.inf, dtype=dtype)
 
 
 def _one_window(x: BranchInputs) -> bool:
