@@ -30,6 +30,11 @@ def check_new_tokens(new: BranchStreams, cache: CacheSizes) -> None:
             f"{cache.d_v}, and was given keys and values of shapes {[list(x.shape) for x in new]}. Make one with "
             f"the same module's new_cache({batch}, …)."
         )
+    if any(x.device != cache.device for x in new):
+        raise ConfigError(
+            f"the cache is on {cache.device} and was given keys and values on {sorted({str(x.device) for x in new})}. "
+            f"Move them there."
+        )
     if n_new < 1:
         raise ConfigError(
             "a forward pass with a cache got 0 new tokens: there is nothing to append. Pass at least one."

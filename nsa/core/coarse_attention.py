@@ -36,7 +36,7 @@ def attend_coarse(
     out, lse = run.functions.selected(
         q_BSGRK, k_BCGK, v_BCGV, chosen_BSGn, entry_BS, first_BS, **options, return_lse=True
     )
-    given = [x.detach() for x in (q_BSGRK, k_BCGK, lse, chosen_BSGn, pos_BS, first_BS)]
+    given = [x.detach() for x in (q_BSGRK, k_BCGK, chosen_BSGn, pos_BS, first_BS)]
     blocks = _select_among_read(*given, geometry.ints, coarse.ints, scale)
     return CompressedOutput(out, blocks, lse)
 
@@ -66,20 +66,20 @@ def coarse_keys(k_BCGK: Tensor, first_BS: Tensor, coarse: CoarseLevel) -> Tensor
 
 @torch.library.custom_op("nsa::select_among_read", mutates_args=())
 def _select_among_read(
-    q: Tensor, k: Tensor, lse: Tensor, chosen: Tensor, pos: Tensor, first: Tensor, sizes: list[int],
-    coarse_sizes: list[int], scale: float,
+    q: Tensor, k: Tensor, chosen: Tensor, pos: Tensor, first: Tensor, sizes: list[int], coarse_sizes: list[int],
+    scale: float,
 ) -> Tensor:  # fmt: skip
     """Top-n block selection as `reference.select_blocks`, by the entries of the chosen coarse blocks alone: int32
     [B, S, G, n_sel], ascending, −1 past the last. Blocks that none of these entries covers are chosen only if they are
     always in, or if there are no more than n_sel blocks."""
     geometry, coarse = Geometry.from_ints(sizes), CoarseLevel.from_ints(coarse_sizes)
-    return without_autocast(q, _select_in_chunks, q, k, (lse, chosen, pos, first), geometry, coarse, scale)
+    return without_autocast(q, _select_in_chunks, q, k, (chosen, pos, first), geometry, coarse, scale)
 
 
 @_select_among_read.register_fake
 def _(
-    q: Tensor, k: Tensor, lse: Tensor, chosen: Tensor, pos: Tensor, first: Tensor, sizes: list[int],
-    coarse_sizes: list[int], scale: float,
+    q: Tensor, k: Tensor, chosen: Tensor, pos: Tensor, first: Tensor, sizes: list[int], coarse_sizes: list[int],
+    scale: float,
 ) -> Tensor:  # fmt: skip
     return chosen.new_empty(*chosen.shape[:3], Geometry.from_ints(sizes).n_sel)
 
@@ -88,7 +88,7 @@ def _select_in_chunks(
     q_BSGRK: Tensor, k_BCGK: Tensor, per_query: tuple[Tensor, ...], geometry: Geometry, coarse: CoarseLevel,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    lse_BSGR, chosen_BSGn, pos_BS, first_BS = per_query
+    chosen_BSGn, pos_BS, first_BS = per_query
     row_B1 = torch.arange(len(q_BSGRK), device=q_BSGRK.device)[:, None]
     first_BS = first_BS + row_B1 * k_BCGK.shape[1]  # rows of the batch one after the other
     weight = overlap(coarse.entries, geometry.n_blocks((coarse.entries - 1) * geometry.d + geometry.l), geometry)
@@ -96,7 +96,7 @@ def _select_in_chunks(
     n_groups, width = k_BCGK.shape[2:]
     k_CGK = k_BCGK.flatten(0, 1) if k_BCGK.shape[1] else k_BCGK.new_zeros(1, n_groups, width)  # read, and hidden
     size = max(1, budget(q_BSGRK) // max(1, n_groups * chosen_BSGn.shape[3] * coarse.entries * width))
-    given = [x.flatten(0, 1).split(size) for x in (q_BSGRK, lse_BSGR, chosen_BSGn.long(), pos_BS, first_BS)]
+    given = [x.flatten(0, 1).split(size) for x in (q_BSGRK, chosen_BSGn.long(), pos_BS, first_BS)]
     chunks = [_QueryChunk(*chunk) for chunk in zip(*given, strict=True)]
     found = [_select_chunk(k_CGK, chunk, weight_mb, geometry, coarse, scale) for chunk in chunks]
     return torch.cat(found).view(*chosen_BSGn.shape[:3], geometry.n_sel)
@@ -106,7 +106,6 @@ class _QueryChunk(NamedTuple):
     """Some queries; rows of the batch one after the other."""
 
     q_cGRK: Tensor
-    lse_cGR: Tensor
     chosen_cGn: Tensor
     pos_c: Tensor
     first_c: Tensor
@@ -136,8 +135,10 @@ def _mass(k_CGK: Tensor, chunk: _QueryChunk, geometry: Geometry, coarse: CoarseL
     hidden_cGnm = (entry_cGnm < 0) | (entry_cGnm > last_c111)
     wide = torch.promote_types(chunk.q_cGRK.dtype, torch.float32)
     k_cGnmK = keys_at(k_CGK, chunk.first_c[:, None, None, None] + entry_cGnm).to(wide)
-    score_cGRnm = einsum("cgrk,cgnmk->cgrnm", chunk.q_cGRK.to(wide) * scale, k_cGnmK) - chunk.lse_cGR[..., None, None]
-    return score_cGRnm.exp().masked_fill(hidden_cGnm[:, :, None], 0).sum(2)
+    score_cGRnm = einsum("cgrk,cgnmk->cgrnm", chunk.q_cGRK.to(wide) * scale, k_cGnmK)
+    hidden_cG1nm = hidden_cGnm[:, :, None]
+    share_cGRx = score_cGRnm.masked_fill(hidden_cG1nm, -torch.inf).flatten(-2).softmax(-1)
+    return share_cGRx.view_as(score_cGRnm).masked_fill(hidden_cG1nm, 0).sum(2)
 
 
 def _best_numbers(score_cGX: Tensor, number_cGX: Tensor, own_c: Tensor, n_sel: int) -> Tensor:
@@ -153,7 +154,7 @@ def _best_numbers(score_cGX: Tensor, number_cGX: Tensor, own_c: Tensor, n_sel: i
     shape = (*score_cGX.shape[:2], 3)
     number = torch.cat([forced_c13.expand(shape), number_cGX], -1)
     forced_scores = torch.full(shape, torch.inf, device=score_cGX.device)
-    score = torch.cat([forced_scores, score_cGX.float()], -1)
+    score = torch.cat([forced_scores, score_cGX.float().nan_to_num(0.0)], -1)
     score = score.masked_fill(torch.cat([repeated_c13.expand(shape), dropped_cGX], -1), -torch.inf)
     # As in `portable.selection`: scores are ≥ 0 or ±inf, so their bits order as integers do; ties go to lower numbers.
     most = 2**31 - 1

@@ -65,14 +65,14 @@ class LayerCache(LayerStorage):
     ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
         """`append` for a caller that holds `exclusive`, or that is being compiled."""
         n_new = new.k_sel.shape[1]
+        check_new_tokens(new, self)
         if n_new == 1 and new_lens_B is None and decoder is not None and decoder.append is not None:
             self._check_room(n_new, None)
-            if decoder.append(new):  # refuses what does not fit, as is done below
+            if decoder.append(new):
                 self._emit_compressed(compress)
             if self.rewind:
                 self._append_past(new, self._pos_B1, self.length_B[:, None])
             return self._newest  # for their sizes: the decoder reads the pages
-        check_new_tokens(new, self)
         new_lens_B = None if new_lens_B is None else checked_lengths(new_lens_B, n_new, self)
         self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
@@ -90,18 +90,23 @@ class LayerCache(LayerStorage):
         if self.rewind:
             self._append_past(new, pos_BS, end_B1)
         self.length_B += end_B1[:, 0] - self.length_B
-        inside_BS = pos_BS.clamp(max=self.max_len - 1)  # padding may stand past the end, where there are no keys
+        n_pages, inside_BS = self._pages_read(pos_BS)
         if n_new == 1:
             self._pos_B1.copy_(inside_BS)
             if decoder is not None or self.page_table.in_order:
                 return self._newest
-        n_pages = self.geometry.n_blocks(min(self._longest, self.max_len))
         k_cmp, v_cmp = (slots.content(n_pages)[:, self._first_entry :] for slots in self.compressed.both)
         k_sel, v_sel = (slots.content(n_pages) for slots in self.selected.both)
         if window is None:
             k_win, v_win = (k_sel, v_sel) if self.shared[0] else (slots.content() for slots in self.window.both)
             window = BranchKeys(k_win, v_win, self._window_pos_B1, zero_BS)
         return BranchKeys(k_cmp, v_cmp, inside_BS, zero_BS), BranchKeys(k_sel, v_sel, inside_BS, zero_BS), window
+
+    def _pages_read(self, pos_BS: Tensor) -> tuple[int, Tensor]:
+        """Pages of each row that hold all its tokens, and the positions inside them: padding may stand past their end,
+        where there are no keys."""
+        n_pages = self.geometry.n_blocks(min(self._longest, self.max_len))
+        return n_pages, pos_BS.clamp(max=min(self.max_len, n_pages * self.geometry.l_sel) - 1)
 
     def decoder(self, make: MakeDecoder, **sizes: Any) -> TokenDecoder:
         """The decoder that `make` prepares for this cache, made once for these sizes."""
@@ -294,13 +299,14 @@ class LayerCache(LayerStorage):
         return BranchKeys(k, v, pos_BS, (w - 1 - self.length_B[:, None]).expand_as(pos_BS))
 
     def _check_room(self, n_new: int, new_lens_B: Tensor | None) -> None:
-        self._longest += n_new
-        if self._longest > self.max_len:  # padding may have made the count too high
-            self._longest = int((self.length_B + (n_new if new_lens_B is None else new_lens_B)).max())
-        if self._longest > self.max_len:
+        """Refuse, with nothing changed, tokens that do not fit; else take the pages that they need."""
+        longest = self._longest + n_new
+        if longest > self.max_len:  # padding may have made the count too high
+            longest = int((self.length_B + (n_new if new_lens_B is None else new_lens_B)).max())
+        if longest > self.max_len:
             raise ConfigError(
-                f"the cache holds {self.max_len} tokens and {self._longest} are needed: it never grows. "
-                f"Make it with max_len={self._longest} or more."
+                f"the cache holds {self.max_len} tokens and {longest} are needed: it never grows. "
+                f"Make it with max_len={longest} or more."
             )
         if torch.compiler.is_compiling() and not self.page_table.in_order:
             pools = [slots.data for stream in (self.selected, self.compressed) for slots in stream.both]
@@ -311,6 +317,7 @@ class LayerCache(LayerStorage):
     def _reserve(self, n_new: int, new_lens_B: Tensor | None) -> None:
         if n_new > self._headroom:
             self._take_pages(n_new, new_lens_B)
+        self._longest = longest
         self._headroom -= n_new
 
     def _take_pages(self, n_new: int, new_lens_B: Tensor | None) -> None:

@@ -77,6 +77,7 @@ class WindowAttention(NSAAttention):
         cache: LayerCache,
         new_lens_B: Tensor | None = None,
     ) -> tuple[Tensor, None, _Keys]:
+        self.plan(q_BSGRK.device, q_BSGRK.dtype)  # a backend that cannot run is refused before anything is appended
         keys = cache.append_held(new, new_lens_B, self.compress)
         return self.attend(q_BSGRK, None, *keys).out, None, keys
 

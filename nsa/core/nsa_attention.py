@@ -337,6 +337,8 @@ class NSAAttention(nn.Module):
         """A cached forward between its projections, for a caller that holds `cache.exclusive`: append the new tokens,
         attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
         decoder = self._decoder(cache, q_BSGRK)
+        if decoder is None:
+            self.plan(q_BSGRK.device, q_BSGRK.dtype)  # a backend that cannot run is refused before anything is appended
         keys = self._visible(cache.append_held(new, new_lens_B, self.compress, decoder))
         if decoder is not None:
             return *decoder.attend(q_BSGRK, gates), keys
@@ -346,7 +348,8 @@ class NSAAttention(nn.Module):
     def _forward(self, x_BSD: Tensor, where: Positions, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor:
         padding = where.padding
         if padding is not None:
-            x_BSD, new_lens_B = padding.to_front(x_BSD), padding.lengths_for(cache, new_lens_B)
+            x_BSD = padding.to_front(x_BSD.masked_fill(~padding.real_BS[..., None], 0))  # whatever padding holds
+            new_lens_B = padding.lengths_for(cache, new_lens_B)
         q_BSGRK, streams = self.project(x_BSD, where.tables)
         gates, mean = None if self.gates is None else self.gates(x_BSD), None
         if cache is None:

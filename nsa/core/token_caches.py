@@ -24,9 +24,8 @@ class DenseCache(LayerCache):
     ) -> _Keys:
         self.selected.write(pos_BS, pos_BS < end_B1, (new.k_sel, new.v_sel))
         self.length_B += end_B1[:, 0] - self.length_B
-        n_pages = self.geometry.n_blocks(min(self._longest, self.max_len))
+        n_pages, inside_BS = self._pages_read(pos_BS)
         k, v = (slots.content(n_pages) for slots in self.selected.both)
-        inside_BS = pos_BS.clamp(max=self.max_len - 1)  # padding may stand past the end, where there are no keys
         keys = BranchKeys(k, v, inside_BS, pos_BS.new_zeros(()).expand_as(pos_BS))
         return keys, keys, keys
 

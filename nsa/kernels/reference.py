@@ -13,6 +13,7 @@ Computed in fp32, or fp64 for fp64 inputs, also under autocast; plain autograd, 
 O(S·T): for tests.
 """
 
+from functools import partial
 from typing import TypedDict, Unpack
 
 import torch
@@ -62,7 +63,8 @@ def select_blocks(
     """Top-n block selection per query and group: int32 [B, S, G, n_sel], ascending, −1 past the last.
 
     A block's score is the compressed branch's own probability mass on it, summed over the group's heads. Block 0 and
-    the two blocks nearest the query are always in. Ties go to the lower index.
+    the two blocks nearest the query are always in. Ties go to the lower index. A score that is NaN ranks as 0, the
+    lowest: a query that sees a key which is not finite chooses the first blocks.
     """
     require_one_dtype(q_BSGRK, k_BCGK)
     geometry, scale = options["geometry"], options["scale"]
@@ -73,7 +75,7 @@ def select_blocks(
         n_blocks = max(0, int(pos_BS.max()) // geometry.l_sel + 1) if pos_BS.numel() else 0
         weight_CJ = overlap(mass_BSGC.shape[-1], n_blocks, geometry).to(mass_BSGC)
         mass_BSGJ = without_autocast(mass_BSGC, torch.matmul, mass_BSGC, weight_CJ)
-        score_BSGJ = _force(mass_BSGJ, pos_BS, geometry.l_sel)
+        score_BSGJ = _force(mass_BSGJ.nan_to_num(0.0), pos_BS, geometry.l_sel)
         return _best(score_BSGJ, geometry.n_sel)
 
 
@@ -110,9 +112,29 @@ def overlap(n_compressed: int, n_blocks: int, geometry: Geometry) -> Tensor:
 
 def _attend(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, options: AttendOptions) -> Attended:
     require_one_dtype(q_BSGRK, k_BTGK, v_BTGV)
-    p_BSGRT, lse_BSGR = _softmax(_scores(q_BSGRK, k_BTGK, options["scale"]), visible_BSGT[:, :, :, None])
-    out_BSGRV = einsum("bsgrt,btgv->bsgrv", p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)
+    score, mix = _scores, _weighted_sum
+    if not torch.compiler.is_compiling() and not all(x.isfinite().all() for x in (q_BSGRK, k_BTGK, v_BTGV)):
+        score, mix = partial(_visible_scores, visible_BSGT), partial(_visible_sum, visible_BSGT)
+    p_BSGRT, lse_BSGR = _softmax(score(q_BSGRK, k_BTGK, options["scale"]), visible_BSGT[:, :, :, None])
+    out_BSGRV = mix(p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)
     return (out_BSGRV, lse_BSGR) if options.get("return_lse") else out_BSGRV
+
+
+def _weighted_sum(p_BSGRT: Tensor, v_BTGV: Tensor) -> Tensor:
+    return einsum("bsgrt,btgv->bsgrv", p_BSGRT, v_BTGV)
+
+
+def _visible_sum(visible_BSGT: Tensor, p_BSGRT: Tensor, v_BTGV: Tensor) -> Tensor:
+    """`_weighted_sum` where a hidden value may be NaN or infinite, which a weight of 0 does not remove: hidden values
+    are removed from every query's own copy. O(S·T·V) memory."""
+    v_BSGTV = v_BTGV.transpose(1, 2)[:, None].where(visible_BSGT[..., None], 0)
+    return (p_BSGRT[..., None] * v_BSGTV[:, :, :, None]).sum(-2)
+
+
+def _visible_scores(visible_BSGT: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, scale: float) -> Tensor:
+    wide = torch.promote_types(q_BSGRK.dtype, torch.float32)
+    k_BSGTK = k_BTGK.to(wide).transpose(1, 2)[:, None].where(visible_BSGT[..., None], 0)
+    return (q_BSGRK.to(wide)[..., None, :] * k_BSGTK[:, :, :, None]).sum(-1) * scale
 
 
 def _scores(q_BSGRK: Tensor, k_BTGK: Tensor, scale: float) -> Tensor:
@@ -124,14 +146,14 @@ def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over what is visible, and its log-sum-exp. A row that sees nothing is all zeros with lse −inf."""
     if scores.shape[-1] == 0:
         return scores, scores.new_full(scores.shape[:-1], -torch.inf)
-    lowest = torch.finfo(scores.dtype).min
-    top = scores.detach().masked_fill(~visible, lowest).amax(-1, keepdim=True)
+    top = scores.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
     # Hidden scores are moved to `top` before exp: whatever they hold, they cannot overflow into a gradient.
-    e = (scores.where(visible, top) - top).exp() * visible
+    e = (scores.where(visible, top) - top).exp().where(visible, 0)
     total = e.sum(-1, keepdim=True)
     nothing = total == 0
     lse = (top + total.masked_fill(nothing, 1).log()).masked_fill(nothing, -torch.inf)
-    return e / total.masked_fill(nothing, 1), lse.squeeze(-1)
+    return (e / total.masked_fill(nothing, 1)).where(visible, 0), lse.squeeze(-1)
 
 
 def _index_in_document(k_BTGK: Tensor, start_BS: Tensor) -> Tensor:

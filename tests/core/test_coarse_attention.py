@@ -159,3 +159,17 @@ def test_coarse_keys_are_means_of_whole_blocks_of_each_document() -> None:
 def test_impossible_sizes_are_refused(changes: dict[str, int], fix: str) -> None:
     with pytest.raises(ConfigError, match=fix):
         layer("tiny", **{"coarse_block": 8, "n_coarse": 4, "l_sel": 16, "l": 8, "d": 4, **changes})
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("documents", [None, [0, 2, 10]], ids=["rows", "packed"])
+def test_rows_without_a_compressed_entry(backend: str, documents: list[int] | None) -> None:
+    """Shorter than l: there are no entries, and nothing but the other branches is attended to."""
+    made = layer("tiny", kernels=backend).float()
+    x = tokens(5, batch=2).float().requires_grad_()
+    out = made(x, cu_doc_lens=documents)
+    reference = layer("tiny", kernels="reference").float()
+    expected = reference(x, cu_doc_lens=documents)
+    torch.testing.assert_close(out, expected)
+    gradients = (torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected))
+    torch.testing.assert_close(*gradients)

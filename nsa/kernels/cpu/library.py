@@ -19,8 +19,6 @@ from nsa.kernels.cpu import build
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BRANCHES = {"sliding": 0, "compressed": 1, "selected": 2}
 ISAS = ("plain", "avx2", "avx512", "amx")
-SMALLEST_SCALE = 1e-20
-"""The kernels give hidden keys a score of -1e30, whose power must be 0 after scaling."""
 _OUTCOMES = {
     1: "documents overlap on the key axis: gradients of keys are summed per document. Set kernels.selected='portable'.",
     2: "there is not enough memory for packed keys and values. Shorten the sequence or the batch.",
@@ -147,11 +145,6 @@ def query_problem(
     branch: str, q: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int
 ) -> AttentionProblem:
     """What is common to all computations, checked; keys are left to the caller."""
-    if not scale >= SMALLEST_SCALE:
-        raise ConfigError(
-            f"scale is {scale}: the largest score must stay the largest when scaled, and hidden ones far below. Pass "
-            f"{SMALLEST_SCALE:g} or more."
-        )
     if q.dim() != 5 or q.dtype not in DTYPES:
         raise ConfigError(f"queries are {_describe(q)}: they must be [B, S, G, R, K] in fp32, bf16 or fp16.")
     B, S, G, R, K = q.shape

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nsa.kernels.finite_inputs import backward_inputs, forward_inputs
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.portable.chunk import QueryChunk, attend, gradients, may_read, row_correction, wide_zeros
 from nsa.kernels.portable.key_windows import windows_backward, windows_forward
@@ -18,6 +19,7 @@ from nsa.kernels.portable.selected import copied_chunks, few_queries, selected_c
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     if not x.k_BTGK.shape[1]:  # no keys, as where rows are shorter than a compressed block
         return _unseen(x)
+    x = forward_inputs(x)
     if may_read(x.q_BSGRK):
         return _forward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x))
     if x.branch == "selected":
@@ -33,7 +35,7 @@ def attend_backward(
 ) -> Gradients:
     if not x.k_BTGK.shape[1]:
         return torch.zeros_like(x.q_BSGRK), torch.zeros_like(x.k_BTGK), torch.zeros_like(x.v_BTGV)
-    given = out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR
+    x, given = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
     if may_read(x.q_BSGRK):
         return _backward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x), *given)
     if x.branch == "selected":

@@ -52,8 +52,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tup
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, lse: Tensor, delta: Tensor, scale: float
 ) -> Gradients:
-    s = _hide(scores(q, k, scale), hidden)
-    p = s.sub_(lse.masked_fill(lse == -torch.inf, 0)).exp_()
+    p = scores(q, k, scale).sub_(lse.masked_fill(lse == -torch.inf, 0)).exp_()
+    p = _hide(p, hidden, 0)  # afterwards: the log-sum-exp may be NaN, and hidden keys get no gradient even then
     dv = p.transpose(-1, -2) @ dout
     ds = (dout @ v.transpose(-1, -2)).sub_(delta).mul_(p).mul_(scale)
     return ds @ k, ds.transpose(-1, -2) @ q, dv
@@ -69,9 +69,9 @@ def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (q * scale) @ k.transpose(-1, -2)
 
 
-def _hide(s: Tensor, hidden: Tensor) -> Tensor:
+def _hide(s: Tensor, hidden: Tensor, value: float = -torch.inf) -> Tensor:
     per_query = s.unflatten(-2, (hidden.shape[-3], -1))
-    per_query.masked_fill_(hidden, -torch.inf)
+    per_query.masked_fill_(hidden, value)
     return s
 
 

@@ -83,7 +83,7 @@ def _top(score_BcGJ: Tensor, pos_Bc: Tensor, geometry: Geometry) -> Tensor:
     j_J = torch.arange(n_blocks, device=pos_Bc.device)
     own_Bc1 = (pos_Bc // geometry.l_sel)[..., None]
     forced_BcJ = (j_J == 0) | (j_J == own_Bc1) | (j_J == own_Bc1 - 1)
-    score = score_BcGJ.float().masked_fill(forced_BcJ[:, :, None], torch.inf)
+    score = score_BcGJ.float().nan_to_num(0.0).masked_fill(forced_BcJ[:, :, None], torch.inf)
     score = score.masked_fill((j_J > own_Bc1)[:, :, None], -torch.inf)
     # Scores are ≥ 0 or ±inf, so their bits order as integers do. With the index below them no two keys are equal:
     # the choice is exact and the same on every device, and ties go to the lower index.

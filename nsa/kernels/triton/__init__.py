@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
+from nsa.kernels.finite_inputs import backward_inputs, forward_inputs
 from nsa.kernels.interface import BranchInputs, Gradients, constant_when_traced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +48,7 @@ def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -
 
 
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
+    x = forward_inputs(x)
     if x.branch == "selected":
         from nsa.kernels.triton.selected import selected_forward
 
@@ -59,13 +61,14 @@ def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
 def attend_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
+    x, given = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
     if x.branch == "selected":
         from nsa.kernels.triton.selected import selected_backward
 
-        return selected_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
+        return selected_backward(x, *given)
     from nsa.kernels.triton.range_attention import range_backward
 
-    return range_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
+    return range_backward(x, *given)
 
 
 def select(

@@ -99,6 +99,7 @@ struct Amx {
   static constexpr bool kInPlace = false;
   static constexpr Exactness kOfWeights = kWeight, kOfChoice = kRough;
   static constexpr int64_t kColumns = 32;
+  static constexpr bool kAnyColumns = false;  // tiles are whole
   static constexpr int64_t kTileRows = 3072;
   // Longer passes let the tile unit power down during the softmax, and waking it up costs as much as a pass of 16 x 64 takes.
   static constexpr int64_t kPassRows = 16;
@@ -119,6 +120,27 @@ struct Amx {
   static void load_row(int64_t, const char* from, Cell* to, int64_t n) {
     memcpy(to, from, n * sizeof(Cell));
     memset(to + n, 0, (width(n) - n) * sizeof(Cell));
+  }
+
+  // A scaled query would have to be rounded again: scores are scaled instead. The largest must stay the largest, so the
+  // scale's sign, or that it is 0, goes to the query.
+  static void load_query(const Problem& p, const char* from, Cell* to) {
+    load_row(p.dtype, from, to, p.K);
+    if (p.scale > 0) return;
+    for (int64_t i = 0; i < p.K; ++i) to[i].bits = p.scale < 0 ? to[i].bits ^ 0x8000 : 0;
+  }
+  // Never 0, by which a hidden score, −inf, cannot be multiplied.
+  static float score_unit(const Problem& p) { return std::max(static_cast<float>(std::abs(p.scale)), 1e-37f); }
+  // Rounded before anything is subtracted, as the log-sum-exp is.
+  static NSA_INLINE V in_units(V scores, V unit) {
+    return _mm512_mul_round_ps(scores, unit, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static bool finite(const Cell* x, int64_t n) {  // n is a multiple of 32
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 any = 0;
+    for (int64_t i = 0; i < n; i += 32)
+      any |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(x + i), exponent), exponent);
+    return any == 0;
   }
 
   static NSA_INLINE void copy_row(Cell* to, const Cell* from, int64_t wide) {

@@ -25,7 +25,7 @@ struct AmxBackward : Amx {
     auto* end = scratch.take<int32_t>(padded);
     for (int64_t i = 0; i < padded; ++i) {
       begin[i] = i < n_rows ? seen.begin[i / R] : 0, end[i] = i < n_rows ? seen.end[i / R] : 0;
-      if (i >= n_rows) rows.lse2[i] = rows.delta[i] = 0;
+      if (i >= n_rows) rows.lse[i] = rows.delta[i] = 0;
     }
     auto* q_across = scratch.take<Cell>(padded * K);
     auto* q_along = scratch.take<Cell>(padded * K);
@@ -33,28 +33,41 @@ struct AmxBackward : Amx {
     auto* dout_along = scratch.take<Cell>(padded * V_);
     pair_rows(rows.q, padded, K, q_across, q_along);
     pair_rows(rows.dout, padded, V_, dout_across, dout_along);
-    auto* probabilities = scratch.take<Cell>(block_keys * padded);
+    auto* weights = scratch.take<Cell>(block_keys * padded);
     auto* slopes = scratch.take<Cell>(block_keys * padded);
     const Cell *keys = side.keys.at(block, g), *values = side.values.at(block, g);
     for (int64_t i = 0; i < padded; i += 32) {
       int32_t latest = 0, earliest = INT32_MAX;
-      for (int64_t j = i; j < i + 32; ++j) latest = std::max(latest, begin[j]), earliest = std::min(earliest, end[j]);
+      bool is_large = false;
+      for (int64_t j = i; j < i + 32; ++j) {
+        latest = std::max(latest, begin[j]), earliest = std::min(earliest, end[j]);
+        is_large |= !(std::abs(rows.lse[j]) < kLargeLse);
+      }
       for (int64_t c = seen.c0; c < seen.c1; c += 32) {
         alignas(64) float scores[32 * 32], products[32 * 32];
         square(keys + c * K, q_across + i * K, K, scores);
         square(values + c * V_, dout_across + i * V_, V_, products);
         const bool whole = latest <= c && earliest >= c + 32;
-        for (int64_t key = 0; key < 32; ++key) {
-          V p0, p1, d0, d1;
-          slope(p, scores + key * 32, products + key * 32, rows, i, begin, end, c + key, whole, p0, d0);
-          slope(p, scores + key * 32 + W, products + key * 32 + W, rows, i + W, begin, end, c + key, whole, p1, d1);
-          store_weights(probabilities + (c + key) * padded + i, p0, p1);
-          store_weights(slopes + (c + key) * padded + i, d0, d1);
-        }
+        by_size(is_large, [&](auto large) NSA_INLINE_LAMBDA {
+          const V base = set1(large ? 1 : kLog2e), unit = set1(score_unit(p)) * base;
+          const V at0 = load(rows.lse + i) * base, at1 = load(rows.lse + i + W) * base;
+          for (int64_t key = 0; key < 32; ++key) {
+            V p0 = probabilities<E, kRough, large>(load(scores + key * 32), at0, unit);
+            V p1 = probabilities<E, kRough, large>(load(scores + key * 32 + W), at1, unit);
+            V d0 = p0 * (load(products + key * 32) - load(rows.delta + i));
+            V d1 = p1 * (load(products + key * 32 + W) - load(rows.delta + i + W));
+            if (!whole) {
+              hide_lanes(begin + i, end + i, c + key, p0, d0);
+              hide_lanes(begin + i + W, end + i + W, c + key, p1, d1);
+            }
+            store_weights(weights + (c + key) * padded + i, p0, p1);
+            store_weights(slopes + (c + key) * padded + i, d0, d1);
+          }
+        });
       }
     }
     for (int64_t c = seen.c0; c < seen.c1; c += 32) {
-      add_product(probabilities + c * padded, padded, dout_along, V_, dv + c * V_);
+      add_product(weights + c * padded, padded, dout_along, V_, dv + c * V_);
       add_product(slopes + c * padded, padded, q_along, K, dk + c * K);
     }
   }
@@ -83,19 +96,12 @@ struct AmxBackward : Amx {
     tile_store<2>(out + 16 * 32, 128), tile_store<3>(out + 16 * 32 + 16, 128);
   }
 
-  static NSA_INLINE void slope(const Problem& p, const float* scores, const float* products, const Gathered<E>& rows,
-                               int64_t i, const int32_t* begin, const int32_t* end, int32_t key, bool whole, V& x,
-                               V& dx) {
-    const V scale2 = set1(static_cast<float>(p.scale) * kLog2e), scale = set1(static_cast<float>(p.scale));
-    V score = load(scores) * scale2 - load(rows.lse2 + i);
-    if (!whole) {
-      const __m512i at = _mm512_set1_epi32(key);
-      const __mmask16 sees = _mm512_cmple_epi32_mask(_mm512_loadu_si512(begin + i), at) &
-                             _mm512_cmplt_epi32_mask(at, _mm512_loadu_si512(end + i));
-      score = _mm512_mask_mov_ps(set1(kHidden), sees, score);
-    }
-    x = exp2v<kRough>(score);
-    dx = x * scale * (load(products) - load(rows.delta + i));
+  // 0 in the lanes of rows that do not see the key.
+  static NSA_INLINE void hide_lanes(const int32_t* begin, const int32_t* end, int32_t key, V& x, V& dx) {
+    const __m512i at = _mm512_set1_epi32(key);
+    const __mmask16 sees = _mm512_cmple_epi32_mask(_mm512_loadu_si512(begin), at) &
+                           _mm512_cmplt_epi32_mask(at, _mm512_loadu_si512(end));
+    x = _mm512_maskz_mov_ps(sees, x), dx = _mm512_maskz_mov_ps(sees, dx);
   }
 
   // out[32 keys][wide] += left[32 keys][n] · right

@@ -6,35 +6,59 @@
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-// Scores c0 … c1 − 1 of a row and the products dout · v become p and ds = p · (dout · v − delta) · scale.
-template <Exactness kHow, class Store>
-NSA_INLINE void gradient_row(float* scores, const float* products, int64_t c0, int64_t c1, int64_t begin, int64_t end,
-                             float scale2, float scale, float lse2, float delta, Store&& put) {
-  hide(scores, c0, c1, begin, end);
-  const V c2 = set1(scale2), at = set1(lse2), less = set1(delta), by = set1(scale);
-  for (int64_t c = c0; c < c1; c += kPair) {
-    const V x = exp2v<kHow>(load(scores + c) * c2 - at), y = exp2v<kHow>(load(scores + c + W) * c2 - at);
-    put(c, x, y, x * by * (load(products + c) - less), y * by * (load(products + c + W) - less));
-  }
+constexpr float kLargeLse = 64;  // whose rounding would show in a probability
+
+// Unless they are large, the log-sum-exp and the unit are given times log2 e.
+template <class E, Exactness kHow, bool kLarge>
+NSA_INLINE V probabilities(V scores, V lse, V score_unit) {
+  if constexpr (kLarge) return exp2v<kHow>(relative<true>(E::in_units(scores, score_unit), lse, set1(kLog2e)));
+  return exp2v<kHow>(relative<false>(scores, lse, score_unit));
+}
+
+// Scores c0 … c1 − 1 of a row and the products dout · v become p and p · (dout · v − delta), the gradient of a score times
+// the scale. Both are 0 where a key is hidden, whatever the numbers are.
+template <class E, Exactness kHow, class Store>
+NSA_INLINE void gradient_row(const float* scores, const float* products, int64_t c0, int64_t c1, int64_t begin,
+                             int64_t end, float score_unit, float lse, float delta, Store&& put) {
+  by_size(!(std::abs(lse) < kLargeLse), [&](auto large) NSA_INLINE_LAMBDA {
+    const float base = large ? 1 : kLog2e;
+    const V at = set1(lse * base), unit = set1(score_unit * base), less = set1(delta);
+    for (int64_t c = c0; c < c1; c += kPair) {
+      V x = probabilities<E, kHow, large>(load(scores + c), at, unit);
+      V y = probabilities<E, kHow, large>(load(scores + c + W), at, unit);
+      V dx = x * (load(products + c) - less), dy = y * (load(products + c + W) - less);
+      if (c < begin || c + kPair > end) {
+        x = lanes_in(x, begin - c, end - c, 0.f), y = lanes_in(y, begin - c - W, end - c - W, 0.f);
+        dx = lanes_in(dx, begin - c, end - c, 0.f), dy = lanes_in(dy, begin - c - W, end - c - W, 0.f);
+      }
+      put(c, x, y, dx, dy);
+    }
+  });
 }
 
 // Rows of queries gathered for a step, with what their gradients need.
 template <class E>
 struct Gathered {
   typename E::Cell *q, *dout;
-  float *lse2, *delta;
+  float *lse, *delta;
   Gathered(Scratch& scratch, int64_t rows, int64_t K, int64_t V_)
       : q(scratch.take<typename E::Cell>(rows * K)), dout(scratch.take<typename E::Cell>(rows * V_)),
-        lse2(scratch.take<float>(rows)), delta(scratch.take<float>(rows)) {}
+        lse(scratch.take<float>(rows)), delta(scratch.take<float>(rows)) {}
   void load(const Problem& p, const float* deltas, int64_t b, int64_t s, int64_t g, int64_t i) {
     const int64_t K = E::width(p.K), V_ = E::width(p.V);
     for (int64_t r = 0; r < p.R; ++r, ++i) {
       const int64_t at = ((b * p.S + s) * p.G + g) * p.R + r;
-      E::load_row(p.dtype, row(p, p.q, b, s, g, r), q + i * K, p.K);
+      E::load_query(p, row(p, p.q, b, s, g, r), q + i * K);
       E::load_row(p.dtype, row(p, p.dout, b, s, g, r), dout + i * V_, p.V);
-      lse2[i] = p.lse[at] == -INFINITY ? 0.f : p.lse[at] * kLog2e;
+      lse[i] = p.lse[at] == -INFINITY ? 0.f : p.lse[at];
       delta[i] = deltas[at];
     }
+  }
+  // Whether the first n rows are; of dout that of delta, which is a sum of products with all of it.
+  bool finite(const Problem& p, int64_t n) const {
+    bool all = E::finite(q, n * E::width(p.K));
+    for (int64_t i = 0; i < n; ++i) all &= std::isfinite(delta[i]);
+    return all;
   }
 };
 
@@ -54,11 +78,12 @@ inline void find_deltas(const Problem& p, const Tile& tile, float* deltas, Scrat
     }
 }
 
+// Returns whether the rows of all queries are finite.
 template <class E>
-void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_across, const Packed<E>& values_across,
+bool query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_across, const Packed<E>& values_across,
                      const Packed<E>& keys_along, float* deltas) {
+  std::atomic<bool> finite{true};
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
-  const float scale2 = p.scale * kLog2e, scale = p.scale;
   const Tiles tiles(p, tile_rows<E>(p));
   parallel<typename E::Thread>(tiles.count(), p.threads, [&](auto& thread, int64_t item) {
     Scratch scratch = thread.scratch;
@@ -73,12 +98,13 @@ void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_a
     auto* at = scratch.template take<int64_t>(tile.n);
     find_deltas(p, tile, deltas, scratch);
     for (int64_t i = 0; i < tile.n; ++i) rows.load(p, deltas, tile.b, tile.begin + i, tile.g, i * R);
+    if (!rows.finite(p, n_rows)) finite = false;
     memset(sums, 0, n_rows * K * sizeof(float));
 
     for_each_block(p, grid, tile, scratch, [&](int64_t block, const int32_t* queries, int64_t n) {
       Scratch inner = scratch;
       for (int64_t i = 0; i < n; ++i) at[i] = tile.begin + (queries ? queries[i] : i);
-      const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, at, n, inner);
+      const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, at, n, keys_along.finite(), inner);
       if (seen.none()) return;
       const Gathered<E>* from = &rows;
       if (queries) {
@@ -94,22 +120,27 @@ void query_gradients(const Problem& p, const Grid& grid, const Packed<E>& keys_a
       for (int64_t i = 0; i < n * R; ++i) {
         const int64_t target = queries ? queries[i / R] * R + i % R : i;
         auto* to = weights + i * block_keys;
-        gradient_row<E::kOfChoice>(scores + i * block_keys, products + i * block_keys, seen.c0, seen.c1,
-                                seen.begin[i / R], seen.end[i / R], scale2, scale, rows.lse2[target],
-                                rows.delta[target],
-                                [&](int64_t c, V, V, V dx, V dy) { E::store_weights(to + c, dx, dy); });
+        gradient_row<E, E::kOfChoice>(scores + i * block_keys, products + i * block_keys, seen.c0, seen.c1,
+                                   seen.begin[i / R], seen.end[i / R], E::score_unit(p), rows.lse[target],
+                                   rows.delta[target],
+                                   [&](int64_t c, V, V, V dx, V dy) { E::store_weights(to + c, dx, dy); });
       }
-      E::weigh(weights, block_keys, n * R, keys_along.at(block, tile.g), p.K, seen.c0, seen.c1, queries ? part : sums,
-               !queries);
+      seen.products(0, n * R, [&](int64_t i, int64_t n_rows, int64_t c0, int64_t c1) {
+        E::weigh(weights + i * block_keys, block_keys, n_rows, keys_along.at(block, tile.g), p.K, c0, c1,
+                 (queries ? part : sums) + i * K, !queries);
+      });
       if (queries)
         for (int64_t i = 0; i < n; ++i) {
           float* to = sums + queries[i] * R * K;
           for (int64_t c = 0; c < R * K; c += W) store(to + c, load(to + c) + load(part + i * R * K + c));
         }
     });
-    for (int64_t i = 0; i < n_rows; ++i)
+    for (int64_t i = 0; i < n_rows; ++i) {
+      multiply_row(sums + i * K, K, p.scale);
       narrow_row(p.dtype, sums + i * K, row(p, p.dq, tile.b, tile.begin + i / R, tile.g, i % R), p.K);
+    }
   });
+  return finite;
 }
 
 // For each block and group, the queries that need it, ascending.
@@ -178,7 +209,8 @@ class Readers {
 };
 
 template <class E>
-void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide& keys, const float* deltas) {
+void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide& keys, bool finite,
+                   const float* deltas) {
   const Readers readers(p, grid);
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
   const int64_t step_queries = std::max<int64_t>(1, E::kKeyStepRows / R), step_rows = round_up(step_queries * R, 32);
@@ -195,7 +227,7 @@ void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide
     int64_t n = 0;
     const auto step = [&] {
       Scratch inner = scratch;
-      const Columns seen = columns<E>(p, grid, block, block.b, queries, n, inner);
+      const Columns seen = columns<E>(p, grid, block, block.b, queries, n, finite, inner);
       if (!seen.none()) E::key_step(p, keys, item / p.G, g, rows, n, seen, block_keys, dk, dv, inner);
       n = 0;
     };
@@ -206,25 +238,31 @@ void key_gradients(const Problem& p, const Grid& grid, const typename E::KeySide
     });
     if (n) step();
     for (int64_t t = std::max<int64_t>(0, -block.begin); t < block.n; ++t) {
+      multiply_row(dk + t * K, K, E::score_unit(p));
       narrow_row(p.dtype, dk + t * K, row(p, p.dk, block.b, block.begin + t, g), p.K);
       narrow_row(p.dtype, dv + t * V_, row(p, p.dv, block.b, block.begin + t, g), p.V);
     }
   });
 }
 
-// Returns false where two documents share keys, which block-by-block gradients cannot express.
+// Gradients cannot be computed where two documents share keys, which block-by-block sums cannot express, or where numbers
+// that are not finite must be left out and E cannot.
+enum BackwardOutcome { kComputed, kDocumentsOverlap, kNotFinite };
 template <class E>
-bool backward(const Problem& p) {
+BackwardOutcome backward(const Problem& p) {
   large_pages_for(p, p.dq, p.K);
   const Grid grid(p, E::kRunKeys);
-  if (grid.documents_overlap) return false;
+  if (grid.documents_overlap) return kDocumentsOverlap;
   const auto used = used_blocks(p, grid);
   Array<float> deltas(p.B * p.S * p.G * p.R);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
   const auto values = across<E>(p, grid, used, p.v, p.V);
-  query_gradients<E>(p, grid, keys, values, along<E>(p, grid, used, p.k, p.K), deltas.get());
-  key_gradients<E>(p, grid, typename E::KeySide(p, grid, used, keys, values), deltas.get());
-  return true;
+  const auto keys_along = along<E>(p, grid, used, p.k, p.K);
+  if (!E::kAnyColumns && !keys_along.finite()) return kNotFinite;
+  const bool finite = query_gradients<E>(p, grid, keys, values, keys_along, deltas.get());
+  if (!E::kAnyColumns && !finite) return kNotFinite;
+  key_gradients<E>(p, grid, typename E::KeySide(p, grid, used, keys, values), finite, deltas.get());
+  return kComputed;
 }
 
 }  // namespace NSA_NAMESPACE

@@ -25,8 +25,9 @@ NSA_INLINE void group_mass(const float* weights, const float* share, int64_t R, 
 }
 
 // p.idx: the chosen blocks. p.out (may be null) and p.lse: the compressed branch. p.branch is kCompressed.
+// Returns false, with nothing computed, where values that are not finite must be left out and E cannot.
 template <class E>
-void choose(const Problem& p) {
+bool choose(const Problem& p) {
   const Grid grid(p, E::kRunKeys);
   const auto used = used_blocks(p, grid);
   const auto keys = across<E>(p, grid, used, p.k, p.K);
@@ -36,7 +37,8 @@ void choose(const Problem& p) {
   if (!attend) of_values.G = 0;  // no values were given: nothing is packed
   const auto values = along<E>(of_values, grid, used, p.v, p.V);
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
-  const float scale2 = p.scale * kLog2e;
+  if (!E::kAnyColumns && !values.finite()) return false;
+  const float scale2 = E::score_unit(p) * kLog2e;
   const int64_t n_taps = p.l_sel / p.d + p.l / p.d - 1;
   std::vector<float> taps(n_taps);
   overlap_weights(p, taps.data());
@@ -69,8 +71,8 @@ void choose(const Problem& p) {
     auto* queries = scratch.template take<int64_t>(tile.n);
     for (int64_t i = 0; i < tile.n; ++i) queries[i] = tile.begin + i;
     for (int64_t i = 0; i < n_rows; ++i) {
-      E::load_row(p.dtype, row(p, p.q, tile.b, tile.begin + i / R, tile.g, i % R), q + i * K, p.K);
-      store(most + i * W, set1(kHidden));
+      E::load_query(p, row(p, p.q, tile.b, tile.begin + i / R, tile.g, i % R), q + i * K);
+      store(most + i * W, set1(-INFINITY));
       store(totals + i * W, V{});
     }
     memset(sums, 0, n_rows * V_ * sizeof(float));
@@ -78,7 +80,7 @@ void choose(const Problem& p) {
     for (int64_t j = 0; j < n_blocks; ++j) {
       Scratch inner = scratch;
       const int64_t block = grid.first[tile.b] + first + j;
-      const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, queries, tile.n, inner);
+      const Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, queries, tile.n, true, inner);
       E::scores(q, n_rows, keys.at(block, tile.g), p.K, block_keys, 0, block_keys, scores + j * per_block,
                 block_keys);
       for (int64_t i = 0; i < n_rows; ++i) {
@@ -91,35 +93,43 @@ void choose(const Problem& p) {
     }
     for (int64_t i = 0; i < n_rows; ++i) {
       const float high = top(load(most + i * W));
-      at[i] = high == kHidden ? 0.f : high * scale2;
+      at[i] = high == -INFINITY ? 0.f : high;
     }
     for (int64_t j = 0; j < n_blocks; ++j) {
+      Scratch inner = scratch;
       const int64_t block = grid.first[tile.b] + first + j;
+      Columns seen = columns<E>(p, grid, grid.blocks[block], tile.b, queries, tile.n, values.finite(), inner);
+      seen.c0 = 0, seen.c1 = block_keys;  // of which all have weights
       for (int64_t done = 0; done < n_rows; done += E::kPassRows) {
         const int64_t m = std::min(E::kPassRows, n_rows - done);
         float* of_pass = scores + j * per_block + done * block_keys;
         for (int64_t i = 0; i < m; ++i) {
           float *of_row = of_pass + i * block_keys, *total = totals + (done + i) * W;
-          const V c2 = set1(scale2), from = set1(at[done + i]);
-          V added{};
-          for (int64_t c = 0; c < block_keys; c += kPair) {
-            const V x = exp2v<E::kOfChoice>(load(of_row + c) * c2 - from);
-            const V y = exp2v<E::kOfChoice>(load(of_row + c + W) * c2 - from);
-            added += x + y;
-            store(of_row + c, x), store(of_row + c + W, y);
-            if (!E::kInPlace) E::store_weights(weights + i * block_keys + c, x, y);
-          }
-          store(total, load(total) + added);
+          by_size(!(std::abs(at[done + i]) * scale2 < kLargeScore), [&](auto large) NSA_INLINE_LAMBDA {
+            const V c2 = set1(scale2), from = set1(large ? at[done + i] : at[done + i] * scale2);
+            V added{};
+            for (int64_t c = 0; c < block_keys; c += kPair) {
+              const V x = exp2v<E::kOfChoice>(relative<large>(load(of_row + c), from, c2));
+              const V y = exp2v<E::kOfChoice>(relative<large>(load(of_row + c + W), from, c2));
+              added += x + y;
+              store(of_row + c, x), store(of_row + c + W, y);
+              if (!E::kInPlace) E::store_weights(weights + i * block_keys + c, x, y);
+            }
+            store(total, load(total) + added);
+          });
         }
+        auto* of_values = E::kInPlace ? reinterpret_cast<typename E::Weight*>(of_pass) : weights;
         if (attend)
-          E::weigh(E::kInPlace ? reinterpret_cast<typename E::Weight*>(of_pass) : weights, block_keys, m,
-                   values.at(block, tile.g), p.V, 0, block_keys, sums + done * V_, true);
+          seen.products(done, m, [&](int64_t i, int64_t n, int64_t c0, int64_t c1) {
+            E::weigh(of_values + i * block_keys, block_keys, n, values.at(block, tile.g), p.V, c0, c1,
+                     sums + (done + i) * V_, true);
+          });
       }
     }
     auto* share = scratch.template take<float>(n_rows);
     for (int64_t i = 0; i < n_rows; ++i) {
       const float total = sum(load(totals + i * W));
-      share[i] = total > 0 ? 1.f / total : 0.f;
+      share[i] = total == 0 ? 0.f : 1.f / total;
       if (attend) finish_row<E>(p, tile.b, tile.begin + i / R, tile.g, i % R, sums + i * V_, total, at[i]);
     }
     auto* of_blocks = scratch.template take<float>(most_blocks + W);
@@ -142,6 +152,7 @@ void choose(const Problem& p) {
       best_blocks(of_blocks, n_mine, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel, inner);
     }
   });
+  return true;
 }
 
 }  // namespace NSA_NAMESPACE

@@ -39,7 +39,7 @@ class Decode {
 
   void run() {
     for (int64_t i = 0; i < groups_ * p_.R; ++i)
-      widen_row(p_.dtype, row(p_, p_.q, i / p_.R / p_.G, 0, i / p_.R % p_.G, i % p_.R), q_ + i * K_, p_.K, K_);
+      Wide::load_query(p_, row(p_, p_.q, i / p_.R / p_.G, 0, i / p_.R % p_.G, i % p_.R), q_ + i * K_);
     if (groups_ >= kGroupsPerThread * p_.threads) return by_group();
     const int64_t first = groups_ * n_compressed_;
     parallel<Scratch>(first + groups_ * n_window_, p_.threads, [&](Scratch scratch, int64_t item) {
@@ -164,10 +164,9 @@ class Decode {
     float* taps = scratch.take<float>(p_.l_sel / p_.d + p_.l / p_.d - 1);
     overlap_weights(p_, taps);
     memset(mass, 0, (size_of_mass + 2 * W) * sizeof(float));
-    const V scale2 = set1(static_cast<float>(p_.scale) * kLog2e);
     for (int64_t r = 0; r < R; ++r)
       for (int64_t c = 0; c < n; c += W) {
-        const V x = exp2v(load(scores_ + (group * R + r) * ld_ + c) * scale2 - set1(at[r])) * set1(share[r]);
+        const V x = exp2v((load(scores_ + (group * R + r) * ld_ + c) - set1(at[r])) * set1(kLog2e)) * set1(share[r]);
         store(mass + lead + c, load(mass + lead + c) + lanes_in(x, 0, n - c, 0.f));
       }
     block_scores(p_, taps, mass, n_blocks, of_blocks, scratch);
@@ -190,7 +189,7 @@ class Decode {
     float* to = chosen_piece(group, item % n_chosen_);
     if (n_runs) return attend(p, group, runs, n_runs, scratch.take<float>(p_.R * piece_keys_), to, scratch);
     const Partial piece(to, p_.R);
-    std::fill_n(piece.at, p_.R, kHidden), std::fill_n(piece.total, p_.R, 0.f);
+    std::fill_n(piece.at, p_.R, -INFINITY), std::fill_n(piece.total, p_.R, 0.f);
     memset(piece.sums, 0, p_.R * V_width_ * sizeof(float));
   }
 

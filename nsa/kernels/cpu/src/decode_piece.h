@@ -5,7 +5,7 @@
 namespace nsa {
 namespace NSA_NAMESPACE {
 
-// Softmax over some keys, for the R heads of a group: totals and sums relative to 2^at.
+// Softmax over some keys, for the R heads of a group: totals and sums relative to e^at, the largest score; −inf: none.
 struct Partial {
   float *at, *total, *sums;
   Partial(float* memory, int64_t R) : at(memory), total(memory + R), sums(memory + round_up(2 * R, W)) {}
@@ -81,7 +81,7 @@ NSA_INLINE V score_keys(int64_t K, const float* q, Next&& next) {
   return sum_each(products);
 }
 
-// Scores of up to W keys from `t` on for all heads: out[r][key], ld apart, kHidden where there is no key.
+// Scores of up to W keys from `t` on for all heads: out[r][key], ld apart, −inf where there is no key.
 template <bool kAll>
 NSA_INLINE void score_some(const Problem& p, int64_t b, int64_t g, const float* q, int64_t t, int64_t some, float* out,
                            int64_t ld, float* memory) {
@@ -91,7 +91,7 @@ NSA_INLINE void score_some(const Problem& p, int64_t b, int64_t g, const float* 
   const auto next = [&](int key) { return keys + (kAll || key < some ? key : 0) * stride; };
   for (int64_t r = 0; r < p.R; ++r) {
     const V scores = score_keys(K, q + r * K, next);
-    store(out + r * ld, kAll ? scores : lanes_in(scores, 0, some, kHidden));
+    store(out + r * ld, kAll ? scores : lanes_in(scores, 0, some, -INFINITY));
   }
 }
 
@@ -104,15 +104,15 @@ inline void decode_scores(const Problem& p, int64_t b, int64_t g, const float* q
 
 // Turns scores[r][0 … n) into weights relative to their largest.
 inline void decode_soften(const Problem& p, float* scores, int64_t ld, int64_t n, Partial& to) {
-  const float scale2 = p.scale * kLog2e;
   for (int64_t r = 0; r < p.R; ++r) {
     float* of_row = scores + r * ld;
     V most = load(of_row);
     for (int64_t c = W; c < n; c += W) most = vmax(most, load(of_row + c));
-    to.at[r] = top(most) * scale2;
+    to.at[r] = top(most);
+    const V from = set1(to.at[r] == -INFINITY ? 0.f : to.at[r]), log2e = set1(kLog2e);
     V total{};
     for (int64_t c = 0; c < n; c += W) {
-      const V x = exp2v(load(of_row + c) * set1(scale2) - set1(to.at[r]));
+      const V x = exp2v((load(of_row + c) - from) * log2e);
       total += x;
       store(of_row + c, x);
     }
@@ -140,7 +140,7 @@ inline void decode_weigh(const Problem& p, int64_t b, int64_t g, const Span* run
 }
 
 // One group's output as fp32 rows from its pieces, merged in order; none where `out` is null. Where wanted, `share` becomes
-// the factor that makes 2^(score − at) a probability, per head.
+// the factor that makes e^(score − at) a probability, per head.
 inline void decode_merge(const Problem& p, float* pieces, int64_t n_pieces, float* out, float* at = nullptr,
                          float* share = nullptr) {
   const int64_t V_ = round_up(p.V, W), size = Partial::size(p.R, V_);
@@ -151,13 +151,15 @@ inline void decode_merge(const Problem& p, float* pieces, int64_t n_pieces, floa
     if (sums) memset(sums, 0, V_ * sizeof(float));
     for (int64_t i = 0; i < n_pieces; ++i) {
       const Partial piece(pieces + i * size, p.R);
-      const float factor = std::exp2(piece.at[r] - high);
+      if (piece.at[r] == -INFINITY) continue;
+      const float factor = std::exp(piece.at[r] - high);
       total += piece.total[r] * factor;
       for (int64_t c = 0; sums && c < V_; c += W)
         store(sums + c, load(sums + c) + load(piece.sums + r * V_ + c) * set1(factor));
     }
-    if (sums) multiply_row(sums, V_, total > 0 ? 1.f / total : 0.f);
-    if (at) at[r] = high, share[r] = total > 0 ? 1.f / total : 0.f;
+    const float whole = total == 0 ? 0.f : 1.f / total;
+    if (sums) multiply_row(sums, V_, whole);
+    if (at) at[r] = high == -INFINITY ? 0.f : high, share[r] = whole;
   }
 }
 

@@ -24,7 +24,7 @@ class Packed {
   using Pack = void (*)(int64_t, const char* const*, int64_t, int64_t, int64_t, typename E::Cell*, Scratch&);
 
   Packed(const Problem& p, const Grid& grid, const std::vector<uint8_t>& used, const Rows& x, int64_t n, Size size,
-         Pack pack)
+         Pack pack, bool check = false)
       : groups_(p.G), keys_(round_up(grid.width, E::kColumns)), size_(size(n, keys_)) {
     const int64_t n_blocks = grid.blocks.size();
     cells_.reset(n_blocks * groups_ * size_);
@@ -36,15 +36,18 @@ class Packed {
       for (int64_t t = 0; t < block.n; ++t)
         rows[t] = block.begin + t >= 0 ? row(p, x, block.b, block.begin + t, i % groups_) : nullptr;
       pack(p.dtype, rows, block.n, n, keys_, cells_.get() + i * size_, scratch);
+      if (check && !E::finite(cells_.get() + i * size_, size_)) finite_ = false;
     });
   }
   const typename E::Cell* at(int64_t block, int64_t group) const {
     return cells_.get() + (block * groups_ + group) * size_;
   }
+  bool finite() const { return finite_; }
 
  private:
   int64_t groups_, keys_, size_;
   Array<typename E::Cell> cells_;
+  std::atomic<bool> finite_{true};
 };
 
 template <class E>
@@ -53,7 +56,7 @@ Packed<E> across(const Problem& p, const Grid& grid, const std::vector<uint8_t>&
 }
 template <class E>
 Packed<E> along(const Problem& p, const Grid& grid, const std::vector<uint8_t>& used, const Rows& x, int64_t n) {
-  return Packed<E>(p, grid, used, x, n, E::along_size, E::pack_along);
+  return Packed<E>(p, grid, used, x, n, E::along_size, E::pack_along, true);
 }
 
 }  // namespace NSA_NAMESPACE

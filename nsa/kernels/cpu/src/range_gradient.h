@@ -45,7 +45,6 @@ inline void range_gradients(const Problem& p, const Grid& grid) {
   const int64_t R = p.R, K = E::width(p.K), V_ = E::width(p.V), block_keys = round_up(grid.width, E::kColumns);
   const int64_t per_block = block_keys * (K + V_), step = std::max<int64_t>(1, kStepRows / R);
   Array<float> shares(chunks.n_blocks * p.G * per_block), deltas(p.B * p.S * p.G * R);
-  const float scale2 = p.scale * kLog2e, scale = p.scale;
 
   parallel<E::Thread>(chunks.all.size() * p.G, p.threads, [&](auto& thread, int64_t item) {
     const auto& chunk = chunks.all[chunks.all.size() - 1 - item / p.G];  // the last ones see most
@@ -64,29 +63,35 @@ inline void range_gradients(const Problem& p, const Grid& grid) {
       for (int64_t i = 0; i < tile.n; ++i) queries[i] = s + i;
       find_deltas(p, tile, deltas.get(), scratch);
       for (int64_t i = 0; i < tile.n; ++i) rows.load(p, deltas.get(), b, s + i, g, i * R);
+      const bool finite = rows.finite(p, n_rows) && keys_along.finite();
       memset(sums, 0, n_rows * K * sizeof(float));
       for_each_block(p, grid, tile, scratch, [&](int64_t block, const int32_t*, int64_t n) {
         Scratch inner = scratch;
-        const Columns seen = columns<E>(p, grid, grid.blocks[block], b, queries, n, inner);
+        const Columns seen = columns<E>(p, grid, grid.blocks[block], b, queries, n, finite, inner);
         if (seen.none()) return;
         const int64_t c0 = seen.c0, c1 = seen.c1;
         E::scores(rows.q, n_rows, keys.at(block, g), p.K, block_keys, c0, c1, scores, block_keys);
         E::scores(rows.dout, n_rows, values.at(block, g), p.V, block_keys, c0, c1, products, block_keys);
         for (int64_t i = 0; i < n_rows; ++i) {
           float *x = scores + i * block_keys, *dx = products + i * block_keys;
-          gradient_row<kFine>(x, dx, c0, c1, seen.begin[i / R], seen.end[i / R], scale2, scale, rows.lse2[i],
-                              rows.delta[i], [&](int64_t c, V p0, V p1, V d0, V d1) {
-                                store(x + c, p0), store(x + c + W, p1), store(dx + c, d0), store(dx + c + W, d1);
-                              });
+          gradient_row<E, kFine>(x, dx, c0, c1, seen.begin[i / R], seen.end[i / R], 1, rows.lse[i], rows.delta[i],
+                                 [&](int64_t c, V p0, V p1, V d0, V d1) {
+                                   store(x + c, p0), store(x + c + W, p1), store(dx + c, d0), store(dx + c + W, d1);
+                                 });
         }
         float* dk = share + (block - chunk.block) * per_block;
-        E::weigh(products, block_keys, n_rows, keys_along.at(block, g), p.K, c0, c1, sums, true);
-        gemm<true>(c1 - c0, K, n_rows, products + c0, block_keys, rows.q, K, dk + c0 * K, K, true);
         float* dv = dk + block_keys * K;
-        gemm<true>(c1 - c0, V_, n_rows, scores + c0, block_keys, rows.dout, V_, dv + c0 * V_, V_, true);
+        seen.products(0, n_rows, [&](int64_t i, int64_t m, int64_t from, int64_t to) {
+          const float *of_scores = products + i * block_keys, *weights = scores + i * block_keys;
+          E::weigh(of_scores, block_keys, m, keys_along.at(block, g), p.K, from, to, sums + i * K, true);
+          gemm<true>(to - from, K, m, of_scores + from, block_keys, rows.q + i * K, K, dk + from * K, K, true);
+          gemm<true>(to - from, V_, m, weights + from, block_keys, rows.dout + i * V_, V_, dv + from * V_, V_, true);
+        });
       });
-      for (int64_t i = 0; i < n_rows; ++i)
+      for (int64_t i = 0; i < n_rows; ++i) {
+        multiply_row(sums + i * K, K, p.scale);
         narrow_row(p.dtype, sums + i * K, row(p, p.dq, b, s + i / R, g, i % R), p.K);
+      }
     }
   });
 

@@ -1,6 +1,8 @@
 // A tile: consecutive queries of one group, with all heads of the group as rows. It visits each block that any of its
 // queries needs once, with only the rows that need it.
 #pragma once
+#include <type_traits>
+
 #include "pack.h"
 
 namespace nsa {
@@ -76,13 +78,22 @@ void for_each_block(const Problem& p, const Grid& grid, const Tile& tile, Scratc
 // What a step's queries see of a block, as columns; and the columns that any of them sees.
 struct Columns {
   int32_t *begin, *end;
-  int64_t c0, c1;
+  int64_t c0, c1, R;
+  bool finite;
   bool none() const { return c0 >= c1; }
+  // Calls multiply(row, n_rows, c0, c1) for `n` rows from `first` on: for all of them with the columns that any sees, where
+  // weights of 0 stand for what is hidden. Unless all numbers are finite: 0 times another is NaN, so each row is multiplied
+  // with the columns that it sees. The bits are the same.
+  template <class Multiply>
+  NSA_INLINE void products(int64_t first, int64_t n, Multiply&& multiply) const {
+    if (finite) return multiply(0, n, c0, c1);
+    for (int64_t i = 0; i < n; ++i) multiply(i, 1, begin[(first + i) / R], end[(first + i) / R]);
+  }
 };
 template <class E>
 Columns columns(const Problem& p, const Grid& grid, const Block& block, int64_t b, const int64_t* queries, int64_t n,
-                Scratch& scratch) {
-  Columns seen{scratch.take<int32_t>(n), scratch.take<int32_t>(n), block.n, 0};
+                bool finite, Scratch& scratch) {
+  Columns seen{scratch.take<int32_t>(n), scratch.take<int32_t>(n), block.n, 0, p.R, finite};
   for (int64_t i = 0; i < n; ++i) {
     const Span& span = grid.spans[b * p.S + queries[i]];
     seen.begin[i] = std::max<int64_t>(span.begin - block.begin, 0);
@@ -98,14 +109,26 @@ Columns columns(const Problem& p, const Grid& grid, const Block& block, int64_t 
   return seen;
 }
 
-// Overwrites the scores of a row that lie in c0 … c1 − 1 and outside begin … end − 1.
-NSA_INLINE void hide(float* scores, int64_t c0, int64_t c1, int64_t begin, int64_t end) {
+// Overwrites the numbers of a row that lie in c0 … c1 − 1 and outside begin … end − 1.
+NSA_INLINE void hide(float* row, int64_t c0, int64_t c1, int64_t begin, int64_t end, float with = -INFINITY) {
   if (begin <= c0 && end >= c1) return;
   for (int64_t c = c0; c < c1; c += W)
-    if (c < begin || c + W > end) store(scores + c, lanes_in(load(scores + c), begin - c, end - c, kHidden));
+    if (c < begin || c + W > end) store(row + c, lanes_in(load(row + c), begin - c, end - c, with));
 }
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Scores relative to `at`, scaled. Large ones are subtracted first: their difference is exact, that of their rounded products
+// is not. Else `at` is given scaled, and one instruction does both.
+template <bool kLarge>
+NSA_INLINE V relative(V scores, V at, V scale) {
+  if constexpr (kLarge) return (scores - at) * scale;
+  return scores * scale - at;
+}
+template <class Run>
+NSA_INLINE auto by_size(bool large, Run&& run) {
+  return large ? run(std::true_type{}) : run(std::false_type{});
+}
 
 }  // namespace NSA_NAMESPACE
 }  // namespace nsa

@@ -24,7 +24,10 @@ inline void block_scores(const Problem& p, const float* taps, const float* mass,
     for (int64_t i = 0; i < n_taps; ++i) score += set1(taps[i]) * load(mass + c + i);
     store(shifted + c, score);
   }
-  for (int64_t j = 0; j < n_blocks; ++j) scores[j] = shifted[j * per_block];
+  for (int64_t j = 0; j < n_blocks; ++j) {
+    const float score = shifted[j * per_block];
+    scores[j] = score == score ? score : 0.f;  // NaN ranks lowest, as in the reference
+  }
 }
 
 inline void all_blocks(int64_t n_blocks, int64_t n_sel, int32_t* idx) {
@@ -84,7 +87,6 @@ inline void best_blocks(const float* scores, int64_t n_blocks, int64_t n_sel, in
     outcome += (few[i] > last) | (is_last & (equal > 0));
     equal -= is_last;
   }
-  while (outcome < places) ++outcome, idx[outcome] = outcome;  // scores that are no numbers have no order
   idx[0] = 0, idx[n_sel - 2] = n_blocks - 2, idx[n_sel - 1] = n_blocks - 1;
 }
 

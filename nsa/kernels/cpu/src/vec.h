@@ -15,6 +15,7 @@ namespace nsa {
 namespace NSA_NAMESPACE {
 
 #define NSA_INLINE inline __attribute__((always_inline))
+#define NSA_INLINE_LAMBDA __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -62,8 +63,9 @@ NSA_INLINE float top(V x) {
   return most;
 }
 NSA_INLINE V lanes_in(V x, int begin, int end, float other) {
-  for (int i = 0; i < W; ++i) x[i] = i >= begin && i < end ? x[i] : other;
-  return x;
+  VInt lane;
+  for (int i = 0; i < W; ++i) lane[i] = i;
+  return (lane >= begin) & (lane < end) ? x : set1(other);
 }
 #if defined(__AVX2__)
 NSA_INLINE uint32_t lanes_above(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
@@ -81,15 +83,11 @@ NSA_INLINE uint32_t lanes_reaching(V a, V b) { return lanes_set(a >= b); }
 NSA_INLINE V vmin(V a, V b) { return a < b ? a : b; }
 NSA_INLINE bool any_above(V a, V b) { return lanes_above(a, b) != 0; }
 
-// A score that no query sees. Large enough that exp2 of it is exactly 0 whatever is subtracted, and still an integer,
-// so that its fraction is 0 and not NaN.
-constexpr float kHidden = -1e30f;
-
 // How exact 2^x has to be, as a relative error: fp32's own; 3e-6 where what follows is bf16 but small differences
 // decide; 8e-5 for weights that are rounded to bf16 (4e-3) at once.
 enum Exactness { kFine, kRough, kWeight };
 
-// 2^x for x ≤ 126 or so; exactly 0 far below.
+// 2^x for x ≤ 126 or so; exactly 0 far below and for −inf, NaN for NaN.
 template <Exactness kHow = kFine>
 NSA_INLINE V exp2v(V x) {
 #if defined(__AVX512F__)
@@ -110,11 +108,11 @@ NSA_INLINE V exp2v(V x) {
     }
     return _mm512_scalef_ps(p, x);  // rounds x down, as above
   }
-  const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const V f = x - n;
+  const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 for −inf
+  const V n = x - f;
 #else
   const V small = set1(-127.f);
-  const V clamped = vmax(x, small);
+  const V clamped = vmax(small, x);  // in this order a NaN stays
   const V magic = set1(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
   const V n = (clamped + magic) - magic;
   const V f = clamped - n;

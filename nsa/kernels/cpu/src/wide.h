@@ -12,6 +12,7 @@ struct Wide {
   static constexpr bool kInPlace = true;   // weights overwrite the scores they come from
   static constexpr Exactness kOfWeights = kFine, kOfChoice = kFine;
   static constexpr int64_t kColumns = kPair;  // scores are computed and weighed in multiples of this many keys
+  static constexpr bool kAnyColumns = true;   // `weigh` may begin and end anywhere
   static constexpr int64_t kTileRows = 2048;  // rows of a tile that chose blocks: their sums should stay in cache
   static constexpr int64_t kPassRows = 24;  // rows that a block's scores are computed, turned into weights and used for at once
   static constexpr int64_t kLongChoiceRows = 64;  // rows of a tile that chooses among more keys than the second-level cache holds
@@ -23,6 +24,19 @@ struct Wide {
   static int64_t width(int64_t n) { return round_up(n, W); }
 
   static void load_row(int64_t dtype, const char* from, Cell* to, int64_t n) { widen_row(dtype, from, to, n, width(n)); }
+  // Queries are scaled, so that scores need not be: a score is one natural unit of the softmax.
+  static void load_query(const Problem& p, const char* from, Cell* to) {
+    load_row(p.dtype, from, to, p.K);
+    const V scale = set1(static_cast<float>(p.scale));
+    for (int64_t i = 0; i < width(p.K); i += W) store(to + i, load(to + i) * scale);
+  }
+  static float score_unit(const Problem&) { return 1; }
+  static NSA_INLINE V in_units(V scores, V) { return scores; }
+  static bool finite(const Cell* x, int64_t n) {  // n is a multiple of W
+    V zeros{};
+    for (int64_t i = 0; i < n; i += W) zeros += load(x + i) * set1(0.f);
+    return sum(zeros) == 0;
+  }
 
   static NSA_INLINE void copy_row(Cell* to, const Cell* from, int64_t wide) {
     for (int64_t i = 0; i < wide; i += W) store(to + i, load(from + i));

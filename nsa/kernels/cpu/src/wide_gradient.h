@@ -22,13 +22,17 @@ struct WideBackward : Wide {
     E::scores(rows.dout, n_rows, side.values.at(block, g), p.V, block_keys, c0, c1, products, block_keys);
     for (int64_t i = 0; i < n_rows; ++i) {
       float *s = scores + i * block_keys, *x = products + i * block_keys;
-      gradient_row<kFine>(s, x, c0, c1, seen.begin[i / p.R], seen.end[i / p.R], p.scale * kLog2e, p.scale,
-                          rows.lse2[i], rows.delta[i], [&](int64_t c, V a, V b, V da, V db) {
-                            store(s + c, a), store(s + c + W, b), store(x + c, da), store(x + c + W, db);
-                          });
+      gradient_row<E, kFine>(s, x, c0, c1, seen.begin[i / p.R], seen.end[i / p.R], 1, rows.lse[i], rows.delta[i],
+                             [&](int64_t c, V a, V b, V da, V db) {
+                               store(s + c, a), store(s + c + W, b), store(x + c, da), store(x + c + W, db);
+                             });
     }
-    gemm<true>(c1 - c0, V_, n_rows, scores + c0, block_keys, rows.dout, V_, dv + c0 * V_, V_, true);
-    gemm<true>(c1 - c0, K, n_rows, products + c0, block_keys, rows.q, K, dk + c0 * K, K, true);
+    seen.products(0, n_rows, [&](int64_t i, int64_t m, int64_t from, int64_t to) {
+      gemm<true>(to - from, V_, m, scores + i * block_keys + from, block_keys, rows.dout + i * V_, V_, dv + from * V_,
+                 V_, true);
+      gemm<true>(to - from, K, m, products + i * block_keys + from, block_keys, rows.q + i * K, K, dk + from * K, K,
+                 true);
+    });
   }
 };
 

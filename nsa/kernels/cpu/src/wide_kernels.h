@@ -13,7 +13,7 @@ namespace NSA_NAMESPACE {
 void forward(const Problem& p) { forward<WideBackward>(p); }
 void choose(const Problem& p) { choose<WideBackward>(p); }
 bool backward(const Problem& p) {
-  if (p.branch == kSelected) return backward<WideBackward>(p);
+  if (p.branch == kSelected) return backward<WideBackward>(p) == kComputed;
   range_gradients(p, Grid(p, WideBackward::kRunKeys));
   return true;
 }

@@ -49,7 +49,7 @@ def own_block(position, L_SEL: tl.constexpr):
 def ranked(mass, j, own):
     """Blocks j of a query in block `own` as integers in order of preference; −1 for a block after the query's."""
     forced = (j == 0) | (j == own) | (j == own - 1)
-    score = tl.where(forced, float("inf"), mass)
+    score = tl.where(forced, float("inf"), tl.where(mass == mass, mass, 0.0))  # NaN ranks lowest
     key = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j).to(tl.int64)
     return tl.where(j <= own, key, -1)
 

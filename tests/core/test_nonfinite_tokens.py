@@ -1,0 +1,77 @@
+"""A token that is not finite: other documents, other rows and earlier tokens stay as they are, on every backend."""
+
+import pytest
+import torch
+
+from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.options import PHIS
+from tests.backends import RUN_HERE
+from tests.shapes import attention_args
+
+DOCUMENTS, BAD = (0, 40, 97, 150), 80
+KINDS = {"nsa": {}, "nsa in two levels": dict(coarse_block=4, n_coarse=3), "merged": {}, "dense": {}, "window": {}}
+CASES = [(kind, "softmax") for kind in KINDS] + [("nsa", phi) for phi in PHIS if phi != "softmax"]
+
+
+def layer(kind, backend, phi="softmax"):
+    torch.manual_seed(0)
+    args = attention_args("tiny", (6, 2), kernels=backend, phi=phi, **KINDS[kind])
+    return LAYER_CLASSES[kind.split()[0]](**args)
+
+
+def tokens(batch, length):
+    return torch.randn(batch, length, 24, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize(("kind", "phi"), CASES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_packed_documents_and_earlier_tokens_stay_clean(backend, kind, phi, value):
+    module, clean = layer(kind, backend, phi), tokens(1, DOCUMENTS[-1])
+    bad = clean.clone()
+    bad[0, BAD, 3] = value
+    results = []
+    for x in (bad, clean):
+        out = module(x.requires_grad_(), cu_doc_lens=DOCUMENTS)
+        results.append((out, torch.autograd.grad(out.sum(), x)[0]))
+    (got, got_dx), (want, want_dx) = results
+    others = torch.ones(DOCUMENTS[-1], dtype=torch.bool)
+    others[DOCUMENTS[1] : DOCUMENTS[2]] = False
+    torch.testing.assert_close(got_dx[0, others], want_dx[0, others])
+    others[DOCUMENTS[1] : BAD] = True
+    torch.testing.assert_close(got[0, others], want[0, others])
+    assert not got[0, BAD].isfinite().any()
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_padding_holds_does_not_matter(backend, kind):
+    module, x = layer(kind, backend), tokens(2, 60)
+    mask = torch.ones(2, 60, dtype=torch.int64)
+    mask[0, :25], mask[1, 50:] = 0, 0
+    results = []
+    for padding in (torch.nan, 0.0):
+        out = module(x.masked_fill(mask[..., None] == 0, padding), attention_mask=mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(module.parameters()), allow_unused=True)])
+    for got, want in zip(*results, strict=True):
+        assert got is want is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pages", [None, 20])
+def test_rows_of_a_cache_stay_clean(backend, kind, pages):
+    """Beside a row with a bad token, after padding of NaN, and in a row that a bad one used before."""
+    module, x = layer(kind, backend).requires_grad_(False), tokens(2, 64)
+    bad = x.clone()
+    bad[1, 20], lengths = torch.nan, torch.tensor([40, 37])
+    bad[1, 37:40] = torch.nan
+    outs = []
+    for given in (bad, x):
+        cache = module.new_cache(2, 64, pages=pages)
+        made = [module(given[:, :40], cache=cache, new_lens_B=lengths)[0]]
+        made += [module(x[:, t : t + 1], cache=cache)[0] for t in range(40, 48)]
+        cache.reset([1])
+        made += [module(x[:, t : t + 1], cache=cache).flatten(0, 1) for t in range(48, 62)]
+        outs.append(torch.cat(made))
+    torch.testing.assert_close(*outs)
