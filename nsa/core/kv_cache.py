@@ -313,11 +313,11 @@ class LayerCache(LayerStorage):
             _take_pages(self.number, n_new, new_lens_B, self.length_B, self.page_table.table_BP, pools)
         else:
             self._reserve(n_new, new_lens_B)
+        self._longest = longest
 
     def _reserve(self, n_new: int, new_lens_B: Tensor | None) -> None:
         if n_new > self._headroom:
             self._take_pages(n_new, new_lens_B)
-        self._longest = longest
         self._headroom -= n_new
 
     def _take_pages(self, n_new: int, new_lens_B: Tensor | None) -> None:
