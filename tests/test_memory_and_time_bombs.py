@@ -23,6 +23,7 @@ from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import ExitCode
 from tests import fork_server
 from tests.checkpoint.test_attacks import commit as commit_step
+from tests.fuzz.campaign import memory_limit
 from tests.trained_runs import write_run
 
 pytest.importorskip("transformers", reason="exported folders are in the hf extra")
@@ -199,7 +200,7 @@ def manifest_of_brackets(raw: bytes) -> bytes:
 
 
 def manifest_that_is_long_when_indented(raw: bytes) -> bytes:
-    return b"[" * 800 + b"1," * MEGABYTE + b"1" + b"]" * 800
+    return b'{"commit":' + b"[" * 300 + b"1," * (3 * MEGABYTE) + b"1" + b"]" * 300 + b',"sha256":""}'
 
 
 def manifest_of_deep_names(raw: bytes) -> bytes:
@@ -411,7 +412,7 @@ def test_a_config_with_a_list_of_aliases(tmp_path: Path) -> None:
 
 
 def test_ids_of_documents_that_overlap() -> None:
-    """In this process: the reader is refused before it allocates."""
+    """In this process, with the limit of a fuzz case."""
     import numpy as np
 
     from nsa.data.shards.writer import ShardInfo, decode_ids
@@ -420,5 +421,5 @@ def test_ids_of_documents_that_overlap() -> None:
     documents, length = 200_001, MEGABYTE
     ends = np.where(np.arange(documents) % 2 == 0, length, 0).astype("<u8")
     info = ShardInfo("train/0", documents, documents, 0, 0, 0, "", "", "")
-    with pytest.raises(DataError):
+    with memory_limit(MEMORY_BYTES), pytest.raises(DataError):
         decode_ids(ends.tobytes() + b"a" * length, info)
