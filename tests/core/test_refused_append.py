@@ -104,3 +104,20 @@ def test_a_backend_that_cannot_run_appends_nothing(kind):
         with pytest.raises(KernelUnavailable):
             module(torch.randn(1, n, DIM), cache=cache)
         assert same(before, state(cache))
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pages", [None, 60])
+def test_padding_far_past_the_tokens_is_taken(kind, backend, pages):
+    """Of a reordered or paged cache only the pages of real tokens are read: padding stands past them."""
+    module, x = module_of(kind, "shared", backend), torch.randn(BATCH, 90, DIM)
+    rows, lengths = [2, 0, 2], torch.tensor([1, 4, 0])
+    cache = module.new_cache(BATCH, 96, pages=pages)
+    module(x[:, :7], cache=cache)
+    cache.reorder(rows)
+    got = module(x, cache=cache, new_lens_B=lengths)
+    assert cache.length_B.tolist() == [8, 11, 7]
+    for row, (old, n) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+        whole = torch.cat([x[old : old + 1, :7], x[row : row + 1, :n]], 1)
+        torch.testing.assert_close(got[row : row + 1, :n], module(whole)[:, 7:], atol=1e-5, rtol=1e-5)
