@@ -74,7 +74,8 @@ def train_tokenizer(
     from nsa.data.source import open_source
     from nsa.data.tokenizer import train_bpe
 
-    require_writable_file(path)
+    if not path.is_dir() and path.parent.is_dir():  # else refused below, as data that cannot be written
+        require_writable_file(path)
     if path.is_file() and not overwrite:
         raise OutputError(f"{path} exists and is kept. Name another file, or add --overwrite to replace it.")
     with ProgressLine(f"listing {source}") as line:

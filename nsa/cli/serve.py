@@ -22,7 +22,9 @@ def serve(
         [], help="Another name that requests may have in their Host header, e.g. that of a proxy; repeatable."
     ),
     model_endpoints: bool = typer.Option(
-        False, help="Answer /load_model and /reset, as `transformers chat` needs it; neither changes the model."
+        False,
+        "--model-endpoints",
+        help="Answer /load_model and /reset, as `transformers chat` needs it; neither changes the model.",
     ),
     device: str = DEVICE,
     dtype: str = DTYPE,

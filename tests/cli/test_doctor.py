@@ -17,6 +17,7 @@ from nsa.kernels.self_check.verification import Verification
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("nsa.kernels.gpu_versions.device_named", torch.device)
     monkeypatch.delenv("NSA_KERNEL", raising=False)
     monkeypatch.setattr("sys.dont_write_bytecode", False)
 

@@ -20,8 +20,9 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "train_showcase.yaml")
 WORDS = [CONFIG, "data.dataset=synthetic"]
+ANOTHER_RUN = Path(__file__).parent  # launchers ask for a folder that exists
 FIELDS = [field.name for field in dataclasses.fields(StartOptions)]
-OTHER_VALUES = {bool: True, Path: Path("another/run"), tuple: ("precision", "memory")}
+OTHER_VALUES = {bool: True, Path: ANOTHER_RUN, tuple: ("precision", "memory")}
 CLEARED_BY_LAUNCHER = "clear_halt"
 """The launcher acts on it itself, once: a .HALT file that appears before a restart must stop the run."""
 
@@ -98,7 +99,7 @@ def test_a_restart_resumes_from_the_run_folder_and_keeps_the_rest(name, arrived)
 
 
 def test_resume_from_wins_over_resume_on_every_way(arrived):
-    options = StartOptions(resume=True, resume_from=Path("another/run"))
+    options = StartOptions(resume=True, resume_from=ANOTHER_RUN)
     invoke("launch", *WORDS, *options.to_args())
     assert rank_options(arrived) == options
 

@@ -18,6 +18,7 @@ from nsa.bench.case import BenchTask
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
+from nsa.kernels.gpu_versions import device_named
 from nsa.kernels.self_check.comparison import blocks_error
 from nsa.verify.gpu_check import report as records
 from nsa.verify.gpu_check import speed
@@ -313,11 +314,11 @@ def test_predictions_are_found_by_the_words_of_the_gpus_name():
 
 
 def test_a_device_that_is_not_there_is_refused_with_a_way_out():
-    with pytest.raises(ConfigError, match="--device"):
-        devices.device_named("tpu")
+    with pytest.raises(ConfigError, match="cpu"):
+        device_named("tpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="--device cpu"):
-            devices.device_named("cuda")
+        with pytest.raises(ConfigError, match="Use cpu"):
+            device_named("cuda")
 
 
 def test_a_gpus_clock_waits_for_the_gpu(monkeypatch):

@@ -183,23 +183,25 @@ class StepSkippingTrainModule(TransformerTrainModule):
 
     bad_steps: BadStepCallback | None = None
     _labels_per_rank: Tensor | None = None
+    """During `train_batch`: what the sum over a rank's labels is divided by."""
 
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
         """The selector loss samples its queries by the step, so that a resumed run samples the same ones."""
         set_sampling_step(selector_layers(self.model), self.trainer.global_step)
         self._labels_per_rank = self._count_labels(batch["labels"])
         super().train_batch(batch, dry_run)
+        self._labels_per_rank = None
 
     def model_forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
         """The engine divides a rank's loss by the rank's own labels; here every label of the global batch weighs as
         much, however labels are divided among ranks."""
-        if options.get("loss_div_factor") is not None:
+        if self._labels_per_rank is not None:
             options["loss_div_factor"] = self._labels_per_rank
         return super().model_forward(input_ids, labels=labels, **options)
 
     def _count_labels(self, labels_BS: Tensor) -> Tensor:
         """Labels of the global batch, divided by the number of ranks whose gradients are averaged."""
-        count = (labels_BS != self.label_ignore_index).sum().to(self.device, torch.float64)
+        count = (labels_BS != self.label_ignore_index).sum().double().to(self.device, non_blocking=True)
         if (group := self.dp_process_group) is not None:
             dist.all_reduce(count, group=group)
             count /= dist.get_world_size(group)

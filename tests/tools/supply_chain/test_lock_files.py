@@ -63,7 +63,7 @@ def test_the_gate_runs_with_what_is_locked():
 
 def test_the_gate_installs_from_nothing_else():
     """Every install command of the gate checks hashes, or installs this checkout without its dependencies."""
-    for script in ("run", "install-vllm"):
+    for script in ("steps.sh", "install-vllm"):
         commands = [
             line
             for line in (ROOT / ".ci" / script).read_text().splitlines()
