@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.precision import einsum, require_one_dtype, without_autocast
+from nsa.kernels.transforms import is_mapped
 
 Attended = Tensor | tuple[Tensor, Tensor]
 
@@ -113,7 +114,9 @@ def overlap(n_compressed: int, n_blocks: int, geometry: Geometry) -> Tensor:
 def _attend(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, options: AttendOptions) -> Attended:
     require_one_dtype(q_BSGRK, k_BTGK, v_BTGV)
     score, mix = _scores, _weighted_sum
-    if not torch.compiler.is_compiling() and not all(x.isfinite().all() for x in (q_BSGRK, k_BTGK, v_BTGV)):
+    inputs = q_BSGRK, k_BTGK, v_BTGV
+    readable = not torch.compiler.is_compiling() and not any(map(is_mapped, inputs))
+    if readable and not all(x.isfinite().all() for x in inputs):
         score, mix = partial(_visible_scores, visible_BSGT), partial(_visible_sum, visible_BSGT)
     p_BSGRT, lse_BSGR = _softmax(score(q_BSGRK, k_BTGK, options["scale"]), visible_BSGT[:, :, :, None])
     out_BSGRV = mix(p_BSGRT, v_BTGV.to(p_BSGRT.dtype)).to(q_BSGRK.dtype)

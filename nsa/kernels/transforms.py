@@ -87,3 +87,10 @@ def value_of(x: Tensor) -> Tensor:
     while torch._C._functorch.is_gradtrackingtensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x.detach()
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Whether `torch.func.vmap` maps over the tensor: its values cannot be read then."""
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return bool(torch._C._functorch.is_batchedtensor(x))

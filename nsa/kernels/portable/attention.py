@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nsa.kernels.finite_inputs import backward_inputs, forward_inputs
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.portable.chunk import QueryChunk, attend, gradients, may_read, row_correction, wide_zeros
+from nsa.kernels.portable.finite_inputs import backward_inputs, forward_inputs
 from nsa.kernels.portable.key_windows import windows_backward, windows_forward
 from nsa.kernels.portable.range_attention import KeysByQuery, range_chunks
 from nsa.kernels.portable.selected import copied_chunks, few_queries, selected_chunks

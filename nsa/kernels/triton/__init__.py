@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.finite_inputs import backward_inputs, forward_inputs
 from nsa.kernels.interface import BranchInputs, Gradients, constant_when_traced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +47,6 @@ def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -
 
 
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
-    x = forward_inputs(x)
     if x.branch == "selected":
         from nsa.kernels.triton.selected import selected_forward
 
@@ -61,14 +59,13 @@ def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
 def attend_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
-    x, given = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
     if x.branch == "selected":
         from nsa.kernels.triton.selected import selected_backward
 
-        return selected_backward(x, *given)
+        return selected_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
     from nsa.kernels.triton.range_attention import range_backward
 
-    return range_backward(x, *given)
+    return range_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
 
 
 def select(

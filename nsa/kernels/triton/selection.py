@@ -8,7 +8,6 @@ import triton
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.finite_inputs import forward_inputs
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.autotune import Launch, tuned
 from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
@@ -37,7 +36,6 @@ def select_blocks(
 
 
 def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
-    x = forward_inputs(x)
     bounds = key_bounds(x)
     out, lse = range_forward(x, bounds)
     q, k = rows_contiguous(x.q_BSGRK, x.k_BTGK)

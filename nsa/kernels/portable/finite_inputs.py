@@ -1,21 +1,22 @@
-"""Inputs that are not finite, for backends that multiply what a query does not see by a weight of 0: 0 · NaN is NaN.
+"""Inputs that are not finite, for a backend that multiplies what a query does not see by a weight of 0: 0 · NaN is NaN.
 
 Numbers that are not finite are replaced by 0, and what they belong to is marked by one NaN that a mask removes: a key
 is NaN where its value is not finite, a log-sum-exp where its query, output or gradient is not. So a query that sees
-such a key is NaN, and one that does not has the bits that it has without it. On a CPU nothing is copied where all is
-finite; elsewhere reading that would stall the device. Shapes as in `nsa.kernels.reference`.
+such a key is NaN, and one that does not has the bits that it has without it. Nothing is copied where all is finite, and
+nothing is done on devices whose values the host does not read. Shapes as in `nsa.kernels.reference`.
 """
 
 from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs
+from nsa.kernels.portable.chunk import may_read
 
 GivenToBackward = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Outputs, log-sum-exps, and the gradients of both."""
 
 
 def forward_inputs(x: BranchInputs) -> BranchInputs:
-    if _known_finite(x.v_BTGV):
+    if _nothing_to_clean(x.v_BTGV):
         return x
     return x._replace(k_BTGK=x.k_BTGK + _spoiled(x.v_BTGV), v_BTGV=_cleaned(x.v_BTGV))
 
@@ -23,7 +24,7 @@ def forward_inputs(x: BranchInputs) -> BranchInputs:
 def backward_inputs(x: BranchInputs, given: GivenToBackward) -> tuple[BranchInputs, GivenToBackward]:
     """A query that sees a spoiled key needs no mark: its log-sum-exp is NaN since the forward pass."""
     out, lse, dout, dlse = given
-    if _known_finite(x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):
+    if _nothing_to_clean(x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):
         return x, given
     spoiled = sum(_spoiled(y).squeeze(-1) for y in (x.q_BSGRK, out, dout)) + lse
     if dlse is not None:
@@ -32,8 +33,8 @@ def backward_inputs(x: BranchInputs, given: GivenToBackward) -> tuple[BranchInpu
     return x._replace(q_BSGRK=q, k_BTGK=k, v_BTGV=v), (_cleaned(out), spoiled.to(lse.dtype), _cleaned(dout), dlse)
 
 
-def _known_finite(*tensors: Tensor) -> bool:
-    return all(x.is_cpu and bool(x.isfinite().all()) for x in tensors)
+def _nothing_to_clean(*tensors: Tensor) -> bool:
+    return not may_read(tensors[0]) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _spoiled(x: Tensor) -> Tensor:
