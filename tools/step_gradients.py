@@ -1,4 +1,4 @@
-"""How far a step's gradients depend on its division: `python -m tools.step_gradients`, about five minutes on two cores.
+"""How far a step's gradients depend on its division: `python -m tools.step_gradients`, a minute or two.
 
 One step with cross-entropy and selector loss is divided among passes (accumulation 1, 2, 4) and ranks (one, or two with
 ddp or fsdp), with every packing and both forms of the selector loss. Printed for each: the largest difference of a
