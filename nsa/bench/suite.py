@@ -1,10 +1,18 @@
 """Benchmark suite behind `nsa bench`: measures the machine, then every requested length and dtype, into one report."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from nsa.bench.case import BenchTask
-from nsa.bench.machine import available_cores, describe_device, describe_machine, pinned, require_real_time
+from nsa.bench.machine import (
+    available_cores,
+    describe_device,
+    describe_machine,
+    pinned,
+    real_time_priority,
+    require_real_time,
+)
 from nsa.bench.measurement import BenchMeasurement, Log, choose_implementations, measure
 from nsa.bench.memory import measure_memory
 from nsa.bench.report import BenchReport
@@ -83,7 +91,8 @@ def run(
                 yield measured
         return
     log("measuring the machine")
-    peaks = measure_peaks(threads, device)
+    with real_time_priority() if request.real_time else nullcontext():
+        peaks = measure_peaks(threads, device)
     report.peaks.append(peaks)
     yield peaks
     with pinned(threads):
