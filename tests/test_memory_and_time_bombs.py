@@ -48,11 +48,12 @@ def run_limited(*words: object, cwd: Path) -> "subprocess.CompletedProcess[str]"
     return fork_server.run(["-c", LIMITED, *map(str, words)], cwd=cwd, env=variables, timeout=10 * TIME_S)
 
 
-def refused(done: "subprocess.CompletedProcess[str]", code: ExitCode, most_lines: int = 1) -> None:
+def refused(done: "subprocess.CompletedProcess[str]", code: ExitCode) -> None:
     assert done.returncode == code, (done.returncode, done.stdout[-500:], done.stderr[-3000:])
     assert "Traceback" not in done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    assert 1 <= len(lines) <= most_lines, lines
+    lines = [line for line in lines if not line.startswith("tokenize ")]  # progress: the more, the busier the machine
+    assert len(lines) == 1, lines
     assert all(len(line) < 2000 for line in lines), "a message shows the hostile value whole"
 
 
@@ -314,7 +315,7 @@ def deep_line() -> bytes:
 def test_a_file_of_documents(name: str, build: Callable[[], bytes], tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(build())
     done = run_limited("data", "prepare", tmp_path / name, tmp_path / "out", "--workers", 1, cwd=tmp_path)
-    refused(done, ExitCode.DATA, most_lines=2)  # the progress, and the error
+    refused(done, ExitCode.DATA)
 
 
 def empty_frames() -> bytes:

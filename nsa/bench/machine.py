@@ -5,7 +5,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_ve
 
 # The instruction sets that decide how fast attention can be.
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+
+_PRIORITY = 50
+_LONGEST_PAUSE_S = 30.0
 
 
 def describe_machine() -> dict[str, Any]:
@@ -69,6 +72,39 @@ def pinned(threads: int) -> Iterator[None]:
         torch.set_num_threads(threads_before)
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def real_time_priority() -> Iterator[None]:
+    """Run every thread of this process before all ordinary work, then leave the cores to that work for as long.
+
+    The kernel leaves other work 5 % of each core meanwhile (`kernel.sched_rt_runtime_us`).
+    """
+    begin = time.perf_counter()
+    _schedule_threads(os.SCHED_FIFO, _PRIORITY)
+    try:
+        yield
+    finally:
+        _schedule_threads(os.SCHED_OTHER, 0)
+        time.sleep(min(_LONGEST_PAUSE_S, time.perf_counter() - begin))
+
+
+def require_real_time() -> None:
+    """Refuse where threads of this process may not have real-time priority."""
+    try:
+        _schedule_threads(os.SCHED_FIFO, _PRIORITY)
+    except (AttributeError, PermissionError) as error:
+        raise ConfigError(
+            f"--real-time needs real-time priority, which this process may not have here ({error}). Run as root or "
+            "with CAP_SYS_NICE on Linux, or without it on an idle machine."
+        ) from error
+    _schedule_threads(os.SCHED_OTHER, 0)
+
+
+def _schedule_threads(policy: int, priority: int) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
 
 
 def _commit() -> tuple[str | None, bool | None]:

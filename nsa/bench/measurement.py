@@ -1,6 +1,7 @@
 """One benchmark result: the case, each implementation's time, and the speed-up ratios."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from nsa.bench import roofline
 from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask
 from nsa.bench.correctness import CorrectnessCheck, check_correctness
 from nsa.bench.implementations import DENSE, BenchImplementation, all_implementations
-from nsa.bench.machine import clock_of
+from nsa.bench.machine import clock_of, real_time_priority
 from nsa.bench.roofline import MachinePeaks
 from nsa.bench.timing import Now, TimingSpread, interleave, ratio, spread
 from nsa.errors import ConfigError
@@ -88,6 +89,7 @@ def measure(
     budget_s: float,
     peaks: MachinePeaks | None,
     log: Log,
+    real_time: bool = False,
     now: Now | None = None,
 ) -> BenchMeasurement:
     """Check each implementation for correctness, then time all of them in interleaved rounds."""
@@ -122,6 +124,7 @@ def measure(
         {name: _subject(runner, task) for name, runner in runners.items()},
         budget_s=budget_s,
         repeat=task.op == "decode" or device.type == "cuda",
+        around_round=real_time_priority if real_time else nullcontext,
         now=now or clock_of(device),
     ) if runners else {}  # fmt: skip
     bound, allowed = roofline.allowed(task)

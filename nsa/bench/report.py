@@ -108,9 +108,11 @@ def notes(measurement: BenchMeasurement) -> list[str]:
 
 
 def busy(machine: dict[str, Any]) -> str | None:
-    """A warning if other work shared the machine when the run began."""
+    """A remark if other work shared the machine when the run began: a warning, unless it could not disturb."""
     if machine["load_average"][0] < 0.5 * machine["cores"]:
         return None
+    if machine.get("real_time"):
+        return "Other work shared the machine; each round ran with real-time priority, before all of it."
     return f"The machine was busy (load {machine['load_average'][0]:.1f}): do not quote these measurements."
 
 

@@ -1,10 +1,18 @@
 """Benchmark suite behind `nsa bench`: measures the machine, then every requested length and dtype, into one report."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from nsa.bench.case import BenchTask
-from nsa.bench.machine import available_cores, describe_device, describe_machine, pinned
+from nsa.bench.machine import (
+    available_cores,
+    describe_device,
+    describe_machine,
+    pinned,
+    real_time_priority,
+    require_real_time,
+)
 from nsa.bench.measurement import BenchMeasurement, Log, choose_implementations, measure
 from nsa.bench.memory import measure_memory
 from nsa.bench.report import BenchReport
@@ -32,6 +40,7 @@ class BenchRequest:
     threads: int = 0
     budget_s: float = 30.0
     device: str = "cpu"
+    real_time: bool = False
 
     def tasks(self) -> Iterator[BenchTask]:
         if self.part not in PARTS:
@@ -82,7 +91,8 @@ def run(
                 yield measured
         return
     log("measuring the machine")
-    peaks = measure_peaks(threads, device)
+    with real_time_priority() if request.real_time else nullcontext():
+        peaks = measure_peaks(threads, device)
     report.peaks.append(peaks)
     yield peaks
     with pinned(threads):
@@ -101,6 +111,7 @@ def run(
                     budget_s=request.budget_s,
                     peaks=peaks,
                     log=task_log,
+                    real_time=request.real_time,
                 )
             report.figures.append(measurement)
             yield measurement
@@ -111,6 +122,8 @@ def _for_task(task: BenchTask, log: Log) -> Log:
     return lambda text: log(f"{what}: {text}")
 
 
-def new_report(command: str, device: str = "cpu") -> BenchReport:
-    machine, where = describe_machine(), device_named(device)
+def new_report(command: str, device: str = "cpu", *, real_time: bool = False) -> BenchReport:
+    if real_time:
+        require_real_time()
+    machine, where = describe_machine() | {"real_time": real_time}, device_named(device)
     return BenchReport(command, machine if where.type == "cpu" else machine | {"gpu": describe_device(where)})

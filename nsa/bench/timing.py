@@ -6,6 +6,7 @@ within each round, whose two sides ran next to each other.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -47,24 +48,29 @@ def interleave(
     min_rounds: int = 1,
     max_rounds: int = MAX_ROUNDS,
     repeat: bool = False,
+    around_round: Callable[[], AbstractContextManager[object]] = nullcontext,
     now: Now = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds per call of each subject, one sample per round, in rounds until the next one would exceed the budget.
 
-    Subjects must be warm. `repeat` lets a sample hold many calls of a short subject.
+    Subjects must be warm. `repeat` lets a sample hold many calls of a short subject. What `around_round` does before
+    and after each round is neither in a sample nor in the budget.
     """
     begin = now()
     calls = {name: _calls_per_sample(subject, now) if repeat else 1 for name, subject in subjects.items()}
     samples: dict[str, list[float]] = {name: [] for name in subjects}
+    spent = now() - begin
     for done in range(1, max_rounds + 1):
-        round_begin = now()
-        for name, subject in subjects.items():
-            start = now()
-            for _ in range(calls[name]):
-                subject()
-            samples[name].append((now() - start) / calls[name])
-        took = now() - round_begin
-        if done >= min_rounds and now() - begin + took > budget_s:
+        with around_round():
+            round_begin = now()
+            for name, subject in subjects.items():
+                start = now()
+                for _ in range(calls[name]):
+                    subject()
+                samples[name].append((now() - start) / calls[name])
+            took = now() - round_begin
+        spent += took
+        if done >= min_rounds and spent + took > budget_s:
             break
     return samples
 

@@ -39,13 +39,20 @@ Data = Annotated[
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads, on as many cores; 0: all cores.")]
 Budget = Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds of timing per case; at least one round.")]
+RealTime = Annotated[
+    bool,
+    typer.Option(
+        "--real-time", help="Time each round with real-time priority and pause after it: for a machine with other work."
+    ),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample, the machine and the commit here.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the speed-ups over length here (SVG).")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the table here.")]
 
 OPTIONS: dict[str, Any] = dict(
     lengths=Lengths, dtype=Dtype, shape=ShapeName, backend=Backend, peers=Peers, part=Part, passes=Passes, data=Data,
-    device=Device, threads=Threads, budget_s=Budget, json=JsonFile, plot=PlotFile, markdown=MarkdownFile,
+    device=Device, threads=Threads, budget_s=Budget, real_time=RealTime, json=JsonFile, plot=PlotFile,
+    markdown=MarkdownFile,
 )  # fmt: skip
 """Options of the subcommands, in the order of --help."""
 _EVERYWHERE: dict[str, Any] = dict(device="cpu", threads=0, json=None)
@@ -73,7 +80,7 @@ def _subcommand(**defaults: Any) -> Callable[[Callable[[], None]], Callable[[], 
 
 @_subcommand(
     lengths="2k,4k,8k", dtype="fp32,bf16", shape="base", backend=None, peers=True, part="all", passes="both",
-    data="random", budget_s=30.0, plot=None, markdown=None,
+    data="random", budget_s=30.0, real_time=False, plot=None, markdown=None,
 )  # fmt: skip
 def attention() -> None:
     """Attention on given queries, keys and values, forward and with backward, against dense causal SDPA.
@@ -88,8 +95,8 @@ def attention() -> None:
 
 
 @_subcommand(
-    lengths="2k,4k,8k", dtype="fp32,bf16", shape="base", backend=None, data="random", budget_s=30.0, plot=None,
-    markdown=None,
+    lengths="2k,4k,8k", dtype="fp32,bf16", shape="base", backend=None, data="random", budget_s=30.0, real_time=False,
+    plot=None, markdown=None,
 )  # fmt: skip
 def prefill() -> None:
     """Prefill of a new cache, without projections, against SDPA over the whole prompt at once.
@@ -103,7 +110,7 @@ def prefill() -> None:
 
 @_subcommand(
     lengths="4k,8k,16k,32k,64k", dtype="fp32,bf16", shape="base", backend=None, data="random", budget_s=10.0,
-    plot=None, markdown=None,
+    real_time=False, plot=None, markdown=None,
 )  # fmt: skip
 def decode() -> None:
     """Decode of one token, batch 1, with a cache of the given length, against SDPA with one query and such a cache.
@@ -163,6 +170,7 @@ def _run(
     dtype: str = "fp32",
     backend: list[str] | None = None,
     peers: bool = False,
+    real_time: bool = False,
     **rest: Any,
 ) -> None:
     require_writable_file(json, plot, markdown)
@@ -171,8 +179,8 @@ def _run(
     from nsa.bench import report as reports
     from nsa.bench.suite import BenchRequest, new_report, run
 
-    request = BenchRequest(op, lengths, dtype, backends=tuple(backend or ()), peers=peers, **rest)
-    report = new_report(" ".join(["nsa", *sys.argv[1:]]), request.device)
+    request = BenchRequest(op, lengths, dtype, backends=tuple(backend or ()), peers=peers, real_time=real_time, **rest)
+    report = new_report(" ".join(["nsa", *sys.argv[1:]]), request.device, real_time=real_time)
     console = stdout_console()
     console.print(reports.machine_line(report.machine))
     if warning := reports.busy(report.machine):

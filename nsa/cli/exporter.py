@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from nsa.cli.outputs import print_error, require_writable_file
+from nsa.errors import ConfigError
 
 
 def exporter(
@@ -24,6 +25,9 @@ def exporter(
     **Example:** `nsa exporter artifacts --file-sd ops/prometheus/targets/here.json`
     """
     require_writable_file(file_sd)
+    for folder in folders:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder: there are no runs to serve in it. Name run folders.")
 
     from nsa.observe.export.exporter import MetricsExporter, is_loopback
 

@@ -4,16 +4,18 @@ import json
 import os
 import re
 import subprocess
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 
 from nsa.bench import plot, report, roofline
 from nsa.bench.case import BenchTask
 from nsa.bench.correctness import CorrectnessCheck
 from nsa.bench.implementations import DENSE
-from nsa.bench.machine import available_cores, describe_machine, pinned
+from nsa.bench.machine import available_cores, describe_machine, pinned, real_time_priority, require_real_time
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult, choose_implementations, finish
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks
@@ -22,6 +24,7 @@ from nsa.bench.timing import ratio
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
 from tests import fork_server
+from tests.ops.needs import root
 
 ROOT = Path(__file__).parents[2]
 BASE = SHAPES["base"]
@@ -54,6 +57,39 @@ def test_flops_allowed_are_keys_read_against_keys_before():
 def test_bytes_allow_what_one_token_reads():
     bound, allowed = roofline.allowed(BenchTask("decode", BASE, 64_000, "bf16"))
     assert (bound, allowed) == ("bytes", pytest.approx(64_000 / 5_535, rel=1e-3))
+
+
+def test_a_round_with_real_time_priority_gives_it_back_and_pauses(monkeypatch):
+    root()
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+
+    def policies() -> set[int]:
+        return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+    torch.ones(1 << 20).sum()  # in several threads
+    with real_time_priority():
+        assert policies() == {os.SCHED_FIFO}
+    assert policies() == {os.SCHED_OTHER}
+    assert len(pauses) == 1
+    assert 0 < pauses[0] <= 30
+
+
+def test_real_time_priority_that_is_not_granted_is_refused_before_anything_is_timed(monkeypatch):
+    def denied(*_: object) -> None:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", denied)
+    with pytest.raises(ConfigError, match="--real-time"):
+        require_real_time()
+
+
+@pytest.mark.parametrize(
+    ("load", "real_time", "said"), [(0.9, False, None), (3.0, False, "not"), (3.0, True, "before")]
+)
+def test_a_busy_machine_is_named_and_what_protects_from_it(load, real_time, said):
+    remark = report.busy({"load_average": [load, load, load], "cores": 2, "real_time": real_time})
+    assert remark is None if said is None else said in remark.split()
 
 
 def test_achieved_is_the_share_of_the_measured_peak():

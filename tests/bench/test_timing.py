@@ -1,5 +1,7 @@
 """Rounds, medians and ratios, on a clock that only moves when a subject runs."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from nsa.bench.timing import CALIBRATION_S, interleave, ratio, spread
@@ -44,6 +46,22 @@ def test_no_round_begins_that_would_exceed_the_budget():
     clock = FakeClock()
     samples = interleave({"a": clock.subject("a", 3.0), "b": clock.subject("b", 1.0)}, budget_s=13, now=clock.now)
     assert len(samples["a"]) == len(samples["b"]) == 3
+
+
+def test_what_is_done_around_a_round_is_neither_timed_nor_budgeted():
+    clock = FakeClock()
+
+    @contextmanager
+    def pause():
+        clock.log.append("(")
+        yield
+        clock.t += 1000.0
+        clock.log.append(")")
+
+    subjects = {"a": clock.subject("a", 3.0)}
+    samples = interleave(subjects, budget_s=6, around_round=pause, now=clock.now)
+    assert samples == {"a": [3.0, 3.0]}
+    assert "".join(clock.log) == "(a)(a)"
 
 
 def test_one_round_is_measured_however_long_it_takes():

@@ -1,14 +1,32 @@
 """Gradients of two equal passes are equal bit for bit, with one thread and with two, on every backend."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch import Tensor
 
+from nsa import NSATransformer
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.kernels.registry import BackendRequest
 from tests.backends import RUN_HERE
 
 SIZES = dict(dim=64, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, l=16, d=8, l_sel=32, n_sel=8, w=64, phi="softmax")
+KINDS = ("nsa", "merged")
+LOSSES = ((0.0, "chosen"), (1.0, "chosen"), (1.0, "all"))
+"""Weight of the selector loss, and the blocks it compares."""
 FAST = [name for name in RUN_HERE if name in ("cpu", "portable")]
+
+
+@contextmanager
+def threads_of_torch(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def gradients(kind: str, backend: str, loss: float, blocks: str, length: int) -> bytes:
@@ -17,22 +35,40 @@ def gradients(kind: str, backend: str, loss: float, blocks: str, length: int) ->
     layer = LAYER_CLASSES[kind](**SIZES, **options, kernels=BackendRequest(*[backend] * 4))
     x = torch.randn(1, length, layer.dim, requires_grad=True)
     layer(x).square().sum().backward()
-    parts = [x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-    return b"".join(part.numpy().tobytes() for part in parts)
+    return in_bytes([x, *layer.parameters()])
+
+
+def model_gradients(backend: str, length: int) -> bytes:
+    """Of the loss of a model with every kind of layer and two levels of compressed entries, on packed documents."""
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "dim"}
+    options = dict(kv="shared", selector_loss=1.0, selector_loss_share=0.25, coarse_block=4, n_coarse=8)
+    kinds = ("nsa", "merged", "global", "window", "dense")
+    model = NSATransformer(100, SIZES["dim"], len(kinds), layers=kinds, kernels=backend, **sizes, **options)
+    tokens = torch.randint(0, 100, (1, length + 1))
+    model.loss(tokens[:, :-1], tokens[:, 1:], cu_doc_lens=[0, length // 5, length // 4, length]).backward()
+    return in_bytes(model.parameters())
+
+
+def in_bytes(leaves: Iterable[Tensor]) -> bytes:
+    return b"".join(leaf.grad.numpy().tobytes() for leaf in leaves if leaf.grad is not None)
 
 
 @pytest.mark.parametrize(
     ("runs", "length"), [(5, 1024), pytest.param(20, 2048, marks=pytest.mark.nightly)], ids=["short", "long"]
 )
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("loss", "blocks"), [(0.0, "chosen"), (1.0, "chosen"), (1.0, "all")])
-@pytest.mark.parametrize("kind", ["nsa", "merged"])
+@pytest.mark.parametrize(("loss", "blocks"), LOSSES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", FAST)
 def test_equal_passes_have_equal_gradients(backend, kind, loss, blocks, threads, runs, length):
     """Six gradients in six runs of 1,024 tokens were seen where a sum depended on threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads_of_torch(threads):
         assert len({gradients(kind, backend, loss, blocks, length) for _ in range(runs)}) == 1
-    finally:
-        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("backend", FAST)
+def test_equal_passes_of_a_model_have_equal_gradients(backend, threads):
+    with threads_of_torch(threads):
+        assert len({model_gradients(backend, 512) for _ in range(4)}) == 1

@@ -1,6 +1,7 @@
 """A step's gradients do not depend on how its rows are divided among passes and ranks, with any packing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,8 @@ PACKINGS = ("plain", "packed", "best_fit")
 LIMIT = 1e-5
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    corpus = tmp_path_factory.mktemp("divided") / "documents.jsonl"
+def all_cases(folder: Path) -> dict[str, DividedStep]:
+    corpus = folder / "documents.jsonl"
     texts = [" ".join(f"{w * i % 97}" for w in range(3 + i * 7 % 40)) for i in range(200)]
     corpus.write_text("".join(json.dumps({"id": str(i), "text": text}) + "\n" for i, text in enumerate(texts)))
     local = ("data.dataset=local", f"data.path={corpus}")
@@ -31,12 +31,17 @@ def measured(tmp_path_factory):
         for packing in PACKINGS:
             cases[f"{packing}, {way}"] = DividedStep(passes, world, [*LAYERS, *SELECTOR, *data[packing], *more])
         cases[f"all blocks, {way}"] = DividedStep(passes, world, [*LAYERS, *ALL_BLOCKS, *data["best_fit"], *more])
-    return differences(cases)
+    return cases
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return differences(all_cases(tmp_path_factory.mktemp("divided")))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [*PACKINGS, "all blocks"])
 def test_gradients_are_those_of_one_pass_on_one_rank(measured, rows, way):
-    found = measured[f"{rows}, {way}"]
-    assert any("phi_k" in name for name in found)
-    assert max(found.values()) <= LIMIT, {name: value for name, value in found.items() if value > LIMIT}
+    by_parameter = measured[f"{rows}, {way}"]
+    assert any("phi_k" in name for name in by_parameter)
+    assert max(by_parameter.values()) <= LIMIT, {name: value for name, value in by_parameter.items() if value > LIMIT}

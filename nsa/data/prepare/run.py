@@ -5,16 +5,11 @@ written last. If it is killed at any moment and run again, the same command prod
 """
 
 import json
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 from datatrove.executor.base import DistributedEnvVars, PipelineExecutor
@@ -23,12 +18,13 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from nsa.data.prepare.dedup import hash_task, hashed_tasks, is_deduplicated, write_masks
 from nsa.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
 from nsa.data.prepare.task import CountCallback, PrepareStep, ReadUnits, WriteShards, done_tasks, read_record
+from nsa.data.prepare.worker_pool import Counts, TaskFunction, WorkerLost, WorkerPool
 from nsa.data.saved_tokenizer import save_with_set
 from nsa.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa.data.shards.writer import ShardInfo
 from nsa.data.source.read_report import ReadReport
 from nsa.data.source.resolve import open_source
-from nsa.data.tokenizer import load_tokenizer, start_tokenizer_worker, token_dtype
+from nsa.data.tokenizer import load_tokenizer, token_dtype
 from nsa.errors import ConfigError, DataError
 from nsa.files import file_lock, storage_errors
 from nsa.storage import StorageFolder
@@ -221,67 +217,52 @@ class LocalExecutor(PipelineExecutor):
         """First pass of a preparation with `dedup`: store the hashes of all documents."""
         self._run_pool("compare documents", _hash_task, hashed_tasks(self.out))
 
-    def _run_pool(self, activity: str, run_task: Callable[[int], None], done_before: set[int]) -> None:
+    def _run_pool(self, activity: str, run_task: TaskFunction, done_before: set[int]) -> None:
         sizes = [task.stop_unit - task.first_unit for task in self.plan.tasks()]
         units_before = sum(size for rank, size in enumerate(sizes) if rank in done_before)
-        context = get_context("spawn")
-        counters = context.Array("q", 3)
-        started = time.monotonic()
-        job = (os.getpid(), counters, self.plan, self.out.url, self._logs)
-        with ProcessPoolExecutor(self.workers, mp_context=context, initializer=_start_worker, initargs=job) as pool:
-            futures = {pool.submit(run_task, rank) for rank in range(self._tasks) if rank not in done_before}
-            while futures:
-                done, futures = wait(futures, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
-                try:
-                    for future in done:
-                        future.result()
-                except BrokenProcessPool as error:
-                    raise DataError(
-                        "a prepare worker was killed by a signal (often by the out-of-memory killer). Use fewer "
-                        "workers or smaller tasks, and run the same command again; finished tasks are kept."
-                    ) from error
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                finished = self._tasks - len(futures)
-                documents, tokens, units = counters[:]
-                elapsed_s = time.monotonic() - started
-                self._on_progress(
-                    PrepareProgress(
-                        activity, finished, self._tasks, units_before + units, units_before, sum(sizes), documents,
-                        tokens, elapsed_s,
-                    )
-                )  # fmt: skip
+        tasks = [rank for rank in range(self._tasks) if rank not in done_before]
+        finished, documents, tokens, units = len(sizes) - len(tasks), 0, 0, 0
+        shown = started = time.monotonic()
+        try:
+            with WorkerPool(self.workers, tasks, run_task, (self.plan, self.out.url, self._logs)) as pool:
+                for ended, counts in pool.progress(_POLL_S):
+                    finished += ended
+                    documents, tokens, units = documents + counts[0], tokens + counts[1], units + counts[2]
+                    now = time.monotonic()
+                    if ended or now - shown >= _POLL_S:
+                        shown = now
+                        self._on_progress(
+                            PrepareProgress(
+                                activity, finished, self._tasks, units_before + units, units_before, sum(sizes),
+                                documents, tokens, now - started,
+                            )
+                        )  # fmt: skip
+        except WorkerLost as error:
+            raise DataError(
+                f"a prepare worker was killed by a signal, often by the out-of-memory killer ({error}). Use fewer "
+                "workers or smaller tasks, and run the same command again; finished tasks are kept."
+            ) from error
 
 
-_job: tuple[Any, PreparePlan, str, str]  # set in worker processes: counters, plan, output URL, log folder
+_Job = tuple[PreparePlan, str, str]
+"""Plan, output URL, log folder."""
 
 
-def _start_worker(parent_pid: int, counters: Any, plan: PreparePlan, out_url: str, logs: str) -> None:
-    global _job
-    start_tokenizer_worker(parent_pid)
-    _job = counters, plan, out_url, logs
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  datatrove copies its log there; errors are raised in the parent
+def _run_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
+    plan, out_url, logs = job
 
+    def count(documents: int, tokens: int, units: int) -> None:
+        report((documents, tokens, units))
 
-def _count(documents: int, tokens: int, units: int) -> None:
-    counters = _job[0]
-    with counters.get_lock():
-        for place, count in enumerate((documents, tokens, units)):
-            counters[place] += count
-
-
-def _run_task(rank: int) -> None:
-    _, plan, out_url, logs = _job
     with _output_errors(out_url):
-        LocalExecutor(plan, out_url, 1, logs, lambda progress: None, _count)._run_for_rank(rank, local_rank=1)
+        LocalExecutor(plan, out_url, 1, logs, lambda progress: None, count)._run_for_rank(rank, local_rank=1)
 
 
-def _hash_task(rank: int) -> None:
-    _, plan, out_url, _ = _job
+def _hash_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
+    plan, out_url, _ = job
     with _output_errors(out_url):
         for units in hash_task(plan, StorageFolder(out_url), rank):
-            _count(0, 0, units)
+            report((0, 0, units))
 
 
 class FinishPreparation(PrepareStep):

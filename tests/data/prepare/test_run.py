@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import dill
@@ -22,11 +21,13 @@ from nsa.data.document_stream import DocumentStream
 from nsa.data.prepare.plan import make_plan, record_plan
 from nsa.data.prepare.run import prepare, slurm_executor
 from nsa.data.prepare.task import ReadUnits, WriteShards
+from nsa.data.prepare.worker_pool import WorkerLost
 from nsa.data.shards.manifest import read_manifest
 from nsa.data.shards.reader import ShardReader
 from nsa.data.source.resolve import open_source
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import ConfigError, DataError
+from nsa.files import SHARED_MEMORY
 from nsa.storage import StorageFolder
 from tests.data.faulty_server import Faults, FaultyServer
 from tests.data.prepare_child import SETTINGS
@@ -102,12 +103,20 @@ def test_the_manifest_tells_tokenizer_totals_and_sizes(calm: Path) -> None:
                 assert (len(raw), hashlib.sha256(raw).hexdigest()) == (size, sha256)
 
 
+def _mapped_files(pid: int) -> str:
+    """Memory maps of a process and its children, a semaphore's file among them."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    maps = [Path(f"/proc/{each}/maps") for each in (pid, *children)]
+    return "".join(path.read_text() for path in maps if path.exists())
+
+
 def test_five_random_kills_leave_the_same_bytes(corpus: Path, calm: Path, tmp_path: Path) -> None:
-    """Whole process groups and single parents, killed after some progress; then one run is left alone."""
+    """Whole process groups and single parents, killed after some progress; then one run is left alone. What they had in
+    shared memory is gone, although nobody was left to clean up."""
     out = tmp_path / "out"
     rng = random.Random(7)
     command = [sys.executable, "-m", "tests.data.prepare_child", str(corpus), str(out), "2"]
-    kills, seen = 0, 0
+    kills, seen, mapped = 0, 0, ""
     while kills < 5:
         child = subprocess.Popen(command, start_new_session=True)
         while child.poll() is None and len(list(out.glob("_work/tasks/*.json"))) <= seen:
@@ -116,11 +125,14 @@ def test_five_random_kills_leave_the_same_bytes(corpus: Path, calm: Path, tmp_pa
         if kills % 2:
             child.kill()
         else:
+            mapped += _mapped_files(child.pid)
             os.killpg(child.pid, signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL, "it finished before five kills: make the corpus larger"
         seen = len(list(out.glob("_work/tasks/*.json")))
         kills += 1
     assert 0 < seen < 30
+    assert "python" in mapped
+    assert not [name for name in os.listdir(SHARED_MEMORY) if f"{SHARED_MEMORY}/{name}" in mapped]
     assert not (out / "manifest.json").exists()
     subprocess.run(command, check=True, timeout=120)
     assert _digests(out) == _digests(calm)
@@ -172,7 +184,7 @@ def test_a_killed_worker_is_an_error_and_not_a_wait(
 
     with pytest.raises(DataError) as caught:
         prepare(plan, str(tmp_path / "out"), workers=1, on_progress=kill_one)
-    assert isinstance(caught.value.__cause__, BrokenProcessPool)
+    assert isinstance(caught.value.__cause__, WorkerLost)
 
 
 def test_a_finished_set_is_left_alone(corpus: Path, calm: Path) -> None:
