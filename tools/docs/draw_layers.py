@@ -5,7 +5,6 @@ from tests.test_imports_point_down import LAYERS
 WIDTH, ROW, TOP, GAP, LABEL = 1080, 54, 44, 12, 110
 PURPOSE = {
     "cli": "the nsa command",
-    "drill": "fault injection",
     "verify": "prove, GPU check",
     "infer": "generation, evaluation",
     "train": "training on OLMo-core",
