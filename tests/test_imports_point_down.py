@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("cli",),
     ("verify", "infer"),
+    ("convert",),
     ("train", "bench", "hf", "vllm"),
     ("planning",),
     ("model", "observe", "checkpoint"),
@@ -46,7 +47,7 @@ LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 OUTSIDE = ("proofs", "tools", "tests", "scripts", "experiments")
 ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
 VLLM, IMPORTS_VLLM = "vllm", "nsa.vllm"
-TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.infer")
+TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.convert", "nsa.infer")
 # Private members of these may be used in nsa.train outside the adapter.
 NOT_ENGINE = {"self", "cls", "torch"}
 READS_ENVIRONMENT = (

@@ -158,7 +158,7 @@ def test_sigterm_finishes_the_request_and_ends_cleanly(server):
 
 
 def test_a_chat_template_answers_chat(run, tmp_path):
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
 
     export_folder(run, tmp_path / "exported")
     (tmp_path / "exported" / "chat_template.jinja").write_text(

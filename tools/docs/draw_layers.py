@@ -7,6 +7,7 @@ PURPOSE = {
     "cli": "the nsa command",
     "verify": "prove, GPU check",
     "infer": "generation, evaluation",
+    "convert": "export, import, dense models",
     "train": "training on OLMo-core",
     "bench": "benchmarks",
     "hf": "the model in Transformers",

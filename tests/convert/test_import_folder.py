@@ -20,9 +20,9 @@ from nsa.errors import CheckpointError, NSAError, OutputError
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nsa.hf.export_folder import export_folder
-from nsa.hf.import_folder import import_folder, open_exported
-from tests.hf.test_export_folder import KEY, VARIANTS
+from nsa.convert.export_folder import export_folder
+from nsa.convert.import_folder import import_folder, open_exported
+from tests.convert.test_export_folder import KEY, VARIANTS
 from tests.initial_weights import RAISED, require_raised
 from tests.trained_runs import files_of, save_run, settings
 

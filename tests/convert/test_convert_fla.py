@@ -14,9 +14,9 @@ from torch import Tensor
 from nsa.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.convert_folder import convert_folder
-from nsa.hf.conversion.dense_export import export_dense
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.convert_folder import convert_folder
+from nsa.convert.dense.dense_export import export_dense
 from nsa.infer.load_model import load_model
 
 HEAD_DIM, BLOCK, N_BLOCKS, WINDOW = 8, 8, 4, 12

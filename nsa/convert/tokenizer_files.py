@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from nsa.convert.folder_files import read_bytes, read_json
 from nsa.data.tokenizer import LARGEST_TOKENIZER_BYTES, Tokenizer, parse_tokenizer
 from nsa.errors import CheckpointError
-from nsa.hf.folder_files import read_bytes, read_json
 from nsa.names import TOKENIZER
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -20,16 +20,16 @@ from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.manifest import LAST
 from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa.config.schema import RunConfig, SparseAttentionConfig
+from nsa.convert.export_folder import ARCHITECTURE, CONFIG
+from nsa.convert.folder_files import read_json, require_plausible_numbers
+from nsa.convert.output_folder import new_folder
+from nsa.convert.tokenizer_files import read_tokenizer_files
+from nsa.convert.training_record import TRAINING_RECORD, TrainingRecord
+from nsa.convert.weight_files import read_weights
 from nsa.data.saved_tokenizer import tokenizer_record
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.export_folder import ARCHITECTURE, CONFIG
-from nsa.hf.folder_files import read_json, require_plausible_numbers
-from nsa.hf.output_folder import new_folder
-from nsa.hf.tokenizer_files import read_tokenizer_files
-from nsa.hf.training_record import TRAINING_RECORD, TrainingRecord
-from nsa.hf.weight_files import read_weights
 from nsa.hf.weight_names import EMBEDDING, HEAD, from_transformers
 
 

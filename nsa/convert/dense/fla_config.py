@@ -13,11 +13,11 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from nsa.convert.dense.source_model import SourceModel
+from nsa.convert.dense.source_tensors import SourceNames
+from nsa.convert.folder_files import require_plausible_numbers
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import MOST_LAYERS
-from nsa.hf.conversion.source_model import SourceModel
-from nsa.hf.conversion.source_tensors import SourceNames
-from nsa.hf.folder_files import require_plausible_numbers
 from nsa.options import AttentionKind
 
 FLA_ARCHITECTURE = "NSAForCausalLM"

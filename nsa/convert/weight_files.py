@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nsa import names
+from nsa.convert.folder_files import read_json
 from nsa.errors import CheckpointError, OutputError
 from nsa.files import open_regular
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.folder_files import read_json
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.hf.weight_names import HEAD
 

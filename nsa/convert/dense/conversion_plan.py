@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa.attention_rules import resolve_rope_compressed
+from nsa.convert.dense.source_model import SourceModel
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.source_model import SourceModel
 from nsa.options import CONVERSION_MIXES, AttentionKind
 
 PHIS_OF_CONVERSION = ("avg", "weighted", "softmax")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from nsa.convert.dense.conversion_plan import LayerReads, covered_tokens
+from nsa.convert.dense.conversion_record import CONVERSION, ConversionRecord
+from nsa.convert.model_card import card_table, how_to_load
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.conversion_plan import LayerReads, covered_tokens
-from nsa.hf.conversion.conversion_record import CONVERSION, ConversionRecord
-from nsa.hf.model_card import card_table, how_to_load
 from nsa.options import AttentionKind
 
 

@@ -16,16 +16,16 @@ from nsa.errors import CheckpointError, ConfigError, OutputError
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoModelForCausalLM
 
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.conversion_record import CONVERSION
-from nsa.hf.conversion.convert_folder import convert_folder
-from nsa.hf.conversion.dense_export import export_dense
-from nsa.hf.export_folder import export_folder
-from nsa.hf.import_folder import import_folder, open_exported
-from nsa.hf.tokenizer_files import tokenizer_files
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.conversion_record import CONVERSION
+from nsa.convert.dense.convert_folder import convert_folder
+from nsa.convert.dense.dense_export import export_dense
+from nsa.convert.export_folder import export_folder
+from nsa.convert.import_folder import import_folder, open_exported
+from nsa.convert.tokenizer_files import tokenizer_files
 from nsa.infer.load_model import load_model
-from tests.hf.dense_sources import CASES, SIZES, save_dense
-from tests.hf.test_import_folder import DEEP, TOUCHED, Boom, header, json_change, linked, pipe, tensors, text
+from tests.convert.dense_sources import CASES, SIZES, save_dense
+from tests.convert.test_import_folder import DEEP, TOUCHED, Boom, header, json_change, linked, pipe, tensors, text
 from tests.trained_runs import files_of
 
 OPTIONS = ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24)

@@ -12,18 +12,18 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from nsa import __version__
+from nsa.convert.dense.conversion_card import conversion_card
+from nsa.convert.dense.conversion_plan import ConversionOptions, LayerReads, converted_config, layer_reads
+from nsa.convert.dense.conversion_record import ConversionRecord
+from nsa.convert.dense.copied_files import GENERATION_CONFIG, SourceTokenizer, copy_source_files
+from nsa.convert.dense.healing_recipe import recipe_files
+from nsa.convert.dense.source_folder import OnTensor, SourceWeights, open_source, read_source
+from nsa.convert.export_folder import ARCHITECTURE, CARD, DEFAULT_SHARD_BYTES, is_export
+from nsa.convert.import_folder import ExportedModel, run_config
+from nsa.convert.output_folder import new_folder
+from nsa.convert.weight_files import meta_model, write_weights
 from nsa.core.init import init_module
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.conversion_card import conversion_card
-from nsa.hf.conversion.conversion_plan import ConversionOptions, LayerReads, converted_config, layer_reads
-from nsa.hf.conversion.conversion_record import ConversionRecord
-from nsa.hf.conversion.copied_files import GENERATION_CONFIG, SourceTokenizer, copy_source_files
-from nsa.hf.conversion.healing_recipe import recipe_files
-from nsa.hf.conversion.source_folder import OnTensor, SourceWeights, open_source, read_source
-from nsa.hf.export_folder import ARCHITECTURE, CARD, DEFAULT_SHARD_BYTES, is_export
-from nsa.hf.import_folder import ExportedModel, run_config
-from nsa.hf.output_folder import new_folder
-from nsa.hf.weight_files import meta_model, write_weights
 from nsa.options import AttentionKind
 
 

@@ -12,10 +12,10 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from huggingface_hub import ModelCard
 
 from nsa.checkpoint.trained_model import open_trained_model
+from nsa.convert.model_card import model_card
+from nsa.convert.training_record import TrainingRecord, public_settings, record_of
 from nsa.errors import CheckpointError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.model_card import model_card
-from nsa.hf.training_record import TrainingRecord, public_settings, record_of
 from nsa.observe.evaluations import evaluation_file, merge_results
 from tests.trained_runs import save_run, settings
 

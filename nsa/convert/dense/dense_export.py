@@ -7,18 +7,18 @@ from pathlib import Path
 
 from torch import Tensor
 
+from nsa.convert.dense.conversion_record import CONVERSION, ConversionRecord
+from nsa.convert.dense.copied_files import copy_back
+from nsa.convert.dense.source_folder import OnTensor, parse_source_config, tensor_hash
+from nsa.convert.dense.source_model import SourceModel
+from nsa.convert.dense.source_tensors import join_tensors
+from nsa.convert.export_folder import CONFIG, DEFAULT_SHARD_BYTES, is_export
+from nsa.convert.folder_files import parse_json
+from nsa.convert.import_folder import read_config
+from nsa.convert.output_folder import new_folder
+from nsa.convert.weight_files import read_weights, write_weights
 from nsa.errors import CheckpointError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.conversion_record import CONVERSION, ConversionRecord
-from nsa.hf.conversion.copied_files import copy_back
-from nsa.hf.conversion.source_folder import OnTensor, parse_source_config, tensor_hash
-from nsa.hf.conversion.source_model import SourceModel
-from nsa.hf.conversion.source_tensors import join_tensors
-from nsa.hf.export_folder import CONFIG, DEFAULT_SHARD_BYTES, is_export
-from nsa.hf.folder_files import parse_json
-from nsa.hf.import_folder import read_config
-from nsa.hf.output_folder import new_folder
-from nsa.hf.weight_files import read_weights, write_weights
 from nsa.hf.weight_names import EMBEDDING, HEAD
 
 _MAY_DIFFER = {"max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"}

@@ -5,9 +5,9 @@ from typing import Any
 
 from nsa import names
 from nsa.config.layer import flatten
+from nsa.convert.training_record import TrainingRecord
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.training_record import TrainingRecord
 
 _NOT_RECORDED = "not recorded"
 

@@ -25,11 +25,11 @@ from transformers import (
     SmolLM3Config,
 )
 
+from nsa.convert.dense.source_model import SourceModel, shortest_pattern
+from nsa.convert.dense.source_tensors import SourceNames
+from nsa.convert.folder_files import require_plausible_numbers
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import MOST_LAYERS
-from nsa.hf.conversion.source_model import SourceModel, shortest_pattern
-from nsa.hf.conversion.source_tensors import SourceNames
-from nsa.hf.folder_files import require_plausible_numbers
 from nsa.options import AttentionKind
 
 _PROJECTIONS = {

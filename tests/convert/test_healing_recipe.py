@@ -12,12 +12,12 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.config import load
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.convert_folder import convert_folder
-from nsa.hf.conversion.dense_export import export_dense
-from nsa.hf.conversion.healing_recipe import RUN_CONFIG, WARMUP_CONFIG
-from nsa.hf.export_folder import export_folder
-from tests.hf.dense_sources import save_dense
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.convert_folder import convert_folder
+from nsa.convert.dense.dense_export import export_dense
+from nsa.convert.dense.healing_recipe import RUN_CONFIG, WARMUP_CONFIG
+from nsa.convert.export_folder import export_folder
+from tests.convert.dense_sources import save_dense
 from tests.train.runs import Job, run_all
 
 SMALL = dict(l=8, d=4, l_sel=16, n_sel=4, w=24)

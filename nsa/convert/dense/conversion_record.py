@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from nsa.convert.folder_files import read_json
 from nsa.errors import CheckpointError
-from nsa.hf.folder_files import read_json
 
 CONVERSION = "conversion.json"
 FORMAT = 1

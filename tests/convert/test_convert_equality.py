@@ -6,10 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-from nsa.hf.conversion.conversion_plan import ConversionOptions, covered_tokens
-from nsa.hf.conversion.convert_folder import convert_folder
+from nsa.convert.dense.conversion_plan import ConversionOptions, covered_tokens
+from nsa.convert.dense.convert_folder import convert_folder
 from nsa.infer.load_model import load_model
-from tests.hf.dense_sources import CASES, save_dense, token_ids
+from tests.convert.dense_sources import CASES, save_dense, token_ids
 
 OPTIONS = ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24)
 MIXES = {

@@ -6,10 +6,10 @@ They are copied as data, with limits, and never executed.
 from collections.abc import Mapping
 from pathlib import Path
 
+from nsa.convert.folder_files import parse_json, read_bytes
+from nsa.convert.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, read_tokenizer_files
 from nsa.data.tokenizer import LARGEST_TOKENIZER_BYTES, Tokenizer
 from nsa.errors import CheckpointError, ConfigError, DataError
-from nsa.hf.folder_files import parse_json, read_bytes
-from nsa.hf.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, read_tokenizer_files
 from nsa.names import TOKENIZER
 
 GENERATION_CONFIG = "generation_config.json"

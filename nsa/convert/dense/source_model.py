@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from nsa.convert.dense.source_tensors import SourceNames
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.source_tensors import SourceNames
 from nsa.options import AttentionKind
 
 T = TypeVar("T")

@@ -13,18 +13,18 @@ from transformers import GenerationConfig
 
 from nsa.checkpoint.folder import CheckpointFinding
 from nsa.checkpoint.trained_model import TrainedModel, open_trained_model
+from nsa.convert.dense.copied_files import COPIED_FILES
+from nsa.convert.folder_files import read_json
+from nsa.convert.model_card import model_card
+from nsa.convert.output_folder import new_folder
+from nsa.convert.tokenizer_files import tokenizer_files
+from nsa.convert.training_record import TRAINING_RECORD, record_of, require_license
+from nsa.convert.weight_files import write_weights
 from nsa.data.saved_tokenizer import choose_tokenizer
 from nsa.data.tokenizer import Tokenizer
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.copied_files import COPIED_FILES
-from nsa.hf.folder_files import read_json
-from nsa.hf.model_card import model_card
-from nsa.hf.output_folder import new_folder
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
-from nsa.hf.tokenizer_files import tokenizer_files
-from nsa.hf.training_record import TRAINING_RECORD, record_of, require_license
-from nsa.hf.weight_files import write_weights
 from nsa.hf.weight_names import HEAD, to_transformers
 
 CONFIG = "config.json"

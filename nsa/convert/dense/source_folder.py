@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nsa.convert.dense.dense_families import parse_dense_config
+from nsa.convert.dense.fla_config import FLA_QUERY, is_fla_config, parse_fla_config
+from nsa.convert.dense.source_model import SourceModel
+from nsa.convert.dense.source_tensors import source_shapes, split_tensors
+from nsa.convert.export_folder import CONFIG
+from nsa.convert.folder_files import parse_json, read_text
+from nsa.convert.weight_files import TensorShape, describe_weights, expected_shapes, read_tensors
 from nsa.errors import CheckpointError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.dense_families import parse_dense_config
-from nsa.hf.conversion.fla_config import FLA_QUERY, is_fla_config, parse_fla_config
-from nsa.hf.conversion.source_model import SourceModel
-from nsa.hf.conversion.source_tensors import source_shapes, split_tensors
-from nsa.hf.export_folder import CONFIG
-from nsa.hf.folder_files import parse_json, read_text
-from nsa.hf.weight_files import TensorShape, describe_weights, expected_shapes, read_tensors
 from nsa.hf.weight_names import EMBEDDING, HEAD
 
 OnTensor = Callable[[int, int], None]
