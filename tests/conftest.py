@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # More than half a minute each. The scheduler hands out files in order: one of these at the end would run alone.
 LONGEST = (
-    "tests/drill/chaos/test_chaos.py",  # this and the next eight: at night
+    "tests/proofs/drill/chaos/test_chaos.py",  # this and the next eight: at night
     "tests/experiments/test_miniature.py",
     "tests/kernels/test_sanitizers.py",
     "tests/ops/test_slurm.py",
@@ -24,7 +24,7 @@ LONGEST = (
     "tests/kernels/test_triton_drill.py",
     "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
     "tests/docs/test_runbook.py",
-    "tests/drill/test_drill.py",
+    "tests/proofs/drill/test_drill.py",
     "tests/kernels/test_backends.py",
     "tests/train/engine/test_transformer.py",
     "tests/test_wheel.py",
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 pytest_plugins = [
-    "tools.ptx_emulator.pytest_plugin",  # active if NSA_EMULATE names a GPU
+    "proofs.ptx_emulator.pytest_plugin",  # active if NSA_EMULATE names a GPU
     "tests.fuzz.campaign",
     "tools.gate_times",  # --times=FILE
 ]

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 # A package may import from the rows below its own.
 LAYERS = (
     ("cli",),
-    ("drill", "verify", "infer"),  # drill injects faults into runs; nothing that trains may import it
+    ("verify", "infer"),
+    ("convert",),
     ("train", "bench", "hf", "vllm"),
     ("planning",),
     ("model", "observe", "checkpoint"),
@@ -43,10 +44,10 @@ NEIGHBOURS = {
 }
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
-OUTSIDE = ("tools", "tests", "scripts", "experiments")
+OUTSIDE = ("proofs", "tools", "tests", "scripts", "experiments")
 ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
 VLLM, IMPORTS_VLLM = "vllm", "nsa.vllm"
-TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.infer")
+TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.convert", "nsa.infer")
 # Private members of these may be used in nsa.train outside the adapter.
 NOT_ENGINE = {"self", "cls", "torch"}
 READS_ENVIRONMENT = (
@@ -202,8 +203,8 @@ def test_every_module_keeps_the_directions():
         ("nsa.train.dry_run", "def f(module):\n    return module._clip_grad_norm(1.0)"),
         ("nsa.train.run_report", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
         ("nsa.observe.watch.watchdog", "from nsa.train import build"),
-        ("nsa.verify.gpu_check.speed", "from tools.perf_model import predict"),
-        ("nsa.cli.bench", "import importlib\nimportlib.import_module('tools.perf_model')"),
+        ("nsa.verify.gpu_check.speed", "from proofs.perf_model import predict"),
+        ("nsa.cli.bench", "import importlib\nimportlib.import_module('proofs.perf_model')"),
         ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
         ("nsa.core.rope", "import os\nos.getenv('NSA_X')"),
         ("nsa.core.rope", "from os import environ"),

@@ -234,7 +234,7 @@ def test_a_manifest_of_a_checkpoint(build: Callable[[bytes], bytes], step: Path,
 )
 @pytest.mark.parametrize("architecture", ["nsa", "LlamaForCausalLM"])
 def test_a_model_of_impossible_sizes(change: dict[str, int], architecture: str, saved: Path, tmp_path: Path) -> None:
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
 
     folder = tmp_path / "exported"
     export_folder(saved, folder)
@@ -249,7 +249,7 @@ def test_a_model_of_impossible_sizes(change: dict[str, int], architecture: str, 
 
 @pytest.mark.parametrize("length", [2**63, 2**31, 20 << 20])
 def test_a_header_of_weights_that_is_larger_than_its_file(length: int, saved: Path, tmp_path: Path) -> None:
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
 
     folder = tmp_path / "exported"
     export_folder(saved, folder)

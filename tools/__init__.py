@@ -1,1 +1,1 @@
-"""Developer tools outside the installed package: GPU performance model, compile reports, generated docs, mutations."""
+"""Developer tools outside the installed package: benchmarks, times of the gate, generated docs."""

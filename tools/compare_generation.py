@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="Also through vLLM's server, with this Python.")
     given = parser.parse_args()
 
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
     from nsa.infer import load_model
 
     loaded = load_model(given.model, device="cpu")

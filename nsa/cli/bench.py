@@ -153,10 +153,10 @@ def machine() -> None:
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def model() -> None:
-    """Moved: the GPU performance model is `python -m tools.perf_model` in a checkout, with the same options."""
+    """Moved: the GPU performance model is `python -m proofs.perf_model` in a checkout, with the same options."""
     raise ConfigError(
         "`nsa bench model` has moved: the GPU performance model is not part of the installed package. In a checkout, "
-        "run: python -m tools.perf_model (same options)."
+        "run: python -m proofs.perf_model (same options)."
     )
 
 

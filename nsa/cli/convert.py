@@ -14,8 +14,8 @@ from nsa.geometry import Geometry
 from nsa.options import SELECTING_KINDS
 
 if TYPE_CHECKING:
-    from nsa.hf.conversion.convert_folder import ConvertedModel
-    from nsa.hf.conversion.dense_export import DenseExport
+    from nsa.convert.dense.convert_folder import ConvertedModel
+    from nsa.convert.dense.dense_export import DenseExport
 
 
 def convert(
@@ -86,8 +86,8 @@ def convert(
 
 def _to_sparse(source: Path, out: Path, given: dict[str, Any], overwrite: bool, as_json: bool) -> None:
     with ProgressLine(f"reading {source}") as progress:
-        from nsa.hf.conversion.conversion_plan import ConversionOptions
-        from nsa.hf.conversion.convert_folder import convert_folder
+        from nsa.convert.dense.conversion_plan import ConversionOptions
+        from nsa.convert.dense.convert_folder import convert_folder
         from nsa.infer.generate import silence_transformers
 
         silence_transformers()
@@ -106,7 +106,7 @@ def _to_sparse(source: Path, out: Path, given: dict[str, Any], overwrite: bool, 
 
 def _to_dense(source: Path, out: Path, like: Path | None, overwrite: bool, as_json: bool) -> None:
     with ProgressLine(f"reading {source}") as progress:
-        from nsa.hf.conversion.dense_export import export_dense
+        from nsa.convert.dense.dense_export import export_dense
         from nsa.infer.generate import silence_transformers
 
         silence_transformers()
@@ -130,7 +130,7 @@ def _layers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def _as_json(converted: "ConvertedModel") -> dict[str, Any]:
-    from nsa.hf.conversion.conversion_plan import covered_tokens
+    from nsa.convert.dense.conversion_plan import covered_tokens
 
     return {
         "architecture": converted.architecture,
@@ -144,7 +144,7 @@ def _as_json(converted: "ConvertedModel") -> dict[str, Any]:
 
 
 def _conversion_lines(converted: "ConvertedModel", out: Path) -> Iterator[str]:
-    from nsa.hf.conversion.conversion_plan import covered_tokens
+    from nsa.convert.dense.conversion_plan import covered_tokens
 
     context, covered = converted.config.max_position_embeddings, covered_tokens(converted.reads)
     counts = ", ".join(f"{each.layers} {kind}" for kind, each in converted.reads.items())

@@ -45,7 +45,7 @@ def export_hf(
     require_writable_folder(out.absolute().parent)
 
     from nsa.checkpoint.manifest import read_key
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
 
     exported = export_folder(
         source,
@@ -76,7 +76,7 @@ def import_hf(
     require_writable_folder(out.absolute().parent)
 
     from nsa.checkpoint.manifest import read_key
-    from nsa.hf.import_folder import import_folder
+    from nsa.convert.import_folder import import_folder
 
     imported = import_folder(folder, out, key=read_key(key_file) if key_file else None)
     tensors = sum(tensor.numel() for tensor in imported.tensors.values())

@@ -18,7 +18,6 @@ from nsa.cli import (
     convert,
     demo,
     doctor,
-    drill,
     estimate,
     eval,
     exporter,
@@ -88,7 +87,6 @@ app.command()(plan.plan)
 app.command()(monitor.monitor)
 app.command()(report.report)
 app.command()(report.compare)
-app.command()(drill.drill)
 app.command("eval", context_settings=eval.HARNESS_CONTEXT)(eval.evaluate)
 app.command()(gpu_check.gpu_check)
 
@@ -125,21 +123,31 @@ def _require_finite(number: float | None) -> float | None:
     return number
 
 
-for each in _number_options(app):
-    each.callback = each.callback or _require_finite
+def require_finite_numbers(commands: typer.Typer) -> None:
+    """Refuse numbers that are not finite, or of more than 64 bits, in every option of these commands."""
+    for each in _number_options(commands):
+        each.callback = each.callback or _require_finite
+
+
+require_finite_numbers(app)
 
 
 def main() -> None:
+    run_app(app, "nsa")  # also for python -m nsa.cli: shell completion is made for this name
+
+
+def run_app(commands: typer.Typer, name: str) -> None:
+    """Run the command line; errors become a message and an exit code."""
     prepare_process()
     with redirect_stdout(cast(TextIO, PipedStdout(sys.stdout))):
-        _run()
+        _run(commands, name)
 
 
-def _run() -> None:
+def _run(commands: typer.Typer, name: str) -> None:
     try:
         _require_text(sys.argv[1:])
         try:
-            app(prog_name="nsa")  # also for python -m nsa.cli: shell completion is made for this name
+            commands(prog_name=name)
         finally:
             sys.stdout.flush()
     except NSAError as error:

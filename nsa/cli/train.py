@@ -82,7 +82,7 @@ def train(
 
 def import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
     """`import_folder`, imported when it is needed: Transformers takes seconds to import."""
-    from nsa.hf.import_folder import import_folder
+    from nsa.convert.import_folder import import_folder
 
     import_folder(folder, out, key=key)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from nsa.config.model_sections import SparseAttentionConfig
+from nsa.convert.dense.source_model import shortest_pattern
 from nsa.errors import ConfigError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.source_model import shortest_pattern
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.options import AttentionKind
 

@@ -19,15 +19,15 @@ from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.model_sections import RuntimeConfig
 from nsa.config.schema import RunConfig
+from nsa.convert.export_folder import CONFIG, DTYPES
+from nsa.convert.folder_files import LARGEST_JSON_BYTES, read_bytes, read_json
+from nsa.convert.import_folder import open_exported
+from nsa.convert.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
 from nsa.data.saved_tokenizer import choose_tokenizer
 from nsa.data.tokenizer import Tokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, NSAError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.export_folder import CONFIG, DTYPES
-from nsa.hf.folder_files import LARGEST_JSON_BYTES, read_bytes, read_json
-from nsa.hf.import_folder import open_exported
 from nsa.hf.modeling import NSAForCausalLM
-from nsa.hf.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
 from nsa.hf.weight_names import EMBEDDING, HEAD, to_transformers
 from nsa.infer.chat_template import ChatTemplate
 from nsa.infer.generate import BatchResult, SamplingSettings, generate_batch

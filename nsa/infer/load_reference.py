@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from nsa.checkpoint.folder import CheckpointFinding
+from nsa.convert.dense.copied_files import SourceTokenizer
+from nsa.convert.dense.source_folder import open_source, read_source
+from nsa.convert.export_folder import CONFIG
+from nsa.convert.folder_files import read_json
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.conversion.copied_files import SourceTokenizer
-from nsa.hf.conversion.source_folder import open_source, read_source
-from nsa.hf.export_folder import CONFIG
-from nsa.hf.folder_files import read_json
 from nsa.infer.load_model import LoadedModel, ModelSource, assemble_model, load_model
 
 

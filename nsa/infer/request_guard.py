@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
+from nsa.convert.folder_files import parse_json
 from nsa.errors import ConfigError, NSAError
-from nsa.hf.folder_files import parse_json
 from nsa.infer.generate import SamplingSettings
 from nsa.infer.load_model import LoadedModel
 

@@ -23,7 +23,7 @@ from nsa.options import SELECTING_KINDS
 from nsa.planning.hardware import HardwareTarget
 
 PREDICTIONS = Path(__file__).with_name("predictions.json")
-"""Modelled times of `tools.perf_model`; rewrite with `python -m tools.perf_model.write_predictions`."""
+"""Modelled times of `proofs.perf_model`; rewrite with `python -m proofs.perf_model.write_predictions`."""
 _BASE_HEADS, _BASE_WIDTH = 12, 64  # of the base shape, for which the times are modelled
 _MODELLED_LIKE = "a100"
 """The GPU whose share of the peak stands for a GPU that is not modelled."""

@@ -9,7 +9,7 @@ from nsa.cli.main import app
 from nsa.errors import ConfigError
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-from tests.hf.dense_sources import save_dense
+from tests.convert.dense_sources import save_dense
 
 SIZES = ("--l", "8", "--d", "4", "--l-sel", "16", "--n-sel", "4", "--window", "24")
 

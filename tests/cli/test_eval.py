@@ -11,16 +11,16 @@ from typer.testing import CliRunner
 
 from nsa import names
 from nsa.cli.main import app
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.convert_folder import convert_folder
+from nsa.convert.export_folder import export_folder
+from nsa.convert.import_folder import import_folder
+from nsa.convert.tokenizer_files import tokenizer_files
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, OutputError
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.convert_folder import convert_folder
-from nsa.hf.export_folder import export_folder
-from nsa.hf.import_folder import import_folder
-from nsa.hf.tokenizer_files import tokenizer_files
 from nsa.infer.evaluation.hay import BUILT_IN
 from nsa.observe.evaluations import checked_results, read_evaluations
-from tests.hf.dense_sources import save_dense
+from tests.convert.dense_sources import save_dense
 from tests.trained_runs import save_run, settings
 
 

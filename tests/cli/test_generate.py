@@ -151,7 +151,7 @@ def test_chat_without_a_template_names_generate(run):
 
 
 def test_chat_keeps_the_conversation(run, tmp_path):
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
 
     export_folder(run, tmp_path / "exported")
     (tmp_path / "exported" / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}:")

@@ -29,7 +29,6 @@ COMMANDS = (
     "smoke --csv P --heartbeat P", "monitor P --once",
     "checkpoint ls P", "checkpoint verify P", "checkpoint verify P --key-file P", "checkpoint export P --out P",
     "checkpoint export R --out P --key-file P", "checkpoint push P s3://bucket/x", "checkpoint pull s3:///nothing P",
-    "drill --only nothing_like_it --keep P",
     "bench machine --device nothing --json P", "bench attention --lengths 0 --json P --plot P --markdown P",
     "bench model --gpu nothing --json P", "gpu-check --rehearse --only nothing --out P",
 )  # fmt: skip
@@ -86,7 +85,7 @@ def test_no_path_ends_a_command_with_a_traceback(command, nsa, places):
 
 
 OUTPUTS = (
-    "config docs --out P", "report R --out P", "compare R R --out P", "drill --only stale_halt --keep P",
+    "config docs --out P", "report R --out P", "compare R R --out P",
     "bench machine --json P", "bench attention --markdown P", "bench decode --plot P",
     "gpu-check --rehearse --out P", "exporter R --port 0 --file-sd P", "halt READ_ONLY", "status READ_ONLY --log",
     "report READ_ONLY",
@@ -96,7 +95,7 @@ OUTPUTS = (
 @pytest.mark.parametrize("command", OUTPUTS)
 @pytest.mark.parametrize("kind", ["far_below_file", "read_only", "loop"])
 def test_an_output_that_cannot_be_written_is_told_before_the_work(command, kind, nsa, places, read_only):
-    """Seconds, not the minutes that a drill or a benchmark takes."""
+    """Seconds, not the minutes that a benchmark takes."""
     path = {
         "far_below_file": places["far_below_file"],
         "read_only": read_only / "x" / "y",

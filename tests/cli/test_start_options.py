@@ -125,7 +125,7 @@ raise SystemExit(launch(settings, print))
 
 @pytest.mark.parametrize("others_resume", [True, False])
 def test_a_rank_among_ranks_that_resume_resumes_too(monkeypatch, others_resume):
-    """What all ranks say together is fixed here; tests/drill/test_node_cluster.py has nodes that say it."""
+    """What all ranks say together is fixed here; tests/proofs/drill/test_node_cluster.py has nodes that say it."""
     from nsa.train import run
 
     monkeypatch.setattr(run.HostCollectives, "any", lambda collectives, flags: [others_resume or flags[0]])

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from nsa.drill.suite import NODE_SCENARIOS, SCENARIOS
+from proofs.drill.suite import NODE_SCENARIOS, SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "FAULTS.md").read_text(encoding="utf-8")
@@ -19,7 +19,7 @@ def test_the_29_faults_are_there_in_order_each_with_a_command():
     assert sorted({int(row[0]) for row in rows()}) == list(range(1, 30))
     for row in rows():
         assert len(row) == 7, row
-        assert row[2].startswith(("`nsa drill ", "`pytest tests/")), row
+        assert row[2].startswith(("`python -m proofs.drill ", "`pytest tests/")), row
         assert all(row), row
 
 

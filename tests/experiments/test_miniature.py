@@ -1,7 +1,7 @@
 """NSA learns far recall in the study's smallest table, by finding the fact, and the window alone does not.
 
-`python -m tools.mutation_drill learning` plants bugs in selection, φ and gates, each of which must fail here. Some bugs
-only slow learning and pass, e.g. gates normalised over heads: tests of the attention itself catch those.
+`python -m proofs.mutation_drill learning` plants bugs in selection, φ and gates, each of which must fail here. Some
+bugs only slow learning and pass, e.g. gates normalised over heads: tests of the attention itself catch those.
 """
 
 import pytest

@@ -83,7 +83,7 @@ GOOD = {
 }  # fmt: skip
 """Arguments by metavar or name, so that a command reaches its options; anything else is a path that does not exist."""
 SHORT_WORK = {
-    "monitor": "--once", "watch": "--once", "gpu-check": "--rehearse --only x", "drill": "--only x",
+    "monitor": "--once", "watch": "--once", "gpu-check": "--rehearse --only x",
     "launch": "--allow x",
 }  # fmt: skip
 """Options of commands that would otherwise work for minutes on good arguments."""

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="exported folders are in the hf extra")
 
 from nsa import names
+from nsa.convert.export_folder import CONFIG, export_folder
+from nsa.convert.import_folder import import_folder, open_exported
+from nsa.convert.tokenizer_files import TOKENIZER_CONFIG
+from nsa.convert.training_record import TRAINING_RECORD
+from nsa.convert.weight_files import WEIGHTS_INDEX
 from nsa.errors import NSAError
-from nsa.hf.export_folder import CONFIG, export_folder
-from nsa.hf.import_folder import import_folder, open_exported
-from nsa.hf.tokenizer_files import TOKENIZER_CONFIG
-from nsa.hf.training_record import TRAINING_RECORD
-from nsa.hf.weight_files import WEIGHTS_INDEX
 from nsa.infer import load_model
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import edited_folder, edits_of_folder, json_bytes, mutated_json

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
 from nsa.cli.main import app
+from nsa.convert.tokenizer_files import transformers_tokenizer
 from nsa.data.tokenizer import ByteTokenizer, train_bpe
-from nsa.hf.tokenizer_files import transformers_tokenizer
 from nsa.infer import LoadedModel, load_model
 from nsa.infer.text_stream import TextStream
 from tests.fuzz.campaign import FuzzCampaign

@@ -14,9 +14,9 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoModelForCausalLM
 
 import nsa.hf
+from nsa.convert.export_folder import export_folder
+from nsa.convert.import_folder import import_folder
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.export_folder import export_folder
-from nsa.hf.import_folder import import_folder
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
 from tests.trained_runs import files_of, save_run, settings
 

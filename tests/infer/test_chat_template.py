@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
+from nsa.convert.export_folder import export_folder
 from nsa.errors import CheckpointError, ExitCode
-from nsa.hf.export_folder import export_folder
 from nsa.infer import load_model
 from nsa.infer.chat_template import ChatTemplate
 from tests import fork_server

@@ -15,9 +15,9 @@ import nsa.infer
 from nsa.checkpoint.load import export as export_weights
 from nsa.checkpoint.manifest import read_key
 from nsa.checkpoint.trained_model import open_trained_model
+from nsa.convert.export_folder import export_folder
 from nsa.data.tokenizer import ByteTokenizer, train_bpe
 from nsa.errors import CheckpointError, ConfigError, DataError
-from nsa.hf.export_folder import export_folder
 from nsa.infer import load_model
 from nsa.model.build import build_model
 from tests.trained_runs import write_run

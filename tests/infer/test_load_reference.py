@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("transformers", reason="in the hf extra")
 
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.convert_folder import convert_folder
 from nsa.errors import CheckpointError
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.convert_folder import convert_folder
 from nsa.infer.load_reference import is_source, load_reference
-from tests.hf.dense_sources import save_dense, token_ids
+from tests.convert.dense_sources import save_dense, token_ids
 
 CPU = torch.device("cpu")
 

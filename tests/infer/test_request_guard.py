@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is in the serve extra")
 
-from nsa.hf.export_folder import export_folder
+from nsa.convert.export_folder import export_folder
 from nsa.infer.request_guard import HostList
 from tests.train.runs import environment
 from tests.trained_runs import write_run

@@ -14,10 +14,10 @@ pytest.importorskip("fastapi", reason="the server is in the serve extra")
 from nsa.errors import ConfigError
 from nsa.infer import load_model
 from nsa.infer.serve import free_port
+from proofs.load.serving import StreamingClient, put_under_load
 from tests.train.runs import environment
 from tests.trained_runs import write_run
 from tools.compare_generation import ServerProcess, nsa_serve
-from tools.load.serving import StreamingClient, put_under_load
 
 # The second one is read in several chunks.
 PROMPTS = ["The ", "Read the manual of the package before you install it. " * 3]
@@ -158,7 +158,7 @@ def test_sigterm_finishes_the_request_and_ends_cleanly(server):
 
 
 def test_a_chat_template_answers_chat(run, tmp_path):
-    from nsa.hf.export_folder import export_folder
+    from nsa.convert.export_folder import export_folder
 
     export_folder(run, tmp_path / "exported")
     (tmp_path / "exported" / "chat_template.jinja").write_text(

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nsa.convert.tokenizer_files import transformers_tokenizer
 from nsa.data.tokenizer import ByteTokenizer, train_bpe
-from nsa.hf.tokenizer_files import transformers_tokenizer
 from nsa.infer.text_stream import TextStream
 
 BYTES = transformers_tokenizer(ByteTokenizer(), 64)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from math import prod
 from unittest import mock
 
-from tools.ptx_emulator.pytest_plugin import emulator
+from proofs.ptx_emulator.pytest_plugin import emulator
 
 Order = Callable[[int], list[int]]
 """In which order to run n programs."""

@@ -1,4 +1,4 @@
-"""Random and hostile arguments of the CPU kernels; run by `python -m tools.sanitize_cpu`, which sees what they touch.
+"""Random and hostile arguments of the CPU kernels; run by `python -m proofs.sanitize_cpu`, which sees what they touch.
 
 Every call either raises an error of ours or computes what the portable backend computes. Memory errors, overflows and
 races are reported by the sanitizer, which ends the process.

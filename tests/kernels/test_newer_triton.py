@@ -16,7 +16,7 @@ NEWER = ("3.8.0",)
 # loops that wait for their tiles; a newer compiler may spill a few registers more or less than the pinned one.
 _COMPILE = """
 import sys, triton
-from tools.compile_report.report import GPUS, MODELS, inspect, jobs
+from proofs.compile_report.report import GPUS, MODELS, inspect, jobs
 assert triton.__version__ == sys.argv[2], triton.__version__
 for job in jobs(MODELS["base"], sys.argv[1]):
     code = inspect(job, "base", sys.argv[1]).code

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nsa.kernels.cpu import build
-from tools.sanitize_cpu import sanitizers
+from proofs.sanitize_cpu import sanitizers
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_a_library_without_instrumentation_is_recognised():
 
 
 def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.sanitize_cpu", name, *words]
+    command = [sys.executable, "-m", "proofs.sanitize_cpu", name, *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
-from tools.mutation_drill import CAUGHT, chosen, copied_checkout, plant
+from proofs.mutation_drill import CAUGHT, chosen, copied_checkout, plant
 
 pytestmark = pytest.mark.nightly
 

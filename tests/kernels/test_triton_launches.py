@@ -28,8 +28,8 @@ import triton
 
 from nsa.kernels.triton import tuning
 from nsa.kernels.triton.block_index import build_block_index
+from proofs.perf_model.torch_ops import OperationTally
 from tests.kernels.launch_recorder import RecordedLaunch, launch_counts, recorded_launches, tensors_of
-from tools.perf_model.torch_ops import OperationTally
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not launched")
 

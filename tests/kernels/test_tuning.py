@@ -270,7 +270,7 @@ def test_the_table_knows_every_kernel_that_is_tuned(kernel):
 _JUDGE = """
 from nsa.gpus import ARCHITECTURES
 from nsa.kernels.triton import autotune, tuning
-from tools.compile_report.report import MODELS, compile_for, jobs
+from proofs.compile_report.report import MODELS, compile_for, jobs
 from nsa.kernels.triton.tuning import TileSizes
 tuning.gpu_here = lambda: "sm_90"
 for tiles in (TileSizes(64, 64, 4, 3), TileSizes(256, 64, 4, 3)):

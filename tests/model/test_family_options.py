@@ -193,8 +193,8 @@ def test_what_makes_no_sense_is_refused(model, nsa, words):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exported_models_save_load_generate_and_become_runs_again(name, tmp_path):
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
+    from nsa.convert.import_folder import open_exported, run_config
     from nsa.hf.configuration import NSAConfig
-    from nsa.hf.import_folder import open_exported, run_config
     from nsa.hf.modeling import NSAForCausalLM
     from nsa.hf.weight_names import from_transformers, to_transformers
 

@@ -1,4 +1,4 @@
-"""Bugs that the tests must catch, planted by `python -m tools.mutation_drill`: one TOML file per table.
+"""Bugs that the tests must catch, planted by `python -m proofs.mutation_drill`: one TOML file per table.
 
 A table has `about` (one line, printed by --help), optionally `interpreted` (the tests run under TRITON_INTERPRET=1),
 and any number of [[file]] with `path`, `tests` (arguments of pytest, the test likeliest to fail first) and its

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("transformers", reason="in the hf extra")
 
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.conversion_record import CONVERSION
+from nsa.convert.dense.convert_folder import convert_folder
 from nsa.errors import ConfigError
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.conversion_record import CONVERSION
-from nsa.hf.conversion.convert_folder import convert_folder
 from nsa.infer.layer_variants import with_layer_kinds
 from nsa.infer.load_model import load_model
-from tests.hf.dense_sources import save_dense, token_ids
+from tests.convert.dense_sources import save_dense, token_ids
 from tools import bench_converted
 
 SMALL = ["--lengths", "40,100", "--tokens", "2", "--rounds", "2", "--threads", "1", "--chunk", "64"]

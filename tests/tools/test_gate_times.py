@@ -46,7 +46,7 @@ def test_sums_by_folder_are_sorted_by_wall_time():
     [
         (["/venv/bin/python3.11", "-m", "nsa.cli", "train", "x.yaml"], "nsa train"),
         (["/venv/bin/nsa", "report", "run"], "nsa report"),
-        ([b"python", b"-m", b"tools.soak"], "python -m tools.soak"),
+        ([b"python", b"-m", b"proofs.soak"], "python -m proofs.soak"),
         (["/usr/bin/git", "status"], "git"),
         ("true", "true"),
     ],

@@ -9,7 +9,6 @@ from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.transfer import S3Prefix, pull
 from nsa.cli import launch
 from nsa.config import load
-from nsa.drill.object_store import BUCKET, ObjectStore
 from nsa.errors import PreflightError
 from nsa.observe.events import EventKind, RunEvent, read_events
 from nsa.observe.watch.conditions import HealthLimits
@@ -21,6 +20,7 @@ from nsa.train.distributed import RankInfo
 from nsa.train.preflight_facts import gather, require_preflight
 from nsa.train.run import train
 from nsa.train.start_options import StartOptions
+from proofs.drill.object_store import BUCKET, ObjectStore
 from tests.checkpoint.conftest import client, server  # noqa: F401 - fixtures
 from tests.train.runs import Job, run_all, write_config
 

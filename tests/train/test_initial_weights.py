@@ -29,8 +29,8 @@ def losses(run: Path) -> list[float]:
 def runs(tmp_path_factory) -> Path:
     """A run, its weights exported and imported, and new runs that start from each."""
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-    from nsa.hf.export_folder import export_folder
-    from nsa.hf.import_folder import import_folder
+    from nsa.convert.export_folder import export_folder
+    from nsa.convert.import_folder import import_folder
 
     folder = tmp_path_factory.mktemp("runs")
     assert run_all(Job(str(folder / "first"), changes=["train.steps=12", "train.seed=1"])) == [[0]]

@@ -102,7 +102,7 @@ def kill_now_and_then(folder: Path, process: subprocess.Popen, kills: int, steps
     return done
 
 
-@pytest.mark.nightly  # `nsa drill` kills a trainer and compares weights in a fast test
+@pytest.mark.nightly  # `python -m proofs.drill` kills a trainer and compares weights in a fast test
 def test_a_rank_killed_in_the_middle_of_a_step(tmp_path, calm):
     process = start(tmp_path / "run")
     beat = wait_for_step(tmp_path / "run", process, SAVE_EVERY + 2, rank=1)

@@ -5,9 +5,9 @@ from tests.test_imports_point_down import LAYERS
 WIDTH, ROW, TOP, GAP, LABEL = 1080, 54, 44, 12, 110
 PURPOSE = {
     "cli": "the nsa command",
-    "drill": "fault injection",
     "verify": "prove, GPU check",
     "infer": "generation, evaluation",
+    "convert": "export, import, dense models",
     "train": "training on OLMo-core",
     "bench": "benchmarks",
     "hf": "the model in Transformers",

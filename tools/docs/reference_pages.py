@@ -115,7 +115,7 @@ def exit_codes_page() -> str:
         "",
         "What to do after each of them: [runbook, section 3](../RUNBOOK.md#3-launch). Commands that check something",
         "use 0, 1 and 2 in a sense of their own: `nsa status` and `nsa watch --once` (0 healthy, 1 warning, 2",
-        "critical), `nsa smoke`, `nsa drill`, `nsa gpu-check` and `nsa doctor --prove` (1: a check does not hold).",
+        "critical), `nsa smoke`, the drill, `nsa gpu-check` and `nsa doctor --prove` (1: a check does not hold).",
     ]
     return "\n".join(lines) + "\n"
 

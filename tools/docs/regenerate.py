@@ -25,7 +25,7 @@ from tools.docs import (
 )
 
 ROOT = Path(__file__).parents[2]
-SLOW = ("tools.perf_model.write_predictions", "tools.compile_report.write")
+SLOW = ("proofs.perf_model.write_predictions", "proofs.compile_report.write")
 """Modules run by --all. Tests compare their tables with the code: tests/tools/{perf_model,compile_report}."""
 
 

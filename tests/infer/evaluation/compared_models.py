@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from nsa.convert.dense.conversion_plan import ConversionOptions
+from nsa.convert.dense.convert_folder import convert_folder
 from nsa.data.rows.batch import Batch
-from nsa.hf.conversion.conversion_plan import ConversionOptions
-from nsa.hf.conversion.convert_folder import convert_folder
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.infer.load_model import load_model
 from nsa.infer.load_reference import load_reference
-from tests.hf.dense_sources import SIZES, save_dense
+from tests.convert.dense_sources import SIZES, save_dense
 
 COVERED = 4 * 16 + 24
 OPTIONS: dict[str, Any] = dict(l=8, d=4, l_sel=16, n_sel=4, w=24)

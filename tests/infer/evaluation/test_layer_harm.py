@@ -9,15 +9,15 @@ pytest.importorskip("transformers", reason="in the hf extra")
 
 from nsa.config.load import load as config_of
 from nsa.config.model_sections import SparseAttentionConfig
+from nsa.convert.import_folder import import_folder
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.hf.configuration import NSAConfig
-from nsa.hf.import_folder import import_folder
 from nsa.infer.evaluation.agreement import agreement_with
 from nsa.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
 from nsa.infer.layer_variants import require_same_but_kinds, with_layer_kinds
 from nsa.infer.load_model import load_model
-from tests.hf.dense_sources import token_ids
+from tests.convert.dense_sources import token_ids
 from tests.infer.evaluation.compared_models import COVERED, converted_pair, token_rows
 
 LENGTH = 240

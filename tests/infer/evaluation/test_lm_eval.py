@@ -11,9 +11,9 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from nsa.convert.export_folder import export_folder
 from nsa.data.tokenizer import train_bpe
 from nsa.errors import CheckpointError, ConfigError
-from nsa.hf.export_folder import export_folder
 from nsa.infer.evaluation.hay import BUILT_IN, hay_of_file
 from nsa.infer.evaluation.lm_eval import NSAHarnessModel, evaluate_with_harness, require_finite
 from nsa.infer.load_model import load_model

@@ -1,0 +1,1 @@
+"""Models in folders: export to Transformers and import, conversion of dense models (`dense`)."""

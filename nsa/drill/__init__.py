@@ -1,1 +1,0 @@
-"""Fault drill (`nsa drill`): injects faults into real runs and checks that each is detected and the run resumes."""

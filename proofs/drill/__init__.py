@@ -1,0 +1,1 @@
+"""Fault drill: injects faults into real runs and checks that each is detected and the run resumes."""

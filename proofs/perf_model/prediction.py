@@ -1,0 +1,165 @@
+"""Predicted time of an attention layer: each kernel takes its slowest bound, and kernels run one after the other."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nsa.bench.shapes import BenchShape
+from nsa.errors import ConfigError
+from proofs.perf_model import index_kernels, range_kernels, selected_kernels, torch_ops
+from proofs.perf_model.dense import dense_s, serial_s, stretch
+from proofs.perf_model.gpus import (
+    EXPONENTIALS_PER_CLOCK,
+    LAUNCH_S,
+    SCAN_S,
+    SCHEDULERS,
+    SORT_CLOCKS,
+    GpuModel,
+    gpu_named,
+)
+from proofs.perf_model.group_centric import group_centric_forward
+from proofs.perf_model.instruction_counts import InstructionCounts, count_instructions
+from proofs.perf_model.selection_overlap import SelectionOverlap, measure_overlap
+from proofs.perf_model.work import KernelWork, LaunchSizes
+
+SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "rank_chunks", "place_chunks", "place_windows", "fill")
+MODELLED = "modelled"
+"""Label of every output: nothing was run on a GPU."""
+
+
+@dataclass(frozen=True)
+class KernelPrediction:
+    """One kernel, or one group of torch operations, with the time of each of its bounds."""
+
+    name: str
+    backward: bool
+    seconds: float
+    bound: str
+    flops: float
+    hbm_bytes: float
+    l2_bytes: float
+    exponentials: float
+    launches: int
+    bounds_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    """Of one attention layer, batch 1, without projections, as `nsa bench attention` would time it. Modelled."""
+
+    gpu: str
+    shape: BenchShape
+    length: int
+    dtype: str
+    backward: bool
+    """Whether backward is in it, after forward."""
+    data: str
+    triton_slowdown: float
+    kernels: list[KernelPrediction]
+    dense_seconds: float
+    group_centric: KernelPrediction
+    label: str = MODELLED
+
+    @property
+    def seconds(self) -> float:
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than dense."""
+        return self.dense_seconds / self.seconds
+
+    @property
+    def selected_seconds(self) -> float:
+        """Our selected forward with the index it needs."""
+        return sum(kernel.seconds for kernel in self.kernels if kernel.name in SELECTED and not kernel.backward)
+
+    @property
+    def selected_ratio(self) -> float:
+        """How many times faster than the paper's loop."""
+        return self.group_centric.seconds / self.selected_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "seconds": self.seconds, "ratio": self.ratio, "selected_ratio": self.selected_ratio,
+        }  # fmt: skip
+
+
+Instructions = Callable[[str, BenchShape, str], InstructionCounts | None]
+
+
+def predict(
+    gpu: str | GpuModel,
+    shape: BenchShape,
+    length: int,
+    dtype: str = "bf16",
+    backward: bool = False,
+    overlap: SelectionOverlap | None = None,
+    data: str = "random",
+    as_triton: bool = False,
+    launch_s: float = LAUNCH_S,
+    instructions: Instructions = count_instructions,
+) -> LayerPrediction:
+    """Seconds of our Triton kernels and of dense attention, modelled from the kernels' own loops.
+
+    `overlap`: result of `measure_overlap`; None: measured here, on `data`. `as_triton`: scale our arithmetic by how
+    much slower Triton attention was than published dense attention on that GPU; otherwise it is assumed equal.
+    """
+    machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    sizes = LaunchSizes(shape, length, dtype, machine.device.architecture)
+    overlap = overlap or measure_overlap(shape, length, data)
+    if (overlap.shape, overlap.length) != (shape, length):
+        raise ConfigError(
+            f"the selection was measured at {overlap.length} tokens, {overlap.shape.describe()}, and the "
+            f"prediction is for {length}, {shape.describe()}: it depends on both. Measure it for this case."
+        )
+    slowdown = machine.published.triton_slowdown if as_triton else 1.0
+
+    def timed(work: KernelWork) -> KernelPrediction:
+        kind = work.name.split()[0]
+        counted = instructions(kind, shape, machine.device.architecture) if work.trips and dtype == "bf16" else None
+        return time_of(machine, dtype, work, counted, slowdown, launch_s)
+
+    work = [*range_kernels.forward(sizes), *selected_kernels.forward(sizes, overlap),
+            *index_kernels.forward(sizes, overlap)]  # fmt: skip
+    dense = dense_s(machine, sizes, False)
+    if backward:
+        work += [*range_kernels.backward(sizes), *selected_kernels.backward(sizes, overlap),
+                 *index_kernels.backward(sizes, overlap), *torch_ops.backward(sizes)]  # fmt: skip
+        dense += dense_s(machine, sizes, True)
+    found = [timed(part) for part in work]
+    baseline = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
+    return LayerPrediction(machine.name, shape, length, dtype, backward, overlap.data, slowdown, found, dense, baseline)
+
+
+def time_of(
+    gpu: GpuModel,
+    dtype: str,
+    work: KernelWork,
+    counted: InstructionCounts | None,
+    slowdown: float = 1.0,
+    launch_s: float = LAUNCH_S,
+) -> KernelPrediction:
+    """The slowest of: arithmetic, instructions, memory, cache, launches, and torch's sorts and scans."""
+    hmma_flops = counted.hmma_flops * work.trips if counted else 0
+    flops = max(work.flops, float(hmma_flops))
+    missed = max(0.0, 1 - gpu.clock.l2_bytes / work.shared_bytes) if work.shared_bytes else 0.0
+    hbm_bytes = work.hbm_bytes + missed * max(0.0, work.l2_bytes - work.hbm_bytes)
+    arithmetic = slowdown * stretch(gpu, work.backward) * serial_s(gpu, dtype, flops, work.exponentials)
+    products_lead = flops / gpu.flops_per_s(dtype) >= work.exponentials / (
+        EXPONENTIALS_PER_CLOCK * gpu.unit_clocks_per_s
+    )
+    bounds = {
+        "tensor cores" if products_lead else "exponentials": arithmetic,
+        "instructions": counted.of(work) / (SCHEDULERS * gpu.unit_clocks_per_s) if counted else 0.0,
+        "memory": hbm_bytes / gpu.memory_bytes_per_s,
+        "L2": work.l2_bytes / gpu.cache_bytes_per_s,
+        "launch": work.launches * launch_s,
+        "sort": work.sorted_keys * SORT_CLOCKS / gpu.unit_clocks_per_s,
+        "scan": work.scanned * SCAN_S,
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    return KernelPrediction(
+        work.name, work.backward, bounds[bound], bound, flops, hbm_bytes, work.l2_bytes, work.exponentials,
+        work.launches, bounds,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/planning/predictions.json.
+
+`nsa estimate` reckons with them too.
+
+    python -m proofs.perf_model.write_predictions
+
+A few minutes: the kernels are compiled for three GPUs, and the selection is measured at every length.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nsa.bench.shapes import SHAPES
+from nsa.planning.step_time import PREDICTIONS
+from nsa.verify.gpu_check.sizes import on_gpu
+from proofs.perf_model.gpus import GPUS
+from proofs.perf_model.prediction import predict
+from proofs.perf_model.selection_overlap import measure_overlap
+
+SPEED = on_gpu(torch.device("cuda"), full=True).speed
+"""The shape, lengths and dtypes that `nsa gpu-check --full` times."""
+
+
+def entries(
+    gpus: Sequence[str] = tuple(GPUS),
+    lengths: Sequence[int] = SPEED.lengths,
+    dtypes: Sequence[str] = SPEED.dtypes,
+) -> Iterator[dict[str, Any]]:
+    shape = SHAPES[SPEED.shape_name]
+    for length in lengths:
+        overlap = measure_overlap(shape, length)
+        for gpu in gpus:
+            for dtype in dtypes:
+                for backward in (False, True):
+                    p = predict(gpu, shape, length, dtype, backward, overlap)
+                    yield dict(
+                        gpu=gpu, length=length, dtype=dtype, backward=backward, seconds=_rounded(p.seconds),
+                        dense_seconds=_rounded(p.dense_seconds),
+                    )  # fmt: skip
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+def main() -> None:
+    lines = ",\n  ".join(json.dumps(entry) for entry in entries())
+    head = f'{{\n "written_by": "python -m proofs.perf_model.write_predictions",\n "shape": "{SPEED.shape_name}",\n'
+    PREDICTIONS.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+    print(f"wrote {PREDICTIONS.name}")
+
+
+if __name__ == "__main__":
+    main()

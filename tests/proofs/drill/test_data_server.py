@@ -1,0 +1,42 @@
+"""Faults of the drill's data server, seen by the client of a run: each is met, and all are over when it recovers."""
+
+import threading
+import time
+
+import pytest
+
+from nsa.data.source.http import HttpClient, ServerUnreachable
+from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
+from proofs.drill.data_server import DataServer, ServerFault
+
+SHORT = RetryPolicy(connect_timeout_s=1, read_timeout_s=1, attempts=3, backoff_s=0.05, deadline_s=4)
+PATIENT = RetryPolicy(connect_timeout_s=1, read_timeout_s=1, attempts=8, backoff_s=0.1, deadline_s=20)
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = DataServer(tmp_path, count=40)
+    yield made
+    made.close()
+
+
+def read(server: DataServer, policy: RetryPolicy) -> bytes:
+    return HttpClient(policy).range(server.url, 100, 200, ReadDeadline(policy))
+
+
+@pytest.mark.parametrize("fault", [fault for fault in ServerFault if fault is not ServerFault.TRUNCATED])
+def test_a_lasting_fault_fails_the_read(server, fault):
+    server.fault = fault
+    with pytest.raises(ServerUnreachable):
+        read(server, SHORT)
+
+
+@pytest.mark.parametrize("fault", ServerFault)
+def test_a_short_fault_is_retried(server, fault):
+    wanted = read(server, SHORT)
+    server.fault = fault
+    threading.Timer(0.4, lambda: setattr(server, "fault", None)).start()
+    began = time.monotonic()
+    assert read(server, PATIENT) == wanted
+    if fault is not ServerFault.TRUNCATED:  # which sends half of the rest at every attempt
+        assert time.monotonic() - began > 0.3

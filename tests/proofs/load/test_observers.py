@@ -1,0 +1,31 @@
+"""The load test of exporter and views, small; and that it notices an exporter that serves old values."""
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="pip install -e '.[ops]'")
+
+from nsa.observe import records
+from nsa.observe.heartbeat import beat_parser
+from proofs.load.observers import measure_exporter, measure_views
+from proofs.load.run_folders import append_steps, write_run_folder
+
+
+def test_written_run_folders_are_read_without_damage(tmp_path):
+    run = write_run_folder(tmp_path / "run", 20, saves=4)
+    append_steps(run, 21, 2)
+    parsed = list(records.read_records(run / "heartbeat_rank0.jsonl", beat_parser()))
+    assert [beat.step for beat, _ in parsed if beat is not None] == list(range(23))
+    assert not any(damaged for _, damaged in parsed)
+
+
+def test_every_scraper_sees_every_run_and_the_newest_step():
+    found = measure_exporter(runs=3, scrapers=4, steps=20, seconds=3.0)
+    assert found["wrong"] == []
+    assert found["scrapes"] > 8
+    assert found["open files before, after"][0] == found["open files before, after"][1]
+
+
+def test_the_views_of_a_run_give_an_answer():
+    rows = measure_views(200)
+    assert [row["exit code"] for row in rows] == [0, 0, 0]
+    assert rows[0]["page MB"] > 0.01

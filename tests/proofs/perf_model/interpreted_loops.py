@@ -1,0 +1,188 @@
+"""Run under TRITON_INTERPRET=1: the real kernels are executed, what their loops do is counted.
+
+One JSON line: for the model as it is, and with each planted mistake, kernel → counted and modelled FLOPs, exponentials,
+bytes, and tiles without masks.
+"""
+
+import json
+from collections import Counter, defaultdict
+from unittest.mock import patch
+
+import torch
+from triton.runtime import interpreter
+
+from nsa.bench.case import BenchCase
+from nsa.bench.shapes import BenchShape
+from nsa.geometry import Geometry
+from nsa.kernels import triton
+from nsa.kernels.interface import BranchInputs
+from nsa.kernels.triton.device import range_backward, range_forward, selected_backward, selected_forward
+from proofs.perf_model import index_kernels, range_kernels, selected_kernels
+from proofs.perf_model.selection_overlap import SelectionOverlap
+from proofs.perf_model.work import LaunchSizes
+
+counted: defaultdict[str, Counter] = defaultdict(Counter)
+branch, kernel = "", ""
+
+
+def wrap(owner, name, note):
+    original = getattr(owner, name)
+
+    def wrapped(self, *args, **kwargs):
+        note(self, *args)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def add(what: str, amount: float) -> None:
+    counted[f"{kernel} {branch}".strip()][what] += int(amount)
+
+
+def enter(self, *args) -> None:
+    global kernel
+    kernel = self.fn.__name__.removesuffix("_kernel")
+
+
+Builder = interpreter.InterpreterBuilder
+wrap(interpreter.GridExecutor, "__call__", enter)
+wrap(
+    Builder, "create_dot", lambda self, a, b, *_: add("flops", 2 * a.data.shape[0] * b.data.shape[0] * b.data.shape[1])
+)
+wrap(Builder, "create_exp2", lambda self, x: add("exponentials", x.data.size))
+wrap(
+    Builder, "create_masked_load",
+    lambda self, ptrs, mask, *_: add("bytes", mask.data.sum() * ptrs.get_element_ty().primitive_bitwidth // 8),
+)  # fmt: skip
+wrap(
+    Builder, "create_masked_store",
+    lambda self, ptrs, value, mask, *_: add("bytes", mask.data.sum() * value.dtype.primitive_bitwidth // 8),
+)  # fmt: skip
+
+
+TILE_STEPS = (
+    (range_forward, "attend_tile"),
+    (range_backward, "dq_tile"),
+    (range_backward, "dkv_tile"),
+    (selected_forward, "window_tile"),
+    (selected_backward, "window_gradients"),
+)
+"""One call per iteration of a loop over tiles; the last argument says if it has masks."""
+
+
+def count_tiles(module, name: str) -> None:
+    step = getattr(module, name)
+
+    def counting(*args):
+        add("inner_trips", not args[-1])
+        return step(*args)
+
+    setattr(module, name, counting)
+
+
+for about in TILE_STEPS:
+    count_tiles(*about)
+
+
+def main() -> None:
+    global branch
+    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=16, n_sel=4, w=90)), 250
+    g, case = shape.geometry, BenchCase(shape, length, torch.float32)
+    pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
+    q, scale, dout = case.q_BSGRK, case.scale, case.dout_BSGRV
+    compressed = (case.k_BCGK, case.v_BCGV)
+    window, chosen = (case.raw.k_win, case.raw.v_win), (case.raw.k_sel, case.raw.v_sel)
+
+    branch = "compressed"
+    x = BranchInputs(branch, q, *compressed, None, pos, zero, g, scale)
+    out, lse, idx = triton.compressed_and_select(x)
+    triton.attend_backward(x, out, lse, dout, None)
+    branch = "sliding"
+    x = BranchInputs(branch, q, *window, None, pos, zero, g, scale)
+    triton.attend_backward(x, *triton.attend_forward(x), dout, None)
+    branch = ""
+    x = BranchInputs("selected", q, *chosen, idx, pos, zero, g, scale)
+    out, lse = triton.attend_forward(x)
+    triton.attend_backward(x, out, lse, dout, None)
+    gates = torch.rand(*q.shape[:4], 3)
+    triton.mix_forward(gates, out, out, out)
+    triton.mix_backward(dout, gates, out, out, out)
+    counted["select"] = counted.pop("select compressed")
+
+    overlap, sizes = SelectionOverlap(shape, length, "random", idx[:, :, 0]), LaunchSizes(shape, length, "fp32")
+    found = {"right": compared(sizes, overlap)}
+    for name, (owner, attribute, wrong) in PLANTED.items():
+        with patch.object(owner, attribute, wrong):
+            found[name] = compared(sizes, overlap)
+    print(json.dumps(found))
+
+
+def compared(sizes: LaunchSizes, overlap: SelectionOverlap) -> dict[str, dict[str, list[float]]]:
+    modelled: defaultdict[str, Counter] = defaultdict(Counter)
+    for module, about in (
+        (range_kernels, (sizes,)),
+        (selected_kernels, (sizes, overlap)),
+        (index_kernels, (sizes, overlap)),
+    ):
+        for work in (*module.forward(*about), *module.backward(*about)):
+            modelled[work.name].update(
+                flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes, inner_trips=work.inner_trips
+            )
+    assert counted.keys() >= modelled.keys(), (sorted(counted), sorted(modelled))
+    return {  # a kernel that is not modelled has no operations and no bytes
+        name: {what: [found[what], modelled[name][what]] for what in ("flops", "exponentials", "bytes", "inner_trips")}
+        for name, found in counted.items()
+    }
+
+
+entries, trips, query_trips, key_trips, select_tile = (
+    SelectionOverlap.entries,
+    SelectionOverlap.trips,
+    range_kernels.query_tile_trips,
+    range_kernels.key_tile_trips,
+    range_kernels.select_tile,
+)
+PLANTED = {
+    "values have no columns": (LaunchSizes, "padded", lambda self: (16, 0)),
+    "half of the slots are forgotten": (SelectionOverlap, "entries", lambda self: entries(self) // 2),
+    "tiles of keys are cut off": (
+        range_kernels,
+        "query_tile_trips",
+        lambda sizes, branch, tiles: (sizes.rows // tiles.m, 0),
+    ),
+    "queries that see a tile are forgotten": (
+        range_kernels,
+        "key_tile_trips",
+        lambda *a: (key_trips(*a)[0] - 1, *key_trips(*a)[1:]),
+    ),
+    "every tile of keys has masks": (range_kernels, "query_tile_trips", lambda *a: (query_trips(*a)[0], 0)),
+    "every tile of queries has masks": (
+        range_kernels,
+        "key_tile_trips",
+        lambda *a: (key_trips(*a)[0], 0, key_trips(*a)[2]),
+    ),
+    "every tile of readers has masks": (
+        SelectionOverlap,
+        "masked_trips",
+        lambda self, piece, m, *_: trips(self, piece, m)[0],
+    ),
+    "no step for what earlier blocks give": (range_kernels, "select_tile", lambda sizes: (select_tile(sizes)[0], 0)),
+    "readers of a block are rows already": (
+        SelectionOverlap,
+        "trips",
+        lambda self, piece, m, n: trips(self, piece, 3 * m, n),
+    ),
+    "outputs are mixed without their gates": (
+        index_kernels,
+        "mix",
+        lambda sizes, backward: index_kernels.moves(
+            "mix_backward" if backward else "mix_forward", backward, 4 * sizes.outputs_bytes()
+        ),
+    ),
+    "a chunk has half its queries": (index_kernels, "chunk_sizes", lambda n_sel, l_sel: dict(CHUNK=16, LOG=6)),
+    "a group's heads are one": (BenchShape, "heads_per_group", 1),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,0 @@
-"""GPU performance model: roofline estimates of the Triton kernels, and of dense attention, on GPUs not present here."""
-
-from tools.perf_model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
-from tools.perf_model.selection_overlap import SelectionOverlap, measure_overlap
-
-__all__ = ["MODELLED", "KernelPrediction", "LayerPrediction", "SelectionOverlap", "measure_overlap", "predict"]
