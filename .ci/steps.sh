@@ -30,7 +30,7 @@ install_environment() { # install_environment gate|nightly: Debian's packages of
   python3 -m venv "$scratch/venv"
   export CI=true PATH="$scratch/venv/bin:$PATH" VIRTUAL_ENV="$scratch/venv" PIP_DISABLE_PIP_VERSION_CHECK=1
   unset PYTHONPATH
-  unset PYTHONDONTWRITEBYTECODE # without byte code a rank takes 22 s of CPU time to start instead of 7
+  unset PYTHONDONTWRITEBYTECODE # without byte code a rank takes 22 s of CPU time to start instead of 4
   step "install"
   .ci/install-apt-packages "$1" &
   # shellcheck disable=SC2034 # both wait for it

@@ -1,6 +1,6 @@
 """Python programs started by fork from a process that has imported torch, the engine and Transformers already.
 
-Importing them takes a new interpreter up to 8 s of CPU time, a fork takes 0.05 s. The programs are processes of their
+Importing them takes a new interpreter up to 6 s of CPU time, a fork takes 0.05 s. The programs are processes of their
 own, with their own arguments, environment, folder, files, signals and exit code. What they import is not as in a new
 interpreter, nor is what is read from the environment while torch is imported: such tests start `sys.executable`.
 
@@ -34,7 +34,7 @@ READY_S = 180.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PRELOADED = (
     "nsa.train.run", "nsa.cli.main", "nsa.infer.load_model", "nsa.hf.modeling", "transformers",
-    "torch.utils.tensorboard", "torch.distributed.checkpoint",
+    "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo",
 )  # fmt: skip
 
 

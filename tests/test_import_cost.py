@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.gate_times import FirstStepCost, first_step_cost
+
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "olmo_core", "datasets", "pyarrow", "transformers", "triton")
 
@@ -43,6 +45,30 @@ def test_the_attention_does_not_load_the_compiler_of_torch():
     code = "import sys, nsa.core.nsa_attention; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+NOT_IN_A_RANK = (
+    "torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "torch.utils.cpp_extension", "triton",
+    "networkx", "setuptools", "cached_path", "google.cloud", "huggingface_hub", "transformers", "datasets", "pyarrow",
+    "pandas", "olmo_core.nn.ddp", "olmo_core.train.train_module.transformer.ddp_train_module",
+)  # fmt: skip
+"""Modules that one rank on a CPU does not use: together they take longer to import than torch."""
+
+
+@pytest.fixture(scope="module")
+def first_step() -> FirstStepCost:
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    return first_step_cost()
+
+
+@pytest.mark.parametrize("module", NOT_IN_A_RANK)
+def test_a_rank_does_not_import_what_it_does_not_use(first_step, module):
+    assert module not in first_step.modules
+
+
+def test_a_rank_takes_little_more_cpu_time_than_torch_alone_until_its_first_step(first_step):
+    """A ratio of two times of one process: a machine that is busy or slow changes it little."""
+    assert first_step.cpu_s < 2.6 * first_step.torch_s
 
 
 PUBLIC = (

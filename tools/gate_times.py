@@ -2,6 +2,7 @@
 
     python -m tools.gate_times                               the table of the last run (artifacts/gate_times.jsonl)
     python -m tools.gate_times FILE --top 40                 another file, longer lists
+    python -m tools.gate_times --first-step                  CPU time of a training process up to its first step
     pytest --times=FILE tests/config                         records of any tests
 
 The file has one JSON object per line: `.ci/steps.sh` appends the steps, and this module, as a plugin of pytest, the
@@ -16,6 +17,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 DEFAULT_FILE = Path("artifacts/gate_times.jsonl")
 IMPORTS = {
     "nsa": "import nsa.cli.main",
@@ -32,6 +35,30 @@ IMPORTS = {
     "torch alone": "import torch",
 }
 """What processes of the tests import before they do anything, by what they are."""
+FIRST_STEP = """
+import json, os, sys, time
+import nsa.cli.main
+from nsa.cli.startup import imports_not_collected
+from nsa.cli.train import import_exported, resolve
+
+class FirstStep:
+    def line(self, text): pass
+    def evaluation(self, result): pass
+    def beat(self, beat, steps):
+        if beat.step == 1:
+            print(json.dumps([time.process_time(), torch_s, sorted(sys.modules)]), flush=True)
+            os._exit(0)
+
+words = ["configs/cpu_quickstart.yaml", "data.dataset=synthetic", "data.prefetch=false", "train.log_every=1",
+         "train.eval_every=0", "train.out_dir=" + sys.argv[1], *sys.argv[2:]]
+config = resolve(words)
+with imports_not_collected():
+    import torch
+    torch_s = time.process_time()
+    from nsa.train.run import train
+train(config, None, FirstStep(), import_exported)
+"""
+"""Trains a rank of configs/cpu_quickstart.yaml, as `nsa train` does, up to its first step."""
 IMPORTED = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)")
 
 
@@ -128,10 +155,42 @@ def totals(records: Iterable[TimeRecord], depth: int | None = None) -> list[tupl
     return sorted(rows, key=lambda row: (row[2], row[3], row[1]), reverse=True)
 
 
-def import_costs(code: str) -> tuple[float, dict[str, float]]:
+class FirstStepCost(NamedTuple):
+    cpu_s: float
+    """User and system time of the process from its start to the end of the first step."""
+    torch_s: float
+    """The part that had passed after `import torch`, which follows the imports of the command line."""
+    modules: frozenset[str]
+    """What is in sys.modules after the step."""
+
+
+def first_step_cost(*settings: str) -> FirstStepCost:
+    """Cost of a new process that trains one step of configs/cpu_quickstart.yaml on synthetic rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", FIRST_STEP, f"{folder}/run", *settings]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    cpu_s, torch_s, modules = json.loads(done.stdout.splitlines()[-1])
+    return FirstStepCost(cpu_s, torch_s, frozenset(modules))
+
+
+def print_first_step(runs: int = 5) -> None:
+    costs = sorted(first_step_cost() for _ in range(runs))
+    least, median = costs[0], costs[runs // 2]
+    print(f"{'CPU s':>7} {'median':>7}  of {runs} processes")
+    print(f"{least.torch_s:>7.2f} {median.torch_s:>7.2f}  import torch")
+    print(f"{least.cpu_s:>7.2f} {median.cpu_s:>7.2f}  first step done")
+    print(f"\n{'wall s':>7}  imported until then, by package (-X importtime, which makes them slower)")
+    with tempfile.TemporaryDirectory() as folder:
+        _, packages = import_costs(FIRST_STEP, f"{folder}/run")
+    for name, seconds in list(packages.items())[:20]:
+        print(f"{seconds:>7.2f}  {name}")
+
+
+def import_costs(code: str, *arguments: str) -> tuple[float, dict[str, float]]:
     """CPU seconds of a new interpreter that runs only `code`, and its seconds per imported package, longest first."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-X", "importtime", "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     sums: dict[str, float] = defaultdict(float)
     for microseconds, package in IMPORTED.findall(done.stderr):
@@ -169,7 +228,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=DEFAULT_FILE)
     parser.add_argument("--top", type=int, default=25, help="rows of the lists of files, tests, fixtures, processes")
+    parser.add_argument("--first-step", action="store_true", help="measure a training process, print no table")
     arguments = parser.parse_args()
+    if arguments.first_step:
+        print_first_step()
+        return
     print_table(read_records(arguments.file), arguments.top)
 
 

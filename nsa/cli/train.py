@@ -10,6 +10,7 @@ from nsa.cli.config import resolve
 from nsa.cli.launch import CLEAR_HALT_HELP, INIT_FROM_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa.cli.outputs import print_line
 from nsa.cli.preflight import ALLOW_HELP
+from nsa.cli.startup import imports_not_collected
 from nsa.errors import ConfigError
 from nsa.names import PROGRESS
 from nsa.terminal_text import printable
@@ -60,8 +61,9 @@ def train(
     words, named = _split_off_checkpoint(words) if resume else (words, None)
     config = resolve(words)
 
-    from nsa.train.distributed import RankInfo
-    from nsa.train.run import train as run
+    with imports_not_collected():
+        from nsa.train.distributed import RankInfo
+        from nsa.train.run import train as run
 
     ranks = RankInfo.from_environment()
     options = StartOptions(

@@ -22,6 +22,7 @@ from nsa.core.block_divergence import DivergenceSums, fake_results, register_gra
 from nsa.core.branches import BranchKeys
 from nsa.core.positions import QuerySample
 from nsa.geometry import Geometry
+from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.portable.chunk import budget
 from nsa.kernels.precision import without_autocast
 
@@ -135,7 +136,7 @@ def _add_chunk(chunk: _RowChunk, row: int, k_cmp: Tensor, k_sel: Tensor, g: Geom
     sums.dk_cmp[row] += torch.einsum("cgrx,cgrk->xgk", dscores_cGRC, chunk.q_cGRK)
 
 
-@torch.library.custom_op("nsa::block_mass_loss", mutates_args=())
+@custom_operator("nsa::block_mass_loss", mutates_args=())
 def _block_mass_loss(
     k_cmp: Tensor, k_sel: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor, weight: Tensor,
     sizes: list[int], scale: float, need_grad: bool,

@@ -18,6 +18,7 @@ from nsa.core.branches import BranchKeys, CompressedOutput
 from nsa.core.compression import mean_of_blocks
 from nsa.core.keys_at_places import keys_at
 from nsa.geometry import CoarseLevel, Geometry
+from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.portable.chunk import budget
 from nsa.kernels.precision import einsum, without_autocast
 from nsa.kernels.reference import overlap
@@ -64,7 +65,7 @@ def coarse_keys(k_BCGK: Tensor, first_BS: Tensor, coarse: CoarseLevel) -> Tensor
     return mean_of_blocks(k_BCGK, begin_BM, m, m)
 
 
-@torch.library.custom_op("nsa::select_among_read", mutates_args=())
+@custom_operator("nsa::select_among_read", mutates_args=())
 def _select_among_read(
     q: Tensor, k: Tensor, chosen: Tensor, pos: Tensor, first: Tensor, sizes: list[int], coarse_sizes: list[int],
     scale: float,

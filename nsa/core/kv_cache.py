@@ -23,6 +23,7 @@ from nsa.core.cache_slots import ExclusiveUse
 from nsa.core.cache_storage import LayerStorage, MakeDecoder
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
 
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -330,7 +331,7 @@ class LayerCache(LayerStorage):
         self._headroom = max(n_new, self.page_table.headroom(before))
 
 
-@torch.library.custom_op("nsa::take_pages", mutates_args=("table", "pools"))
+@custom_operator("nsa::take_pages", mutates_args=("table", "pools"))
 def _take_pages(
     number: int, n_new: int, new_lens: Tensor | None, length: Tensor, table: Tensor, pools: list[Tensor]
 ) -> None:

@@ -27,6 +27,7 @@ from nsa.core.branches import BranchesOutput, BranchKeys
 from nsa.core.keys_at_places import add_rows, keys_at, row_numbers
 from nsa.core.positions import Positions, QuerySample
 from nsa.geometry import Geometry
+from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.interface import constant_when_traced
 from nsa.kernels.portable.chunk import budget
 from nsa.kernels.precision import without_autocast
@@ -180,7 +181,7 @@ class _ReverseModeAttachedLoss(SelectorLossFunction, _AttachedLoss):
     """With refusals of other transforms; torch.compile traces no function that has them."""
 
 
-@torch.library.custom_op("nsa::read_loss_gradient", mutates_args=())
+@custom_operator("nsa::read_loss_gradient", mutates_args=())
 def _read(gradient: Tensor, dx: Tensor) -> Tensor:
     """The present value. dx keeps a compiler from reading it in the forward pass already."""
     return gradient.clone()
@@ -293,7 +294,7 @@ def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: D
     add_rows(sums.dk_cmp.view(-1, sums.dk_cmp.shape[-1]), rows.flatten(), dk_cGNmK.flatten(0, -2))
 
 
-@torch.library.custom_op("nsa::selector_loss", mutates_args=())
+@custom_operator("nsa::selector_loss", mutates_args=())
 def _selector_loss(
     k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
     start: Tensor, first: Tensor, weight: Tensor, sizes: list[int], scale: float, need_grad: bool,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
+from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.interface import BackendKernels, BranchInputs, on_device_of
 from nsa.kernels.precision import require_one_dtype, without_autocast
 from nsa.kernels.reference import Attended
@@ -96,7 +97,7 @@ def _run(backend: str, function: str, on: Tensor, *args: Any) -> Any:
     return on_device_of(on, without_autocast, on, getattr(_KERNELS[backend], function), *args)
 
 
-@torch.library.custom_op("nsa::attend", mutates_args=())
+@custom_operator("nsa::attend", mutates_args=())
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, branch: str, sizes: list[int],
     scale: float, backend: str,
@@ -115,7 +116,7 @@ def _(
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
 
-@torch.library.custom_op("nsa::attend_backward", mutates_args=())
+@custom_operator("nsa::attend_backward", mutates_args=())
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, idx: Tensor | None, pos: Tensor, start: Tensor, out: Tensor,
     lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
@@ -158,7 +159,7 @@ def _defined(dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor)
 _differentiable_attend = with_gradient(_attend, _save, _differentiate, _KernelFunction)
 
 
-@torch.library.custom_op("nsa::select", mutates_args=())
+@custom_operator("nsa::select", mutates_args=())
 def _select(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str) -> Tensor:
     idx: Tensor = _run(backend, "select", q, q, k, pos, first, Geometry.from_ints(sizes), scale)
     return idx
@@ -169,7 +170,7 @@ def _(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale:
     return q.new_empty((*q.shape[:-2], sizes[_N_SEL]), dtype=torch.int32)
 
 
-@torch.library.custom_op("nsa::compressed_and_select", mutates_args=())
+@custom_operator("nsa::compressed_and_select", mutates_args=())
 def _compressed_and_select(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +210,7 @@ _differentiable_compressed_and_select = with_gradient(
 )
 
 
-@torch.library.custom_op("nsa::mix", mutates_args=())
+@custom_operator("nsa::mix", mutates_args=())
 def _mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str) -> Tensor:
     out: Tensor = _run(backend, "mix_forward", gates, gates, compressed, selected, sliding)
     return out
@@ -220,7 +221,7 @@ def _(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, back
     return compressed.new_empty(compressed.shape)
 
 
-@torch.library.custom_op("nsa::mix_backward", mutates_args=())
+@custom_operator("nsa::mix_backward", mutates_args=())
 def _mix_backward(
     dout: Tensor, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

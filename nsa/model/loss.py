@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ConfigError
+from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.transforms import ReverseModeFunction, with_gradient
 
 IGNORE = -100
@@ -130,7 +131,7 @@ def _autocast(x_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
     return x_ND.to(dtype), weight_VD.to(dtype)
 
 
-@torch.library.custom_op("nsa::linear_token_scores", mutates_args=())
+@custom_operator("nsa::linear_token_scores", mutates_args=())
 def _linear_token_scores(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
     require_labels(labels_N, len(weight_VD))
     losses_N, hits_N = _score_buffers(x_ND, labels_N)
@@ -216,7 +217,7 @@ def _chunk_losses(x_nD: Tensor, weight_VD: Tensor, labels_n: Tensor) -> tuple[Te
     return nll_n.masked_fill(labels_n == IGNORE, 0), logits_nV, lse_n1
 
 
-@torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
+@custom_operator("nsa::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, mean: bool, need_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

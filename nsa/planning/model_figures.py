@@ -12,6 +12,7 @@ from nsa.config.schema import RunConfig, settings
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
+from nsa.model.init_skipped import InitSkipped
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.trainable_parameters import ALL_PARAMETERS, trainable_names
 from nsa.model.transformer import NSATransformer
@@ -152,7 +153,7 @@ def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKi
         one_layer = config.model.model_copy(
             update={"n_layers": 1, "attention": (kind,), "rope_layers": config.model.rope_layers[:1]}
         )
-        with torch.device("meta"):
+        with torch.device("meta"), InitSkipped():
             models[kind] = build_model(config.model_copy(update={"model": one_layer}), vocab_size)
     return models
 

@@ -16,8 +16,12 @@ member of the engine is here, and each such use has a test of its own in tests/t
 - `checkpoint_callback`: `CheckpointerCallback`; overrides `_await_last_checkpoint`, `post_train`, uses
   `_save_checkpoint`, `_future`, `_latest_checkpoint_step` and `_latest_checkpoint_path`.
 - `engine_log`: filters on loggers of the engine, by their names.
+- `deferred_imports`: modules that the engine imports at its top and only calls later; replaces the class that
+  `Transformer.init_weights` imports.
+- `optimizer`: AdamW of torch in place of that of `AdamWConfig.optimizer`.
 - this file: sets OLMO_TRITON_CACHE_BASE before the engine is imported.
-- `environment`: process groups, seeds, logging and the default device that the engine sets.
+- `environment`: process groups, seeds, logging and the default device that the engine sets; replaces
+  `patch_torch_stream_custom_ops` in runs that compile nothing.
 - `experiment_tracking`: `WandBCallback`, called outside the trainer.
 
 The callbacks in `nsa.train.callbacks` subclass `Callback` and use its public hooks, `step` and `trainer` only.
@@ -27,14 +31,16 @@ import os
 
 from nsa.files import temporary_cache_folder
 from nsa.train.engine import engine_log  # before the engine: it filters what the engine logs while it is imported
+from nsa.train.engine.deferred_imports import deferred_imports
 
 # The engine makes this folder when it is imported. Its default has one name for all users of a machine, and only the
 # first of them can write there.
 os.environ.setdefault("OLMO_TRITON_CACHE_BASE", str(temporary_cache_folder("engine-triton")))
 
-from olmo_core.aliases import PathOrStr
-from olmo_core.train.callbacks import Callback
-from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
+with deferred_imports():
+    from olmo_core.aliases import PathOrStr
+    from olmo_core.train.callbacks import Callback
+    from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 
 GRAD_NORM_METRIC = "optim/total grad norm"
 """Name under which the engine's train module records the gradient norm."""

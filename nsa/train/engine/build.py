@@ -6,7 +6,7 @@ import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
+from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Duration, LoadStrategy
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
@@ -27,6 +27,7 @@ from nsa.train.engine import Callback
 from nsa.train.engine.bad_step_hook import RollbackTrainer, StepSkippingTrainModule
 from nsa.train.engine.checkpointer import VerifiedCheckpointer
 from nsa.train.engine.data_loader import RowLoader
+from nsa.train.engine.optimizer import EagerAdamWConfig
 from nsa.train.engine.transformer import build_transformer
 
 BETAS = (0.9, 0.95)
@@ -79,7 +80,7 @@ def build_train_module(
         model.apply_compile()
     module = StepSkippingTrainModule(
         model=model,
-        optim=AdamWConfig(
+        optim=EagerAdamWConfig(
             lr=train.lr,
             betas=BETAS,
             weight_decay=train.weight_decay,

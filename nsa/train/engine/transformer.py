@@ -21,8 +21,10 @@ from nsa.core.layer_positions import locate_layers
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
+from nsa.model.init_skipped import InitSkipped
 from nsa.model.loss import IGNORE
 from nsa.model.trainable_parameters import freeze_others
+from nsa.train.engine.deferred_imports import without_expert_blocks
 from nsa.train.engine.lm_head import ChunkedHead
 from nsa.train.engine.mixer import SharedPositions, own_part, transformer_config
 from nsa.train.parallel.context_layout import ContextGroup, context_group, own_layer_positions, own_tokens
@@ -76,7 +78,8 @@ class EngineTransformer(Transformer):
         engines = engine_init.distribute_like
         engine_init.distribute_like = own_part
         try:
-            with warnings.catch_warnings():  # of values that are replaced: every module's `reset_parameters`
+            with without_expert_blocks(), warnings.catch_warnings():
+                # About values that are replaced: those of every module's `reset_parameters`.
                 warnings.filterwarnings("ignore", "DTensor random operators")
                 generator: torch.Generator = super().init_weights(**options)
         finally:
@@ -116,7 +119,8 @@ class SelectiveCheckpoint(CheckpointWrapper):
 def build_transformer(config: RunConfig, vocab_size: int) -> EngineTransformer:
     """The run's model without weights, with checkpointed blocks where the config asks for selective ones. Parameters
     that are not trained are frozen as by the engine's `freeze_params`, which takes patterns of what is frozen."""
-    model = transformer_config(config, vocab_size).build(init_device="meta")
+    with InitSkipped():
+        model = transformer_config(config, vocab_size).build(init_device="meta")
     model.__class__ = EngineTransformer  # the engine's config builds no subclass
     model.lm_head.__class__ = ChunkedHead
     assert isinstance(model, EngineTransformer)

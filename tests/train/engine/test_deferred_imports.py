@@ -1,0 +1,197 @@
+"""What `nsa.train.engine.deferred_imports` relies on in the engine, and that real modules are there on first use."""
+
+import ast
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+import olmo_core
+import torch
+
+from nsa.train.engine.deferred_imports import (
+    DEFERRED_NAMES,
+    EXPERT_BLOCK,
+    EXPERT_BLOCKS,
+    STORAGE_CLIENTS,
+    DeferredModule,
+    deferred_imports,
+    without_expert_blocks,
+)
+
+ENGINE = Path(olmo_core.__file__).parent
+AT_IMPORT = (ast.Module, ast.ClassDef, ast.If, ast.Try, ast.With)
+"""Blocks whose statements run while a module is imported."""
+
+
+def in_a_new_process(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def imported_names(tree: ast.Module, module: str, package: str) -> dict[str, str]:
+    """Local name → name in `module`, of what a file takes from it at its top."""
+    names = {}
+    for node in importing_statements(tree):
+        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        if ".".join([*base, *([node.module] if node.module else [])]) == module:
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+    return names
+
+
+def importing_statements(node: ast.AST) -> Iterator[ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):
+            yield child
+        elif isinstance(child, AT_IMPORT):
+            yield from importing_statements(child)
+
+
+def uses_beside_calls(tree: ast.Module, name: str) -> list[int]:
+    """Lines that use a name in another way than to call it or as an annotation."""
+    allowed: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            allowed.add(node.func)
+        annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        allowed.update(inner for each in annotations if each is not None for inner in ast.walk(each))
+    return [
+        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name and node not in allowed
+    ]
+
+
+def engine_files() -> Iterator[tuple[Path, str]]:
+    """The files that were imported with the adapter, with the package of each."""
+    import nsa.train.run  # noqa: F401
+
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.startswith("olmo_core.") and file and Path(file).is_relative_to(ENGINE):
+            yield Path(file), name if hasattr(module, "__path__") else name.rpartition(".")[0]
+
+
+def test_the_engine_only_calls_what_is_deferred():
+    """A name that is subclassed, compared or passed on must be taken out of DEFERRED_NAMES."""
+    names = {name for each in DEFERRED_NAMES.values() for name in each}
+    wrong = []
+    for file, package in engine_files():
+        if not any(name in (source := file.read_text(encoding="utf-8")) for name in names):
+            continue
+        tree = ast.parse(source)
+        for module, deferred in DEFERRED_NAMES.items():
+            for local, name in imported_names(tree, module, package).items():
+                if name in deferred:
+                    wrong += [f"{file.relative_to(ENGINE)}:{line}: {local}" for line in uses_beside_calls(tree, local)]
+    assert not wrong
+
+
+def test_other_uses_than_calls_are_seen():
+    source = "from x import A, b\nclass C(A):\n    pass\ndef f(a: A) -> A: return b(A())\nisinstance(1, A)\ng = b\n"
+    tree = ast.parse(source)
+    assert imported_names(tree, "x", "p") == {"A": "A", "b": "b"}
+    assert (uses_beside_calls(tree, "A"), uses_beside_calls(tree, "b")) == ([2, 5], [6])
+
+
+@pytest.mark.parametrize(("module", "names"), DEFERRED_NAMES.items())
+def test_deferred_names_exist_in_their_modules(module, names):
+    if module.startswith("olmo_core.kernels"):
+        pytest.importorskip("triton")
+    assert all(callable(getattr(importlib.import_module(module), name)) for name in names)
+
+
+def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_used():
+    program = (
+        "import sys, nsa.train.engine as e\n"
+        "from olmo_core import io\n"
+        "io.add_cached_path_clients(); assert 'cached_path' not in sys.modules\n"
+        "print(io.cached_path(__import__('os').sep))\n"
+        f"import {STORAGE_CLIENTS} as schemes\n"
+        "client = schemes._SCHEME_TO_CLIENT['weka']\n"
+        "assert issubclass(client, (io._WekaClient)) and issubclass(client, schemes.SchemeClient)\n"
+        "assert client.recoverable_errors == schemes.S3Client.recoverable_errors\n"
+        "assert not client.__abstractmethods__\n"
+    )
+    assert in_a_new_process(program) == "/"
+
+
+def test_the_compiler_is_imported_by_the_first_call_of_a_function_that_is_hidden_from_it():
+    program = (
+        "import sys, torch, nsa.train.engine\n"
+        "from olmo_core.nn.moe.mlp import MoEMLP\n"
+        "from olmo_core.nn.functional import cross_entropy_loss\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "import torch._dynamo\n"
+        "assert torch._dynamo is sys.modules['torch._dynamo'] and torch._dynamo.config.cache_size_limit\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(1)).item() == 1\n"
+    )
+    in_a_new_process(program)
+
+
+def test_a_submodule_of_a_deferred_module_is_the_real_one(tmp_path, monkeypatch):
+    (tmp_path / "package_x").mkdir()
+    (tmp_path / "package_x" / "__init__.py").write_text("answer = 42\n")
+    (tmp_path / "package_x" / "part.py").write_text("runs = []\nruns.append(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(DEFERRED_NAMES, "package_x", ("function",))
+    with deferred_imports():
+        stand_in = importlib.import_module("package_x")
+        assert isinstance(stand_in, DeferredModule)
+        assert stand_in.answer == 42
+    with deferred_imports():
+        part = importlib.import_module("package_x.part")
+    assert sys.modules["package_x"].part is part
+    assert (part.runs, part.__spec__.name) == ([1], "package_x.part")
+    monkeypatch.delitem(sys.modules, "package_x")
+    monkeypatch.delitem(sys.modules, "package_x.part")
+    with deferred_imports():
+        part = importlib.import_module("package_x.part")
+        assert sys.modules["package_x"].answer == 42
+    assert (part.runs, part.__spec__.loader is not None) == ([1], True)
+    for name in ("package_x", "package_x.part"):
+        del sys.modules[name]
+
+
+def test_nothing_of_it_is_left_after_the_engine_is_imported():
+    with deferred_imports():
+        pass
+    assert not any(isinstance(module, DeferredModule) for module in sys.modules.values())
+
+
+def test_blocks_of_experts_are_real_once_their_module_is_imported():
+    program = (
+        "import sys, nsa.train.run\n"
+        "from nsa.train.engine.deferred_imports import without_expert_blocks\n"
+        "with without_expert_blocks():\n"
+        f"    from {EXPERT_BLOCKS} import {EXPERT_BLOCK} as stand_in\n"
+        f"assert {EXPERT_BLOCKS!r} not in sys.modules\n"
+        f"from {EXPERT_BLOCKS} import {EXPERT_BLOCK} as real\n"
+        "assert real.__module__ and real is not stand_in\n"
+        "with without_expert_blocks():\n"
+        f"    from {EXPERT_BLOCKS} import {EXPERT_BLOCK} as again\n"
+        "assert again is real\n"
+    )
+    in_a_new_process(program)
+
+
+def test_the_initialisation_of_weights_only_asks_for_that_class():
+    from olmo_core.nn.transformer import Transformer
+
+    path = importlib.util.find_spec(Transformer.__module__).origin
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    (method,) = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "init_weights"
+        and any(isinstance(inner, ast.ImportFrom) for inner in ast.walk(node))
+    ]  # fmt: skip
+    imports = [node for node in ast.walk(method) if isinstance(node, ast.ImportFrom)]
+    assert [alias.name for node in imports for alias in node.names] == [EXPERT_BLOCK]
+    uses = [node for node in ast.walk(method) if isinstance(node, ast.Name) and node.id == EXPERT_BLOCK]
+    calls = [node for node in ast.walk(method) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"]
+    assert all(any(use in call.args for call in calls) for use in uses)
+    with without_expert_blocks():
+        assert not isinstance(torch.nn.Linear(1, 1), getattr(importlib.import_module(EXPERT_BLOCKS), EXPERT_BLOCK))
