@@ -1,4 +1,4 @@
-"""The site's search box leads newcomers to the page that answers, and the answer is there (docs/FINDING_CODE.md)."""
+"""The site's search box leads newcomers to the page that answers, and the answer is there (docs/FINDING_PAGES.md)."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_words_that_are_nowhere_find_nothing(site: Path):
 
 
 def test_the_page_of_questions_is_not_a_result(site: Path):
-    assert "FINDING_CODE" not in find_pages(read_index(site), "can a newcomer find it")
+    assert "FINDING_PAGES" not in find_pages(read_index(site), "can a newcomer find it")
 
 
 def test_the_order_is_that_of_the_sites_own_script(site: Path):

@@ -5,11 +5,12 @@ import pytest
 from proofs import mutation_drill
 from tests.mutations import Mutation, MutationTable
 
-VALUES = ("tests/test_errors.py::test_the_values_never_change",)
+VALUES = ("test_errors.py::test_the_values_never_change",)
+CODES = "exit codes keep their values"
 BUGS = [
-    Mutation("errors: another value", "nsa/errors.py", "PREEMPTED = 10,", "PREEMPTED = 99,", VALUES),
-    Mutation("errors: another text", "nsa/errors.py", 'DONE = 0, "finished"', 'DONE = 0, "ended"', VALUES),
-    Mutation("errors: text that is not there", "nsa/errors.py", "no such text", "", VALUES),
+    Mutation("errors: another value", CODES, "ExitCode", "PREEMPTED = 10, $$text", "PREEMPTED = 99, $$text", VALUES),
+    Mutation("errors: another text", CODES, "ExitCode", 'DONE = $$n, "finished"', 'DONE = $$n, "ended"', VALUES),
+    Mutation("errors: a code that is not there", CODES, "ExitCode", "GONE = $$n, $$text", "pass", VALUES),
 ]
 
 
@@ -34,13 +35,27 @@ def test_a_line_for_each_and_the_survivors_at_the_end(monkeypatch, capsys):
     assert all("min left" in line for line in lines)
     assert [line.split(" (")[0] for line in summary.splitlines()[1:]] == [
         "SURVIVED: errors: another text",
-        "INVALID: errors: text that is not there",
+        "INVALID: errors: a code that is not there",
     ]
     assert (mutation_drill.ROOT / "nsa/errors.py").read_bytes() == source
 
 
 def test_exit_code_0_if_all_are_caught(monkeypatch):
     assert drill(monkeypatch, "errors", "-k", "another value") == 0
+
+
+def test_check_lists_stale_rows_and_show_the_lines(monkeypatch, capsys):
+    assert drill(monkeypatch, "--check") == 1
+    stale, count = capsys.readouterr().out.splitlines()
+    assert stale == "INVALID: errors: a code that is not there: `find` matches 0 places in ExitCode, not one"
+    assert count == "2 of 3 can be planted"
+    mutation_drill.show(BUGS[:1])
+    assert '+    PREEMPTED = 99, "stopped' in capsys.readouterr().out
+
+
+def test_rows_of_a_file_with_those_that_fit_nowhere(monkeypatch):
+    assert mutation_drill.chosen([], "", ["nsa/errors.py"]) == BUGS
+    assert mutation_drill.chosen([], "", ["nsa/geometry.py"]) == BUGS[2:]
 
 
 @pytest.mark.parametrize("args", [["no_such_table"], ["-k", "no such name"]])

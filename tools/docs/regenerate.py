@@ -21,7 +21,7 @@ from tools.docs import (
     plan_pages,
     reference_pages,
     runbook_table,
-    search_test,
+    site_search,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/RUNBOOK.md": _runbook,
     "docs/attention_map.svg": draw_attention_map.text,
     "docs/layers.svg": draw_layers.text,
-    "docs/FINDING_CODE.md": search_test.text,
+    "docs/FINDING_PAGES.md": site_search.text,
     **reference_pages.PAGES,
     **draw_concepts.PICTURES,
     **plan_pages.PAGES,

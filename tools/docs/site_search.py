@@ -117,15 +117,28 @@ def _pages_with_all(index: dict[str, Any], words: set[str]) -> dict[int, int]:
     return {page: max(by_word.values()) for page, by_word in scores.items() if len(by_word) in (len(words), long_words)}
 
 
-def table() -> list[str]:
-    """Lines of docs/FINDING_CODE.md."""
+def text() -> str:
+    """docs/FINDING_PAGES.md."""
     docs = Path(__file__).parents[2] / "docs"
-    lines = ["| a newcomer types | page | line that answers |", "|---|---|---|"]
+    lines = [
+        "---",
+        "nosearch: true",
+        "---",
+        "",
+        "# Can a newcomer find it?",
+        "",
+        "Ten questions that a newcomer types into the search box of the documentation. A test builds the site and",
+        "requires that the page is among the first three results and that the line is there. Written by",
+        "`python -m tools.docs.regenerate`.",
+        "",
+        "| a newcomer types | page | line that answers |",
+        "|---|---|---|",
+    ]
     for question in NEWCOMER_QUESTIONS:
         number = line_of_answer(docs, question)
         answer = question.answer.replace("](", "] (")  # part of a link is no link
         lines.append(f"| {question.question} | [{question.page}]({question.page}.md) | {number}: {answer} |")
-    return lines
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

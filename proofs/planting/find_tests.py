@@ -1,0 +1,35 @@
+"""Finds test files of a checkout by name, wherever below a folder `tests` they are."""
+
+import re
+from pathlib import Path
+
+from proofs.planting import PlantingError
+
+
+class TestFiles:
+    __test__ = False  # no test of pytest's
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files = [
+            path.relative_to(root)
+            for folder in sorted(root.glob("**/tests/"))
+            for path in sorted(folder.rglob("test_*.py"))
+            if "tests" not in folder.relative_to(root).parts[:-1]
+        ]
+
+    def arguments(self, words: tuple[str, ...]) -> list[str]:
+        """Arguments of pytest with the paths of the files that they name."""
+        return [self._path(word) if ".py" in word else word for word in words]
+
+    def _path(self, word: str) -> str:
+        name, _, test = word.partition("::")
+        parts = Path(name).parts
+        paths = [path for path in self._files if path.parts[-len(parts) :] == parts]
+        if len(paths) != 1:
+            rest = f": {', '.join(map(str, paths))}. Put the name of its folder before it" if paths else ""
+            raise PlantingError(f"{len(paths)} test files are named {name}{rest}")
+        function = test.partition("[")[0]
+        if function and not re.search(rf"^def {function}\(", (self._root / paths[0]).read_text("utf-8"), re.MULTILINE):
+            raise PlantingError(f"{paths[0]} has no {function}")
+        return f"{paths[0]}::{test}" if test else str(paths[0])
