@@ -66,11 +66,6 @@ def test_a_rank_does_not_import_what_it_does_not_use(first_step, module):
     assert module not in first_step.modules
 
 
-def test_a_rank_takes_little_more_cpu_time_than_torch_alone_until_its_first_step(first_step):
-    """A ratio of two times of one process: a machine that is busy or slow changes it little."""
-    assert first_step.cpu_s < 2.6 * first_step.torch_s
-
-
 PUBLIC = (
     "NSAAttention", "nsa_attention", "compressed_attention", "select_blocks", "selected_attention",
     "sliding_attention", "compress_blocks", "NSATransformer", "NSACache", "Geometry",
