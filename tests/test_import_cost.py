@@ -46,7 +46,7 @@ def test_the_attention_does_not_load_the_compiler_of_torch():
 
 
 PUBLIC = (
-    "NSAAttention", "nsa_attention", "compressed_attention", "select_blocks", "selected_attention",
+    "NSAAttention", "AttentionConfig", "nsa_attention", "compressed_attention", "select_blocks", "selected_attention",
     "sliding_attention", "compress_blocks", "NSATransformer", "NSACache", "Geometry",
 )  # fmt: skip
 

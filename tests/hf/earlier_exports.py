@@ -1,10 +1,10 @@
-"""Folders exported, and a checkpoint trained, by version 0.9 as of 2026-11-18 (commit 7db3787), with their logits.
+"""Folders exported, and a checkpoint trained, by the code of 2026-11-18 (commit 7db3787), with their logits.
 
 `fixtures/earlier_exports.json` holds the config.json, the parameters' shapes and the settings of each case; weights are
-drawn from the name of each parameter (`drawn_weights`). `fixtures/earlier_logits.safetensors` holds every third logit in
-fp32, every fifth of the two below.
-`fixtures/earlier_export` is one folder as `nsa export hf` wrote it, `fixtures/earlier_run.tar.xz` the checkpoint of step
-2 of a training run of 4 steps, whose losses and settings are in `earlier_exports.json` too.
+drawn from the name of each parameter (`drawn_weights`). `fixtures/earlier_logits.safetensors` holds every third logit
+in fp32, every fifth of the two below.
+`fixtures/earlier_export` is one folder as `nsa export hf` wrote it, `fixtures/earlier_run.tar.xz` the checkpoint of
+step 2 of a training run of 4 steps, whose losses and settings are in `earlier_exports.json` too.
 """
 
 import json
