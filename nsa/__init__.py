@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nsa.core.attention_config import AttentionConfig
     from nsa.core.functional import (
         compress_blocks,
         compressed_attention,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
+    "AttentionConfig": "nsa.core.attention_config",
     "Geometry": "nsa.geometry",
     "NSAAttention": "nsa.core.nsa_attention",
     "NSACache": "nsa.core.kv_cache",
@@ -36,6 +38,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AttentionConfig",
     "Geometry",
     "NSAAttention",
     "NSACache",

@@ -7,79 +7,73 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd, lcm
+from typing import Any
 
 from nsa.errors import BrokenRule, require_rules
+from nsa.option_fields import ARGUMENT_NAMES, OptionNames, broken_limits, option
 
-N_COARSE = 16
-"""Default of `nsa.n_coarse`."""
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
 _FFN_MULTIPLE = 64
 _LARGEST_WINDOW = 2**31 - 1
 _LARGEST_BLOCK = 2**16
 _MOST_BLOCKS = 2**16
-
-
-def broken_rules(l: int, d: int, l_sel: int, n_sel: int, w: int) -> Iterator[BrokenRule]:
-    """Every validation rule that these sizes break."""
-    for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
-        if value < 1:
-            yield BrokenRule(
-                (f"nsa.{name}",),
-                f"nsa.{name} ({value}) must be at least 1: it counts tokens. Set e.g. nsa.{name}=32.",
-            )
-    for name, value in (("l", l), ("d", d), ("l_sel", l_sel)):
-        if value > _LARGEST_BLOCK:
-            yield BrokenRule(
-                (f"nsa.{name}",),
-                f"nsa.{name} ({value}) must be at most {_LARGEST_BLOCK}: kernels and caches hold whole blocks. Set "
-                f"e.g. nsa.{name}=32.",
-            )
-    if w > _LARGEST_WINDOW:
-        yield BrokenRule(
-            ("nsa.w",),
-            f"nsa.w ({w}) must be at most {_LARGEST_WINDOW}: positions are 32-bit numbers. Set e.g. nsa.w=512.",
-        )
-    if d >= 1 and l >= 1 and l % d:
-        yield BrokenRule(
-            ("nsa.d", "nsa.l"),
-            f"nsa.d ({d}) must divide nsa.l ({l}): block scores map to selection blocks in whole strides. "
-            f"Set e.g. nsa.d={gcd(d, l)}.",
-        )
-    if d >= 1 and l_sel >= 1 and l_sel % d:
-        yield BrokenRule(
-            ("nsa.d", "nsa.l_sel"),
-            f"nsa.d ({d}) must divide nsa.l_sel ({l_sel}): selection blocks begin where compression blocks do. "
-            f"Set e.g. nsa.l_sel={-(-l_sel // d) * d}.",
-        )
-    if n_sel < FORCED_BLOCKS:
-        yield BrokenRule(
-            ("nsa.n_sel",),
-            f"nsa.n_sel ({n_sel}) must be at least {FORCED_BLOCKS}: the first block and two local blocks are always "
-            f"among the selected ones. Set e.g. nsa.n_sel=16.",
-        )
-    elif n_sel > _MOST_BLOCKS:
-        yield BrokenRule(
-            ("nsa.n_sel",),
-            f"nsa.n_sel ({n_sel}) must be at most {_MOST_BLOCKS}: every query stores the numbers of its blocks. Set "
-            f"e.g. nsa.n_sel=16.",
-        )
+_TOKENS: dict[str, Any] = dict(unit="tokens", at_least=1, because="it counts tokens")
 
 
 @dataclass(frozen=True)
 class Geometry:
     """Compressed blocks of `l` tokens every `d`; `n_sel` selected blocks of `l_sel` tokens; a window of `w` tokens.
 
-    The defaults are the paper's, and the only place where they are written.
+    The defaults are the paper's.
     """
 
-    l: int = 32
-    d: int = 16
-    l_sel: int = 64
-    n_sel: int = 16
-    w: int = 512
+    l: int = option(32, "Length of a compression block.", **_TOKENS)
+    d: int = option(16, "Stride between compression blocks; divides l and l_sel.", **_TOKENS)
+    l_sel: int = option(64, "Length of a selection block.", **_TOKENS)
+    n_sel: int = option(
+        16, "Selected blocks per query, including the first block and two local ones.", unit="blocks", at_least=1
+    )
+    w: int = option(512, "Length of the sliding window, including the query's own token.", **_TOKENS)
 
     def __post_init__(self) -> None:
-        require_rules(broken_rules(**vars(self)))
+        require_rules(self.broken_rules())
+
+    def broken_rules(self, names: OptionNames = ARGUMENT_NAMES) -> Iterator[BrokenRule]:
+        """Every rule that these sizes break."""
+        if limits := list(broken_limits(self, names)):
+            yield from limits
+            return
+        for size in ("l", "d", "l_sel"):
+            if (value := getattr(self, size)) > _LARGEST_BLOCK:
+                yield BrokenRule(
+                    (names[size],),
+                    f"{names[size]} ({value}) must be at most {_LARGEST_BLOCK}: kernels and caches hold whole blocks. "
+                    f"Set e.g. {names[size]}=32.",
+                )
+        if self.w > _LARGEST_WINDOW:
+            yield BrokenRule(
+                (names.w,),
+                f"{names.w} ({self.w}) must be at most {_LARGEST_WINDOW}: positions are 32-bit numbers. Set e.g. "
+                f"{names.w}=512.",
+            )
+        if self.l % self.d:
+            yield BrokenRule(
+                (names.d, names.l),
+                f"{names.d} ({self.d}) must divide {names.l} ({self.l}): block scores map to selection blocks in whole "
+                f"strides. Set e.g. {names.d}={gcd(self.d, self.l)}.",
+            )
+        if self.l_sel % self.d:
+            yield BrokenRule(
+                (names.d, names.l_sel),
+                f"{names.d} ({self.d}) must divide {names.l_sel} ({self.l_sel}): selection blocks begin where "
+                f"compression blocks do. Set e.g. {names.l_sel}={-(-self.l_sel // self.d) * self.d}.",
+            )
+        if not FORCED_BLOCKS <= self.n_sel <= _MOST_BLOCKS:
+            limit = f"at least {FORCED_BLOCKS}: the first block and two local blocks are always among the selected ones"
+            if self.n_sel > _MOST_BLOCKS:
+                limit = f"at most {_MOST_BLOCKS}: every query stores the numbers of its blocks"
+            fix = f"Set e.g. {names.n_sel}=16."
+            yield BrokenRule((names.n_sel,), f"{names.n_sel} ({self.n_sel}) must be {limit}. {fix}")
 
     @property
     def ints(self) -> list[int]:
@@ -124,44 +118,59 @@ class Geometry:
         }
 
     def total_merged_reads(self, n_tokens: int) -> dict[str, int]:
-        """The same of a layer of kind `merged`, whose blocks are chosen among the tokens before the window."""
+        """Sum the keys that queries of a `merged` layer read: blocks are chosen among the tokens before the window."""
         return {**self.total_reads(max(0, n_tokens - self.w)), "sliding": self.total_reads(n_tokens)["sliding"]}
 
 
-def broken_coarse_rules(entries: int, n_blocks: int, l: int, d: int, l_sel: int, n_sel: int) -> Iterator[BrokenRule]:
-    """Rules of `nsa.coarse_block` (0: no second level) and `nsa.n_coarse`."""
-    if entries < 0:
-        yield BrokenRule(
-            ("nsa.coarse_block",), f"nsa.coarse_block ({entries}) must be at least 0: it counts entries. Set e.g. 64."
-        )
-    elif entries > _LARGEST_BLOCK:
-        yield BrokenRule(
-            ("nsa.coarse_block",),
-            f"nsa.coarse_block ({entries}) must be at most {_LARGEST_BLOCK}: kernels hold whole blocks. Set e.g. 64.",
-        )
-    if n_blocks < FORCED_BLOCKS:
-        yield BrokenRule(
-            ("nsa.n_coarse",),
-            f"nsa.n_coarse ({n_blocks}) must be at least {FORCED_BLOCKS}: the first coarse block and two local ones "
-            f"are always read. Set e.g. nsa.n_coarse={N_COARSE}.",
-        )
-    if entries < 1 or d < 1 or l_sel < 1:
-        return
-    unit = lcm(l_sel, d) // d
-    if entries % unit or entries * d < l:
-        yield BrokenRule(
-            ("nsa.coarse_block", "nsa.d", "nsa.l_sel", "nsa.l"),
-            f"nsa.coarse_block ({entries}) times nsa.d ({d}) must be a multiple of nsa.l_sel ({l_sel}) and at least "
-            f"nsa.l ({l}): coarse blocks consist of whole selection blocks. Set e.g. "
-            f"nsa.coarse_block={-(-max(entries, -(-l // d)) // unit) * unit}.",
-        )
-    elif n_blocks * entries * d < n_sel * l_sel:
-        yield BrokenRule(
-            ("nsa.n_coarse", "nsa.coarse_block", "nsa.n_sel"),
-            f"nsa.n_coarse ({n_blocks}) coarse blocks of nsa.coarse_block ({entries}) entries hold "
-            f"{n_blocks * entries * d // l_sel} selection blocks, and nsa.n_sel ({n_sel}) of them are selected. Set "
-            f"e.g. nsa.n_coarse={-(-n_sel * l_sel // (entries * d))}.",
-        )
+@dataclass(frozen=True, kw_only=True)
+class CoarseConfig:
+    """The second level of the compressed branch, for very long rows."""
+
+    coarse_block: int = option(
+        0,
+        "Second level of the compressed branch, for 256k tokens and more: compressed entries per coarse block. A query "
+        "scores coarse blocks and reads the entries of the best n_coarse instead of all.", unit="entries, 0 = off",
+        at_least=0, because="it counts entries",
+    )  # fmt: skip
+    n_coarse: int = option(
+        16, "Coarse blocks that a query reads, including the first and two local ones.", unit="blocks", at_least=1
+    )
+
+    @property
+    def level(self) -> "CoarseLevel | None":
+        return CoarseLevel(self.coarse_block, self.n_coarse) if self.coarse_block else None
+
+    def broken_rules(self, g: Geometry, names: OptionNames = ARGUMENT_NAMES) -> Iterator[BrokenRule]:
+        entries, n_blocks = self.coarse_block, self.n_coarse
+        if entries > _LARGEST_BLOCK:
+            yield BrokenRule(
+                (names.coarse_block,),
+                f"{names.coarse_block} ({entries}) must be at most {_LARGEST_BLOCK}: kernels hold whole blocks. Set "
+                f"e.g. {names.coarse_block}=64.",
+            )
+        if n_blocks < FORCED_BLOCKS:
+            yield BrokenRule(
+                (names.n_coarse,),
+                f"{names.n_coarse} ({n_blocks}) must be at least {FORCED_BLOCKS}: the first coarse block and two local "
+                f"ones are always read. Set e.g. {names.n_coarse}={CoarseConfig.n_coarse}.",
+            )
+        if not entries:
+            return
+        unit = lcm(g.l_sel, g.d) // g.d
+        if entries % unit or entries * g.d < g.l:
+            yield BrokenRule(
+                (names.coarse_block, names.d, names.l_sel, names.l),
+                f"{names.coarse_block} ({entries}) times {names.d} ({g.d}) must be a multiple of {names.l_sel} "
+                f"({g.l_sel}) and at least {names.l} ({g.l}): coarse blocks consist of whole selection blocks. Set "
+                f"e.g. {names.coarse_block}={-(-max(entries, -(-g.l // g.d)) // unit) * unit}.",
+            )
+        elif n_blocks * entries * g.d < g.n_sel * g.l_sel:
+            yield BrokenRule(
+                (names.n_coarse, names.coarse_block, names.n_sel),
+                f"{names.n_coarse} ({n_blocks}) coarse blocks of {names.coarse_block} ({entries}) entries hold "
+                f"{n_blocks * entries * g.d // g.l_sel} selection blocks, and {names.n_sel} ({g.n_sel}) of them are "
+                f"selected. Set e.g. {names.n_coarse}={-(-g.n_sel * g.l_sel // (entries * g.d))}.",
+            )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,13 @@
 """Settings of the attention beyond its sizes, as sections of a config: one at a time, and all together."""
 
+from nsa.core.attention_config import CHOICES
+from nsa.core.pooling import phis
+
+PHIS, GATES, GATES_PER, KV_PROJECTIONS = (CHOICES[name] for name in ("phi", "gate", "gate_per", "kv"))
+SELECTOR_BLOCKS = CHOICES["selector_blocks"]
+PHIS_WITH_POS_EMB = phis(lambda operator: operator.takes_pos_emb)
+PHIS_OF_UNROTATED_KEYS = phis(lambda operator: operator.needs_unrotated_keys)
+
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )

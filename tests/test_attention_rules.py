@@ -1,14 +1,14 @@
-"""A mistake gets one message, whether it is made in a config or in the arguments of `NSAAttention`."""
+"""A mistake gets one message, in a config and in the arguments of `NSAAttention`, in the names of either."""
 
+import re
 from collections import Counter
 
 import pytest
 
-from nsa.attention_rules import kind_counts, layer_kinds
 from nsa.config import load
+from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa.model.build import attention_arguments
 from tests.attention_options import LLAMA3, YARN
 
 MISTAKES: dict[str, dict[str, dict]] = {
@@ -30,7 +30,7 @@ MISTAKES: dict[str, dict[str, dict]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_settings_and_arguments_are_refused_with_the_same_words(name, tmp_path):
+def test_settings_and_arguments_are_refused_with_the_same_words_each_in_its_own_names(name, tmp_path):
     sections = MISTAKES[name]
     words = [f"{section}.{key}={value}" for section, values in sections.items() for key, value in values.items()
              if key != "rope_scaling"]  # fmt: skip
@@ -38,27 +38,28 @@ def test_settings_and_arguments_are_refused_with_the_same_words(name, tmp_path):
     words += [f"model.rope_scaling.{key}={value}" for key, value in scaling.items()]
     file = tmp_path / "run.yaml"
     file.write_text("train:\n")
-    arguments = attention_arguments(load(file))
+    arguments = load(file).attention.options()
     for values in sections.values():
         arguments |= values
     with pytest.raises(ConfigError) as in_config:
         load(file, overrides=words)
     with pytest.raises(ConfigError) as in_code:
-        NSAAttention(64, **arguments)
+        NSAAttention(**arguments)
     of_config = [line.partition(": ")[2] for line in str(in_config.value).splitlines()[1:]]
-    assert of_config == str(in_code.value).splitlines()
+    own_names = [re.sub(r"\b(model|nsa)\.", "", line) for line in of_config]
+    assert own_names == str(in_code.value).splitlines() != of_config
 
 
 def test_sizes_below_one_are_refused_before_anything_is_divided_by_them():
     with pytest.raises(ConfigError) as refused:
         NSAAttention(64, n_heads=4, n_kv_groups=0, d_k=-2, d_v=8)
-    assert [line.split()[0] for line in str(refused.value).splitlines()] == ["model.n_kv_groups", "model.d_k"]
+    assert [line.split()[0] for line in str(refused.value).splitlines()] == ["n_kv_groups", "d_k"]
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 5, 12])
 @pytest.mark.parametrize("pattern", [("nsa",), ("dense", "nsa"), ("window", "global", "window")])
 def test_layers_are_counted_as_they_are_listed(pattern, n_layers):
-    assert kind_counts(pattern, n_layers) == Counter(layer_kinds(pattern, n_layers))
+    assert kind_counts(pattern, n_layers) == Counter(repeated(pattern, n_layers))
 
 
 def test_any_number_of_layers_is_counted():

@@ -21,7 +21,8 @@ LAYERS = (
     ("train", "bench", "hf", "vllm"),
     ("planning",),
     ("model", "observe", "checkpoint"),
-    ("core", "data", "config"),
+    ("data", "config"),
+    ("core",),
     ("kernels",),
     ("storage",),
     (
@@ -29,12 +30,12 @@ LAYERS = (
         "names",
         "gpus",
         "geometry",
-        "attention_rules",
         "terminal_text",
         "token_counts",
         "kernel_variables",
         "shipped",
     ),
+    ("option_fields",),
     ("errors", "options", "__init__"),
 )
 # Packages of one row do not import each other, with these exceptions.

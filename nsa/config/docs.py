@@ -9,7 +9,7 @@ from nsa.config.describe import kind, may_change_on_resume, plain, unit
 from nsa.config.schema import RETIRED_KEYS, RunConfig, sections, settings
 
 REFRESH = "nsa config docs"
-_NOTE = f"<!-- Written by `{REFRESH}`. Edit nsa/config/*_sections.py or nsa/config/env.py instead. -->"
+_NOTE = f"<!-- Written by `{REFRESH}`. Edit attention_config.py, nsa/config/*_sections.py or env.py instead. -->"
 
 
 def pages() -> dict[str, str]:

@@ -1,24 +1,14 @@
 """Rules between the settings of a section, as pure functions of values; the loader adds where each value came from."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from pydantic_core import PydanticCustomError
 
-from nsa.attention_rules import (
-    broken_head_rules,
-    broken_merged_rules,
-    broken_pattern_rules,
-    broken_phi_rules,
-    broken_qk_norm_rules,
-    broken_rope_compressed_rules,
-    broken_rope_layer_rules,
-    broken_rope_scaling_rules,
-    broken_rotary_rules,
-    broken_selector_loss_rules,
-)
+from nsa.core.attention_config import OPTIONS, SETTING_NAMES, AttentionConfig
+from nsa.core.layer_pattern import broken_merged_rules, broken_pattern_rules
 from nsa.errors import BrokenRule, ConfigError
-from nsa.geometry import broken_coarse_rules, broken_rules
+from nsa.option_fields import OptionNames, from_options
 from nsa.storage import StorageAddress
 
 T = TypeVar("T")
@@ -34,50 +24,46 @@ def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
     return section
 
 
-def check_model(
-    n_heads: int,
-    n_kv_groups: int,
-    d_k: int,
-    rope_scaling: Mapping[str, Any],
-    rope_scale: float,
-    rotary_dim: int | None,
-    rope_angles: str,
-    attention: Sequence[str],
-    rope_layers: Sequence[str],
-    n_layers: int,
-) -> Iterator[BrokenRule]:
-    yield from broken_head_rules(n_heads, n_kv_groups, d_k)
-    yield from broken_rope_scaling_rules(rope_scaling, rope_scale)
-    yield from broken_rotary_rules(rotary_dim, d_k, rope_angles)
-    yield from broken_pattern_rules(attention, n_layers)
-    yield from broken_rope_layer_rules(rope_layers, n_layers)
+NAMES = OptionNames(
+    {
+        **SETTING_NAMES,
+        **{name: f"model.{name}" for name in ("rope_layers", "window", "n_layers")},
+        "layers": "model.attention",
+    }
+)
+"""How messages about the attention and the layers spell its options: as settings."""
 
 
-def check_run(
-    qk_norm: bool, qk_norm_per: str, kv: str, attention: Sequence[str], phi: str, selector_loss: float
+def attention_of(*sections: Any) -> AttentionConfig:
+    """The attention that these sections (`model`, `nsa`) describe, with the defaults of a missing one. Not checked."""
+    values = {each.name: each.usual for each in OPTIONS if not each.per_layer}
+    for section in sections:
+        for each in OPTIONS:
+            key = each.setting.rpartition(".")[2]
+            if each.setting.startswith(f"{section.NAME}.") and not each.per_layer:
+                values[each.name] = getattr(section, key)
+    if values["rope_scaling"] is not None:
+        values["rope_scaling"] = values["rope_scaling"].given
+    return from_options(AttentionConfig, values)
+
+
+def check_section(section: Any) -> Iterator[BrokenRule]:
+    """Rules of the attention between settings of one section."""
+    for rule in attention_of(section).broken_rules(NAMES):
+        if all(key.startswith(f"{section.NAME}.") for key in rule.keys):
+            yield rule
+
+
+def check_layers(
+    attention: Sequence[str], rope_layers: Sequence[str], window: int | None, n_layers: int
 ) -> Iterator[BrokenRule]:
+    return broken_pattern_rules(attention, rope_layers, window, n_layers, NAMES)
+
+
+def check_run(attention: AttentionConfig, layers: Sequence[str]) -> Iterator[BrokenRule]:
     """Rules between settings of `model` and `nsa`."""
-    yield from broken_qk_norm_rules(qk_norm, qk_norm_per, kv)
-    yield from broken_merged_rules(attention, phi, selector_loss)
-
-
-def check_nsa(
-    sizes: Mapping[str, int],
-    phi: str,
-    phi_pos_emb: bool,
-    rope_compressed: str,
-    kv: str,
-    selector_loss: float,
-    selector_loss_share: float,
-    coarse_block: int,
-    n_coarse: int,
-) -> Iterator[BrokenRule]:
-    """`sizes`: l, d, l_sel, n_sel and w, which need not make a `Geometry`."""
-    yield from broken_rules(**sizes)
-    yield from broken_coarse_rules(coarse_block, n_coarse, *(sizes[name] for name in ("l", "d", "l_sel", "n_sel")))
-    yield from broken_phi_rules(phi, phi_pos_emb)
-    yield from broken_rope_compressed_rules(phi, rope_compressed)
-    yield from broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi)
+    yield from attention.broken_rules(NAMES)
+    yield from broken_merged_rules(layers, attention, NAMES)
 
 
 def check_train(steps: int, warmup_steps: int, save_every: int, keep_every: int) -> Iterator[BrokenRule]:

@@ -24,6 +24,7 @@ from nsa.config.model_sections import (
 )
 from nsa.config.setting_types import Changeable, ConfigSection, Text
 from nsa.config.training_sections import DataConfig, ParallelConfig, TrackConfig, TrainConfig
+from nsa.core.attention_config import AttentionConfig
 from nsa.errors import ConfigError
 
 __all__ = [
@@ -85,15 +86,18 @@ class RunConfig(ConfigSection):
         return cls.model_validate(complete)
 
     @property
+    def attention(self) -> AttentionConfig:
+        """What all attention layers share; `model.attention` and `model.rope_layers` say how they differ."""
+        return rules.attention_of(self.model, self.nsa)
+
+    @property
     def window(self) -> int:
         """Window of layers of kind `window`, in tokens."""
         return self.nsa.w if self.model.window is None else self.model.window
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        model, nsa = self.model, self.nsa
-        of_norm, of_merged = (model.qk_norm, model.qk_norm_per, nsa.kv), (model.attention, nsa.phi, nsa.selector_loss)
-        return rules.enforce(self, rules.check_run(*of_norm, *of_merged))
+        return rules.enforce(self, rules.check_run(self.attention, self.model.attention))
 
     @property
     def notices(self) -> tuple[str, ...]:

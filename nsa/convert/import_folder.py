@@ -6,7 +6,7 @@ implies. Code, pickles and `auto_map` in the folder are ignored: nothing in it i
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nsa import names
 from nsa.checkpoint.folder import CheckpointFolder
 from nsa.checkpoint.manifest import LAST
 from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
-from nsa.config.schema import RunConfig, SparseAttentionConfig
+from nsa.config.schema import RunConfig
 from nsa.convert.export_folder import ARCHITECTURE, CONFIG
 from nsa.convert.folder_files import read_json, require_plausible_numbers
 from nsa.convert.output_folder import new_folder
@@ -73,8 +73,7 @@ def read_config(folder: Path) -> NSAConfig:
             f"{folder / CONFIG} describes {values.get('model_type')!r:.60} {values.get('architectures')!r:.60}: only "
             f"folders of {ARCHITECTURE} (model_type {NSAConfig.model_type!r}) are read."
         )
-    known = {field.name for field in fields(NSAConfig)} - {field.name for field in fields(NSAConfig.__mro__[1])}
-    known |= {"vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
+    known = {*NSAConfig.names(), "vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
     given = {key: value for key, value in values.items() if key in known}
     require_plausible_numbers(given, folder / CONFIG)
     try:
@@ -118,37 +117,10 @@ def run_config(exported: ExportedModel) -> RunConfig:
             f"{exported.path / CONFIG} has qk_norm_eps {config.qk_norm_eps} and rms_norm_eps {config.rms_norm_eps}: a "
             f"run has one epsilon for both. Import a model where they are equal."
         )
-    nsa = {name: getattr(config, name) for name in SparseAttentionConfig().arguments}
-    model = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "attention": config.attention,
-        "n_heads": config.num_attention_heads,
-        "n_kv_groups": config.num_key_value_heads,
-        "d_k": config.head_dim,
-        "d_v": config.v_head_dim,
-        "ffn_dim": config.intermediate_size,
-        "tie_embeddings": config.tie_word_embeddings,
-        "norm_eps": config.rms_norm_eps,
-        "init_std": config.initializer_range,
-        "rope_base": config.rope_theta,
-        "rope_scale": config.rope_scale,
-        "rope_scaling": config.rope_scaling or {},
-        "rope_layers": config.rope_layers,
-        "rope_angles": config.rope_angles,
-        "rotary_dim": config.rotary_dim,
-        "post_norm": config.post_norm,
-        "ffn_bias": config.ffn_bias,
-        "window": config.window,
-        "qk_norm": config.qk_norm,
-        "qk_norm_per": config.qk_norm_per,
-        "qkv_bias": config.bias,
-        "attention_out_bias": config.out_bias,
-    }
     recorded: Mapping[str, Any] = exported.record.settings if exported.record is not None else {}
     try:
         settings = RunConfig.model_validate(dict(recorded)).model_dump(mode="json")  # refuses unknown settings
-        settings |= {"model": model, "nsa": nsa}
+        settings |= config.run_settings()
         settings["train"]["seq_len"] = config.max_position_embeddings
         return RunConfig.model_validate(settings)
     except (ValidationError, ConfigError, RecursionError) as error:

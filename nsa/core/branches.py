@@ -10,12 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import broken_option, broken_sliding_gate_rules
-from nsa.errors import ConfigError, require_rules
+from nsa.core.attention_config import GateConfig
 from nsa.geometry import Geometry
 from nsa.kernels.reference import ScoreOptions
 from nsa.kernels.registry import KernelPlan
-from nsa.options import GATES, GATES_PER
 
 BRANCH_ORDER = ("compressed", "selected", "sliding")
 ATTENTION_PARTS = ("select", *BRANCH_ORDER)
@@ -134,7 +132,6 @@ class BranchGates(nn.Module):
     layer like any other.
 
     n_branches: how many branches, the first of BRANCH_ORDER, have a gate; the others' are 0.
-    sliding_init: initial bias of the sliding branch's logit; without effect on `tanh`.
     """
 
     def __init__(
@@ -142,22 +139,15 @@ class BranchGates(nn.Module):
         dim: int,
         n_groups: int,
         heads_per_group: int,
-        kind: str,
-        per: str,
-        temperature: float,
+        gate: GateConfig,
         n_branches: int = len(BRANCH_ORDER),
-        sliding_init: float = 0.0,
     ) -> None:
         super().__init__()
-        require_rules(broken_sliding_gate_rules(sliding_init))
-        require_rules([*broken_option("nsa.gate", kind, GATES), *broken_option("nsa.gate_per", per, GATES_PER)])
-        if temperature <= 0:
-            raise ConfigError(f"nsa.gate_temperature is {temperature}: gates are divided by it. Set it above 0.")
-        self.kind, self.temperature = kind, temperature
-        self.n_groups, self.gates_per_group = n_groups, heads_per_group if per == "head" else 1
+        self.kind, self.temperature = gate.kind, gate.temperature
+        self.n_groups, self.gates_per_group = n_groups, heads_per_group if gate.per == "head" else 1
         self.n_branches = n_branches
         n_gates = n_groups * self.gates_per_group
-        self.proj = GateProjection(dim, n_gates, n_branches, sliding_init, zeros=kind == "tanh")
+        self.proj = GateProjection(dim, n_gates, n_branches, gate.sliding_init, zeros=gate.kind == "tanh")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, G, R or 1, 3], fp32, branches in BRANCH_ORDER."""

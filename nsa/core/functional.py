@@ -22,12 +22,11 @@ from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.precision import require_one_dtype
 from nsa.kernels.reference import Attended, ScoreOptions
-from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
+from nsa.kernels.registry import KernelPlan, KernelShape, RequestedKernels, backend_request, plan
 
 DEFAULT_GEOMETRY = Geometry()  # the paper's
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
-Kernels = str | Mapping[str, str] | BackendRequest
 BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]
 """One tensor for all branches, or one per branch: a mapping with the names of BRANCH_ORDER, or three in that order."""
 CuSeqlens = Tensor | Sequence[int] | None
@@ -40,7 +39,7 @@ class AttentionOptions(TypedDict, total=False):
     geometry: Geometry
     scale: float | None
     cu_seqlens: CuSeqlens
-    kernels: Kernels
+    kernels: RequestedKernels
 
 
 class BranchLse(NamedTuple):
@@ -72,7 +71,7 @@ def nsa_attention(
     scale: float | None = None,
     cu_seqlens: CuSeqlens = None,
     blocks: Tensor | None = None,
-    kernels: Kernels = "auto",
+    kernels: RequestedKernels = "auto",
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Tensor | NSAOutput:
@@ -194,7 +193,7 @@ class _QueryBatch:
         geometry: Geometry = DEFAULT_GEOMETRY,
         scale: float | None = None,
         cu_seqlens: CuSeqlens = None,
-        kernels: Kernels = "auto",
+        kernels: RequestedKernels = "auto",
     ) -> None:
         for name, x in (("q", q_BSHK), ("k", k_BTGK)):
             if x.dim() != 4:

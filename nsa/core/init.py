@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from nsa.attention_rules import INIT_STD
+from nsa.core.attention_config import INIT_STD
 from nsa.core.branches import GateProjection
 from nsa.core.compression import BlockCompressor
 

@@ -8,7 +8,7 @@ B batch · S tokens · T keys · G kv groups · R heads per group · K key dim �
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from nsa.core.probe import Probe
 from nsa.core.token_caches import DenseCache, WindowCache
 from nsa.geometry import Geometry
 from nsa.kernels.interface import constant_when_traced
-from nsa.options import AttentionKind, RopeLayer
+from nsa.options import AttentionKind
 
 COMPILED_ON_CPU = "cpu"
 """Backend whose sliding kernel, with a window of all tokens, is faster than PyTorch's attention on a CPU."""
@@ -187,22 +187,13 @@ def layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[
     return found
 
 
-def layer_arguments(
-    attention: Mapping[str, Any], kind: AttentionKind, rope: RopeLayer = "scaled", window: int | None = None
-) -> dict[str, Any]:
-    """The arguments of one layer of a model, from those that all layers share. `window`: of layers of kind `window`, in
-    place of w."""
-    of_window = {"w": window} if kind == "window" and window is not None else {}
-    return {**attention, "rope": rope, **of_window}
-
-
-def layer_of_kind(kind: AttentionKind, whole: NSAAttention, **arguments: Any) -> NSAAttention:
-    """A layer with the values that `whole`, an NSA layer made with the same arguments, has for its parameters."""
+def layer_of_kind(kind: AttentionKind, whole: NSAAttention) -> NSAAttention:
+    """A layer of the same config, with the values that `whole`, an NSA layer, has for its parameters."""
     if kind == whole.kind:
         return whole
     with torch.device("meta"):
-        made = LAYER_CLASSES[kind](whole.dim, **arguments)
+        layer = LAYER_CLASSES[kind](whole.config, kernels=whole.kernels)
     weight = whole.w_q.weight
-    values = layer_parameters(made, whole.state_dict())
-    made.to_empty(device=weight.device).to(weight.dtype).load_state_dict(values)
-    return made
+    values = layer_parameters(layer, whole.state_dict())
+    layer.to_empty(device=weight.device).to(weight.dtype).load_state_dict(values)
+    return layer

@@ -8,11 +8,12 @@ B batch · S tokens · Q sampled queries · G kv groups · R heads per group · 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from nsa.core.attention_config import AttentionConfig
 from nsa.core.branches import BRANCH_ORDER, BranchesOutput, BranchKeys, BranchStreams
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
@@ -39,10 +40,11 @@ class MergedAttention(NSAAttention):
     branches: ClassVar[tuple[str, ...]] = BRANCH_ORDER[1:]
     cache_type: ClassVar[type[LayerCache]] = MergedCache
 
-    def __init__(self, dim: int, *sizes: int, selector_loss: float = 0.0, **options: Any) -> None:
-        if options.get("phi") == "avg":
-            selector_loss = 0.0  # it trains φ alone, which has no weights
-        super().__init__(dim, *sizes, **{**options, "kv": "shared", "selector_loss": selector_loss})
+    @classmethod
+    def _own_config(cls, config: AttentionConfig) -> AttentionConfig:
+        """One set of keys and values; no selector loss for a φ without weights, which is all that it would train."""
+        learned = config.compression.operator.has_weights
+        return config.changed(kv="shared", selector_loss=config.selector.loss if learned else 0.0)
 
     @torch.no_grad()
     def compress(

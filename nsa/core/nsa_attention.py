@@ -4,25 +4,14 @@ B batch · S tokens · D model dim · G kv groups · R heads per group · K key 
 C compressed blocks · N chosen blocks
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import (
-    INIT_STD,
-    SLIDING_GATE_INIT,
-    broken_head_rules,
-    broken_init_std_rules,
-    broken_option,
-    broken_qk_norm_rules,
-    broken_rope_compressed_rules,
-    broken_selector_loss_rules,
-    kv_streams,
-    resolve_rope_compressed,
-)
+from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.block_mass_loss import block_mass_loss
 from nsa.core.branches import (
     BRANCH_ORDER,
@@ -42,12 +31,11 @@ from nsa.core.positions import PositionOptions, Positions, QuerySample, locate
 from nsa.core.probe import Probe, count_reads
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
 from nsa.core.selector_loss import LossLabels, attach_loss, selector_loss, with_sampled_queries
-from nsa.errors import ConfigError, require_rules
-from nsa.geometry import N_COARSE, CoarseLevel, Geometry, broken_coarse_rules
+from nsa.errors import ConfigError
 from nsa.kernels.interface import TokenDecoder
 from nsa.kernels.reference import ScoreOptions
-from nsa.kernels.registry import BackendRequest, KernelPlan, KernelShape, backend_request, plan
-from nsa.options import KV_PROJECTIONS, SELECTOR_BLOCKS, AttentionKind
+from nsa.kernels.registry import KernelPlan, KernelShape, RequestedKernels, backend_request, plan
+from nsa.options import AttentionKind
 
 _THREE_BRANCHES = tuple[BranchKeys, BranchKeys, BranchKeys]
 
@@ -58,38 +46,13 @@ class NSAAttention(nn.Module):
     One forward serves training, prefill and decode; a cache holds the tokens that came before. The attention between
     the projections is `nsa.core.branches`.
 
-    dim, n_heads, n_kv_groups, d_k, d_v: width of the input, query heads, groups of heads that share keys and values,
-        width of a key and of a value.
-    l, d, l_sel, n_sel, w: block sizes, as in `Geometry`.
-    coarse_block, n_coarse: second level of the compressed branch (`nsa.core.coarse_attention`): entries of a coarse
-        block, and how many of these a query reads; 0: every query reads all compressed entries before it.
-    phi, phi_pos_emb: how a block is pooled into one compressed entry: `avg`, `weighted`, `softmax`, `linear` or `mlp`;
-        the last two also with a learned embedding of the place in the block.
-    gate, gate_per, gate_temperature: `softmax` (weights of the branches sum to 1), `sigmoid` (as in the paper) or
-        `tanh` (starts as the selected branch alone); one gate per `head` or per `group`; logits are divided by the
-        temperature.
-    kv: `per_branch` gives each branch its own keys and values, as in the paper: `w_k` and `w_v` hold all three, ordered
-        (group, branch, width) so that they shard by group. `shared_keys` has one key for all branches and three values.
-        `shared` has one set for all branches, in the cache too. Each branch rotates the key as it would its own.
-    selector_loss: weight of the selector loss (`nsa.core.selector_loss`), which a backward pass adds in training mode,
-        without a cache and without padding; with shared keys it trains φ alone.
-    selector_loss_share: the share of the queries it samples.
-    selector_blocks: it compares the `chosen` blocks, or `all` by their mass in dense attention
-        (`nsa.core.block_mass_loss`).
-    qk_norm: RMSNorm over queries and keys before RoPE.
-    qk_norm_per: `head`: over each head's channels, one weight for all heads; `layer`: over those of all heads together,
-        which needs one set of keys.
-    bias, out_bias: of `w_q`, `w_k`, `w_v`, and of `w_out`.
-    init_std: standard deviation of the initial weights (`nsa.core.init`).
-    sliding_gate_init: initial bias of the sliding branch's gate, unless that is `tanh`.
-    rope_scaling: a mapping as in a Hugging Face config, e.g. {"rope_type": "llama3", "factor": 8.0, …}; see
-        `nsa.core.rope`.
-    rope_base, rope_scale: base of the rotation's wavelengths; positions are divided by the scale.
-    rope: `scaled`; `plain`, without rope_scale and rope_scaling; or `none`, no rotation at all.
-    rotary_dim: how many channels of a query and key are rotated, the first ones; default all.
-    rope_angles: `fp64`, or `fp32` for the angles that Transformers computes.
-    rope_compressed: rotate keys `before` compression or compressed keys `after` it; `auto` decides by φ.
+    config: an `AttentionConfig`; or sizes by position and options by name, which `help(AttentionConfig)` lists, as in
+        `NSAAttention(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64, phi="mlp")`.
     kernels: a backend's name, or a name per branch; `auto` takes the one of NSA_KERNEL, else the fastest that can run.
+
+    Weights: `w_k` and `w_v` hold the keys and values of all branches, ordered (group, branch, width) so that they shard
+    by group. With shared keys each branch rotates the key as it would its own. The selector loss is added by a backward
+    pass in training mode, without a cache and without padding.
 
     `nsa.core.layer_kinds` has the layers with fewer branches; what they lack is in `branches`.
     """
@@ -101,83 +64,45 @@ class NSAAttention(nn.Module):
 
     def __init__(
         self,
-        dim: int,
-        n_heads: int,
-        n_kv_groups: int,
-        d_k: int,
-        d_v: int,
-        l: int = Geometry.l,
-        d: int = Geometry.d,
-        l_sel: int = Geometry.l_sel,
-        n_sel: int = Geometry.n_sel,
-        w: int = Geometry.w,
-        *,
-        coarse_block: int = 0,
-        n_coarse: int = N_COARSE,
-        phi: str = "softmax",
-        phi_pos_emb: bool = False,
-        gate: str = "softmax",
-        gate_per: str = "head",
-        gate_temperature: float = 1.0,
-        sliding_gate_init: float = SLIDING_GATE_INIT,
-        rope_base: float = 500_000.0,
-        rope_scale: float = 1.0,
-        rope_compressed: str = "auto",
-        rope_scaling: Mapping[str, Any] | None = None,
-        rope: str = "scaled",
-        rotary_dim: int | None = None,
-        rope_angles: str = "fp64",
-        kv: str = "shared",
-        selector_loss: float = 0.0,
-        selector_loss_share: float = 0.0625,
-        selector_blocks: str = "chosen",
-        qk_norm: bool = False,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_per: str = "head",
-        bias: bool = False,
-        out_bias: bool = False,
-        init_std: float = INIT_STD,
-        kernels: str | Mapping[str, str] | BackendRequest = "auto",
+        config: AttentionConfig | int | None = None,
+        *sizes: int,
+        kernels: RequestedKernels = "auto",
+        **options: Any,
     ) -> None:
         super().__init__()
-        require_rules(broken_head_rules(n_heads, n_kv_groups, d_k))
-        require_rules(broken_rope_compressed_rules(phi, rope_compressed))
-        require_rules(broken_option("nsa.kv", kv, KV_PROJECTIONS))
-        require_rules(broken_qk_norm_rules(qk_norm, qk_norm_per, kv))
-        require_rules(broken_selector_loss_rules(selector_loss, selector_loss_share, kv, phi))
-        require_rules(broken_option("nsa.selector_blocks", selector_blocks, SELECTOR_BLOCKS))
-        require_rules(broken_init_std_rules(init_std))
-        require_rules(broken_coarse_rules(coarse_block, n_coarse, l, d, l_sel, n_sel))
-        self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = dim, n_heads, n_kv_groups, d_k, d_v
-        self.geometry = Geometry(l, d, l_sel, n_sel, w)
-        self.shape = KernelShape(n_kv_groups, n_heads // n_kv_groups, d_k, d_v, self.geometry)
-        self.coarse = CoarseLevel(coarse_block, n_coarse) if coarse_block else None
-        rotated = dict(rotary_dim=rotary_dim, angles=rope_angles, layer=rope)
-        self.rotary = RotaryEmbedding(d_k, rope_base, rope_scale, rope_scaling, **rotated)  # type: ignore[arg-type]
-        self.rope_compressed = resolve_rope_compressed(phi, rope_compressed)
-        self.kernels, self.kv = backend_request(kernels), kv
-        self.scale = d_k**-0.5
+        self.config = c = self._own_config(attention_config(config, *sizes, **options))
+        self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = c.dim, c.n_heads, c.n_kv_groups, c.d_k, c.d_v
+        self.geometry, self.coarse, self.kv = c.geometry, c.coarse.level, c.kv
+        self.shape = KernelShape(c.n_kv_groups, c.n_heads // c.n_kv_groups, c.d_k, c.d_v, c.geometry)
+        self.rotary = RotaryEmbedding(c.d_k, c.rope)
+        self.rope_compressed = c.compression.rotated
+        self.kernels = backend_request(kernels)
+        self.scale = c.d_k**-0.5
         self.probe: Probe | None = None
-        self.selector_loss, self.selector_loss_share = selector_loss, selector_loss_share
-        self.selector_blocks = selector_blocks
-        self.selector_weight, self.selector_step = selector_loss, 0  # a model of several layers divides the weight
+        self.selector_loss, self.selector_loss_share = c.selector.loss, c.selector.loss_share
+        self.selector_blocks = c.selector.blocks
+        self.selector_weight, self.selector_step = c.selector.loss, 0  # a model of several layers divides the weight
 
-        key_streams, value_streams = (min(n, len(self.branches)) for n in kv_streams(kv))
-        self.w_q = nn.Linear(dim, n_heads * d_k, bias=bias)
-        self.w_k = nn.Linear(dim, n_kv_groups * key_streams * d_k, bias=bias)
-        self.w_v = nn.Linear(dim, n_kv_groups * value_streams * d_v, bias=bias)
-        self.qk_norm_per = qk_norm_per
-        normed = (n_heads * d_k, n_kv_groups * d_k) if qk_norm_per == "layer" else (d_k, d_k)
-        self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=qk_norm_eps) if qk_norm else None for n in normed)
+        key_streams, value_streams = (min(n, len(self.branches)) for n in c.kv_streams)
+        self.w_q = nn.Linear(c.dim, c.n_heads * c.d_k, bias=c.bias)
+        self.w_k = nn.Linear(c.dim, c.n_kv_groups * key_streams * c.d_k, bias=c.bias)
+        self.w_v = nn.Linear(c.dim, c.n_kv_groups * value_streams * c.d_v, bias=c.bias)
+        self.qk_norm_per, norm = c.qk_norm.per, c.qk_norm
+        normed = (c.n_heads * c.d_k, c.n_kv_groups * c.d_k) if norm.per == "layer" else (c.d_k, c.d_k)
+        self.q_norm, self.k_norm = (nn.RMSNorm(n, eps=norm.eps) if norm.used else None for n in normed)
         self.gates = None
         if self.selects:
-            self.phi_k = BlockCompressor(phi, l, d, n_kv_groups, d_k, phi_pos_emb)
+            self.phi_k = BlockCompressor.of_config(c, c.d_k)
         if "compressed" in self.branches:
-            self.phi_v = BlockCompressor(phi, l, d, n_kv_groups, d_v, phi_pos_emb)
-            options = (gate, gate_per, gate_temperature, len(self.branches), sliding_gate_init)
-            self.gates = BranchGates(dim, n_kv_groups, self.shape.heads_per_group, *options)
-        self.w_out = nn.Linear(n_heads * d_v, dim, bias=out_bias)
-        init_weights(self, std=init_std)
+            self.phi_v = BlockCompressor.of_config(c, c.d_v)
+            self.gates = BranchGates(c.dim, c.n_kv_groups, self.shape.heads_per_group, c.gate, len(self.branches))
+        self.w_out = nn.Linear(c.n_heads * c.d_v, c.dim, bias=c.out_bias)
+        init_weights(self, std=c.init_std)
+
+    @classmethod
+    def _own_config(cls, config: AttentionConfig) -> AttentionConfig:
+        """The config of a layer of this kind."""
+        return config
 
     @property
     def selects(self) -> bool:
@@ -509,7 +434,7 @@ class NSAAttention(nn.Module):
         prepared_for, decoder = cache.prepared
         if prepared_for is not self:
             make = self._decoder_maker(self.plan(cache.device, cache.dtype))
-            means = self.phi_k.phi == "avg" and self.rope_compressed == "before"
+            means = self.phi_k.operator.is_mean and self.rope_compressed == "before"
             sizes = dict(heads_per_group=self.shape.heads_per_group, geometry=self.geometry, scale=self.scale)
             decoder = None if make is None else cache.decoder(make, means=means, **sizes)
             cache.prepared = self, decoder

@@ -11,45 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.attention_rules import broken_option, broken_rope_scaling_rules, broken_rotary_rules, yarn_betas
-from nsa.errors import ConfigError, require_rules
-from nsa.options import ROPE_LAYERS
+from nsa.core.attention_config import RopeConfig, yarn_betas
+from nsa.errors import ConfigError
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines of the angles: [B, S, F]."""
 
 
 class RotaryEmbedding:
-    """Angles pos / scale · frequency, where frequency i is base^(−2i/rotary_dim), changed by `scaling`.
+    """Angles pos / scale · frequency, where frequency i is base^(−2i/rotary_dim), changed by the scaling.
 
-    scaling: a mapping as in a Hugging Face config (`rope_scaling` or `rope_parameters`).
-    rotary_dim: how many of a key's d_k channels are rotated, the first ones; default all.
-    angles: precision of frequencies and angles, `fp64` or `fp32`. With fp32 and on a CPU the tables are bit for bit
-        those of Transformers.
-    layer: which rotation a layer has: `scaled`; `plain`, without `scale` and `scaling`; or `none`, whose tables have no
-        columns.
+    With angles in fp32 and on a CPU the tables are bit for bit those of Transformers. Those of a layer without rotation
+    have no columns.
     """
 
-    def __init__(
-        self,
-        d_k: int,
-        base: float,
-        scale: float,
-        scaling: Mapping[str, Any] | None = None,
-        *,
-        rotary_dim: int | None = None,
-        angles: str = "fp64",
-        layer: str = "scaled",
-    ) -> None:
-        require_rules(broken_rotary_rules(rotary_dim, d_k, angles))
-        require_rules(broken_option("model.rope_layers", layer, ROPE_LAYERS))
-        checked = _checked_scaling(scaling, base, scale)
-        self.base, self.scale = base, scale if layer == "scaled" else 1.0
-        self.scaling: dict[str, Any] = checked if layer == "scaled" else {"rope_type": "default"}
-        self.rotary_dim = 0 if layer == "none" else rotary_dim or d_k
-        self.dtype = torch.float64 if angles == "fp64" else torch.float32
+    def __init__(self, d_k: int, rope: RopeConfig) -> None:
+        plain = rope.layer != "scaled"
+        self.base, self.scale = rope.base, 1.0 if plain else rope.scale
+        self.scaling: dict[str, Any] = {"rope_type": "default"} if plain else rope.checked_scaling
+        self.rotary_dim = 0 if rope.layer == "none" else rope.rotary_dim or d_k
+        self.dtype = torch.float64 if rope.angles == "fp64" else torch.float32
         self.attention_factor = _yarn_attention_factor(self.scaling) if self.scaling["rope_type"] == "yarn" else 1.0
-        self.key = (self.rotary_dim, base, self.scale, angles, *sorted(self.scaling.items()))
+        self.key = (self.rotary_dim, self.base, self.scale, rope.angles, *sorted(self.scaling.items()))
         """Equal for rotations that have equal tables."""
         self._device_tables: dict[torch.device, Tables] = {}
 
@@ -184,18 +167,6 @@ def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, rotary_dim:
             raise ConfigError(f"position_embeddings: {name} has {x.shape[0]} rows and the input {batch}. Pass as many.")
         made.append(x[..., :half].expand(batch, length, half))
     return made[0], made[1]
-
-
-def _checked_scaling(given: Mapping[str, Any] | None, base: float, scale: float) -> dict[str, Any]:
-    """The mapping with its type as `rope_type`, nothing missing and nothing unknown."""
-    scaling = {key: value for key, value in (given or {}).items() if value is not None}
-    kind = scaling.pop("type", None)
-    kind = scaling.pop("rope_type", kind) or "default"
-    if scaling.pop("rope_theta", base) != base:
-        raise ConfigError(f"rope_scaling has a rope_theta other than rope_base ({base}). Set rope_base to it.")
-    checked = {"rope_type": kind, **scaling}
-    require_rules(broken_rope_scaling_rules(checked, scale))
-    return checked
 
 
 def _yarn_attention_factor(s: Mapping[str, Any]) -> float:

@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 
 from nsa.core.init import init_module
 from nsa.core.kv_cache import LayerCache
-from nsa.core.layer_kinds import layer_arguments
+from nsa.core.layer_pattern import layer_config
 from nsa.core.positions import checked_position_ids, padding_of
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError
@@ -35,14 +35,14 @@ class NSADecoderLayer(GradientCheckpointingLayer, LlamaBlockNSA):
     """A block of `nsa.model` that Transformers can checkpoint."""
 
     def __init__(self, config: NSAConfig, kind: AttentionKind = "nsa", rope: RopeLayer = "scaled") -> None:
+        # By name: Transformers loads the config's remote code apart from the model's, with classes of its own.
         super().__init__(
-            config.hidden_size,
+            **layer_config(config.attention_config(), kind, rope, config.window).options(),
             ffn_dim=config.intermediate_size,
             ffn_bias=config.ffn_bias,
             post_norm=config.post_norm,
             norm_eps=config.rms_norm_eps,
             kind=kind,
-            **layer_arguments(config.attention_arguments(), kind, rope, config.window),
         )
 
 

@@ -1,19 +1,18 @@
 """Models with the weights of a loaded one and other kinds of attention layers; the tensors are shared, not copied."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from nsa.config.model_sections import SparseAttentionConfig
 from nsa.convert.dense.source_model import shortest_pattern
+from nsa.core.attention_config import OPTIONS
 from nsa.errors import ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.options import AttentionKind
 
-_OF_SPARSE_LAYERS = {"attention", *SparseAttentionConfig().arguments}
+_OF_SPARSE_LAYERS = {"attention", *(each.exported for each in OPTIONS if each.setting.startswith("nsa."))}
 _NOT_COMPUTED_WITH = {
     *("max_position_embeddings", "initializer_range", "use_cache", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -24,7 +23,7 @@ def with_layer_kinds(
     config: NSAConfig, kinds: Sequence[AttentionKind], tensors: Mapping[str, Tensor]
 ) -> NSAForCausalLM:
     """The model of a config with layers of these kinds, and those of the tensors that it has."""
-    arguments = {name: getattr(config, name) for name in _argument_names()}
+    arguments = {name: getattr(config, name) for name in NSAConfig.names()}
     arguments["attention"] = shortest_pattern(kinds)
     with torch.device("meta"):  # its tensors are replaced by those that exist
         model = NSAForCausalLM(NSAConfig(**arguments))
@@ -36,7 +35,7 @@ def with_layer_kinds(
 def require_same_but_kinds(model: NSAForCausalLM, reference: NSAForCausalLM) -> None:
     """Raise unless the two differ in kinds and options of sparse layers alone, so that layers can be exchanged."""
     free = _OF_SPARSE_LAYERS | _NOT_COMPUTED_WITH | (set() if model.config.qk_norm else {"qk_norm_eps", "qk_norm_per"})
-    for name in _argument_names():
+    for name in NSAConfig.names():
         values = getattr(model.config, name), getattr(reference.config, name)
         if name not in free and (values[0] or None) != (values[1] or None):
             raise ConfigError(
@@ -51,8 +50,3 @@ def require_same_but_kinds(model: NSAForCausalLM, reference: NSAForCausalLM) -> 
                 f"can be exchanged only if they share keys and values (nsa.kv=shared), as after `nsa convert`. Leave "
                 f"the task out."
             )
-
-
-def _argument_names() -> list[str]:
-    inherited = {field.name for field in fields(NSAConfig.__mro__[1])}
-    return [field.name for field in fields(NSAConfig) if field.name not in inherited]

@@ -38,6 +38,10 @@ class BackendRequest(NamedTuple):
     sliding: str = "auto"
 
 
+RequestedKernels = str | Mapping[str, str] | BackendRequest
+"""One backend for all branches, or a backend for some of them."""
+
+
 @dataclass(frozen=True)
 class KernelBackend:
     name: str
@@ -179,7 +183,7 @@ def _compressed_then_select(
     return (out, idx, lse) if return_lse else (out, idx)
 
 
-def backend_request(given: str | Mapping[str, str] | BackendRequest) -> BackendRequest:
+def backend_request(given: RequestedKernels) -> BackendRequest:
     """One name for all branches, or a name for some of them, as a `BackendRequest` of names that backends have.
 
     Branches without a name take the one of NSA_KERNEL or NSA_KERNEL_<BRANCH>; a `BackendRequest` is returned unchanged.

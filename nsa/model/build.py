@@ -1,7 +1,5 @@
 """Builds a run's model from its settings; the only place where settings become model arguments."""
 
-from typing import Any
-
 from nsa.config.schema import RunConfig
 from nsa.kernels.interface import KernelShape
 from nsa.kernels.registry import BackendRequest
@@ -21,35 +19,12 @@ def kernel_shape(config: RunConfig) -> KernelShape:
     return KernelShape(model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v, config.nsa.geometry)
 
 
-def attention_arguments(config: RunConfig) -> dict[str, Any]:
-    """The run's arguments for `NSAAttention`, without the model's width and the kernels."""
-    model = config.model
-    return dict(
-        n_heads=model.n_heads,
-        n_kv_groups=model.n_kv_groups,
-        d_k=model.d_k,
-        d_v=model.d_v,
-        rope_base=model.rope_base,
-        rope_scale=model.rope_scale,
-        rope_scaling=model.rope_scaling.given,
-        rotary_dim=model.rotary_dim,
-        rope_angles=model.rope_angles,
-        qk_norm=model.qk_norm,
-        qk_norm_eps=model.norm_eps,
-        qk_norm_per=model.qk_norm_per,
-        bias=model.qkv_bias,
-        out_bias=model.attention_out_bias,
-        init_std=model.init_std,
-        **config.nsa.arguments,
-    )
-
-
 def build_model(config: RunConfig, vocab_size: int) -> NSATransformer:
     """The run's model on the current default device, in fp32. `model.vocab_size`, if set, wins over the tokenizer's."""
     model = config.model
     return NSATransformer(
         model.vocab_size or vocab_size,
-        model.dim,
+        config.attention,
         model.n_layers,
         ffn_dim=model.ffn_size,
         ffn_bias=model.ffn_bias,
@@ -60,5 +35,4 @@ def build_model(config: RunConfig, vocab_size: int) -> NSATransformer:
         rope_layers=model.rope_layers,
         window=model.window,
         kernels=wanted_kernels(config),
-        **attention_arguments(config),
     )

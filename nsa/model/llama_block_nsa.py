@@ -8,11 +8,12 @@ from typing import Any, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa.attention_rules import INIT_STD
+from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.positions import ForwardOptions
 from nsa.geometry import default_ffn_dim
+from nsa.kernels.registry import RequestedKernels
 from nsa.options import AttentionKind
 
 
@@ -30,31 +31,34 @@ class FeedForward(nn.Module):
 
 
 class LlamaBlockNSA(nn.Module):
-    """`attention` takes `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
+    """config or attention: an `AttentionConfig`, or the width and options by name, as `NSAAttention` takes them.
 
+    kernels: as for `NSAAttention`.
     ffn_bias: biases of the feed-forward's projections.
     post_norm: the norms are of what attention and feed-forward return, before it is added, not of what they read.
     """
 
     def __init__(
         self,
-        dim: int,
+        config: AttentionConfig | int | None = None,
         *,
         ffn_dim: int | None = None,
         ffn_bias: bool = False,
         post_norm: bool = False,
         norm_eps: float = 1e-5,
-        init_std: float = INIT_STD,
         kind: AttentionKind = "nsa",
+        kernels: RequestedKernels = "auto",
         **attention: Any,
     ) -> None:
         super().__init__()
+        config = attention_config(config, **attention)
+        dim = config.dim
         self.post_norm = post_norm
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = LAYER_CLASSES[kind](dim, init_std=init_std, **attention)
+        self.attention = LAYER_CLASSES[kind](config, kernels=kernels)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim), ffn_bias)
-        init_weights(self, std=init_std)
+        init_weights(self, std=config.init_std)
 
     def forward(self, x_BSD: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
         """`options` are those of `NSAAttention.forward`: cache, cu_doc_lens, attention_mask, …"""

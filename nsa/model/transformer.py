@@ -9,21 +9,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from nsa.attention_rules import (
-    INIT_STD,
-    broken_pattern_rules,
-    broken_rope_layer_rules,
-    broken_window_rules,
-    layer_kinds,
-    repeated,
-)
+from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache, NSACache
-from nsa.core.layer_kinds import layer_arguments, layer_of_kind
+from nsa.core.layer_kinds import layer_of_kind
+from nsa.core.layer_pattern import broken_pattern_rules, layer_config, repeated
 from nsa.core.layer_positions import locate_layers
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError, require_rules
+from nsa.kernels.registry import RequestedKernels
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import IGNORE, linear_cross_entropy, linear_token_scores
 from nsa.options import AttentionKind, RopeLayer
@@ -69,61 +64,62 @@ class LMHead(nn.Module):
 class NSATransformer(nn.Module):
     """A causal language model in Llama's architecture, with NSA in place of dense attention.
 
-    vocab_size, dim, n_layers, ffn_dim: sizes; the feed-forward width defaults to 8/3 of dim.
+    vocab_size, n_layers, ffn_dim: sizes; the feed-forward width defaults to 8/3 of dim.
+    config or attention: an `AttentionConfig`, or dim in its place and options by name, as `NSAAttention` takes them.
+        Its init_std is that of every part.
     ffn_bias, post_norm: as for `LlamaBlockNSA`.
     tie_embeddings: one matrix for the embedding and the output.
-    attention: `NSAAttention`'s own arguments: n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, …
     layers: kinds of attention (`nsa.options.AttentionKind`), repeated over the layers. Parameters that two kinds share
         start from the same values for the same random state; those of an NSA model do not depend on this argument.
-    rope_layers: `NSAAttention`'s argument rope (`scaled`, `plain` or `none`), repeated over the layers.
+    rope_layers: the option rope (`scaled`, `plain` or `none`), repeated over the layers.
     window: w of layers of kind `window`; default that of all layers.
-    init_std: standard deviation of the initial weights of every part.
+    kernels: as for `NSAAttention`.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        dim: int,
-        n_layers: int,
+        config: AttentionConfig | int | None = None,
+        n_layers: int | None = None,
         *,
         ffn_dim: int | None = None,
         ffn_bias: bool = False,
         post_norm: bool = False,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-5,
-        init_std: float = INIT_STD,
         layers: Sequence[AttentionKind] = ("nsa",),
         rope_layers: Sequence[RopeLayer] = ("scaled",),
         window: int | None = None,
+        kernels: RequestedKernels = "auto",
         **attention: Any,
     ) -> None:
         super().__init__()
-        require_rules(broken_pattern_rules(layers, n_layers))
-        require_rules(broken_rope_layer_rules(rope_layers, n_layers))
-        require_rules(broken_window_rules(window))
-        kinds = layer_kinds(layers, n_layers)
-        ropes = zip(kinds, repeated(rope_layers, n_layers), strict=True)
-        of_layers = [layer_arguments(attention, kind, rope, window) for kind, rope in ropes]
+        if n_layers is None:
+            raise TypeError("n_layers is missing: give it by name, or after the width")
+        require_rules(broken_pattern_rules(layers, rope_layers, window, n_layers))
+        config = attention_config(config, **attention)
+        dim = config.dim
+        kinds = repeated(layers, n_layers)
+        pairs = zip(kinds, repeated(rope_layers, n_layers), strict=True)
         self.tie_embeddings = tie_embeddings
         self.embeddings = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
             LlamaBlockNSA(
-                dim,
+                layer_config(config, kind, rope, window),
                 ffn_dim=ffn_dim,
                 ffn_bias=ffn_bias,
                 post_norm=post_norm,
                 norm_eps=norm_eps,
-                init_std=init_std,
-                **arguments,
+                kernels=kernels,
             )
-            for arguments in of_layers
+            for kind, rope in pairs
         )
         self.lm_head = LMHead(dim, vocab_size, norm_eps)
         if tie_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight
-        init_weights(self, n_layers, init_std)
-        for block, kind, arguments in zip(self._blocks(), kinds, of_layers, strict=True):
-            block.attention = layer_of_kind(kind, block.attention, **arguments)
+        init_weights(self, n_layers, config.init_std)
+        for block, kind in zip(self._blocks(), kinds, strict=True):
+            block.attention = layer_of_kind(kind, block.attention)
         average_over_layers(self)
 
     def forward(

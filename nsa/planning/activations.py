@@ -10,9 +10,9 @@ D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H h
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.attention_rules import kind_counts, kv_streams
 from nsa.config.schema import RunConfig
 from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.layer_pattern import kind_counts
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
@@ -120,7 +120,7 @@ class _BlockTensors:
 
     def __init__(self, config: RunConfig, one: ForwardPass, kind: AttentionKind) -> None:
         model, nsa, geometry = config.model, config.nsa, config.nsa.geometry
-        self.one, self.phi, self.after = one, nsa.phi, nsa.rope_compressed == "after"
+        self.one, self.phi, self.after = one, config.attention.compression.operator, nsa.rope_compressed == "after"
         self.dim, self.ffn, self.n_sel, self.l = model.dim, model.ffn_size // one.tp, geometry.n_sel, geometry.l
         self.heads, self.groups = model.n_heads // one.tp, model.n_kv_groups // one.tp
         self.d_k, self.d_v = model.d_k, model.d_v
@@ -131,10 +131,10 @@ class _BlockTensors:
         branches = LAYER_CLASSES[kind].branches
         self.branches, self.selects, self.gated = len(branches), "selected" in branches, "compressed" in branches
         self.windowed = "sliding" in branches and kind != "dense"
-        self.selector_loss = nsa.selector_loss > 0 and self.selects and (self.gated or nsa.phi != "avg")
+        self.selector_loss = nsa.selector_loss > 0 and self.selects and (self.gated or self.phi.has_weights)
         self.qk_norm = model.qk_norm
-        kv = "shared" if kind == "merged" else nsa.kv
-        self.key_streams, self.value_streams = (min(n, self.branches) for n in kv_streams(kv))
+        streams = (1, 1) if kind == "merged" else config.attention.kv_streams
+        self.key_streams, self.value_streams = (min(n, self.branches) for n in streams)
         self.raw_branches = min(self.key_streams, sum(branch in branches for branch in ("selected", "sliding")))
 
     def saved(self) -> int:
@@ -229,7 +229,7 @@ class _BlockTensors:
     def _token_scores(self, channels: int) -> int:
         """Of one token, for φ that weighs tokens by a score: the factors of its product, one a wider copy of the token
         unless that is wide already."""
-        if self.phi != "softmax":
+        if not self.phi.scores_tokens:
             return 0
         factors = 1 if self.one.width >= FP32 else 2
         return factors * FP32 * self.groups * channels
@@ -237,13 +237,11 @@ class _BlockTensors:
     def _phi(self, channels: int, rotated: bool) -> int:
         """Of one block: its tokens' indices, and what φ and a rotation after it save."""
         width, per_block = self.one.width, INT64 * self.l + (FP32 * self.d_k if rotated else 0)
-        if self.phi != "avg":
+        if self.phi.has_weights:
             per_block += width * self.l * self.groups * channels  # the gathered tokens
-        if self.phi == "softmax":
+        if self.phi.scores_tokens:
             per_block += INT64 * self.l + (FP32 + width) * self.l * self.groups  # the shares, and a cast of them
-        if self.phi == "mlp":
-            per_block += 2 * width * self.groups * 2 * channels  # before and after the GELU
-        return per_block
+        return per_block + 2 * width * self.groups * self.phi.hidden(channels)  # before and after its activation
 
     def _selector_loss(self) -> int:
         """Per row: the compressed keys made once more, of a cast of the same hidden states if they are the branch's

@@ -137,7 +137,7 @@ def _of_context_parallelism(
     selector_halo = dict.fromkeys(halo, 0)  # has a gradient only if the compressed branch has keys of its own
     if nsa.selector_loss > 0:
         for kind in SELECTING_KINDS:
-            if kind != "merged" or nsa.phi != "avg":  # else there is nothing to train
+            if kind != "merged" or config.attention.compression.operator.has_weights:  # else there is nothing to train
                 selector_halo[kind] = keys * (nsa.l - 1)
                 scattered[kind] += keys * entries
                 n_scatters[kind] += 1

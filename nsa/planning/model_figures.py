@@ -7,9 +7,9 @@ from math import prod
 
 import torch
 
-from nsa.attention_rules import kind_counts, layer_kinds
 from nsa.config.schema import RunConfig, settings
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
+from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
 from nsa.model.init_skipped import InitSkipped
@@ -161,7 +161,7 @@ def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKi
 def _trained(config: RunConfig, models: Mapping[AttentionKind, Mapping[str, torch.nn.Parameter]]) -> ParameterShapes:
     """Parameters that are trained, by their names in the whole model; `models` have one layer each."""
     shapes = {name: p for name, p in next(iter(models.values())).items() if not name.startswith(_FIRST_BLOCK)}
-    for place, kind in enumerate(layer_kinds(config.model.attention, config.model.n_layers)):
+    for place, kind in enumerate(repeated(config.model.attention, config.model.n_layers)):
         of_block = {name: p for name, p in models[kind].items() if name.startswith(_FIRST_BLOCK)}
         shapes |= {f"blocks.{place}.{name.removeprefix(_FIRST_BLOCK)}": p for name, p in of_block.items()}
     trained = trainable_names(shapes, config.train.trainable)

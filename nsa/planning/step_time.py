@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nsa.attention_rules import kind_counts
 from nsa.config.schema import RunConfig
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
+from nsa.core.layer_pattern import kind_counts
 from nsa.geometry import Geometry
 from nsa.gpus import GPUS
 from nsa.kernels.registry import BackendChoice

@@ -3,13 +3,12 @@
 N tokens of a step · B decoding requests · S tokens of a chunk · G kv groups · R heads per group · K, V key, value dim
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
+from nsa.core.attention_config import AttentionConfig
 from nsa.core.branches import BranchKeys, BranchStreams
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import Tables
@@ -21,12 +20,12 @@ from nsa.vllm.step import Chunk, PagedStep, StepBuffers
 class PagedAttention(NSAAttention):
     """The groups of one tensor-parallel rank, with page streams in place of a `LayerCache`.
 
-    n_heads, n_kv_groups and the other arguments are those of the rank's share; `w_out` gives a partial sum, which is
-    added up over the ranks.
+    The config is that of the rank's share of heads and groups; `w_out` gives a partial sum, which is added up over the
+    ranks.
     """
 
-    def __init__(self, *args: Any, prefix: str, buffers: StepBuffers, n_ranks: int, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, config: AttentionConfig, *, prefix: str, buffers: StepBuffers, n_ranks: int) -> None:
+        super().__init__(config)
         g, (shared_window, shared_tail) = self.geometry, self._shared_streams
         sizes = dict(n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v, l_sel=g.l_sel)
         streams = {

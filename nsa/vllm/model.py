@@ -21,7 +21,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from nsa.core.layer_kinds import layer_arguments
+from nsa.core.layer_pattern import layer_config
 from nsa.core.rope import RotaryEmbedding, Tables
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
@@ -69,12 +69,12 @@ class PagedBlock(nn.Module):
         super().__init__()
         self.post_norm = config.post_norm
         dim = config.hidden_size
+        layer = layer_config(config.attention_config(), "nsa", rope)
         share = dict(n_heads=config.num_attention_heads // n_ranks, n_kv_groups=config.num_key_value_heads // n_ranks)
         self.n_ranks = n_ranks
         self.attention_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.attention = PagedAttention(
-            dim,
-            **{**layer_arguments(config.attention_arguments(), "nsa", rope), **share},
+            layer.changed(**share),
             prefix=f"{prefix}.attention",
             buffers=buffers,
             n_ranks=n_ranks,

@@ -10,7 +10,6 @@ D model dim · F feed-forward dim · K key dim · V value dim
 from dataclasses import dataclass
 from functools import partial
 
-from nsa.attention_rules import kv_streams
 from nsa.bench.shapes import BenchShape
 from nsa.config.schema import RunConfig
 from nsa.core.branches import ATTENTION_PARTS
@@ -115,7 +114,7 @@ def _block_bytes(config: RunConfig, mode: Checkpointing) -> float:
     """Of a token in one block, forward and backward. The residual stream is fp32, everything else bf16."""
     m = config.model
     D, F = m.dim, m.ffn_size
-    key_streams, _ = kv_streams(config.nsa.kv)
+    key_streams, _ = config.attention.kv_streams
     rotated = m.n_heads * m.d_k + key_streams * m.n_kv_groups * m.d_k
     pooled = m.n_kv_groups * (m.d_k + m.d_v)
     # Twice a residual sum with the norm after it: reads both and writes the sum, and its norm for the products.

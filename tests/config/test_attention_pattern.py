@@ -2,10 +2,10 @@
 
 import pytest
 
-from nsa.attention_rules import layer_kinds
 from nsa.config import load
 from nsa.config.describe import plain
 from nsa.config.schema import RunConfig
+from nsa.core.layer_pattern import repeated
 from nsa.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def test_what_makes_no_sense_is_refused_with_its_place(tmp_path, text, words):
 
 
 def test_layers_repeat_the_pattern():
-    assert layer_kinds(("dense", "nsa", "nsa"), 5) == ["dense", "nsa", "nsa", "dense", "nsa"]
+    assert repeated(("dense", "nsa", "nsa"), 5) == ["dense", "nsa", "nsa", "dense", "nsa"]
 
 
 def test_the_paper_preset_gives_defaults_that_settings_win_over(tmp_path):
@@ -88,8 +88,8 @@ def test_an_unknown_preset_is_refused(tmp_path):
 
 
 def test_arguments_of_the_attention_are_without_the_preset():
-    assert "preset" not in RunConfig().nsa.arguments
-    assert RunConfig().nsa.arguments["phi"] == "softmax"
+    assert "preset" not in RunConfig().attention.options()
+    assert RunConfig().attention.options()["phi"] == "softmax"
 
 
 @pytest.mark.parametrize(

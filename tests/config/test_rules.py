@@ -5,14 +5,12 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS
 from nsa.config import RunConfig, load
 from nsa.config.describe import kind
 from nsa.config.schema import ModelConfig, sections, settings
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.options import PHIS
-from tests.attention_options import LLAMA3, YARN
+from tests.attention_options import LLAMA3, PHIS, PHIS_OF_UNROTATED_KEYS, YARN
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BackendRequest
-from nsa.options import KV_PROJECTIONS, PHIS
+from tests.attention_options import KV_PROJECTIONS, PHIS, PHIS_OF_UNROTATED_KEYS
 from tests.oracle import nsa_layer
 from tests.shapes import HEADS, attention_args, fp64_backends
 

@@ -150,10 +150,10 @@ def test_coarse_keys_are_means_of_whole_blocks_of_each_document() -> None:
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        (dict(coarse_block=3), "nsa.coarse_block=4"),
+        (dict(coarse_block=3), "coarse_block=4"),
         (dict(coarse_block=-1), "at least 0"),
-        (dict(n_coarse=2), "nsa.n_coarse=16"),
-        (dict(n_sel=9), "nsa.n_coarse=5"),
+        (dict(n_coarse=2), "n_coarse=16"),
+        (dict(n_sel=9), "n_coarse=5"),
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, int], fix: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from nsa.core.cache_slots import KeySlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa.options import PHIS
+from tests.attention_options import PHIS
 from tests.shapes import GEOMETRIES, attention_args
 
 

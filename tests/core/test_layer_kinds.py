@@ -94,7 +94,7 @@ def test_global_is_nsa_without_the_gate_of_its_window(options):
     with torch.no_grad():
         whole.gates.proj.weight.unflatten(0, (-1, 3))[:, 2] = 0
         whole.gates.proj.bias.view(-1, 3)[:, 2] = -1e9
-    part = layer_of_kind("global", whole, **{**SIZES, **options, "gate": "sigmoid"})
+    part = layer_of_kind("global", whole)
     assert type(part) is GlobalAttention
     got, want = part(x), whole(x)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
@@ -212,8 +212,7 @@ def test_a_cache_of_another_kind_is_refused():
 def test_parameters_are_a_part_of_those_of_an_nsa_layer(kind, branches):
     options = {"kv": "per_branch", "phi": "mlp", "qk_norm": True, "bias": True}
     whole = layer("nsa", **options)
-    arguments = {**SIZES, **options}
-    made = layer_of_kind(kind, whole, **arguments)
+    made = layer_of_kind(kind, whole)
     of_whole, mine = dict(whole.named_parameters()), dict(made.named_parameters())
     for name in ("w_q.weight", "w_q.bias", "w_out.weight", "q_norm.weight", "k_norm.weight"):
         assert torch.equal(mine[name], of_whole[name])

@@ -284,7 +284,7 @@ def test_parameters():
     assert (module.w_k.out_features, module.w_v.out_features) == (2 * 8, 2 * 6)
     assert module.gates is None
     whole = LAYER_CLASSES["nsa"](DIM, **SIZES, kv="per_branch", phi="mlp")
-    made = layer_of_kind("merged", whole, **SIZES, kv="per_branch", phi="mlp")
+    made = layer_of_kind("merged", whole)
     assert torch.equal(made.w_k.weight.view(2, 8, DIM), whole.w_k.weight.view(2, 3, 8, DIM)[:, 1])
     assert torch.equal(made.phi_k.w_in, whole.phi_k.w_in)
 

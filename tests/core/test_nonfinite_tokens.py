@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nsa.core.layer_kinds import LAYER_CLASSES
-from nsa.options import PHIS
+from tests.attention_options import PHIS
 from tests.backends import RUN_HERE as ALL_BACKENDS
 from tests.shapes import attention_args
 

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS, PHIS_WITH_POS_EMB
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.nsa_attention import NSAAttention
-from nsa.options import GATES, GATES_PER, KV_PROJECTIONS, PHIS
 from tests import oracle
+from tests.attention_options import GATES, GATES_PER, KV_PROJECTIONS, PHIS, PHIS_OF_UNROTATED_KEYS, PHIS_WITH_POS_EMB
 from tests.backends import RUN_HERE
 from tests.shapes import fp64_backends
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from nsa.core.attention_config import RopeConfig, attention_config
 from nsa.core.rope import RotaryEmbedding, rotate
 from nsa.errors import ConfigError
 from tests.oracle import rotated
@@ -14,8 +15,12 @@ from tests.train.pretend_cuda import pretended_cuda
 CPU = torch.device("cpu")
 
 
+def rotary_embedding(d_k, base, scale, scaling=None, **options) -> RotaryEmbedding:
+    return RotaryEmbedding(d_k, RopeConfig(base=base, scale=scale, scaling=scaling, **options))
+
+
 def test_scores_depend_on_distance_alone():
-    rotary = RotaryEmbedding(8, base=100.0, scale=1.0)
+    rotary = rotary_embedding(8, base=100.0, scale=1.0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def score(i, j):
@@ -29,19 +34,19 @@ def test_scores_depend_on_distance_alone():
 def test_pairs_lie_half_a_head_apart_and_stay_where_they_are():
     """Queries and keys permuted alike would give the same scores, but not fit weights and keys from elsewhere."""
     x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
-    got = rotate(x, RotaryEmbedding(8, 100.0, 2.0).tables(torch.tensor([[0, 5, 11]])))
+    got = rotate(x, rotary_embedding(8, 100.0, 2.0).tables(torch.tensor([[0, 5, 11]])))
     for s, pos in enumerate((0, 5, 11)):
         for h in range(2):
             np.testing.assert_allclose(got[0, s, h].numpy(), rotated(x[0, s, h].numpy(), pos, 100.0, 2.0), atol=1e-12)
 
 
 def test_scale_stretches_positions():
-    tables = RotaryEmbedding(8, 100.0, 4.0).tables(torch.tensor([[40]]))
-    torch.testing.assert_close(tables, RotaryEmbedding(8, 100.0, 1.0).tables(torch.tensor([[10]])))
+    tables = rotary_embedding(8, 100.0, 4.0).tables(torch.tensor([[40]]))
+    torch.testing.assert_close(tables, rotary_embedding(8, 100.0, 1.0).tables(torch.tensor([[10]])))
 
 
 def test_angles_are_exact_at_a_million_tokens():
-    cos, _ = RotaryEmbedding(64, 500_000.0, 1.0).tables(torch.tensor([[1_000_003]]))
+    cos, _ = rotary_embedding(64, 500_000.0, 1.0).tables(torch.tensor([[1_000_003]]))
     for i, value in enumerate(cos[0, 0].tolist()):
         assert abs(value - math.cos(1_000_003 / 500_000.0 ** (2 * i / 64))) < 1e-8
 
@@ -96,7 +101,7 @@ YARN = dict(factor=4.0, original_max_position_embeddings=32_768)
 )
 def test_scaled_frequencies_are_the_published_ones(kind, options, formula, attention_factor):
     d_k, base = 128, 500_000.0
-    rotary = RotaryEmbedding(d_k, base, 1.0, {"rope_type": kind, **options})
+    rotary = rotary_embedding(d_k, base, 1.0, {"rope_type": kind, **options})
     cos, sin = rotary.tables(torch.tensor([[777]]))
     for i in range(d_k // 2):
         angle = 777 * formula(i, d_k, base, **options)
@@ -106,16 +111,16 @@ def test_scaled_frequencies_are_the_published_ones(kind, options, formula, atten
 
 
 def test_llama3_has_all_three_ranges():
-    frequencies = RotaryEmbedding(128, 500_000.0, 1.0, {"rope_type": "llama3", **LLAMA3}).frequencies(CPU)
-    ratio = RotaryEmbedding(128, 500_000.0, 1.0).frequencies(CPU) / frequencies
+    frequencies = rotary_embedding(128, 500_000.0, 1.0, {"rope_type": "llama3", **LLAMA3}).frequencies(CPU)
+    ratio = rotary_embedding(128, 500_000.0, 1.0).frequencies(CPU) / frequencies
     assert ratio[0] == 1
     assert ratio[-1] == 8
     assert ((ratio > 1) & (ratio < 8)).any()
 
 
 def test_the_older_key_and_the_theta_of_a_config_are_understood():
-    old = RotaryEmbedding(8, 100.0, 1.0, {"type": "linear", "factor": 4.0, "rope_theta": 100.0})
-    new = RotaryEmbedding(8, 100.0, 4.0)
+    old = rotary_embedding(8, 100.0, 1.0, {"type": "linear", "factor": 4.0, "rope_theta": 100.0})
+    new = rotary_embedding(8, 100.0, 4.0)
     torch.testing.assert_close(old.tables(torch.tensor([[40]])), new.tables(torch.tensor([[40]])))
 
 
@@ -135,7 +140,7 @@ def test_the_older_key_and_the_theta_of_a_config_are_understood():
 )
 def test_scaling_that_cannot_be_meant_is_refused(scaling, scale):
     with pytest.raises(ConfigError, match="rope_scaling"):
-        RotaryEmbedding(8, 100.0, scale, scaling)
+        attention_config(8, 1, 1, 8, 8, rope_base=100.0, rope_scale=scale, rope_scaling=scaling)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_scaling_that_cannot_be_meant_is_refused(scaling, scale):
 @pytest.mark.parametrize("angles", ["fp64", "fp32"])
 def test_an_accelerator_gets_the_tables_of_the_cpu(scaling, angles):
     """Bit for bit, from a table without fp64 on the device."""
-    rotary = RotaryEmbedding(16, 500_000.0, 1.0, scaling, rotary_dim=12, angles=angles)
+    rotary = rotary_embedding(16, 500_000.0, 1.0, scaling, rotary_dim=12, angles=angles)
     pos = torch.tensor([[0, 1, 77, 1023, 5]])
     expected = [table.float() for table in rotary.tables(pos)]
     with pretended_cuda() as device:
@@ -182,11 +187,11 @@ def test_fp32_angles_are_those_of_transformers_bit_for_bit(d_k, base, scaling, p
         theirs = Phi3RotaryEmbedding(Phi3Config(**sizes))
     else:
         theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, head_dim=d_k))
-    ours = RotaryEmbedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k), angles="fp32")
+    ours = rotary_embedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k), angles="fp32")
     pos = torch.cat([torch.arange(5000), torch.arange(5000, 131_073, 97), torch.tensor([131_071, 131_072])])[None]
     for found, wanted in zip(ours.tables(pos, torch.float32), theirs(torch.zeros(1), pos), strict=True):
         half = found.shape[-1]
         assert torch.equal(wanted[..., :half], wanted[..., half:])
         assert torch.equal(found, wanted[..., :half])
-    exact = RotaryEmbedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k)).tables(pos, torch.float32)
+    exact = rotary_embedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k)).tables(pos, torch.float32)
     assert not torch.equal(exact[0], found)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from nsa.attention_rules import PHIS_OF_UNROTATED_KEYS, PHIS_WITH_POS_EMB
 from nsa.core.branches import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
-from nsa.options import PHIS
+from tests.attention_options import PHIS, PHIS_OF_UNROTATED_KEYS, PHIS_WITH_POS_EMB
 from tests.shapes import attention_args
 
 SHIFT = 5_000

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.probe import probing
 from nsa.model.transformer import NSATransformer
-from nsa.options import GATES_PER
+from tests.attention_options import GATES_PER
 
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=4, w=12)
 COVERED, DIM = 4 * 8, 24

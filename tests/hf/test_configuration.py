@@ -11,7 +11,7 @@ from nsa.config.schema import ModelConfig, RopeScalingConfig, RunConfig, SparseA
 from nsa.errors import ConfigError
 from nsa.hf.cache import NSACacheLayer
 from nsa.hf.configuration import NSAConfig
-from nsa.model.build import attention_arguments, build_model
+from nsa.model.build import build_model
 from tests.hf.tiny_model import tiny_config
 
 RUN = RunConfig(
@@ -36,10 +36,7 @@ RUN = RunConfig(
 
 @pytest.mark.parametrize("run", [RunConfig(), RUN], ids=["default", "changed"])
 def test_a_runs_settings_become_the_same_arguments_of_the_attention(run):
-    want = attention_arguments(run)
-    if want["rope_scaling"] == {"rope_type": "default"}:
-        want["rope_scaling"] = None
-    assert NSAConfig.from_run(run, 300, 256).attention_arguments() == want
+    assert NSAConfig.from_run(run, 300, 256).attention_config() == run.attention
 
 
 def test_the_rest_of_a_runs_settings():
@@ -62,7 +59,7 @@ def test_a_saved_config_is_read_back_equal(tmp_path):
     read.save_pretrained(tmp_path / "again")
     first, again = ((tmp_path / name / "config.json").read_text() for name in ("first", "again"))
     assert first == again
-    assert read.attention_arguments() == config.attention_arguments()
+    assert read.attention_config() == config.attention_config()
 
 
 def test_whole_numbers_in_a_file_serve_as_real_ones(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from nsa.attention_rules import INIT_STD
+from nsa.core.attention_config import INIT_STD
 from nsa.core.branches import GATE_STD
 from nsa.errors import ConfigError
 from nsa.hf import NSAForCausalLM, NSAModel
@@ -33,12 +33,11 @@ def twin(model: NSAForCausalLM) -> NSATransformer:
     config = model.config
     made = NSATransformer(
         config.vocab_size,
-        config.hidden_size,
+        config.attention_config(),
         config.num_hidden_layers,
         ffn_dim=config.intermediate_size,
         tie_embeddings=config.tie_word_embeddings,
         norm_eps=config.rms_norm_eps,
-        **config.attention_arguments(),
     )
     state = {}
     for name, tensor in model.state_dict().items():

@@ -16,7 +16,7 @@ from nsa.core.rope import rotate
 from nsa.errors import ConfigError
 from nsa.kernels import reference
 from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest
-from nsa.options import PHIS
+from tests.attention_options import PHIS
 from tests.backends import RUN_HERE
 from tests.kernels.test_backends import REFERENCE, Case, visible_keys
 from tests.shapes import attention_args

@@ -15,7 +15,7 @@ from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS
-from nsa.options import KV_PROJECTIONS, PHIS
+from tests.attention_options import KV_PROJECTIONS, PHIS
 from tests.kernels import test_backends as exact
 from tests.kernels.fake_gpu import fake_attention, fake_gpu, meta_attention, recorded_on_meta
 from tests.shapes import GEOMETRIES, HEADS, attention_args

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from nsa.attention_rules import layer_kinds, repeated
 from nsa.config.schema import RunConfig
+from nsa.core.layer_pattern import repeated
 from nsa.core.rope import RotaryEmbedding
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
@@ -70,7 +70,7 @@ def plain_logits(config: RunConfig, state: dict[str, torch.Tensor], ids: torch.T
     m, (batch, length) = config.model, ids.shape
     x = state["embeddings.weight"][ids]
     for layer, (kind, rope) in enumerate(
-        zip(layer_kinds(m.attention, m.n_layers), repeated(m.rope_layers, m.n_layers), strict=True)
+        zip(repeated(m.attention, m.n_layers), repeated(m.rope_layers, m.n_layers), strict=True)
     ):
         of = {name.split(".", 2)[2]: p for name, p in state.items() if name.startswith(f"blocks.{layer}.")}
 
@@ -186,7 +186,7 @@ def test_what_makes_no_sense_is_refused(model, nsa, words):
     assert all(word in str(refused.value) for word in words), refused.value
     arguments = {**SIZES, **BLOCKS, **model, **nsa}
     layers = dict(rope_layers=arguments.pop("rope_layers", ["scaled"]))
-    with pytest.raises(ConfigError, match="model"):
+    with pytest.raises(ConfigError):
         NSATransformer(VOCAB, arguments.pop("dim"), arguments.pop("n_layers"), **layers, **arguments)
 
 

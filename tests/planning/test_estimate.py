@@ -6,10 +6,9 @@ import torch
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
-from nsa.options import KV_PROJECTIONS
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
-from tests.attention_options import FAMILIES, OPTIONS
+from tests.attention_options import FAMILIES, KV_PROJECTIONS, OPTIONS
 
 VOCAB = 257
 SMALL = {

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nsa.options import PHIS
 from nsa.train.engine.mixer import NSAMixerConfig, _fill
 from tests import fork_server
-from tests.attention_options import YARN
+from tests.attention_options import PHIS, YARN
 from tests.train.runs import environment
 
 NSA = Path(__file__).parents[2] / "nsa"
@@ -38,7 +37,7 @@ def four_ranks(tmp_path):
     ids=[*PHIS, "all_options"],
 )  # fmt: skip
 def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(four_ranks, options):
-    config = NSAMixerConfig(**SIZES, **options)
+    config = NSAMixerConfig(SIZES | options)
     whole, sharded = (config.build(32, layer_idx=0, n_layers=2) for _ in range(2))
     whole.init_weights(num_blocks=2, generator=torch.Generator().manual_seed(1))
     for name, parameter in list(sharded.named_parameters()):

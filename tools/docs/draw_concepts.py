@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from nsa.core.attention_config import Gate, GateConfig
 from nsa.core.branches import BRANCH_ORDER, BranchGates
 from nsa.core.functional import compress_blocks
 from nsa.geometry import Geometry
@@ -202,7 +203,7 @@ def draw_keys_read() -> str:
 
 def draw_gates() -> str:
     """Stacked bars: weights of the branches at the start, by the module that computes them."""
-    cases = (
+    cases: tuple[tuple[str, str, Gate, float], ...] = (
         ("softmax, sliding_gate_init -3", "our defaults", "softmax", -3.0),
         ("softmax, sliding_gate_init 0", "equal branches", "softmax", 0.0),
         ("sigmoid, sliding_gate_init 0", "nsa.preset: paper", "sigmoid", 0.0),
@@ -210,7 +211,7 @@ def draw_gates() -> str:
     left, unit, y = 230.0, 420.0, 44.0
     parts = [label(left, 20, "Weights of the branches before the first step (they depend on the token after it)")]
     for name, note, kind, sliding_init in cases:
-        gates = BranchGates(8, 1, 1, kind, "head", 1.0, sliding_init=sliding_init)
+        gates = BranchGates(8, 1, 1, GateConfig(kind=kind, sliding_init=sliding_init))
         gates.proj.init_weights()
         with torch.no_grad():
             shares = gates(torch.zeros(1, 1, 8)).flatten().tolist()

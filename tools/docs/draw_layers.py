@@ -24,7 +24,7 @@ PURPOSE = {
     "files": "atomic writes, locks",
     "gpus": "GPU table",
     "geometry": "block sizes",
-    "attention_rules": "heads, φ, RoPE",
+    "option_fields": "options that describe themselves",
     "names": "file names of a run",
     "terminal_text": "escaping",
     "token_counts": "4k",

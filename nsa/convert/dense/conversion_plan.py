@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nsa.attention_rules import resolve_rope_compressed
 from nsa.convert.dense.source_model import SourceModel
+from nsa.core.attention_config import CompressionConfig
+from nsa.core.pooling import OPERATORS, phis
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.hf.configuration import NSAConfig
 from nsa.options import CONVERSION_MIXES, AttentionKind
 
-PHIS_OF_CONVERSION = ("avg", "weighted", "softmax")
+PHIS_OF_CONVERSION = phis(lambda operator: operator.starts_near_mean)
 """φ that start as the mean or close to it, and keep scores relative to positions when they are trained."""
 _KIND_OF_MIX: dict[str, AttentionKind] = {"merged": "merged", "gated": "nsa"}
 
@@ -71,11 +72,11 @@ def converted_config(model: SourceModel, options: ConversionOptions | None) -> N
             f"{', '.join(PHIS_OF_CONVERSION)}."
         )
     more: dict[str, Any] = {"gate": "tanh", "sliding_gate_init": 0.0} if options.mix == "gated" else {}
-    if options.mix == "merged" and options.phi != "avg":
+    if options.mix == "merged" and OPERATORS[options.phi].has_weights:
         more["selector_loss"] = 1.0  # nothing else trains φ there
     sizes = {name: getattr(options, name) for name in Geometry.__dataclass_fields__}
     kinds = _converted_kinds(model, options)
-    more["rope_compressed"] = resolve_rope_compressed(options.phi, "auto")
+    more["rope_compressed"] = CompressionConfig(phi=options.phi).rotated
     return model.changed(kinds, phi=options.phi, kv="shared", **more, **sizes)
 
 

@@ -34,7 +34,7 @@ def recipe_files(config: RunConfig, vocab_size: int, *, has_new: bool) -> dict[s
 
 
 def _warmup(config: RunConfig, vocab_size: int) -> dict[str, Any]:
-    gated, learned = "nsa" in config.model.attention, config.nsa.phi != "avg"
+    gated, learned = "nsa" in config.model.attention, config.attention.compression.operator.has_weights
     trainable = ["*.phi_k.*"] * learned + ["*.gates.*"] * gated + ["*.phi_v.*"] * (gated and learned)
     sections = _sections(config, vocab_size)
     if learned:

@@ -19,6 +19,7 @@ from olmo_core.train.train_module.transformer.config import (
 
 from nsa.config.parallel_rules import hsdp_shard_ranks
 from nsa.config.schema import RunConfig
+from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
 from nsa.observe.run_folder import RunFolder
 from nsa.planning.preflight_rules import NOT_FP16, why_no_fp16
@@ -35,11 +36,7 @@ _NEVER = 2**62
 NOT_DECAYED = [
     "*norm.weight",
     "*.bias",
-    "*.b_in",
-    "*.pos_emb",
-    "*.w_place",
-    "*.w_score",
-    "*.w_square",
+    *(f"*.{name}" for name in undecayed_parameters()),
     "embeddings.weight",
 ]
 

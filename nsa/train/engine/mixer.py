@@ -1,7 +1,7 @@
 """Registers NSA as OLMo-core sequence mixer "nsa", for every architecture the engine can build."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nsa.attention_rules import INIT_STD, SLIDING_GATE_INIT, layer_kinds, repeated
 from nsa.config.schema import RunConfig
+from nsa.core.attention_config import INIT_STD, AttentionConfig, attention_config
 from nsa.core.branches import BranchKeys, BranchStreams
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import DocumentLayout
@@ -31,16 +31,15 @@ from nsa.core.layer_kinds import (
     DenseAttention,
     GlobalAttention,
     WindowAttention,
-    layer_arguments,
     layer_of_kind,
 )
+from nsa.core.layer_pattern import layer_config, repeated
 from nsa.core.merged_attention import MergedAttention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
-from nsa.geometry import N_COARSE, Geometry
 from nsa.kernels.registry import BackendRequest, KernelPlan
-from nsa.model.build import attention_arguments, wanted_kernels
+from nsa.model.build import wanted_kernels
 from nsa.options import AttentionKind, RopeLayer
 from nsa.train.parallel.context_exchange import compressed_keys, context_keys, slide_by_piece
 from nsa.train.parallel.context_layout import ContextGroup, context_group
@@ -60,64 +59,30 @@ class SharedPositions:
 @SequenceMixerConfig.register("nsa")
 @dataclass
 class NSAMixerConfig(SequenceMixerConfig):
-    """The arguments of `NSAAttention`, without the model's width."""
+    """An `AttentionConfig` in plain values, with the kind of layer and the backends."""
 
-    n_heads: int
-    n_kv_groups: int
-    d_k: int
-    d_v: int
-    l: int = Geometry.l
-    d: int = Geometry.d
-    l_sel: int = Geometry.l_sel
-    n_sel: int = Geometry.n_sel
-    w: int = Geometry.w
-    coarse_block: int = 0
-    n_coarse: int = N_COARSE
-    phi: str = "softmax"
-    phi_pos_emb: bool = False
-    gate: str = "softmax"
-    gate_per: str = "head"
-    gate_temperature: float = 1.0
-    sliding_gate_init: float = SLIDING_GATE_INIT
-    rope_base: float = 500_000.0
-    rope_scale: float = 1.0
-    rope_compressed: str = "auto"
-    rope_scaling: dict[str, Any] | None = None
-    rope: str = "scaled"
-    rotary_dim: int | None = None
-    rope_angles: str = "fp64"
-    kv: str = "shared"
-    selector_loss: float = 0.0
-    selector_loss_share: float = 0.0625
-    selector_blocks: str = "chosen"
-    qk_norm: bool = False
-    qk_norm_eps: float = 1e-6
-    qk_norm_per: str = "head"
-    bias: bool = False
-    out_bias: bool = False
-    init_std: float = INIT_STD
+    options: dict[str, Any]
+    """Of the attention, by name; the model's width is that of `build`."""
     kind: AttentionKind = "nsa"
-    kernel_compressed: str = "auto"
-    kernel_select: str = "auto"
-    kernel_selected: str = "auto"
-    kernel_sliding: str = "auto"
+    kernels: dict[str, str] = field(default_factory=dict)
+    """By branch; missing ones are `auto`."""
 
     @classmethod
     def of_run(cls, config: RunConfig, kind: AttentionKind = "nsa", rope: RopeLayer = "scaled") -> "NSAMixerConfig":
-        kernels = {f"kernel_{branch}": name for branch, name in wanted_kernels(config)._asdict().items()}
-        attention = layer_arguments(attention_arguments(config), kind, rope, config.model.window)
-        return cls(**attention, **kernels, kind=kind)
+        attention = layer_config(config.attention, kind, rope, config.model.window)
+        return cls(attention.options(), kind, wanted_kernels(config)._asdict())
 
-    def arguments(self) -> dict[str, Any]:
-        """For the class of this kind of layer."""
-        given = asdict(self)
-        given.pop("kind")
-        kernels = BackendRequest(**{branch: given.pop(f"kernel_{branch}") for branch in BackendRequest._fields})
-        return {**given, "kernels": kernels}
+    def layer(self, d_model: int) -> tuple[AttentionConfig, BackendRequest]:
+        return attention_config(**{**self.options, "dim": d_model}), BackendRequest(**self.kernels)
+
+    def on_meta(self, d_model: int) -> NSAAttention:
+        """The layer without values, to count its parameters and FLOPs."""
+        config, kernels = self.layer(d_model)
+        with torch.device("meta"):
+            return LAYER_CLASSES[self.kind](config, kernels=kernels)
 
     def num_params(self, d_model: int) -> int:
-        with torch.device("meta"):
-            return sum(p.numel() for p in LAYER_CLASSES[self.kind](d_model, **self.arguments()).parameters())
+        return sum(p.numel() for p in self.on_meta(d_model).parameters())
 
     def build(
         self, d_model: int, *, layer_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None
@@ -130,8 +95,9 @@ class NSAMixer(NSAAttention, SequenceMixer):
     """Parameters keep the names they have in `NSAAttention`, so that one state dict fits both."""
 
     def __init__(self, dim: int, config: NSAMixerConfig) -> None:
-        super().__init__(dim, **config.arguments())
-        self.config = config
+        attention, kernels = config.layer(dim)
+        super().__init__(attention, kernels=kernels)
+        self.mixer_config = config
         self.context: ContextGroup | None = None
         # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
         for module in self.children():
@@ -169,8 +135,7 @@ class NSAMixer(NSAAttention, SequenceMixer):
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward of the whole layer, however it is sharded; choosing blocks has no backward."""
-        with torch.device("meta"):
-            parts = LAYER_CLASSES[self.kind](self.dim, **self.config.arguments()).flops(seq_len)
+        parts = self.mixer_config.on_meta(self.dim).flops(seq_len)
         return int(3 * sum(parts.values()) - 2 * parts["select"])
 
     def init_weights(self, *, num_blocks: int, generator: torch.Generator | None = None, **_: Any) -> None:
@@ -183,10 +148,10 @@ class NSAMixer(NSAAttention, SequenceMixer):
         seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
-            whole = NSAAttention(self.dim, **self.config.arguments())
-            init_weights(nn.ModuleDict({"attention": whole}), num_blocks, self.config.init_std)
-            made = layer_of_kind(self.kind, whole, **self.config.arguments())
-        values = dict(made.named_parameters())
+            config, kernels = self.mixer_config.layer(self.dim)
+            whole = NSAAttention(config, kernels=kernels)
+            init_weights(nn.ModuleDict({"attention": whole}), num_blocks, config.init_std)
+            values = dict(layer_of_kind(self.kind, whole).named_parameters())
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 _fill(parameter, values[name].detach())
@@ -250,7 +215,7 @@ def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
     """The run's model as the engine builds it: the same parameters, names and logits as `nsa.model.build_model`."""
     model = config.model
     norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
-    kinds, ropes = layer_kinds(model.attention, model.n_layers), repeated(model.rope_layers, model.n_layers)
+    kinds, ropes = repeated(model.attention, model.n_layers), repeated(model.rope_layers, model.n_layers)
     layers = list(zip(kinds, ropes, strict=True))
     blocks = {
         (kind, rope): TransformerBlockConfig(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from nsa.attention_rules import INIT_STD
 from nsa.bench.shapes import SHAPES, BenchShape
+from nsa.core.attention_config import INIT_STD
 from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
 from nsa.geometry import Geometry

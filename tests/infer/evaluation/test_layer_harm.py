@@ -1,7 +1,5 @@
 """Harm and gain of single layers: equal to those of other conversions of the same model; the rule of the advice."""
 
-import inspect
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ pytest.importorskip("transformers", reason="in the hf extra")
 from nsa.config.load import load as config_of
 from nsa.config.model_sections import SparseAttentionConfig
 from nsa.convert.import_folder import import_folder
-from nsa.core.nsa_attention import NSAAttention
+from nsa.core.attention_config import OPTIONS
 from nsa.errors import ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.infer.evaluation.agreement import agreement_with
@@ -115,15 +113,8 @@ def test_a_model_that_was_warmed_up_by_the_recipe_has_exchangeable_layers(tmp_pa
 def test_every_option_of_a_layer_is_compared_or_belongs_to_sparse_layers(tmp_path):
     """A new option is one or the other by where it is defined; this list names those that matter to no layer."""
     sparse, dense, _ = converted_pair(tmp_path, "qwen3")  # with QK-norm, whose options count then
-    of_layer = set(inspect.signature(NSAAttention).parameters)
-    assert of_layer - set(sparse.config.attention_arguments()) == {"dim", "rope", "kernels"}
-    in_config = {"n_heads": "num_attention_heads", "n_kv_groups": "num_key_value_heads", "d_k": "head_dim",
-                 "d_v": "v_head_dim", "rope_base": "rope_theta", "init_std": "initializer_range", "dim": "hidden_size",
-                 "rope": "rope_layers"}  # fmt: skip
     of_sparse_layers = set(SparseAttentionConfig.model_fields) - {"preset"}
-    assert of_sparse_layers <= of_layer
-    for option in of_layer - {"kernels"}:
-        name = in_config.get(option, option)
+    for option, name in ((each.name, each.exported) for each in OPTIONS):
         before = getattr(dense.config, name)
         object.__setattr__(dense.config, name, ("another", before))
         if option in of_sparse_layers | {"init_std"}:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa import names
-from nsa.attention_rules import SLIDING_GATE_INIT
+from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa.observe.events import EventKind, read_events
 from nsa.observe.heartbeat import PROGRESS_FIELDS, read_beats
 from tests.train.runs import Job, run_all

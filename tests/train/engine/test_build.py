@@ -5,11 +5,10 @@ import itertools
 import pytest
 import torch
 
-from nsa.attention_rules import PHIS_WITH_POS_EMB
 from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
-from nsa.options import GATES, GATES_PER, PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
+from tests.attention_options import GATES, GATES_PER, PHIS, PHIS_WITH_POS_EMB
 
 BLOCK = {
     "attention_norm.weight": False,

@@ -7,18 +7,17 @@ import torch
 from olmo_core.nn.attention import SequenceMixerConfig
 from olmo_core.nn.transformer import TransformerConfig
 
-from nsa.attention_rules import SLIDING_GATE_INIT
 from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.build import build_model
-from nsa.options import PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
 from nsa.train.parallel.context_layout import ContextGroup
 from nsa.train.parallel.row_split import RowSplit
-from tests.attention_options import FAMILIES, OPTIONS
+from tests.attention_options import FAMILIES, OPTIONS, PHIS
 from tests.initial_weights import RAISED, require_raised
 
 VOCAB, SEQ = 61, 48
@@ -42,7 +41,7 @@ def with_option(name: str) -> RunConfig:
 def with_nsa(config: TransformerConfig, layers: set[int] | None = None) -> TransformerConfig:
     """An engine architecture with NSA in all layers, or in these."""
     nsa = copy.deepcopy(config.block)
-    nsa.sequence_mixer = NSAMixerConfig(**SIZES, **BLOCKS)
+    nsa.sequence_mixer = NSAMixerConfig(SIZES | BLOCKS)
     if layers is None:
         config.block = nsa
     else:
@@ -251,7 +250,7 @@ def test_it_is_registered_and_survives_a_dictionary():
 
 
 def test_what_it_cannot_do_it_refuses():
-    mixer = NSAMixerConfig(**SIZES, **BLOCKS).build(32, layer_idx=0, n_layers=1)
+    mixer = NSAMixerConfig(SIZES | BLOCKS).build(32, layer_idx=0, n_layers=1)
     with pytest.raises(ConfigError, match="cache_leftpad"):
         mixer(torch.zeros(1, 8, 32), cache_leftpad=torch.zeros(1))
     mixer.context = ContextGroup(RowSplit(2, 0), "")

@@ -46,7 +46,8 @@ class _Result:
 
 def _layer(case: ContextCase) -> NSAMixer:
     torch.manual_seed(0)
-    layer = NSAMixerConfig(**{**SIZES, **case.layer}).build(DIM, layer_idx=0, n_layers=1)
+    options = {**SIZES, **case.layer}
+    layer = NSAMixerConfig(kind=options.pop("kind", "nsa"), options=options).build(DIM, layer_idx=0, n_layers=1)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

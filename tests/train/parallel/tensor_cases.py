@@ -18,12 +18,11 @@ from olmo_core.distributed import parallel as engine_parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nsa.attention_rules import PHIS_WITH_POS_EMB
 from nsa.config.schema import RunConfig
-from nsa.options import GATES_PER, KV_PROJECTIONS, PHIS
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa.train.engine.build import build_train_module
+from tests.attention_options import GATES_PER, KV_PROJECTIONS, PHIS, PHIS_WITH_POS_EMB
 
 ROWS, SEQ_LEN, VOCAB = 2, 64, 97
 CPU = torch.device("cpu")

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from nsa.attention_rules import PHIS_WITH_POS_EMB
-from nsa.options import KV_PROJECTIONS, PHIS
+from tests.attention_options import KV_PROJECTIONS, PHIS, PHIS_WITH_POS_EMB
 from tests.train.parallel.context_cases import ContextCase, run_cases
 
 CROSSING = [0, 5, 40, 70, 71, 128]  # documents across every border, one shorter than a block, one of one token

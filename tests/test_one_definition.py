@@ -1,0 +1,178 @@
+"""An option of the attention, and a pooling operator, are written once: a copy of the tree with a new one has it
+everywhere. The number of source files that a patch touches is the measure."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.core.attention_config import OPTIONS, AttentionConfig
+from nsa.option_fields import options_of
+
+ROOT = Path(__file__).parents[1]
+MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI = 3, 2
+
+OPTION = {
+    "nsa/core/attention_config.py": (
+        "    blocks: SelectorBlocks = option(",
+        "    heads_per_page: int = option(\n"
+        '        4, "Heads of one page.", name="max_heads_per_page", unit="heads", at_least=1, may_change=True\n'
+        "    )\n"
+        "    blocks: SelectorBlocks = option(",
+    ),
+    "nsa/core/nsa_attention.py": (
+        "        self.selector_blocks = c.selector.blocks\n",
+        "        self.selector_blocks, self.pages = c.selector.blocks, -(-c.n_heads // c.selector.heads_per_page)\n",
+    ),
+}
+USE_OF_THE_OPTION = """
+from nsa.config.docs import pages
+from nsa.config.schema import RunConfig, settings
+from nsa.core.nsa_attention import NSAAttention
+from nsa.errors import ConfigError
+from nsa.hf.configuration import NSAConfig
+from nsa.infer.layer_variants import _OF_SPARSE_LAYERS
+from nsa.model.build import build_model
+
+sizes = dict(dim=16, n_heads=6, n_kv_groups=1, d_k=4, d_v=4)
+assert NSAAttention(**sizes).pages == 2
+assert NSAAttention(**sizes, max_heads_per_page=2).pages == 3
+try:
+    NSAAttention(**sizes, max_heads_per_page=0)
+    raise SystemExit("a value below its limit was accepted")
+except ConfigError as error:
+    assert "max_heads_per_page (0)" in str(error), error
+run = RunConfig.model_validate(
+    {"nsa": {"max_heads_per_page": 3}, "model": {"dim": 16, "n_layers": 1, "n_heads": 6, "d_k": 4, "d_v": 4}}
+)
+assert run.attention.selector.heads_per_page == 3
+assert build_model(run, 8).blocks[0].attention.pages == 2
+exported = NSAConfig.from_run(run, 8, None)
+again = NSAConfig.from_dict(exported.to_dict())
+assert again.max_heads_per_page == 3 and again.attention_config() == run.attention
+assert RunConfig.model_validate(again.run_settings()).nsa.max_heads_per_page == 3
+row = next(line for line in pages()["CONFIG.md"].splitlines() if "`nsa.max_heads_per_page`" in line)
+assert row == "| `nsa.max_heads_per_page` | a whole number ≥ 1 | `4` | heads | may change | Heads of one page. |", row
+assert "max_heads_per_page" in _OF_SPARSE_LAYERS
+"""
+USE_OF_THE_OPTION_BY_THE_ENGINE = """
+from nsa.config.schema import RunConfig
+from nsa.train.engine.mixer import NSAMixerConfig
+
+run = RunConfig.model_validate({"nsa": {"max_heads_per_page": 3}})
+mixer = NSAMixerConfig.of_run(run)
+assert NSAMixerConfig.from_dict(mixer.as_config_dict()) == mixer
+assert mixer.build(768, layer_idx=0, n_layers=1, init_device="meta").pages == 4
+"""
+PHI = {
+    "nsa/core/pooling.py": (
+        '    "mlp": PoolingOperator(',
+        '    "last": PoolingOperator(\n'
+        "        pool=lambda phi, block, raw, begin: block[:, :, -1] * phi.weight('w_last', block.dtype),\n"
+        "        parameters=lambda l, width: {\n"
+        "            'w_last': PoolingParameter((width,), lambda w: w.fill_(1), decays=False)\n"
+        "        },\n"
+        "        flops=lambda l, width: width,\n"
+        "        needs_unrotated_keys=True,\n"
+        "    ),\n"
+        '    "mlp": PoolingOperator(',
+    ),
+}
+USE_OF_THE_PHI = """
+import torch
+from nsa.config.docs import pages
+from nsa.config.schema import RunConfig
+from nsa.core.pooling import undecayed_parameters
+from nsa.errors import ConfigError
+from nsa.hf.configuration import NSAConfig
+from nsa.model.build import build_model
+from nsa.planning.activations import ForwardPass, activations
+from nsa.planning.model_figures import model_figures
+
+sections = {"nsa": {"phi": "last", "w": 8}, "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "d_k": 4, "d_v": 4}}
+run = RunConfig.model_validate(sections)
+assert run.nsa.rope_compressed == "after"
+model = build_model(run, 8)
+tokens = torch.arange(80)[None] % 8
+model(tokens).sum().backward()
+assert model.blocks[0].attention.phi_v.w_last.grad.any()
+assert NSAConfig.from_run(run, 8, None).attention_config().compression.phi == "last"
+assert "w_last" in undecayed_parameters() and "weighted, softmax, linear, last, mlp" in pages()["CONFIG.md"]
+figures = model_figures(run, 8)
+attention = model.blocks[0].attention
+assert figures.parameters.attention == sum(p.numel() for p in attention.parameters())
+assert attention.flops(80)["compression"] == 2 * 2 * 4 * 4 / 80  # entries, streams, groups, channels
+one = ForwardPass(1, 80, 8, autocast=False, width=4, on_gpu=False)
+assert activations(run, one, figures.parameters.products_per_layer, figures.parameters.head_weights).kept > 0
+for broken in ({"phi_pos_emb": True}, {"rope_compressed": "before"}):
+    try:
+        RunConfig.model_validate({"nsa": {**sections["nsa"], **broken}})
+        raise SystemExit(f"{broken} was accepted")
+    except ValueError as error:
+        assert "nsa.phi (last)" in str(error), error
+"""
+
+
+def patched_tree(folder: Path, patch: dict[str, tuple[str, str]]) -> Path:
+    shutil.copytree(ROOT / "nsa", folder / "nsa", ignore=shutil.ignore_patterns("__pycache__", "*.cpp", "*.so"))
+    for name, (old, new) in patch.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.count(old) == 1, name
+        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+def run_in(tree: Path, program: str) -> None:
+    check = f"import sys; sys.path.insert(0, {str(tree)!r})\nimport nsa; assert {str(tree)!r} in nsa.__file__\n"
+    environment = {"NSA_KERNEL": "portable", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", check + program], cwd=tree, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def with_option(tmp_path_factory) -> Path:
+    return patched_tree(tmp_path_factory.mktemp("option"), OPTION)
+
+
+def test_an_option_reaches_settings_module_export_import_and_pages(with_option):
+    pytest.importorskip("transformers", reason="Transformers is in the hf extra")
+    assert len(OPTION) <= MOST_FILES_OF_AN_OPTION
+    run_in(with_option, USE_OF_THE_OPTION)
+
+
+def test_an_option_reaches_the_engine(with_option):
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    run_in(with_option, USE_OF_THE_OPTION_BY_THE_ENGINE)
+
+
+def test_a_phi_is_one_row(tmp_path):
+    pytest.importorskip("transformers", reason="Transformers is in the hf extra")
+    assert len(PHI) <= MOST_FILES_OF_A_PHI
+    run_in(patched_tree(tmp_path, PHI), USE_OF_THE_PHI)
+
+
+def test_no_other_source_lists_the_options():
+    """A file that spells many of them is a second definition, which will forget one."""
+    names = {each.name for each in OPTIONS if len(each.name) > 2}
+    sources = {file: ast.parse(file.read_text(encoding="utf-8")) for file in ROOT.glob("nsa/**/*.py")}
+    definitions = {ROOT / "nsa/core/attention_config.py", ROOT / "nsa/geometry.py"}
+    for file, tree in sources.items():
+        spelled = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        spelled |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+        spelled |= {node.target.id for node in ast.walk(tree)
+                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}  # fmt: skip
+        if file not in definitions:
+            assert len(names & spelled) < len(names) / 2, file
+
+
+def test_every_option_is_described_and_every_field_is_an_option():
+    assert [each.name for each in OPTIONS] == [each.name for each in options_of(AttentionConfig)]
+    for each in OPTIONS:
+        assert each.about.endswith("."), each.name
+    config = AttentionConfig(dim=8, n_heads=2, n_kv_groups=1, d_k=4, d_v=4)
+    assert config.changed(**config.options()) == config
