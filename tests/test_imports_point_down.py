@@ -192,7 +192,7 @@ def test_every_module_keeps_the_directions():
         ("nsa.core.rope", "from nsa import NSATransformer"),
         ("nsa.kernels.sdpa", "from .. import nsa_attention"),
         ("nsa.observe.heartbeat", "import olmo_core"),
-        ("nsa.model.build", "from transformers import PreTrainedConfig"),
+        ("nsa.run_model", "from transformers import PreTrainedConfig"),
         ("nsa.train.run", "import nsa.hf"),
         ("nsa.hf.modeling", "from nsa.infer import load_model"),
         ("nsa.hf.modeling", "from nsa.vllm.step import PagedStep"),
@@ -228,7 +228,7 @@ def test_a_package_without_a_place_is_seen(monkeypatch):
     [
         ("nsa.cli.main", "from nsa import __version__\nfrom nsa.errors import NSAError\nfrom nsa.cli import config"),
         ("nsa.cli.main", "from . import config\nfrom .. import __version__"),
-        ("nsa.model.build", "from nsa import NSAAttention, Geometry"),
+        ("nsa.run_model", "from nsa import NSAAttention, Geometry"),
         ("nsa.__init__", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa.core import rope"),
         ("nsa.core.__init__", "from .rope import rotate\nfrom ..kernels import plan"),
         (

@@ -13,8 +13,8 @@ from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa.config.schema import RunConfig
 from nsa.data.saved_tokenizer import tokenizer_record
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer
-from nsa.model.build import build_model
 from nsa.model.transformer import NSATransformer
+from nsa.run_model import build_model
 
 SETTINGS: dict[str, Any] = {
     "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8},

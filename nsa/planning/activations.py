@@ -17,9 +17,9 @@ from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
-from nsa.model.build import wanted_kernels
 from nsa.model.loss import chunk_rows
 from nsa.options import SELECTING_KINDS, AttentionKind, Checkpointing
+from nsa.run_model import wanted_kernels
 
 FP32 = 4
 INT32, INT64 = 4, 8

@@ -11,12 +11,12 @@ from nsa.config.schema import RunConfig, settings
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.errors import ConfigError
-from nsa.model.build import build_model
 from nsa.model.init_skipped import InitSkipped
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.trainable_parameters import ALL_PARAMETERS, trainable_names
 from nsa.model.transformer import NSATransformer
 from nsa.options import AttentionKind, Checkpointing
+from nsa.run_model import build_model
 
 _POSSIBLE_SIZE = 2**24
 _FP32 = 4

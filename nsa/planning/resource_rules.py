@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from nsa.kernels.choice_text import kernels_text
-from nsa.model.build import wanted_kernels
 from nsa.planning.estimate import MemoryEstimate
 from nsa.planning.hardware import GIB
 from nsa.planning.preflight_facts import PreflightFacts
 from nsa.planning.rule_finding import RuleFinding, finding
 from nsa.planning.step_time import BACKENDS
+from nsa.run_model import wanted_kernels
 
 SAFE_MEMORY = 0.9  # share of the memory that an estimate may fill
 

@@ -5,25 +5,21 @@ gives for the base shape (predictions.json). Attention in the portable backend w
 results for every selected block and stores scores. The rest of a step runs at an assumed share of the peak.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
+from nsa.bench.predictions import predictions
 from nsa.config.schema import RunConfig
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.core.layer_pattern import kind_counts
 from nsa.geometry import Geometry
 from nsa.gpus import GPUS
 from nsa.kernels.registry import BackendChoice
-from nsa.model.build import wanted_kernels
 from nsa.options import SELECTING_KINDS
 from nsa.planning.hardware import HardwareTarget
+from nsa.run_model import wanted_kernels
 
-PREDICTIONS = Path(__file__).with_name("predictions.json")
-"""Modelled times of `proofs.perf_model`; rewrite with `python -m proofs.perf_model.write_predictions`."""
 _BASE_HEADS, _BASE_WIDTH = 12, 64  # of the base shape, for which the times are modelled
 _MODELLED_LIKE = "a100"
 """The GPU whose share of the peak stands for a GPU that is not modelled."""
@@ -152,14 +148,3 @@ def _triton_share(device_name: str, length: int) -> tuple[float, str]:
     seconds = predictions()[gpu, nearest, "bf16", True]["seconds"]
     peak = next(spec.bf16_tflops for name, spec in GPUS.items() if name.startswith(gpu))
     return flops / (seconds * peak * 1e12), gpu
-
-
-@cache
-def predictions() -> dict[tuple[str, int, str, bool], dict[str, float]]:
-    """Modelled seconds, dense seconds and their ratio, by GPU, length, dtype and whether the backward pass is in it."""
-    return {
-        (e["gpu"], e["length"], e["dtype"], e["backward"]): dict(
-            seconds=e["seconds"], dense_seconds=e["dense_seconds"], ratio=e["dense_seconds"] / e["seconds"]
-        )
-        for e in json.loads(PREDICTIONS.read_text(encoding="utf-8"))["entries"]
-    }

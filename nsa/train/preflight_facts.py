@@ -15,7 +15,6 @@ from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.data.shards.manifest import read_manifest
 from nsa.errors import CheckpointError, ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError, StoreRefused
 from nsa.kernels.registry import BackendChoice, backend_request, plan
-from nsa.model.build import kernel_shape, wanted_kernels
 from nsa.observe.run_folder import RunFolder, why_not_writable
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
@@ -23,6 +22,7 @@ from nsa.planning.host_memory import host_memory
 from nsa.planning.preflight import failed, judge, require_passed
 from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
 from nsa.planning.preflight_rules import HALT_FILE, HELD_OUT, is_long, why_no_fp16
+from nsa.run_model import kernel_shape, wanted_kernels
 from nsa.storage import StorageFolder
 from nsa.train import datasets
 from nsa.train.distributed import RankInfo, check_world_size

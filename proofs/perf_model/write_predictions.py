@@ -1,4 +1,4 @@
-"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/planning/predictions.json.
+"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/bench/predictions.json.
 
 `nsa estimate` reckons with them too.
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from nsa.bench.predictions import PREDICTIONS
 from nsa.bench.shapes import SHAPES
-from nsa.planning.step_time import PREDICTIONS
 from nsa.verify.gpu_check.sizes import on_gpu
 from proofs.perf_model.gpus import GPUS
 from proofs.perf_model.prediction import predict

@@ -15,8 +15,8 @@ from nsa.data.prepare.plan import make_plan
 from nsa.data.prepare.run import prepare
 from nsa.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from nsa.errors import CheckpointError, DataError
-from nsa.model.build import build_model
 from nsa.names import TOKENIZER, is_known_file
+from nsa.run_model import build_model
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 

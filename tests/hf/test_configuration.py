@@ -11,7 +11,7 @@ from nsa.config.schema import ModelConfig, RopeScalingConfig, RunConfig, SparseA
 from nsa.errors import ConfigError
 from nsa.hf.cache import NSACacheLayer
 from nsa.hf.configuration import NSAConfig
-from nsa.model.build import build_model
+from nsa.run_model import build_model
 from tests.hf.tiny_model import tiny_config
 
 RUN = RunConfig(

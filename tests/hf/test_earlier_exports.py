@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
+from nsa.model.build import build_model
 from transformers import AutoModelForCausalLM
 
 import nsa.hf  # noqa: F401 (registers)
@@ -17,7 +18,6 @@ from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.schema import RunConfig
 from nsa.convert.import_folder import open_exported, run_config
 from nsa.hf.configuration import NSAConfig
-from nsa.model.build import build_model
 from tests.hf import earlier_exports as earlier
 
 RECORD, LOGITS = earlier.record(), load_file(earlier.LOGITS)

@@ -11,8 +11,8 @@ from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.hf.remote_code import remote_code_files
 from nsa.hf.weight_names import to_transformers
-from nsa.model.build import build_model
 from nsa.options import ATTENTION_KINDS
+from nsa.run_model import build_model
 
 PATTERN = list(ATTENTION_KINDS)
 

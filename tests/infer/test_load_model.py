@@ -19,7 +19,7 @@ from nsa.convert.export_folder import export_folder
 from nsa.data.tokenizer import ByteTokenizer, train_bpe
 from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa.infer import load_model
-from nsa.model.build import build_model
+from nsa.run_model import build_model
 from tests.trained_runs import write_run
 
 PROMPT = "The quick brown fox jumps over the lazy dog"

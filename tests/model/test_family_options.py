@@ -9,8 +9,8 @@ from nsa.config.schema import RunConfig
 from nsa.core.layer_pattern import repeated
 from nsa.core.rope import RotaryEmbedding
 from nsa.errors import ConfigError
-from nsa.model.build import build_model
 from nsa.model.transformer import NSATransformer
+from nsa.run_model import build_model
 from tests.attention_options import FAMILIES
 
 SIZES = dict(dim=24, n_layers=3, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from nsa.config import load
-from nsa.model.build import build_model, wanted_kernels
 from nsa.model.transformer import NSATransformer
+from nsa.run_model import build_model, wanted_kernels
 from tests.shapes import attention_args
 
 VOCAB = 50

@@ -5,9 +5,9 @@ import torch
 
 from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
-from nsa.model.build import build_model
 from nsa.planning.estimate import RunEstimate, estimate
 from nsa.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
+from nsa.run_model import build_model
 from tests.attention_options import FAMILIES, KV_PROJECTIONS, OPTIONS
 
 VOCAB = 257

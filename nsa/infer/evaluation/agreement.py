@@ -14,8 +14,8 @@ from nsa.data.rows.batch import Batch
 from nsa.errors import ConfigError
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.infer.evaluation.held_out import last_hidden_states
-from nsa.model.held_out_loss import LossSums, next_token_labels, positions_in_documents
 from nsa.model.loss import AgreementScores, TokenScores, linear_agreement
+from nsa.train.held_out_loss import LossSums, next_token_labels, positions_in_documents
 
 
 @dataclass

@@ -19,9 +19,9 @@ from nsa.data.shards.manifest import MANIFEST_NAME, VALIDATION
 from nsa.errors import ConfigError
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.infer.load_model import LoadedModel
-from nsa.model.held_out_loss import LossSums, ScoreTokens, batch_inputs
 from nsa.model.loss import TokenScores, linear_token_scores
 from nsa.train import datasets
+from nsa.train.held_out_loss import LossSums, ScoreTokens, batch_inputs
 
 DEFAULT_ROWS = 256
 

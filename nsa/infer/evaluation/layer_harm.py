@@ -23,9 +23,9 @@ from nsa.infer.evaluation.agreement import compared_tokens
 from nsa.infer.evaluation.held_out import last_hidden_states
 from nsa.infer.evaluation.selection import mass_shares, selection_by_layer
 from nsa.infer.layer_variants import require_same_but_kinds, with_layer_kinds
-from nsa.model.held_out_loss import LossSums
 from nsa.model.loss import TokenScores
 from nsa.options import AttentionKind
+from nsa.train.held_out_loss import LossSums
 
 KEPT_HARM = 0.5
 """Layers are advised until they have this share of the harm of all."""

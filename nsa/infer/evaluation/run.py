@@ -28,8 +28,8 @@ from nsa.infer.evaluation.layer_harm import harmful_layers, layers_record, passe
 from nsa.infer.evaluation.score_answers import TransformersScorer
 from nsa.infer.evaluation.selection import selection_by_layer, selection_record
 from nsa.infer.load_model import LoadedModel, ModelSource
-from nsa.model.held_out_loss import held_out_loss
 from nsa.observe.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION
+from nsa.train.held_out_loss import held_out_loss
 
 COMPARISONS = (AGREEMENT, LAYERS)
 """Tasks that need a reference model."""

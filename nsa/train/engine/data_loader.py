@@ -27,9 +27,9 @@ from nsa.data.rows.row_stream import State
 from nsa.data.rows.specs import DirectData, RowData, check_batch
 from nsa.data.unit_exchange import ExchangeSettings
 from nsa.errors import CheckpointError
-from nsa.model.held_out_loss import next_token_labels
 from nsa.model.loss import IGNORE
 from nsa.train.distributed import RankInfo
+from nsa.train.held_out_loss import next_token_labels
 
 log = logging.getLogger(__name__)
 

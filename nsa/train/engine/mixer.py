@@ -39,8 +39,8 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BackendRequest, KernelPlan
-from nsa.model.build import wanted_kernels
 from nsa.options import AttentionKind, RopeLayer
+from nsa.run_model import wanted_kernels
 from nsa.train.parallel.context_exchange import compressed_keys, context_keys, slide_by_piece
 from nsa.train.parallel.context_layout import ContextGroup, context_group
 from nsa.train.parallel.tensor import shard_by_group
@@ -212,7 +212,7 @@ MIXERS: dict[AttentionKind, type[NSAMixer]] = {
 
 
 def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
-    """The run's model as the engine builds it: the same parameters, names and logits as `nsa.model.build_model`."""
+    """The run's model as the engine builds it: the same parameters, names and logits as `nsa.run_model_model`."""
     model = config.model
     norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
     kinds, ropes = repeated(model.attention, model.n_layers), repeated(model.rope_layers, model.n_layers)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import IO, Any
 
 import torch
@@ -40,6 +41,9 @@ SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "training": training.checks, "speed": speed.checks,
 }  # fmt: skip
 
+ENTRY_POINT_GROUP = "nsa.gpu_checks"
+"""Subject → function of `CheckSizes` that yields checks of another package, e.g. of a trainer."""
+
 SILENCE_TIMEOUT_S = 1800.0  # a child without a message for this long hangs
 _MOST_LINES = 40
 
@@ -56,7 +60,14 @@ def select_checks(scope: CheckSizes, only: Iterable[str] = ()) -> list[GpuCheck]
             raise ConfigError(f"--only is {name!r}: there is no such subject. Use one of: {', '.join(SUBJECTS)}.")
     if "speed" in only and not scope.full:
         raise ConfigError("--only speed without --full times nothing: the benchmark is what --full adds. Add --full.")
-    return [check for name, checks in SUBJECTS.items() if name in wanted for check in checks(scope)]
+    return [check for name in SUBJECTS if name in wanted for check in _checks_of(name, scope)]
+
+
+def _checks_of(subject: str, scope: CheckSizes) -> Iterator[GpuCheck]:
+    """The checks of this package, and those that installed packages register for the subject."""
+    yield from SUBJECTS[subject](scope)
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=subject):
+        yield from entry.load()(scope)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from nsa.bench.implementations import all_implementations
 from nsa.bench.machine import available_cores, describe_device, pinned
 from nsa.bench.measurement import BenchMeasurement, choose_implementations, measure
 from nsa.bench.memory import measure_memory
+from nsa.bench.predictions import predictions
 from nsa.bench.roofline import MachinePeaks, measure_peaks
 from nsa.bench.shapes import SHAPES
-from nsa.planning.step_time import predictions
 from nsa.token_counts import spell
 from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, fact
 from nsa.verify.gpu_check.sizes import BACKEND, CheckSizes

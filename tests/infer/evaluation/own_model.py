@@ -6,7 +6,7 @@ import torch
 
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.infer.evaluation.lm_eval import NSAHarnessModel
-from nsa.model.build import build_model
+from nsa.run_model import build_model
 
 
 class OwnHarnessModel(NSAHarnessModel):

@@ -17,9 +17,9 @@ from nsa.errors import ConfigError, DataError
 from nsa.infer.evaluation.held_out import bytes_per_token, held_out_data, rows_of
 from nsa.infer.evaluation.run import EvaluationRequest, evaluate_model, results_folder
 from nsa.infer.load_model import load_model
-from nsa.model.build import build_model
-from nsa.model.held_out_loss import batch_inputs, held_out_loss, next_token_labels
 from nsa.model.loss import TokenScores
+from nsa.run_model import build_model
+from nsa.train.held_out_loss import batch_inputs, held_out_loss, next_token_labels
 from tests.train.runs import ROOT, Job, run_all
 from tests.trained_runs import save_run, settings
 

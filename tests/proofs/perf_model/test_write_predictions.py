@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nsa.planning.step_time import PREDICTIONS
+from nsa.bench.predictions import PREDICTIONS
 from proofs.perf_model.gpus import GPUS
 from proofs.perf_model.write_predictions import SPEED, entries
 

@@ -11,7 +11,7 @@ from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, Tra
 from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa.model.build import build_model
+from nsa.run_model import build_model
 from nsa.train.distributed import RankInfo
 from nsa.train.engine.build import build_train_module
 from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
