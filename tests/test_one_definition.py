@@ -33,9 +33,10 @@ from nsa.config.docs import pages
 from nsa.config.schema import RunConfig, settings
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
+from nsa.convert.model_settings import exported_config, model_settings
 from nsa.hf.configuration import NSAConfig
 from nsa.infer.layer_variants import _OF_SPARSE_LAYERS
-from nsa.model.build import build_model
+from nsa.run_model import build_model
 
 sizes = dict(dim=16, n_heads=6, n_kv_groups=1, d_k=4, d_v=4)
 assert NSAAttention(**sizes).pages == 2
@@ -50,10 +51,10 @@ run = RunConfig.model_validate(
 )
 assert run.attention.selector.heads_per_page == 3
 assert build_model(run, 8).blocks[0].attention.pages == 2
-exported = NSAConfig.from_run(run, 8, None)
+exported = exported_config(run, 8, None)
 again = NSAConfig.from_dict(exported.to_dict())
 assert again.max_heads_per_page == 3 and again.attention_config() == run.attention
-assert RunConfig.model_validate(again.run_settings()).nsa.max_heads_per_page == 3
+assert RunConfig.model_validate(model_settings(again)).nsa.max_heads_per_page == 3
 row = next(line for line in pages()["CONFIG.md"].splitlines() if "`nsa.max_heads_per_page`" in line)
 assert row == "| `nsa.max_heads_per_page` | a whole number ≥ 1 | `4` | heads | may change | Heads of one page. |", row
 assert "max_heads_per_page" in _OF_SPARSE_LAYERS
@@ -87,8 +88,9 @@ from nsa.config.docs import pages
 from nsa.config.schema import RunConfig
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
+from nsa.convert.model_settings import exported_config
 from nsa.hf.configuration import NSAConfig
-from nsa.model.build import build_model
+from nsa.run_model import build_model
 from nsa.planning.activations import ForwardPass, activations
 from nsa.planning.model_figures import model_figures
 
@@ -99,7 +101,7 @@ model = build_model(run, 8)
 tokens = torch.arange(80)[None] % 8
 model(tokens).sum().backward()
 assert model.blocks[0].attention.phi_v.w_last.grad.any()
-assert NSAConfig.from_run(run, 8, None).attention_config().compression.phi == "last"
+assert exported_config(run, 8, None).attention_config().compression.phi == "last"
 assert "w_last" in undecayed_parameters() and "weighted, softmax, linear, last, mlp" in pages()["CONFIG.md"]
 figures = model_figures(run, 8)
 attention = model.blocks[0].attention

@@ -16,6 +16,7 @@ from nsa.checkpoint.trained_model import TrainedModel, open_trained_model
 from nsa.convert.dense.copied_files import COPIED_FILES
 from nsa.convert.folder_files import read_json
 from nsa.convert.model_card import model_card
+from nsa.convert.model_settings import exported_config
 from nsa.convert.output_folder import new_folder
 from nsa.convert.tokenizer_files import tokenizer_files
 from nsa.convert.training_record import TRAINING_RECORD, record_of, require_license
@@ -86,7 +87,7 @@ def _write(
     shard_bytes: int,
 ) -> None:
     tensors = exported_tensors(trained, None if dtype is None else DTYPES[dtype])
-    config = NSAConfig.from_run(trained.config, trained.vocab_size, tokenizer.eos_id if tokenizer else None)
+    config = exported_config(trained.config, trained.vocab_size, tokenizer.eos_id if tokenizer else None)
     config.architectures = [ARCHITECTURE]
     config.dtype = next(iter(tensors.values())).dtype
     if remote_code:

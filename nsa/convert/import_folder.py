@@ -22,6 +22,7 @@ from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa.config.schema import RunConfig
 from nsa.convert.export_folder import ARCHITECTURE, CONFIG
 from nsa.convert.folder_files import read_json, require_plausible_numbers
+from nsa.convert.model_settings import model_settings
 from nsa.convert.output_folder import new_folder
 from nsa.convert.tokenizer_files import read_tokenizer_files
 from nsa.convert.training_record import TRAINING_RECORD, TrainingRecord
@@ -120,7 +121,7 @@ def run_config(exported: ExportedModel) -> RunConfig:
     recorded: Mapping[str, Any] = exported.record.settings if exported.record is not None else {}
     try:
         settings = RunConfig.model_validate(dict(recorded)).model_dump(mode="json")  # refuses unknown settings
-        settings |= config.run_settings()
+        settings |= model_settings(config)
         settings["train"]["seq_len"] = config.max_position_embeddings
         return RunConfig.model_validate(settings)
     except (ValidationError, ConfigError, RecursionError) as error:

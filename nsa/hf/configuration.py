@@ -5,7 +5,7 @@ Imports no modeling code, so that a server can read a config before it builds an
 
 import types
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -17,37 +17,22 @@ from nsa.geometry import default_ffn_dim
 from nsa.option_fields import OptionNames, from_options
 from nsa.options import AttentionKind, RopeLayer
 
-if TYPE_CHECKING:  # pydantic is not needed to load a model
-    from nsa.config.schema import RunConfig
-
 LAYER_TYPE = "nsa_attention"
 MOST_LAYERS = 10_000
 """Transformers makes lists with an entry per layer before anything else is checked."""
 
 _COUNTS = ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-_MODEL_SETTINGS = {
-    "num_hidden_layers": "n_layers",
-    "intermediate_size": "ffn_dim",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-    "post_norm": "post_norm",
-    "ffn_bias": "ffn_bias",
-    "window": "window",
-    "attention": "attention",
-    "rope_layers": "rope_layers",
-}
-"""Settings of `model` beside the options of the attention, by their names here."""
 _NAMES = OptionNames({**EXPORTED_NAMES, "layers": "attention", "n_layers": "num_hidden_layers"})
-_LAYER_OPTIONS = tuple(each for each in OPTIONS if not each.per_layer)
+LAYER_OPTIONS = tuple(each for each in OPTIONS if not each.per_layer)
 
 
 def _add_options(namespace: dict[str, Any]) -> None:
     """The options of the attention as fields of a config; a whole number serves as a real one."""
     namespace["__annotations__"] = {
         each.exported: float | int if each.type is float else Literal[each.choices] if each.choices else each.type
-        for each in _LAYER_OPTIONS
+        for each in LAYER_OPTIONS
     }
-    namespace |= {each.exported: each.usual for each in _LAYER_OPTIONS} | {"__module__": __name__}
+    namespace |= {each.exported: each.usual for each in LAYER_OPTIONS} | {"__module__": __name__}
 
 
 _OptionFields: Any = types.new_class("_OptionFields", (PreTrainedConfig,), exec_body=_add_options)
@@ -143,34 +128,10 @@ class NSAConfig(_OptionFields):
         return self._unchecked_attention().changed()
 
     def _unchecked_attention(self) -> AttentionConfig:
-        return from_options(AttentionConfig, {each.name: getattr(self, each.exported) for each in _LAYER_OPTIONS})
+        return from_options(AttentionConfig, {each.name: getattr(self, each.exported) for each in LAYER_OPTIONS})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The keys that describe a model, without those that every config of Transformers has."""
         inherited = {field.name for field in fields(PreTrainedConfig)}
         return tuple(field.name for field in fields(cls) if field.name not in inherited)
-
-    @classmethod
-    def from_run(cls, config: "RunConfig", vocab_size: int, eos_token_id: int | None) -> Self:
-        """The config of a run's model; `model.vocab_size`, if set, wins over the tokenizer's."""
-        model, values = config.model, config.attention.options()
-        of_model = {name: getattr(model, setting) for name, setting in _MODEL_SETTINGS.items()}
-        of_model |= {name: v[0] if len(v) == 1 else list(v) for name, v in of_model.items() if isinstance(v, tuple)}
-        return cls(
-            vocab_size=model.vocab_size or vocab_size,
-            max_position_embeddings=config.train.seq_len,
-            eos_token_id=eos_token_id,
-            **of_model | {"intermediate_size": model.ffn_size},
-            **{each.exported: values[each.name] for each in _LAYER_OPTIONS},
-        )
-
-    def run_settings(self) -> dict[str, dict[str, Any]]:
-        """Sections `model` and `nsa` of a run with this model; `from_run` undoes it."""
-        sections: dict[str, dict[str, Any]] = {"model": {}, "nsa": {}}
-        for each in _LAYER_OPTIONS:
-            section, _, key = each.setting.partition(".")
-            sections[section][key] = getattr(self, each.exported)
-        sections["model"] |= {setting: getattr(self, name) for name, setting in _MODEL_SETTINGS.items()}
-        sections["model"]["rope_scaling"] = self.rope_scaling or {}
-        return sections

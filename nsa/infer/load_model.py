@@ -22,6 +22,7 @@ from nsa.config.schema import RunConfig
 from nsa.convert.export_folder import CONFIG, DTYPES
 from nsa.convert.folder_files import LARGEST_JSON_BYTES, read_bytes, read_json
 from nsa.convert.import_folder import open_exported
+from nsa.convert.model_settings import exported_config
 from nsa.convert.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
 from nsa.data.saved_tokenizer import choose_tokenizer
 from nsa.data.tokenizer import Tokenizer, load_tokenizer
@@ -248,7 +249,7 @@ def _of_run(
     """The model of a run, from its tensors by the names of a checkpoint."""
     renamed = to_transformers(tensors)
     rows = renamed[EMBEDDING].shape[0] if EMBEDDING in renamed else 0
-    described = NSAConfig.from_run(config, max(1, rows), tokenizer.eos_id if tokenizer is not None else None)
+    described = exported_config(config, max(1, rows), tokenizer.eos_id if tokenizer is not None else None)
     return assemble_model(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
 
 

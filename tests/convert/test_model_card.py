@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.convert.model_settings import exported_config
 from nsa.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
@@ -15,7 +16,6 @@ from nsa.checkpoint.trained_model import open_trained_model
 from nsa.convert.model_card import model_card
 from nsa.convert.training_record import TrainingRecord, public_settings, record_of
 from nsa.errors import CheckpointError
-from nsa.hf.configuration import NSAConfig
 from nsa.observe.evaluations import evaluation_file, merge_results
 from tests.trained_runs import save_run, settings
 
@@ -74,7 +74,7 @@ def test_results_of_evaluations_are_shown_and_kept(run):
 
 
 def render(record: TrainingRecord, **changes: object) -> str:
-    config = NSAConfig.from_run(settings(), 257, 256)
+    config = exported_config(settings(), 257, 256)
     options = dict(parameters=12_345, dtype="float32", tokenizer=ByteTokenizer(), remote_code=False)
     return model_card(record, config, **{**options, **changes})
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, DynamicCache
 
 import nsa.hf  # noqa: F401 (registers)
 from nsa.config.schema import ModelConfig, RopeScalingConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa.convert.model_settings import exported_config
 from nsa.errors import ConfigError
 from nsa.hf.cache import NSACacheLayer
 from nsa.hf.configuration import NSAConfig
@@ -36,11 +37,11 @@ RUN = RunConfig(
 
 @pytest.mark.parametrize("run", [RunConfig(), RUN], ids=["default", "changed"])
 def test_a_runs_settings_become_the_same_arguments_of_the_attention(run):
-    assert NSAConfig.from_run(run, 300, 256).attention_config() == run.attention
+    assert exported_config(run, 300, 256).attention_config() == run.attention
 
 
 def test_the_rest_of_a_runs_settings():
-    config, model = NSAConfig.from_run(RUN, 300, 256), build_model(RUN, 300)
+    config, model = exported_config(RUN, 300, 256), build_model(RUN, 300)
     assert config.vocab_size == model.embeddings.num_embeddings == 300
     assert config.num_hidden_layers == len(model.blocks)
     assert config.intermediate_size == model.blocks[0].feed_forward.w1.out_features
@@ -48,11 +49,11 @@ def test_the_rest_of_a_runs_settings():
     assert (config.initializer_range, NSAConfig().initializer_range) == (0.08, 0.02)
     assert (config.eos_token_id, config.max_position_embeddings) == (256, 640)
     fixed = RunConfig(model=ModelConfig(vocab_size=512))
-    assert NSAConfig.from_run(fixed, 300, None).vocab_size == 512
+    assert exported_config(fixed, 300, None).vocab_size == 512
 
 
 def test_a_saved_config_is_read_back_equal(tmp_path):
-    config = NSAConfig.from_run(RUN, 300, 256)
+    config = exported_config(RUN, 300, 256)
     config.save_pretrained(tmp_path / "first")
     read = AutoConfig.from_pretrained(tmp_path / "first")
     assert type(read) is NSAConfig

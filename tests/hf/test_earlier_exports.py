@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-from nsa.model.build import build_model
 from transformers import AutoModelForCausalLM
 
 import nsa.hf  # noqa: F401 (registers)
 from nsa.checkpoint.trained_model import open_trained_model
 from nsa.config.schema import RunConfig
 from nsa.convert.import_folder import open_exported, run_config
-from nsa.hf.configuration import NSAConfig
+from nsa.convert.model_settings import exported_config
+from nsa.run_model import build_model
 from tests.hf import earlier_exports as earlier
 
 RECORD, LOGITS = earlier.record(), load_file(earlier.LOGITS)
@@ -70,7 +70,7 @@ def test_an_exported_model_imports_with_the_settings_that_it_was_trained_with(ca
 
 @pytest.mark.parametrize("case", earlier.CASES)
 def test_the_settings_are_exported_in_the_same_form(case, tmp_path):
-    config = NSAConfig.from_run(RunConfig.model_validate(earlier.settings_of(case)), 24, None)
+    config = exported_config(RunConfig.model_validate(earlier.settings_of(case)), 24, None)
     config.architectures, config.dtype = ["NSAForCausalLM"], torch.float32
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == RECORD["cases"][case]["config"]

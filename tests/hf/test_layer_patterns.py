@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 
 from nsa.config.schema import RunConfig
+from nsa.convert.model_settings import exported_config
 from nsa.errors import ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM
@@ -28,7 +29,7 @@ def run_config(request):
 def models(run_config):
     torch.manual_seed(0)
     ours = build_model(run_config, 64).eval()
-    theirs = NSAForCausalLM(NSAConfig.from_run(run_config, 64, None)).eval()
+    theirs = NSAForCausalLM(exported_config(run_config, 64, None)).eval()
     theirs.load_state_dict(to_transformers(ours.state_dict()))
     return ours, theirs
 
@@ -54,7 +55,7 @@ def test_generated_tokens_are_those_without_a_cache(models, beams):
 
 
 def test_one_kind_is_written_as_its_name_and_a_missing_field_is_nsa():
-    config = NSAConfig.from_run(RunConfig(), 64, None)
+    config = exported_config(RunConfig(), 64, None)
     assert config.attention == "nsa"
     assert NSAConfig(num_hidden_layers=3, attention="dense").layer_kinds() == ["dense"] * 3
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import nsa.hf
 from nsa.convert.export_folder import export_folder
 from nsa.convert.import_folder import import_folder
+from nsa.convert.model_settings import exported_config
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
 from tests.trained_runs import files_of, save_run, settings
@@ -141,7 +142,7 @@ def test_the_code_is_the_source_with_other_imports():
 def test_the_defaults_of_the_config_are_those_of_a_run():
     from nsa.config.schema import RunConfig
 
-    ours, theirs = NSAConfig(), NSAConfig.from_run(RunConfig(), 257, None)
+    ours, theirs = NSAConfig(), exported_config(RunConfig(), 257, None)
     assert {**ours.to_dict(), "max_position_embeddings": 2048} == theirs.to_dict() | {"rope_compressed": "auto"} | {
         "qk_norm_eps": 1e-6
     }

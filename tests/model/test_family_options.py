@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nsa.config.schema import RunConfig
+from nsa.convert.model_settings import exported_config
 from nsa.core.layer_pattern import repeated
 from nsa.core.rope import RotaryEmbedding
 from nsa.errors import ConfigError
@@ -194,13 +195,12 @@ def test_what_makes_no_sense_is_refused(model, nsa, words):
 def test_exported_models_save_load_generate_and_become_runs_again(name, tmp_path):
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
     from nsa.convert.import_folder import open_exported, run_config
-    from nsa.hf.configuration import NSAConfig
     from nsa.hf.modeling import NSAForCausalLM
     from nsa.hf.weight_names import from_transformers, to_transformers
 
     config = run(**FAMILIES[name])
     ours = model_of(config).float()
-    theirs = NSAForCausalLM(NSAConfig.from_run(config, VOCAB, None)).eval()
+    theirs = NSAForCausalLM(exported_config(config, VOCAB, None)).eval()
     theirs.load_state_dict(to_transformers(ours.state_dict()))
     theirs.config.architectures = ["NSAForCausalLM"]
     theirs.save_pretrained(tmp_path)

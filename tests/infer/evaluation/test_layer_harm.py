@@ -8,9 +8,9 @@ pytest.importorskip("transformers", reason="in the hf extra")
 from nsa.config.load import load as config_of
 from nsa.config.model_sections import SparseAttentionConfig
 from nsa.convert.import_folder import import_folder
+from nsa.convert.model_settings import exported_config
 from nsa.core.attention_config import OPTIONS
 from nsa.errors import ConfigError
-from nsa.hf.configuration import NSAConfig
 from nsa.infer.evaluation.agreement import agreement_with
 from nsa.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
 from nsa.infer.layer_variants import require_same_but_kinds, with_layer_kinds
@@ -105,7 +105,7 @@ def test_a_run_of_the_converted_model_has_exchangeable_layers(case, tmp_path):
 def test_a_model_that_was_warmed_up_by_the_recipe_has_exchangeable_layers(tmp_path):
     sparse, dense, _ = converted_pair(tmp_path, phi="softmax")
     recipe = config_of(tmp_path / "sparse" / "warmup.yaml", overrides=["data.dataset=synthetic"])
-    sparse.config = NSAConfig.from_run(recipe, sparse.config.vocab_size, sparse.config.eos_token_id)
+    sparse.config = exported_config(recipe, sparse.config.vocab_size, sparse.config.eos_token_id)
     assert sparse.config.selector_blocks == "all" != dense.config.selector_blocks
     require_same_but_kinds(sparse, dense)
 
