@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa import names
-from nsa.observe.events import EventKind, read_events
+from nsa_train import names
+from nsa_train.observe.events import EventKind, read_events
 from proofs.drill.chaos.cluster import descendants
 from proofs.load.process_figures import FIGURES, process_figures
 
@@ -164,7 +164,7 @@ def _start(
     stack: ExitStack, folder: Path, *words: str, terminal: bool = False
 ) -> tuple[str, "subprocess.Popen[bytes]"]:
     """An `nsa` command with its output in a file, or on a terminal of its own that is read and thrown away."""
-    command = [sys.executable, "-m", "nsa.cli", *words]
+    command = [sys.executable, "-m", "nsa_train.cli", *words]
     out: Any = (folder / f"{words[0]}.log").open("wb")
     stack.callback(out.close)
     if terminal:

@@ -2,7 +2,7 @@
 
 import sys
 
-from nsa.cli.main import main
+from nsa_train.cli.main import main
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["train"]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 READY_S = 180.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PRELOADED = (
-    "nsa.train.run", "nsa.cli.main", "nsa.infer.load_model", "nsa.hf.modeling", "transformers",
+    "nsa_train.train.run", "nsa_train.cli.main", "nsa_train.infer.load_model", "nsa.hf.modeling", "transformers",
     "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo",
 )  # fmt: skip
 

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from nsa.config import load
 from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
+from nsa_train.config import load
 from tests.attention_options import LLAMA3, YARN
 
 MISTAKES: dict[str, dict[str, dict]] = {

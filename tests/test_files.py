@@ -29,8 +29,8 @@ CHILD = """
 import multiprocessing
 import sys
 from pathlib import Path
-from nsa.data.prefetcher import BatchPrefetcher
-from nsa.data.rows.specs import SyntheticData
+from nsa_train.data.prefetcher import BatchPrefetcher
+from nsa_train.data.rows.specs import SyntheticData
 from nsa.files import no_room_error
 
 def fill(path):

@@ -31,13 +31,15 @@ def test_the_package_itself_is_free():
     assert not import_in_a_new_process("nsa")[1] & {*HEAVY, "pydantic", "yaml", "typer", "rich"}
 
 
-@pytest.mark.parametrize("module", ["nsa.errors", "nsa.config", "nsa.config.docs", "nsa.cli.main", "nsa.cli.config"])
+@pytest.mark.parametrize(
+    "module", ["nsa.errors", "nsa_train.config", "nsa_train.config.docs", "nsa_train.cli.main", "nsa_train.cli.config"]
+)
 def test_nothing_heavy_is_imported(module):
     assert not import_in_a_new_process(module)[1] & set(HEAVY)
 
 
 def test_the_command_line_does_not_load_the_settings_before_it_needs_them():
-    assert "pydantic" not in import_in_a_new_process("nsa.cli.main")[1]
+    assert "pydantic" not in import_in_a_new_process("nsa_train.cli.main")[1]
 
 
 def test_the_attention_does_not_load_the_compiler_of_torch():

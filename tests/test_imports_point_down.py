@@ -46,18 +46,21 @@ NEIGHBOURS = {
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 
 OUTSIDE = ("proofs", "tools", "tests", "scripts", "experiments")
-ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa.train.engine"
+ENGINE, ENGINE_ADAPTER = "olmo_core", "nsa_train.train.engine"
 VLLM, IMPORTS_VLLM = "vllm", "nsa.vllm"
-TRANSFORMERS, IMPORTS_TRANSFORMERS = ("transformers", "peft", "accelerate"), ("nsa.hf", "nsa.convert", "nsa.infer")
-# Private members of these may be used in nsa.train outside the adapter.
+TRANSFORMERS, IMPORTS_TRANSFORMERS = (
+    ("transformers", "peft", "accelerate"),
+    ("nsa.hf", "nsa_train.convert", "nsa_train.infer"),
+)
+# Private members of these may be used in nsa_train.train outside the adapter.
 NOT_ENGINE = {"self", "cls", "torch"}
 READS_ENVIRONMENT = (
-    "nsa.config.env",
+    "nsa_train.config.env",
     "nsa.kernel_variables",
-    "nsa.train",
-    "nsa.storage",  # only sets
-    "nsa.data.tokenizer",  # only sets
-    "nsa.cli.startup",  # only sets, for OpenMP
+    "nsa_train.train",
+    "nsa_train.storage",  # only sets
+    "nsa_train.data.tokenizer",  # only sets
+    "nsa_train.cli.startup",  # only sets, for OpenMP
     "nsa.kernels.self_check.child",  # only passes it on, to a child process
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -65,13 +68,16 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 def sources() -> dict[str, Path]:
     """Dotted module name → file; a package's __init__ keeps the name, so that relative imports resolve."""
-    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.glob("nsa/**/*.py"))}
+    return {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file
+        for file in sorted(ROOT.glob("packages/*/nsa*/**/*.py"))
+    }
 
 
 def imports(module: str, source: str) -> Iterator[str]:
     """Every module a source names, `from a import b` as a.b, relative forms and import_module("a") included.
 
-    nsa/__init__.py offers its public names lazily: what it imports for type checkers alone is not counted.
+    packages/nsa-attention/nsa/__init__.py offers its public names lazily: what it imports for type checkers alone is not counted.
     """
     tree = ast.parse(source)
     if module == "nsa.__init__":
@@ -155,16 +161,16 @@ def mistakes(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}: nsa.{there} is in no row of LAYERS"
         elif LEVEL[there] <= LEVEL[here]:
             yield f"{module} imports {name}: nsa.{there} does not stand below nsa.{here}"
-    if inside(module, ("nsa.train",)) and not inside(module, (ENGINE_ADAPTER,)):
+    if inside(module, ("nsa_train.train",)) and not inside(module, (ENGINE_ADAPTER,)):
         for member in private_members(source):
             yield f"{module} uses {member}: private members of the engine are used in {ENGINE_ADAPTER} alone"
     if reads_environment(source) and not inside(module, READS_ENVIRONMENT):
-        yield f"{module} reads the environment: nsa.config.env does that, and nsa.train for torchrun's variables"
+        yield f"{module} reads the environment: nsa_train.config.env does that, and nsa_train.train for torchrun's variables"
 
 
 def test_every_module_keeps_the_directions():
     modules = sources()
-    assert {"nsa.__init__", "nsa.errors", "nsa.config.schema", "nsa.cli.main"} <= modules.keys()
+    assert {"nsa.__init__", "nsa.errors", "nsa_train.config.schema", "nsa_train.cli.main"} <= modules.keys()
     wrong = [line for module, file in modules.items() for line in mistakes(module, file.read_text(encoding="utf-8"))]
     assert not wrong, "\n".join(wrong)
 
@@ -180,10 +186,13 @@ def test_every_module_keeps_the_directions():
         ("nsa.kernels.__init__", "from ..core import rope"),
         ("nsa.kernels.cpu.build", "from ...core.rope import rotate"),
         ("nsa.core.rope", "def f():\n    import nsa.model"),
-        ("nsa.core.rope", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa.config import RunConfig"),
-        ("nsa.core.rope", "import importlib\nimportlib.import_module('nsa.train')"),
-        ("nsa.config.load", "from nsa.cli import main"),
-        ("nsa.data.document_stream", "from nsa.model import transformer"),
+        (
+            "nsa.core.rope",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa_train.config import RunConfig",
+        ),
+        ("nsa.core.rope", "import importlib\nimportlib.import_module('nsa_train.train')"),
+        ("nsa_train.config.load", "from nsa_train.cli import main"),
+        ("nsa_train.data.document_stream", "from nsa.model import transformer"),
         ("nsa.errors", "from nsa.kernels import registry"),
         ("nsa.__init__", "from nsa.core import rope"),
         ("nsa.__init__", "from .core import rope"),
@@ -191,25 +200,25 @@ def test_every_module_keeps_the_directions():
         ("nsa.__init__", "def __getattr__(name):\n    from nsa.core import rope"),
         ("nsa.core.rope", "from nsa import NSATransformer"),
         ("nsa.kernels.sdpa", "from .. import nsa_attention"),
-        ("nsa.observe.heartbeat", "import olmo_core"),
-        ("nsa.run_model", "from transformers import PreTrainedConfig"),
-        ("nsa.train.run", "import nsa.hf"),
-        ("nsa.hf.modeling", "from nsa.infer import load_model"),
+        ("nsa_train.observe.heartbeat", "import olmo_core"),
+        ("nsa_train.run_model", "from transformers import PreTrainedConfig"),
+        ("nsa_train.train.run", "import nsa.hf"),
+        ("nsa.hf.modeling", "from nsa_train.infer import load_model"),
         ("nsa.hf.modeling", "from nsa.vllm.step import PagedStep"),
-        ("nsa.infer.serve", "from vllm import LLM"),
-        ("nsa.planning.preflight", "from olmo_core.train import Trainer"),
-        ("nsa.cli.main", "from olmo_core import x"),
-        ("nsa.train.run", "from olmo_core.train import Trainer"),
-        ("nsa.train.callbacks.heartbeat", "from olmo_core.train.callbacks import Callback"),
-        ("nsa.train.dry_run", "def f(module):\n    return module._clip_grad_norm(1.0)"),
-        ("nsa.train.run_report", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
-        ("nsa.observe.watch.watchdog", "from nsa.train import build"),
-        ("nsa.verify.gpu_check.speed", "from proofs.perf_model import predict"),
-        ("nsa.cli.bench", "import importlib\nimportlib.import_module('proofs.perf_model')"),
+        ("nsa_train.infer.serve", "from vllm import LLM"),
+        ("nsa_train.planning.preflight", "from olmo_core.train import Trainer"),
+        ("nsa_train.cli.main", "from olmo_core import x"),
+        ("nsa_train.train.run", "from olmo_core.train import Trainer"),
+        ("nsa_train.train.callbacks.heartbeat", "from olmo_core.train.callbacks import Callback"),
+        ("nsa_train.train.dry_run", "def f(module):\n    return module._clip_grad_norm(1.0)"),
+        ("nsa_train.train.run_report", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
+        ("nsa_train.observe.watch.watchdog", "from nsa_train.train import build"),
+        ("nsa.check.gpu_check.speed", "from proofs.perf_model import predict"),
+        ("nsa_train.cli.bench", "import importlib\nimportlib.import_module('proofs.perf_model')"),
         ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
         ("nsa.core.rope", "import os\nos.getenv('NSA_X')"),
         ("nsa.core.rope", "from os import environ"),
-        ("nsa.config.load", "import os\nos.environ.get('CONFIG')"),
+        ("nsa_train.config.load", "import os\nos.environ.get('CONFIG')"),
     ],
 )
 def test_a_wrong_direction_is_seen(module, source):
@@ -218,28 +227,31 @@ def test_a_wrong_direction_is_seen(module, source):
 
 def test_a_package_without_a_place_is_seen(monkeypatch):
     monkeypatch.delitem(LEVEL, "config")
-    assert list(mistakes("nsa.config.load", "import nsa.errors")) == [
-        "nsa.config is in no row of LAYERS: say where it stands"
+    assert list(mistakes("nsa_train.config.load", "import nsa.errors")) == [
+        "nsa_train.config is in no row of LAYERS: say where it stands"
     ]
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("nsa.cli.main", "from nsa import __version__\nfrom nsa.errors import NSAError\nfrom nsa.cli import config"),
-        ("nsa.cli.main", "from . import config\nfrom .. import __version__"),
-        ("nsa.run_model", "from nsa import NSAAttention, Geometry"),
+        (
+            "nsa_train.cli.main",
+            "from nsa import __version__\nfrom nsa.errors import NSAError\nfrom nsa_train.cli import config",
+        ),
+        ("nsa_train.cli.main", "from . import config\nfrom .. import __version__"),
+        ("nsa_train.run_model", "from nsa import NSAAttention, Geometry"),
         ("nsa.__init__", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa.core import rope"),
         ("nsa.core.__init__", "from .rope import rotate\nfrom ..kernels import plan"),
         (
-            "nsa.train.engine.build",
-            "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa.observe import heartbeat",
+            "nsa_train.train.engine.build",
+            "import olmo_core.train\nimport os\nos.environ['RANK']\nfrom nsa_train.observe import heartbeat",
         ),
-        ("nsa.config.env", "import os\nos.environ.items()"),
+        ("nsa_train.config.env", "import os\nos.environ.items()"),
         ("nsa.hf.modeling", "import transformers.cache_utils\nfrom nsa.model import transformer"),
-        ("nsa.train.engine.build", "def f(trainer):\n    trainer._metrics.clear()"),
+        ("nsa_train.train.engine.build", "def f(trainer):\n    trainer._metrics.clear()"),
         (
-            "nsa.train.run_report",
+            "nsa_train.train.run_report",
             "import torch\nclass A:\n    def f(self):\n        return self._a, torch._C._x",
         ),
         (

@@ -5,9 +5,9 @@ import torch
 from typer.testing import CliRunner
 
 from nsa import NSAAttention, nsa_attention
-from nsa.cli.main import app
 from nsa.errors import KernelUnavailable
 from nsa.kernels.registry import BRANCHES, BackendRequest, backend_request
+from nsa_train.cli.main import app
 from tests.shapes import attention_args
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from nsa import names
-from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import ExitCode
+from nsa_train import names
+from nsa_train.data.tokenizer import ByteTokenizer
 from tests import fork_server
 from tests.checkpoint.test_attacks import commit as commit_step
 from tests.fuzz.campaign import memory_limit
@@ -37,7 +37,7 @@ import resource, sys
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {MEMORY_BYTES},) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, ({TIME_S:.0f}, {TIME_S:.0f}))
-from nsa.cli.main import main
+from nsa_train.cli.main import main
 main()
 """
 
@@ -234,7 +234,7 @@ def test_a_manifest_of_a_checkpoint(build: Callable[[bytes], bytes], step: Path,
 )
 @pytest.mark.parametrize("architecture", ["nsa", "LlamaForCausalLM"])
 def test_a_model_of_impossible_sizes(change: dict[str, int], architecture: str, saved: Path, tmp_path: Path) -> None:
-    from nsa.convert.export_folder import export_folder
+    from nsa_train.convert.export_folder import export_folder
 
     folder = tmp_path / "exported"
     export_folder(saved, folder)
@@ -249,7 +249,7 @@ def test_a_model_of_impossible_sizes(change: dict[str, int], architecture: str, 
 
 @pytest.mark.parametrize("length", [2**63, 2**31, 20 << 20])
 def test_a_header_of_weights_that_is_larger_than_its_file(length: int, saved: Path, tmp_path: Path) -> None:
-    from nsa.convert.export_folder import export_folder
+    from nsa_train.convert.export_folder import export_folder
 
     folder = tmp_path / "exported"
     export_folder(saved, folder)
@@ -416,8 +416,8 @@ def test_ids_of_documents_that_overlap() -> None:
     """In this process, with the limit of a fuzz case."""
     import numpy as np
 
-    from nsa.data.shards.writer import ShardInfo, decode_ids
     from nsa.errors import DataError
+    from nsa_train.data.shards.writer import ShardInfo, decode_ids
 
     documents, length = 200_001, MEGABYTE
     ends = np.where(np.arange(documents) % 2 == 0, length, 0).astype("<u8")

@@ -1,4 +1,4 @@
-"""Names of files in a run folder and its checkpoints are spelled in nsa/names.py alone."""
+"""Names of files in a run folder and its checkpoints are spelled in packages/nsa-train/nsa_train/names.py alone."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa import names
+from nsa_train import names
 
 ROOT = Path(__file__).parents[1] / "nsa"
 RECORD_WORDS = ("START", "PROGRESS", "ALIVE", "HALTED", "STOPPED", "DONE", "FAILED", "SKIPPED", "ROLLED_BACK")

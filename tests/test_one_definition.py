@@ -16,27 +16,27 @@ ROOT = Path(__file__).parents[1]
 MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI = 3, 2
 
 OPTION = {
-    "nsa/core/attention_config.py": (
+    "packages/nsa-attention/nsa/core/attention_config.py": (
         "    blocks: SelectorBlocks = option(",
         "    heads_per_page: int = option(\n"
         '        4, "Heads of one page.", name="max_heads_per_page", unit="heads", at_least=1, may_change=True\n'
         "    )\n"
         "    blocks: SelectorBlocks = option(",
     ),
-    "nsa/core/nsa_attention.py": (
+    "packages/nsa-attention/nsa/core/nsa_attention.py": (
         "        self.selector_blocks = c.selector.blocks\n",
         "        self.selector_blocks, self.pages = c.selector.blocks, -(-c.n_heads // c.selector.heads_per_page)\n",
     ),
 }
 USE_OF_THE_OPTION = """
-from nsa.config.docs import pages
-from nsa.config.schema import RunConfig, settings
+from nsa_train.config.docs import pages
+from nsa_train.config.schema import RunConfig, settings
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa.convert.model_settings import exported_config, model_settings
+from nsa_train.convert.model_settings import exported_config, model_settings
 from nsa.hf.configuration import NSAConfig
-from nsa.infer.layer_variants import _OF_SPARSE_LAYERS
-from nsa.run_model import build_model
+from nsa_train.infer.layer_variants import _OF_SPARSE_LAYERS
+from nsa_train.run_model import build_model
 
 sizes = dict(dim=16, n_heads=6, n_kv_groups=1, d_k=4, d_v=4)
 assert NSAAttention(**sizes).pages == 2
@@ -60,8 +60,8 @@ assert row == "| `nsa.max_heads_per_page` | a whole number ≥ 1 | `4` | heads |
 assert "max_heads_per_page" in _OF_SPARSE_LAYERS
 """
 USE_OF_THE_OPTION_BY_THE_ENGINE = """
-from nsa.config.schema import RunConfig
-from nsa.train.engine.mixer import NSAMixerConfig
+from nsa_train.config.schema import RunConfig
+from nsa_train.train.engine.mixer import NSAMixerConfig
 
 run = RunConfig.model_validate({"nsa": {"max_heads_per_page": 3}})
 mixer = NSAMixerConfig.of_run(run)
@@ -69,7 +69,7 @@ assert NSAMixerConfig.from_dict(mixer.as_config_dict()) == mixer
 assert mixer.build(768, layer_idx=0, n_layers=1, init_device="meta").pages == 4
 """
 PHI = {
-    "nsa/core/pooling.py": (
+    "packages/nsa-attention/nsa/core/pooling.py": (
         '    "mlp": PoolingOperator(',
         '    "last": PoolingOperator(\n'
         "        pool=lambda phi, block, raw, begin: block[:, :, -1] * phi.weight('w_last', block.dtype),\n"
@@ -84,15 +84,15 @@ PHI = {
 }
 USE_OF_THE_PHI = """
 import torch
-from nsa.config.docs import pages
-from nsa.config.schema import RunConfig
+from nsa_train.config.docs import pages
+from nsa_train.config.schema import RunConfig
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
-from nsa.convert.model_settings import exported_config
+from nsa_train.convert.model_settings import exported_config
 from nsa.hf.configuration import NSAConfig
-from nsa.run_model import build_model
-from nsa.planning.activations import ForwardPass, activations
-from nsa.planning.model_figures import model_figures
+from nsa_train.run_model import build_model
+from nsa_train.planning.activations import ForwardPass, activations
+from nsa_train.planning.model_figures import model_figures
 
 sections = {"nsa": {"phi": "last", "w": 8}, "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "d_k": 4, "d_v": 4}}
 run = RunConfig.model_validate(sections)
@@ -161,8 +161,11 @@ def test_a_phi_is_one_row(tmp_path):
 def test_no_other_source_lists_the_options():
     """A file that spells many of them is a second definition, which will forget one."""
     names = {each.name for each in OPTIONS if len(each.name) > 2}
-    sources = {file: ast.parse(file.read_text(encoding="utf-8")) for file in ROOT.glob("nsa/**/*.py")}
-    definitions = {ROOT / "nsa/core/attention_config.py", ROOT / "nsa/geometry.py"}
+    sources = {file: ast.parse(file.read_text(encoding="utf-8")) for file in ROOT.glob("packages/*/nsa*/**/*.py")}
+    definitions = {
+        ROOT / "packages/nsa-attention/nsa/core/attention_config.py",
+        ROOT / "packages/nsa-attention/nsa/geometry.py",
+    }
     for file, tree in sources.items():
         spelled = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         spelled |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}

@@ -42,13 +42,17 @@ def next_commands(output: str) -> list[str]:
 def test_the_wheel_is_small_and_carries_every_config_and_the_corpus(wheel):
     assert wheel.stat().st_size < MOST_BYTES
     with zipfile.ZipFile(wheel) as archive:
-        content = {name: archive.read(name) for name in archive.namelist() if name.startswith("nsa/shipped/")}
+        content = {
+            name: archive.read(name)
+            for name in archive.namelist()
+            if name.startswith("packages/nsa-train/nsa_train/shipped/")
+        }
         assert not [name for name in archive.namelist() if name.startswith(("tests/", "tools/", "configs/"))]
     kept = {f"configs/{file.relative_to(ROOT / 'configs')}": file for file in (ROOT / "configs").rglob("*.yaml")}
     kept |= {f"text/{name}": ROOT / "tests/data/fixtures" / name for name in ("debian_docs.parquet", "NOTICES.txt")}
     for name, file in kept.items():
-        assert content.pop(f"nsa/shipped/{name}") == file.read_bytes()
-    assert list(content) == ["nsa/shipped/__init__.py"]
+        assert content.pop(f"packages/nsa-train/nsa_train/shipped/{name}") == file.read_bytes()
+    assert list(content) == ["packages/nsa-train/nsa_train/shipped/__init__.py"]
 
 
 def test_two_builds_are_the_same_bytes(wheel, tmp_path):
@@ -67,7 +71,7 @@ def test_two_builds_are_the_same_bytes(wheel, tmp_path):
 
 
 def test_the_checkout_is_not_seen(installed, tmp_path):
-    code = "import json, nsa, nsa.shipped as s; print(json.dumps([nsa.__file__, str(s.CONFIGS), str(s.CORPUS)]))"
+    code = "import json, nsa, nsa_train.shipped as s; print(json.dumps([nsa.__file__, str(s.CONFIGS), str(s.CORPUS)]))"
     found = json.loads(installed.run(f"{installed.venv}/bin/python -c '{code}'", tmp_path))
     assert all(Path(path).is_relative_to(installed.venv) for path in found)
     assert all(Path(path).exists() for path in found)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dist_cp
 
-from nsa import names
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
-from nsa.config.schema import RunConfig
-from nsa.data.saved_tokenizer import tokenizer_record
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer
 from nsa.model.transformer import NSATransformer
-from nsa.run_model import build_model
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
+from nsa_train.config.schema import RunConfig
+from nsa_train.data.saved_tokenizer import tokenizer_record
+from nsa_train.data.tokenizer import ByteTokenizer, Tokenizer
+from nsa_train.run_model import build_model
 
 SETTINGS: dict[str, Any] = {
     "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_groups": 2, "d_k": 8, "d_v": 8},

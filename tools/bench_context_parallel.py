@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.config.schema import RunConfig
 from nsa.options import CHECKPOINTING
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
-from nsa.train.engine.build import build_train_module
+from nsa_train.config.schema import RunConfig
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
+from nsa_train.train.engine.build import build_train_module
 
 VOCAB = 512
 MODEL = dict(dim=192, n_layers=2, n_heads=4, n_kv_groups=1, d_k=32, d_v=32)

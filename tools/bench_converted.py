@@ -24,17 +24,17 @@ from transformers.utils import logging
 
 from nsa.bench.machine import describe_machine, pinned
 from nsa.bench.timing import interleave, ratio, spread
-from nsa.convert.dense.conversion_record import CONVERSION, ConversionRecord
-from nsa.convert.dense.source_folder import parse_source_config
-from nsa.convert.export_folder import DTYPES
-from nsa.convert.import_folder import read_config
 from nsa.errors import ConfigError
 from nsa.hf.cache import cache_layers
 from nsa.hf.modeling import NSAForCausalLM
-from nsa.infer.layer_variants import with_layer_kinds
-from nsa.infer.load_model import LoadedModel, load_model
 from nsa.options import AttentionKind
 from nsa.token_counts import parse_lengths, spell
+from nsa_train.convert.dense.conversion_record import CONVERSION, ConversionRecord
+from nsa_train.convert.dense.source_folder import parse_source_config
+from nsa_train.convert.export_folder import DTYPES
+from nsa_train.convert.import_folder import read_config
+from nsa_train.infer.layer_variants import with_layer_kinds
+from nsa_train.infer.load_model import LoadedModel, load_model
 
 Json = dict[str, Any]
 MODELS = ("sparse", "dense")

@@ -24,15 +24,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nsa.data.prepare.plan import make_plan
-from nsa.data.prepare.run import prepare
-from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
-from nsa.data.rows.row_stream import IndexedRowStream
-from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
-from nsa.data.shards.reader import ShardReader
-from nsa.data.shards.writer import ShardInfo, ShardWriter
-from nsa.data.tokenizer import start_tokenizer_worker, train_bpe
-from nsa.storage import StorageFolder
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare
+from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa_train.data.rows.row_stream import IndexedRowStream
+from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
+from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.shards.writer import ShardInfo, ShardWriter
+from nsa_train.data.tokenizer import start_tokenizer_worker, train_bpe
+from nsa_train.storage import StorageFolder
 
 VOCAB = 32_768
 BATCH_DOCUMENTS = 128

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from nsa.config import load
-from nsa.config.schema import RunConfig
-from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.train import datasets
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.build import BETAS, build_train_module
-from nsa.train.engine.data_loader import to_engine
-from nsa.train.run import train
+from nsa_train.config import load
+from nsa_train.config.schema import RunConfig
+from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.train import datasets
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.build import BETAS, build_train_module
+from nsa_train.train.engine.data_loader import to_engine
+from nsa_train.train.run import train
 
 ROOT = Path(__file__).parents[1]
 WARM, STEPS, ROUNDS = 4, 20, 2

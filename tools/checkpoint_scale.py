@@ -29,16 +29,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nsa import names
-from nsa.checkpoint.block_hashes import BLOCK_BYTES
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.load import VerifiedReader, open_checkpoint
-from nsa.checkpoint.manifest import LocalFiles, build_manifest
-from nsa.checkpoint.pickle_scan import read_index
-from nsa.checkpoint.pieces import PlannedTensor, RankPieces, TensorTable, cut, merge, piece_bytes, share
-from nsa.checkpoint.save import HashingWriter, PieceWritten, WrittenFiles, write_index
-from nsa.checkpoint.save_plan import PackedPieces, SharedSavePlanner
-from nsa.checkpoint.tensor_index import parse_index
+from nsa_train import names
+from nsa_train.checkpoint.block_hashes import BLOCK_BYTES
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.load import VerifiedReader, open_checkpoint
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest
+from nsa_train.checkpoint.pickle_scan import read_index
+from nsa_train.checkpoint.pieces import PlannedTensor, RankPieces, TensorTable, cut, merge, piece_bytes, share
+from nsa_train.checkpoint.save import HashingWriter, PieceWritten, WrittenFiles, write_index
+from nsa_train.checkpoint.save_plan import PackedPieces, SharedSavePlanner
+from nsa_train.checkpoint.tensor_index import parse_index
 
 FP32 = TensorProperties(dtype=torch.float32)
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {

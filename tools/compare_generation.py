@@ -90,7 +90,7 @@ class ServerProcess:
 
 def nsa_serve(model: Path, *words: str) -> list[str]:
     """The command that serves a model with `nsa serve` on a free port, with prompts longer than in training."""
-    command = [sys.executable, "-m", "nsa.cli", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "nsa_train.cli", "serve", str(model), "--port", "0"]
     return [*command, "--context-length", str(LONGEST), *words]
 
 
@@ -193,7 +193,7 @@ def ask_nsa_generate(model: Path, prompts: Sequence[str], new_tokens: int) -> li
             file = Path(folder) / f"{number}.txt"
             file.write_text(f"{prompt}\n", encoding="utf-8", newline="")  # the command removes this newline
             words += ["--prompt-file", str(file)]
-        command = [sys.executable, "-m", "nsa.cli", "generate", str(model), *words, "--greedy", "--json"]
+        command = [sys.executable, "-m", "nsa_train.cli", "generate", str(model), *words, "--greedy", "--json"]
         command += ["--max-new-tokens", str(new_tokens), "--batch-size", "5", "--dtype", "fp32"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
@@ -252,8 +252,8 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="Also through vLLM's server, with this Python.")
     given = parser.parse_args()
 
-    from nsa.convert.export_folder import export_folder
-    from nsa.infer import load_model
+    from nsa_train.convert.export_folder import export_folder
+    from nsa_train.infer import load_model
 
     loaded = load_model(given.model, device="cpu")
 

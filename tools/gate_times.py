@@ -29,17 +29,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DEFAULT_FILE = Path("artifacts/gate_times.jsonl")
 IMPORTS = {
-    "nsa": "import nsa.cli.main",
-    "nsa train, a rank": "import nsa.train.run, nsa.cli.train",
-    "nsa generate": "import nsa.infer.load_model, nsa.hf.modeling",
+    "nsa": "import nsa_train.cli.main",
+    "nsa train, a rank": "import nsa_train.train.run, nsa_train.cli.train",
+    "nsa generate": "import nsa_train.infer.load_model, nsa.hf.modeling",
     "torch alone": "import torch",
 }
 """What processes of the tests import before they do anything, by what they are."""
 FIRST_STEP = """
 import json, os, sys, time
-import nsa.cli.main
-from nsa.cli.startup import imports_not_collected
-from nsa.cli.train import import_exported, resolve
+import nsa_train.cli.main
+from nsa_train.cli.startup import imports_not_collected
+from nsa_train.cli.train import import_exported, resolve
 
 class FirstStep:
     def line(self, text): pass
@@ -55,7 +55,7 @@ config = resolve(words)
 with imports_not_collected():
     import torch
     torch_s = time.process_time()
-    from nsa.train.run import train
+    from nsa_train.train.run import train
 train(config, None, FirstStep(), import_exported)
 """
 """Trains a rank of configs/cpu_quickstart.yaml, as `nsa train` does, up to its first step."""
@@ -129,12 +129,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def program(words: Iterable[Any] | str) -> str:
-    """Short name of a command: `nsa train` for `python -m nsa.cli train`, `python -m x` for other modules."""
+    """Short name of a command: `nsa train` for `python -m nsa_train.cli train`, `python -m x` for other modules."""
     words = words.split() if isinstance(words, str) else [os.fsdecode(word) for word in words]
     names = [Path(words[0]).name, *words[1:3]] if words else [""]
     if not re.match(r"python[\d.]*$", names[0]):
         return " ".join(names[:2]) if names[0] == "nsa" else names[0]
-    if words[1:3] == ["-m", "nsa.cli"]:
+    if words[1:3] == ["-m", "nsa_train.cli"]:
         return " ".join(["nsa", *words[3:4]])
     return " ".join(["python", *names[1:]]) if names[1:2] == ["-m"] else " ".join(["python", *names[1:2]])
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa import names
+from nsa_train import names
 
 FOLDER = Path("artifacts/convert_dense")
 DEMO = Path("artifacts/demo")

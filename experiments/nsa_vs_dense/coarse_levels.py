@@ -14,7 +14,7 @@ from experiments.nsa_vs_dense.depth_map import held_out_answers
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
 from nsa.core.nsa_attention import NSAAttention
 from nsa.geometry import CoarseLevel
-from nsa.infer.load_model import LoadedModel, load_model
+from nsa_train.infer.load_model import LoadedModel, load_model
 
 
 def set_level(loaded: LoadedModel, level: CoarseLevel | None) -> NSAAttention:

@@ -19,11 +19,11 @@ import torch
 
 from experiments.nsa_vs_dense.results import RESULTS
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
-from nsa.data.rows.specs import SyntheticData
-from nsa.data.rows.synthetic import AnswerPlace
-from nsa.infer.evaluation.held_out import held_out_data, last_hidden_states, rows_of
-from nsa.infer.evaluation.selection import right_answers
-from nsa.infer.load_model import LoadedModel, load_model
+from nsa_train.data.rows.specs import SyntheticData
+from nsa_train.data.rows.synthetic import AnswerPlace
+from nsa_train.infer.evaluation.held_out import held_out_data, last_hidden_states, rows_of
+from nsa_train.infer.evaluation.selection import right_answers
+from nsa_train.infer.load_model import LoadedModel, load_model
 
 DEPTHS = 5
 """Equal parts of a row."""

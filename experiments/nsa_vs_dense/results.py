@@ -17,8 +17,8 @@ from statistics import fmean
 
 from experiments.nsa_vs_dense.curves import draw_curves
 from experiments.nsa_vs_dense.tables import HERE, StudyRun, StudyTable, read_tables
-from nsa.observe.evaluations import read_evaluations
-from nsa.observe.view.run_data import RunData, load
+from nsa_train.observe.evaluations import read_evaluations
+from nsa_train.observe.view.run_data import RunData, load
 
 RESULTS = HERE / "results"
 SOLVED = 0.99
@@ -52,7 +52,7 @@ def result(run: StudyRun, data: RunData) -> RunResult | None:
 
 
 def evaluate_selection(run: StudyRun) -> None:
-    command = [sys.executable, "-m", "nsa.cli", "eval", str(run.folder), "--tasks", "selection", "--rows", "32"]
+    command = [sys.executable, "-m", "nsa_train.cli", "eval", str(run.folder), "--tasks", "selection", "--rows", "32"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -23,7 +23,7 @@ def train(run: StudyRun, threads: int) -> tuple[StudyRun, int, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
     begin = time.monotonic()
     with open(run.folder / "log.txt", "a", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "nsa.cli", *run.command]
+        command = [sys.executable, "-m", "nsa_train.cli", *run.command]
         code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     return run, code, time.monotonic() - begin
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import yaml
 
-from nsa import names
-from nsa.config.load import load
+from nsa_train import names
+from nsa_train.config.load import load
 
 HERE = Path(__file__).parent
 RUNS = Path("artifacts/nsa_vs_dense")

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from experiments.nsa_vs_dense.results import RESULTS
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
-from nsa import names
-from nsa.observe.heartbeat import read_beats
-from nsa.observe.view.run_data import load
+from nsa_train import names
+from nsa_train.observe.heartbeat import read_beats
+from nsa_train.observe.view.run_data import load
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from nsa.cli.main import require_finite_numbers, run_app
-from nsa.cli.outputs import print_line, require_writable_folder, table_console
-from nsa.cli.sigterm import sigterm_as_interrupt
 from nsa.errors import ConfigError
+from nsa_train.cli.main import require_finite_numbers, run_app
+from nsa_train.cli.outputs import print_line, require_writable_folder, table_console
+from nsa_train.cli.sigterm import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console

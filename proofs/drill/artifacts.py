@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from nsa import names
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.observe.events import EventKind, RunEvent, read_events
-from nsa.observe.heartbeat import HeartbeatRecord, read_beats
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.observe.events import EventKind, RunEvent, read_events
+from nsa_train.observe.heartbeat import HeartbeatRecord, read_beats
 
 StepHistory = dict[int, tuple[float | None, float | None]]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from nsa import names
-from nsa.config.env import without_settings
+from nsa_train import names
+from nsa_train.config.env import without_settings
 from proofs import with_checkout
 from proofs.drill import artifacts, inject
 from proofs.drill.inject import FaultKind, PlantedFault
@@ -161,12 +161,12 @@ class DrillHarness:
         """`nsa train`, or the same with a fault injected."""
         if fault is not None:
             return self.start(inject.MODULE, "train", fault.to_json(), "1", *self.arguments(words))
-        return self.start("nsa.cli", "train", *self.arguments(words))
+        return self.start("nsa_train.cli", "train", *self.arguments(words))
 
     def launch(self, *words: str, nproc: int = 2, fault: PlantedFault | None = None) -> DrillProcess:
         if fault is not None:
             return self.start(inject.MODULE, "launch", fault.to_json(), str(nproc), *self.arguments(words))
-        return self.start("nsa.cli", "launch", "--nproc", str(nproc), *self.arguments(words))
+        return self.start("nsa_train.cli", "launch", "--nproc", str(nproc), *self.arguments(words))
 
     def watch(self, **limits: float) -> DrillProcess:
         """`nsa watch --halt 1` with two checks per second; limits not given have their defaults."""
@@ -180,7 +180,7 @@ class DrillHarness:
         self.run_folder.mkdir(parents=True, exist_ok=True)
         words = [word for name, value in limits.items() for word in ("--limit", f"{name}={value:g}")]
         return self.start(
-            "nsa.cli", "watch", str(self.run_folder), "--halt", "1", "--interval", f"{WATCH_INTERVAL_S:g}", *words
+            "nsa_train.cli", "watch", str(self.run_folder), "--halt", "1", "--interval", f"{WATCH_INTERVAL_S:g}", *words
         )
 
     def start(self, *command: str, node: NetworkNode | None = None) -> DrillProcess:
@@ -285,7 +285,7 @@ def _tail(text: str, lines: int = 3) -> str:
 
 
 if __name__ == "__main__":
-    from nsa.train.launch.agent import die_with_parent
+    from nsa_train.train.launch.agent import die_with_parent
 
     die_with_parent(int(sys.argv[1]))  # survives exec
     os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])

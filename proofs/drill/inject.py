@@ -22,9 +22,9 @@ from nsa.errors import NSAError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from nsa.config.schema import RunConfig
-    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
-    from nsa.train.engine.data_loader import RowLoader
+    from nsa_train.config.schema import RunConfig
+    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
+    from nsa_train.train.engine.data_loader import RowLoader
 
 MODULE = "proofs.drill.inject"
 _BATCHES_AHEAD = 20
@@ -77,7 +77,7 @@ class PlantedFault:
 
 def inject(fault: PlantedFault) -> None:
     """Inject the fault into this process, if it is the rank that the fault is for."""
-    from nsa.train.distributed import RankInfo
+    from nsa_train.train.distributed import RankInfo
 
     if fault.kind is FaultKind.CHAOS or RankInfo.from_environment().rank == fault.rank:
         _INJECTORS[fault.kind](fault)
@@ -111,7 +111,7 @@ def _gate_collapse(fault: PlantedFault) -> None:
 
 def _slow_rank(fault: PlantedFault) -> None:
     """The rank's computation takes longer; its communication does not."""
-    from nsa.train.engine.mixer import NSAMixer
+    from nsa_train.train.engine.mixer import NSAMixer
 
     forward = NSAMixer.forward
 
@@ -125,7 +125,7 @@ def _slow_rank(fault: PlantedFault) -> None:
 
 def _benign_noise(fault: PlantedFault) -> None:
     """Variation of a healthy machine: steps of uneven length, now and then a batch that takes up to `seconds`."""
-    from nsa.train.engine.data_loader import RowLoader
+    from nsa_train.train.engine.data_loader import RowLoader
 
     chance = random.Random(7)
     read = RowLoader._read
@@ -182,7 +182,7 @@ def _clock_jump(fault: PlantedFault) -> None:
 
 def _chaos(fault: PlantedFault) -> None:
     """Pace the steps, which changes no number, and follow the orders for this rank."""
-    from nsa.train.distributed import RankInfo
+    from nsa_train.train.distributed import RankInfo
     from proofs.drill.chaos.orders import OrderFollower
 
     follower = OrderFollower(Path(fault.orders), RankInfo.from_environment().rank, fault.save_every)
@@ -218,7 +218,7 @@ def _around_batches(
     before: "Callable[[StepSkippingTrainModule], None]" = lambda module: None,
     after: "Callable[[StepSkippingTrainModule], None]" = lambda module: None,
 ) -> None:
-    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
+    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
 
     train_batch, taken = StepSkippingTrainModule.train_batch, 0
 
@@ -237,14 +237,14 @@ def _around_batches(
 
 
 def _config(words: list[str]) -> "RunConfig":
-    from nsa.config import load
+    from nsa_train.config import load
 
     return load(Path(words[0]), overrides=words[1:])
 
 
 def _train(fault: str, words: list[str]) -> int:
-    from nsa.train.run import train
-    from nsa.train.start_options import StartOptions
+    from nsa_train.train.run import train
+    from nsa_train.train.start_options import StartOptions
 
     options = StartOptions(resume="--resume" in words)  # the only option that a launcher adds here
     words = [word for word in words if word != "--resume"]
@@ -254,10 +254,10 @@ def _train(fault: str, words: list[str]) -> int:
 
 
 def _launch(fault: str, nproc: int, words: list[str]) -> int:
-    from nsa.observe import halt_file
-    from nsa.observe.run_folder import RunFolder
-    from nsa.train.launch.launcher import LaunchSettings, launch
-    from nsa.train.start_options import StartOptions
+    from nsa_train.observe import halt_file
+    from nsa_train.observe.run_folder import RunFolder
+    from nsa_train.train.launch.launcher import LaunchSettings, launch
+    from nsa_train.train.start_options import StartOptions
 
     options = [word for word in words if word.startswith("--")]
     words = [word for word in words if word not in options]

@@ -3,7 +3,7 @@
 import time
 from itertools import pairwise
 
-from nsa.observe.events import EventKind, RunEvent
+from nsa_train.observe.events import EventKind, RunEvent
 from proofs.drill import artifacts
 from proofs.drill.harness import DrillHarness, DrillProcess, NotObserved
 from proofs.drill.node_network import NetworkNode, NodeNetwork
@@ -44,7 +44,7 @@ class NodeCluster:
         """Start the launcher on a node: the same command, without --resume, at first and after a reboot."""
         words = ("--nproc", "1", "--nnodes", self._nnodes, "--rdzv-endpoint", f"{self.nodes[0].name}:{_PORT}")
         arguments = self._harness.arguments(self._settings)
-        self._launchers[node.name] = self._harness.start("nsa.cli", "launch", *words, *arguments, node=node)
+        self._launchers[node.name] = self._harness.start("nsa_train.cli", "launch", *words, *arguments, node=node)
 
     def wait_for_step(self, step: int) -> None:
         self._harness.wait_for_step(step, self._launchers[self.nodes[0].name])
@@ -111,7 +111,7 @@ class NodeCluster:
         """Require the weights of a run on that many ranks, without a fault, resumed from the same checkpoint."""
         origin = artifacts.checkpoints(self._harness.run_folder).step_path(step)
         again = self._harness.folder / "again"
-        words = ["nsa.cli", "launch", "--nproc", str(ranks), *self._harness.arguments(self._settings)]
+        words = ["nsa_train.cli", "launch", "--nproc", str(ranks), *self._harness.arguments(self._settings)]
         process = self._harness.start(*words, f"train.out_dir={again}", "--resume-from", str(origin))
         result.require_equal("exit code of the run for comparison", process.wait(), 0)
         same = artifacts.same_weights(self._harness.run_folder, again)

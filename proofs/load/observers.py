@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nsa.observe.export.exporter import SHARED_S
+from nsa_train.observe.export.exporter import SHARED_S
 from proofs.load.process_figures import process_figures
 from proofs.load.run_folders import append_steps, write_run_folder
 
@@ -37,7 +37,9 @@ def measure_exporter(runs: int, scrapers: int, steps: int, seconds: float) -> di
         for number in range(runs):
             write_run_folder(folder / f"run{number:04}", steps)
         process = subprocess.Popen(
-            [sys.executable, "-m", "nsa.cli", "exporter", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "nsa_train.cli", "exporter", str(folder), "--port", "0"],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             return _scrape(process, folder, runs, scrapers, steps, seconds)
@@ -115,7 +117,7 @@ def measure_views(steps: int) -> list[dict[str, Any]]:
         rows = []
         for words in (["report", str(run)], ["status", str(run)], ["monitor", str(run), "--once"]):
             began = time.monotonic()
-            child = subprocess.Popen([sys.executable, "-m", "nsa.cli", *words], stdout=subprocess.DEVNULL)
+            child = subprocess.Popen([sys.executable, "-m", "nsa_train.cli", *words], stdout=subprocess.DEVNULL)
             _, status, usage = os.wait4(child.pid, 0)
             rows.append(
                 {

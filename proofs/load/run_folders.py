@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nsa import names
-from nsa.observe.events import EventKind, add_event
-from nsa.observe.heartbeat import HeartbeatRecord
+from nsa_train import names
+from nsa_train.observe.events import EventKind, add_event
+from nsa_train.observe.heartbeat import HeartbeatRecord
 
 _TOKENS = 16_384
 _STEP_S = 2.0

@@ -10,12 +10,22 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.bench.machine import describe_machine
-from nsa.cli.bench import Data, Dtype, JsonFile, Lengths, MarkdownFile, PlotFile, ShapeName, progress, stdout_console
-from nsa.cli.outputs import require_writable_file
-from nsa.config.load import load
 from nsa.errors import NSAError
 from nsa.options import Checkpointing
 from nsa.token_counts import spell
+from nsa_train.cli.bench import (
+    Data,
+    Dtype,
+    JsonFile,
+    Lengths,
+    MarkdownFile,
+    PlotFile,
+    ShapeName,
+    progress,
+    stdout_console,
+)
+from nsa_train.cli.outputs import require_writable_file
+from nsa_train.config.load import load
 from proofs.perf_model import report as reports
 from proofs.perf_model.gpus import GpuModel, gpu_named
 from proofs.perf_model.selection_overlap import measure_overlap

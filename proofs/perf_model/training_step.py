@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from nsa.bench.shapes import BenchShape
-from nsa.config.schema import RunConfig
 from nsa.core.branches import ATTENTION_PARTS
 from nsa.options import Checkpointing
-from nsa.planning.estimate import RunEstimate, estimate
-from nsa.planning.hardware import parse_target
+from nsa_train.config.schema import RunConfig
+from nsa_train.planning.estimate import RunEstimate, estimate
+from nsa_train.planning.hardware import parse_target
 from proofs.perf_model.gpus import GpuModel
 from proofs.perf_model.instruction_counts import count_instructions
 from proofs.perf_model.prediction import Instructions, KernelPrediction, predict

@@ -1,4 +1,4 @@
-"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/bench/predictions.json.
+"""Write the modelled times that `nsa gpu-check` shows beside measured ones: packages/nsa-attention/nsa/bench/predictions.json.
 
 `nsa estimate` reckons with them too.
 
@@ -15,7 +15,7 @@ import torch
 
 from nsa.bench.predictions import PREDICTIONS
 from nsa.bench.shapes import SHAPES
-from nsa.verify.gpu_check.sizes import on_gpu
+from nsa.check.gpu_check.sizes import on_gpu
 from proofs.perf_model.gpus import GPUS
 from proofs.perf_model.prediction import predict
 from proofs.perf_model.selection_overlap import measure_overlap

@@ -177,7 +177,7 @@ def test_memory_is_measured_above_the_inputs_in_a_child():
 def test_the_command_prints_a_table_and_writes_record_and_plot(tmp_path):
     words = ["bench", "decode", "--lengths", "100", "--dtype", "fp32", "--shape", "tiny", "--threads", "1",
              "--budget-s", "0", "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.svg")]  # fmt: skip
-    done = fork_server.run(["-m", "nsa.cli", *words], cwd=ROOT, env=os.environ, timeout=120)
+    done = fork_server.run(["-m", "nsa_train.cli", *words], cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "× dense" in done.stdout
     assert "portable" in done.stdout
@@ -186,7 +186,7 @@ def test_the_command_prints_a_table_and_writes_record_and_plot(tmp_path):
 
 
 def test_a_wrong_word_is_refused_with_the_right_ones():
-    words = ["-m", "nsa.cli", "bench", "attention", "--shape", "huge"]
+    words = ["-m", "nsa_train.cli", "bench", "attention", "--shape", "huge"]
     done = fork_server.run(words, cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == ConfigError.exit_code
     assert "base, gqa16, paper, tiny" in done.stderr

@@ -23,7 +23,7 @@ def client(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A client of the service, with an empty bucket `models` and the variables that the S3 clients read."""
     import boto3
 
-    from nsa.checkpoint.transfer import S3Prefix
+    from nsa_train.checkpoint.transfer import S3Prefix
 
     for name, value in {
         "AWS_ENDPOINT_URL": server,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from nsa.checkpoint.load import export, require_trustworthy
-from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode, read_key
 from nsa.errors import CheckpointError
+from nsa_train.checkpoint.load import export, require_trustworthy
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, encode, read_key
 from tests.train.engine.test_checkpointer import Bomb, Module, assert_same, checkpointer, save
 
 INDEX = "model_and_optim/.metadata"

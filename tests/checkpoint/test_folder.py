@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from nsa import names
-from nsa.checkpoint.folder import CheckpointFinding, CheckpointFolder, RetentionPolicy
-from nsa.checkpoint.manifest import LocalFiles, decode, examine, read_key
 from nsa.errors import CheckpointError
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFinding, CheckpointFolder, RetentionPolicy
+from nsa_train.checkpoint.manifest import LocalFiles, decode, examine, read_key
 
 ROOT = Path(__file__).parents[2]
 KEY = b"k" * 32
@@ -306,7 +306,7 @@ def test_a_full_disk_leaves_the_previous_one(folder):
 SAVER = """
 import sys
 from pathlib import Path
-from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy
+from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy
 folder = CheckpointFolder(Path(sys.argv[1]), retention=RetentionPolicy(keep_last=2))
 folder.clean_up()
 step = (folder.find_resumable().step or 0)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint.lock import RunLock, holder
 from nsa.errors import CheckpointError
+from nsa_train.checkpoint.lock import RunLock, holder
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from nsa.checkpoint.lock import RunLock
+from nsa_train.checkpoint.lock import RunLock
 lock = RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(100)

@@ -33,7 +33,7 @@ def older_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nsa(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("NSA_")}
     variables = {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return fork_server.run(["-m", "nsa.cli", *words], cwd=folder, env=variables)
+    return fork_server.run(["-m", "nsa_train.cli", *words], cwd=folder, env=variables)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -50,9 +50,9 @@ def test_its_checkpoint_is_verified_and_its_records_are_read(older_run):
 
 
 def test_a_setting_it_does_not_know_counts_as_its_default(older_run):
-    from nsa.checkpoint.run_state import RunRecord
-    from nsa.config import load
-    from nsa.train.resume import changed_settings
+    from nsa_train.checkpoint.run_state import RunRecord
+    from nsa_train.config import load
+    from nsa_train.train.resume import changed_settings
 
     record = RunRecord.read(older_run / "run" / "checkpoints" / "step4")
     assert "init_std" not in record.config["model"]
@@ -65,8 +65,8 @@ def test_a_setting_it_does_not_know_counts_as_its_default(older_run):
 
 
 def test_other_defaults_are_refused_by_name_and_a_missing_setting_counts_as_what_was_done_then(older_run):
-    from nsa.checkpoint.run_state import RunRecord
-    from nsa.checkpoint.trained_model import open_trained_model
+    from nsa_train.checkpoint.run_state import RunRecord
+    from nsa_train.checkpoint.trained_model import open_trained_model
 
     assert "kv" not in RunRecord.read(older_run / "run" / "checkpoints" / "step4").config["nsa"]
     assert open_trained_model(older_run / "run").config.nsa.kv == "per_branch"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from nsa.checkpoint.pieces import (
+from nsa.errors import CheckpointError
+from nsa_train.checkpoint.pieces import (
     MOST_PIECES,
     SMALLEST_PIECE_BYTES,
     Piece,
@@ -19,7 +20,6 @@ from nsa.checkpoint.pieces import (
     piece_bytes,
     share,
 )
-from nsa.errors import CheckpointError
 
 FP32 = TensorProperties(dtype=torch.float32)
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
 
-from nsa.checkpoint import save as saving
-from nsa.checkpoint.block_hashes import ManifestEntry
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.load import open_checkpoint, read_model
-from nsa.checkpoint.manifest import LocalFiles, build_manifest
-from nsa.checkpoint.save import HashingWriter
-from nsa.checkpoint.save_plan import SharedSavePlanner
-from nsa.checkpoint.tensor_index import largest_index
 from nsa.errors import CheckpointError
+from nsa_train.checkpoint import save as saving
+from nsa_train.checkpoint.block_hashes import ManifestEntry
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.load import open_checkpoint, read_model
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest
+from nsa_train.checkpoint.save import HashingWriter
+from nsa_train.checkpoint.save_plan import SharedSavePlanner
+from nsa_train.checkpoint.tensor_index import largest_index
 
 
 def state() -> dict[str, object]:

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nsa.checkpoint import pieces
-from nsa.checkpoint.pieces import RankPieces, merge
-from nsa.checkpoint.save_plan import SavePlanCache, SharedSavePlanner, offer
+from nsa_train.checkpoint import pieces
+from nsa_train.checkpoint.pieces import RankPieces, merge
+from nsa_train.checkpoint.save_plan import SavePlanCache, SharedSavePlanner, offer
 
 SIZES = {"embeddings": (50, 16), "w1": (64, 16), "w2": (16, 64), "norm": (16,), "odd": (5, 3)}
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
 
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.run_state import RunRecord
-from nsa.checkpoint.save import HashingWriter
-from nsa.checkpoint.save_plan import SharedSavePlanner
-from nsa.checkpoint.store_copy import CopyResult, StoreCopy
-from nsa.checkpoint.transfer import S3Prefix, pull
 from nsa.errors import CheckpointError, StoreRefused
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.run_state import RunRecord
+from nsa_train.checkpoint.save import HashingWriter
+from nsa_train.checkpoint.save_plan import SharedSavePlanner
+from nsa_train.checkpoint.store_copy import CopyResult, StoreCopy
+from nsa_train.checkpoint.transfer import S3Prefix, pull
 
 URL = "s3://models/team/run"
 

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from nsa.checkpoint.pickle_reader import PickleGrammar, PickleRefused, read_pickle
-from nsa.checkpoint.torch_file import check_torch_file, read_torch_file
+from nsa_train.checkpoint.pickle_reader import PickleGrammar, PickleRefused, read_pickle
+from nsa_train.checkpoint.torch_file import check_torch_file, read_torch_file
 from tests.checkpoint.damaged_bytes import damaged_copies
 
 PLAIN = PickleGrammar()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.data.prepare.plan import make_plan
-from nsa.data.prepare.run import prepare
-from nsa.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from nsa.errors import CheckpointError, DataError
-from nsa.names import TOKENIZER, is_known_file
-from nsa.run_model import build_model
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare
+from nsa_train.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from nsa_train.names import TOKENIZER, is_known_file
+from nsa_train.run_model import build_model
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -112,7 +112,7 @@ def test_a_changed_tokenizer_is_refused_like_any_changed_file(copied):
 
 def test_settings_of_another_version_are_refused_by_name(copied):
     def change(folder: Path) -> None:
-        from nsa.checkpoint.run_state import fingerprint
+        from nsa_train.checkpoint.run_state import fingerprint
 
         state = json.loads((folder / "state.json").read_text())
         state["config"]["model"]["dim"] = "wide"

@@ -14,19 +14,19 @@ server_module = pytest.importorskip("moto.server")
 
 from botocore.config import Config  # noqa: E402
 
-from nsa.checkpoint import transfer  # noqa: E402
-from nsa.checkpoint.block_hashes import ManifestEntry  # noqa: E402
-from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
-from nsa.checkpoint.manifest import (  # noqa: E402
+from nsa.errors import CheckpointError, ConfigError  # noqa: E402
+from nsa_train.checkpoint import transfer  # noqa: E402
+from nsa_train.checkpoint.block_hashes import ManifestEntry  # noqa: E402
+from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
+from nsa_train.checkpoint.manifest import (  # noqa: E402
     CHUNK_BYTES,
     CheckpointManifest,
     LocalFiles,
     build_manifest,
     encode,
 )
-from nsa.checkpoint.run_state import RunRecord  # noqa: E402
-from nsa.checkpoint.transfer import S3Prefix, pull, push  # noqa: E402
-from nsa.errors import CheckpointError, ConfigError  # noqa: E402
+from nsa_train.checkpoint.run_state import RunRecord  # noqa: E402
+from nsa_train.checkpoint.transfer import S3Prefix, pull, push  # noqa: E402
 
 KEY = b"k" * 32
 NAMES = ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "state.json"]
@@ -192,7 +192,7 @@ def test_a_bad_local_one_is_not_copied(client, folder):
 
 
 def test_names_that_leave_the_folder_are_refused(client, folder, other):
-    from nsa.checkpoint.manifest import decode
+    from nsa_train.checkpoint.manifest import decode
 
     for name in ("../x", "/etc/x", "a/../../x", "a//b", "./a", "a/", ""):
         with pytest.raises(CheckpointError):
@@ -236,7 +236,7 @@ def test_a_store_that_does_not_answer_is_told(client, folder):
 def test_the_commands(client, folder, tmp_path):
     from typer.testing import CliRunner
 
-    from nsa.cli.checkpoint import app
+    from nsa_train.cli.checkpoint import app
 
     run = CliRunner()
     assert run.invoke(app, ["push", str(folder.path / "latest"), URL]).stdout == f"wrote {URL}/step2\n"
@@ -360,13 +360,13 @@ def test_what_is_too_large_is_refused_before_it_is_downloaded(client, folder, ot
 
 
 def encode_and_decode(manifest: CheckpointManifest) -> CheckpointManifest:
-    from nsa.checkpoint.manifest import decode
+    from nsa_train.checkpoint.manifest import decode
 
     return decode(encode(manifest))
 
 
 def test_a_manifest_that_is_too_large_is_not_read(client, folder, other, monkeypatch):
-    from nsa.checkpoint import manifest
+    from nsa_train.checkpoint import manifest
 
     push(folder.step_path(2), URL)
     monkeypatch.setattr(manifest, "LARGEST_COMMIT_BYTES", 100)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint.block_hashes import BLOCK_BYTES
-from nsa.checkpoint.manifest import LocalFiles, build_manifest, decode, encode, examine
-from nsa.checkpoint.verified_files import VerifiedFiles
 from nsa.errors import CheckpointError
+from nsa_train.checkpoint.block_hashes import BLOCK_BYTES
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, decode, encode, examine
+from nsa_train.checkpoint.verified_files import VerifiedFiles
 
 NAME = "model_and_optim/__0_0.distcp"
 SIZE = 2 * BLOCK_BYTES + 12345

@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy
-from nsa.checkpoint.lock import RunLock
-from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode
-from nsa.checkpoint.run_state import RunRecord
-from nsa.cli.checkpoint import app
 from nsa.errors import CheckpointError
+from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy
+from nsa_train.checkpoint.lock import RunLock
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, encode
+from nsa_train.checkpoint.run_state import RunRecord
+from nsa_train.cli.checkpoint import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def run(made, tmp_path):
 
 def nsa(*words: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(word) for word in words])
-    if isinstance(result.exception, CheckpointError):  # nsa.cli.main turns it into a message and a code
+    if isinstance(result.exception, CheckpointError):  # nsa_train.cli.main turns it into a message and a code
         return result.exception.exit_code, f"{result.stdout}{result.exception}"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -66,11 +66,11 @@ def test_ls_shows_good_and_bad(run):
 
 def test_ls_answers_without_torch(run):
     """A listing that an operator repeats must not wait seconds for an import."""
-    command = [sys.executable, "-X", "importtime", "-m", "nsa.cli", "checkpoint", "ls", str(run)]
+    command = [sys.executable, "-X", "importtime", "-m", "nsa_train.cli", "checkpoint", "ls", str(run)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert "step20" in done.stdout
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "nsa.checkpoint.folder" in loaded
+    assert "nsa_train.checkpoint.folder" in loaded
     assert not loaded & {"torch", "numpy"}
 
 
@@ -102,7 +102,7 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
-from nsa.cli.main import main
+from nsa_train.cli.main import main
 codes = []
 for words in json.loads(sys.argv[1]):
     sys.argv = ["nsa", "checkpoint", *words]

@@ -18,7 +18,7 @@ def nsa(tmp_path):
     def run(*words: str, cwd: Path = tmp_path, **environ: str) -> subprocess.CompletedProcess[str]:
         clean = {name: text for name, text in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
         return subprocess.run(
-            [sys.executable, "-m", "nsa.cli", *words],
+            [sys.executable, "-m", "nsa_train.cli", *words],
             cwd=cwd,
             env=clean | {"PYTHONPATH": str(ROOT)} | environ,
             capture_output=True,

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
 from nsa.errors import ConfigError
+from nsa_train.cli.main import app
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from tests.convert.dense_sources import save_dense

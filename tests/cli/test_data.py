@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.data.shards.manifest import read_manifest
 from nsa.errors import ConfigError, DataError
-from nsa.storage import StorageFolder
+from nsa_train.cli.main import app
+from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.storage import StorageFolder
 
 ROOT = Path(__file__).parents[2]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -42,9 +42,7 @@ def test_help_has_an_example(command: str) -> None:
 
 
 def test_help_does_not_load_the_data_libraries() -> None:
-    program = (
-        "import sys; import nsa.cli.main; print([m for m in ('pyarrow', 'datatrove', 'torch') if m in sys.modules])"
-    )
+    program = "import sys; import nsa_train.cli.main; print([m for m in ('pyarrow', 'datatrove', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

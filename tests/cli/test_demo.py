@@ -14,11 +14,11 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.infer.selection_map import SelectionMap, share_of_groups, side_by_side, text_rows
+from nsa_train.infer.selection_map import SelectionMap, share_of_groups, side_by_side, text_rows
 from tests import fork_server
 from tests.train.runs import environment
 
-COMMAND = [sys.executable, "-m", "nsa.cli", "demo", "d", "--steps"]
+COMMAND = [sys.executable, "-m", "nsa_train.cli", "demo", "d", "--steps"]
 
 
 def run_demo(folder: Path, steps: int) -> str:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
 from nsa.kernels import registry
 from nsa.kernels.registry import BACKENDS
 from nsa.kernels.self_check.verification import Verification
+from nsa_train.cli.main import app
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ pytest.importorskip("transformers", reason="in the hf extra")
 
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.cli.main import app
-from nsa.convert.dense.conversion_plan import ConversionOptions
-from nsa.convert.dense.convert_folder import convert_folder
-from nsa.convert.export_folder import export_folder
-from nsa.convert.import_folder import import_folder
-from nsa.convert.tokenizer_files import tokenizer_files
-from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, OutputError
-from nsa.infer.evaluation.hay import BUILT_IN
-from nsa.observe.evaluations import checked_results, read_evaluations
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.convert.dense.conversion_plan import ConversionOptions
+from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.convert.import_folder import import_folder
+from nsa_train.convert.tokenizer_files import tokenizer_files
+from nsa_train.data.tokenizer import ByteTokenizer
+from nsa_train.infer.evaluation.hay import BUILT_IN
+from nsa_train.observe.evaluations import checked_results, read_evaluations
 from tests.convert.dense_sources import save_dense
 from tests.trained_runs import save_run, settings
 

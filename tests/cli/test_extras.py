@@ -23,7 +23,7 @@ from tests.train.runs import ROOT, environment
     ],
 )
 def test_a_missing_package_is_named_with_what_installs_it(missing, words, extra):
-    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['nsa', *{words!r}]; import nsa.cli.__main__"
+    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['nsa', *{words!r}]; import nsa_train.cli.__main__"
     if missing in ("fastapi", "lm_eval"):  # not yet imported by the fork server, and nothing else of it matters
         done = fork_server.run(["-c", code], cwd=ROOT, env=environment(), timeout=120)
     else:

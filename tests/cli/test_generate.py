@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
-from nsa.cli.generate import write_text
-from nsa.cli.main import app
-from nsa.cli.progress_line import ProgressLine
 from nsa.errors import CheckpointError, ConfigError
-from nsa.infer import load_model
+from nsa_train.cli.generate import write_text
+from nsa_train.cli.main import app
+from nsa_train.cli.progress_line import ProgressLine
+from nsa_train.infer import load_model
 from tests import fork_server
 from tests.train.runs import ROOT, environment
 from tests.trained_runs import write_run
@@ -135,7 +135,7 @@ def test_a_wrong_call_is_refused_with_what_to_do(run, tmp_path, words, error, sa
 
 def test_no_prompt_on_a_terminal_names_the_options(run):
     main, terminal = pty.openpty()
-    command = ["-m", "nsa.cli", "generate", str(run)]
+    command = ["-m", "nsa_train.cli", "generate", str(run)]
     pipe = subprocess.PIPE
     done = fork_server.start(command, cwd=ROOT, env=environment(), stdin=terminal, stderr=pipe)
     said = done.stderr.read()
@@ -151,7 +151,7 @@ def test_chat_without_a_template_names_generate(run):
 
 
 def test_chat_keeps_the_conversation(run, tmp_path):
-    from nsa.convert.export_folder import export_folder
+    from nsa_train.convert.export_folder import export_folder
 
     export_folder(run, tmp_path / "exported")
     (tmp_path / "exported" / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}:")
@@ -168,7 +168,7 @@ def test_chat_keeps_the_conversation(run, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_what_was_made(run, number):
-    command = ["-m", "nsa.cli", "generate", str(run), "-p", "The ", "--seed", "1", "-n", "1000000"]
+    command = ["-m", "nsa_train.cli", "generate", str(run), "-p", "The ", "--seed", "1", "-n", "1000000"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = fork_server.start(command, cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"), **pipes)
     began = process.stdout.read(40)
@@ -182,12 +182,12 @@ def test_a_signal_ends_with_what_was_made(run, number):
 
 
 def test_progress_is_silent_at_first_and_then_says_what_is_done(capfd, monkeypatch):
-    monkeypatch.setattr("nsa.cli.progress_line._DELAY_S", 60.0)
-    monkeypatch.setattr("nsa.cli.progress_line._LOG_EVERY_S", 0.05)
+    monkeypatch.setattr("nsa_train.cli.progress_line._DELAY_S", 60.0)
+    monkeypatch.setattr("nsa_train.cli.progress_line._LOG_EVERY_S", 0.05)
     with ProgressLine("reading"):
         pass
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr("nsa.cli.progress_line._DELAY_S", 0.05)
+    monkeypatch.setattr("nsa_train.cli.progress_line._DELAY_S", 0.05)
 
     def next_line(start: str) -> None:
         deadline = time.monotonic() + 60

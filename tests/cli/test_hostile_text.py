@@ -13,14 +13,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nsa import names
-from nsa.checkpoint.block_hashes import ManifestEntry
-from nsa.checkpoint.manifest import CheckpointManifest, encode
-from nsa.cli.main import main
-from nsa.names import COMMIT
-from nsa.observe.events import EventKind
-from nsa.observe.export.exporter import RunsCollector
-from nsa.terminal_text import printable
+from nsa_train import names
+from nsa_train.checkpoint.block_hashes import ManifestEntry
+from nsa_train.checkpoint.manifest import CheckpointManifest, encode
+from nsa_train.cli.main import main
+from nsa_train.names import COMMIT
+from nsa_train.observe.events import EventKind
+from nsa_train.observe.export.exporter import RunsCollector
+from nsa_train.terminal_text import printable
 from tests.data.shard_sets import documents, write_set
 from tests.observe.recorded import a_beat, a_run
 from tests.observe.written import CONFIG, write_run

@@ -7,12 +7,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.config import load
-from nsa.config.schema import settings
-from nsa.config.starter_config import make_starter, shipped_configs
 from nsa.errors import ConfigError, NSAError, OutputError
-from nsa.shipped import CONFIGS, CORPUS, config_names, config_text
+from nsa_train.cli.main import app
+from nsa_train.config import load
+from nsa_train.config.schema import settings
+from nsa_train.config.starter_config import make_starter, shipped_configs
+from nsa_train.shipped import CONFIGS, CORPUS, config_names, config_text
 from tests.docs.blocks import unknown_words
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.cli.main import app
-from nsa.cli.outputs import print_json
 from nsa.errors import CheckpointError
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.cli.main import app
+from nsa_train.cli.outputs import print_json
 from tests.observe.recorded import a_run
 from tests.observe.written import write_run
 
@@ -37,7 +37,7 @@ def test_doctor():
 
 
 def test_doctor_ends_with_1_if_a_check_fails(monkeypatch):
-    from nsa.verify import prove
+    from nsa.check import prove
 
     results = [prove.ProofResult("right", 0.0, 1.0), prove.ProofResult("wrong", 2.0, 1.0)]
     monkeypatch.setattr(prove, "prove", lambda *_: iter(results))

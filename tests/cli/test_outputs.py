@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli.outputs import PipedStdout, print_rejected
+from nsa_train.cli.outputs import PipedStdout, print_rejected
 
 ROOT = Path(__file__).parents[2]
 SHELL_CODE_OF_SIGPIPE = 141
@@ -19,7 +19,11 @@ def test_a_command_whose_reader_has_gone_ends_without_a_trace(words):
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", *words.split()], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "nsa_train.cli", *words.split()],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (SHELL_CODE_OF_SIGPIPE, "")
@@ -27,7 +31,7 @@ def test_a_command_whose_reader_has_gone_ends_without_a_trace(words):
 
 def test_a_reader_that_takes_everything_changes_nothing():
     done = subprocess.run(
-        [sys.executable, "-m", "nsa.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "nsa_train.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("nsa ")
 

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.cli import main as cli
 from nsa.errors import OutputError
+from nsa_train.cli import main as cli
 from tests.observe.recorded import a_run
 from tests.observe.written import write_run
 from tests.train.runs import write_config

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
 from nsa.errors import ConfigError
+from nsa_train.cli.main import app
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -56,7 +56,7 @@ def test_allowed_rules_are_shown_as_allowed():
 def test_train_and_launch_take_overrides(monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "nsa.train.run.train", lambda config, options, reporter, importer: seen.update(options=options) or 0
+        "nsa_train.train.run.train", lambda config, options, reporter, importer: seen.update(options=options) or 0
     )
     invoke("train", TOY, "data.dataset=synthetic", "--allow", "precision", "--allow", "flash")
     assert seen["options"].allow == ("precision", "flash")
@@ -65,7 +65,7 @@ def test_train_and_launch_take_overrides(monkeypatch):
         seen["program"] = settings.start.for_restart().to_args()
         return 0
 
-    monkeypatch.setattr("nsa.train.launch.launcher.launch", launch)
+    monkeypatch.setattr("nsa_train.train.launch.launcher.launch", launch)
     invoke("launch", TOY, "--allow", "precision")
     assert seen["program"] == ["--resume", "--allow=precision"]
     with pytest.raises(ConfigError, match="nothing_like_it"):

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.cli.prepare import progress_text
-from nsa.cli.train import _progress
-from nsa.config import load
-from nsa.data.prepare.run import PrepareProgress
-from nsa.data.tokenizer import train_bpe
 from nsa.errors import ConfigError, DataError, OutputError
-from nsa.planning.data_size import SHIPPED_MODELS, advise
+from nsa_train.cli.main import app
+from nsa_train.cli.prepare import progress_text
+from nsa_train.cli.train import _progress
+from nsa_train.config import load
+from nsa_train.data.prepare.run import PrepareProgress
+from nsa_train.data.tokenizer import train_bpe
+from nsa_train.planning.data_size import SHIPPED_MODELS, advise
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +126,7 @@ def test_a_tokenizer_is_not_replaced_unless_told_so(texts: Path, tmp_path: Path)
 
 
 def test_another_tokenizer_beside_a_prepared_set_is_refused(prepared: tuple[Path, str], tmp_path: Path) -> None:
-    from nsa.train.datasets import require_set_tokenizer
+    from nsa_train.train.datasets import require_set_tokenizer
 
     out, _ = prepared
     train_bpe(["some words"] * 9, 300, tmp_path / "bpe.json")
@@ -146,8 +146,8 @@ def test_another_tokenizer_beside_a_prepared_set_is_refused(prepared: tuple[Path
 
 
 def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
-    from nsa.planning.estimate import estimate
-    from nsa.planning.hardware import parse_target
+    from nsa_train.planning.estimate import estimate
+    from nsa_train.planning.hardware import parse_target
 
     vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_half_hour.yaml": 2048}
     for name, parameters in SHIPPED_MODELS.items():

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.checkpoint.lock import RunLock
-from nsa.cli.main import app
 from nsa.errors import ConfigError, PreflightError
-from nsa.train.preflight_facts import smallest_world
+from nsa_train.checkpoint.lock import RunLock
+from nsa_train.cli.main import app
+from nsa_train.train.preflight_facts import smallest_world
 from tests import fork_server
 from tests.train.runs import environment, write_config
 
@@ -56,7 +56,7 @@ def test_another_run_and_missing_data_are_told_together(command, tmp_path, occup
 
 
 def test_the_launcher_refuses_before_any_rank_starts(tmp_path, occupied):
-    command = ["-m", "nsa.cli", "launch", "--nproc", "3", str(write_config(tmp_path))]
+    command = ["-m", "nsa_train.cli", "launch", "--nproc", "3", str(write_config(tmp_path))]
     words = [*command, f"train.out_dir={occupied}", *MISSING]
     done = fork_server.run(words, cwd=tmp_path, env=environment(), timeout=120)
     assert done.returncode == 2, done.stderr
@@ -108,7 +108,7 @@ def test_a_halt_file_beside_other_reasons_is_one_of_them(tmp_path, occupied):
 
 
 def test_an_elastic_launch_must_work_with_every_number_of_nodes(tmp_path):
-    from nsa.config import load
+    from nsa_train.config import load
 
     config = load(write_config(tmp_path))  # 4 rows
     assert smallest_world(config, 1, (1, 2)).world == 1

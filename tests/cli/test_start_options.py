@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.launch import launch
-from nsa.cli.main import app
-from nsa.cli.train import train
-from nsa.train.start_options import StartOptions
+from nsa_train.cli.launch import launch
+from nsa_train.cli.main import app
+from nsa_train.cli.train import train
+from nsa_train.train.start_options import StartOptions
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -48,11 +48,15 @@ def arrived(monkeypatch):
     """What reaches the run and the launcher, which do not start."""
     seen = {}
     monkeypatch.setattr(
-        "nsa.train.run.train", lambda config, options, reporter, importer: seen.update(run=options) or 0
+        "nsa_train.train.run.train", lambda config, options, reporter, importer: seen.update(run=options) or 0
     )
-    monkeypatch.setattr("nsa.train.launch.launcher.launch", lambda settings, *_: seen.update(settings=settings) or 0)
-    monkeypatch.setattr("nsa.cli.launch._require_preflight", lambda *arguments: seen.update(checked=arguments[-1]))
-    monkeypatch.setattr("nsa.cli.launch._clear_halt", lambda folder: seen.update(cleared=folder))
+    monkeypatch.setattr(
+        "nsa_train.train.launch.launcher.launch", lambda settings, *_: seen.update(settings=settings) or 0
+    )
+    monkeypatch.setattr(
+        "nsa_train.cli.launch._require_preflight", lambda *arguments: seen.update(checked=arguments[-1])
+    )
+    monkeypatch.setattr("nsa_train.cli.launch._clear_halt", lambda folder: seen.update(cleared=folder))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -74,7 +78,7 @@ def rank_options(arrived, restart: bool = False) -> StartOptions:
     """What the ranks of a launched run get, by the arguments that the launcher adds to their command."""
     settings = arrived.pop("settings")
     start = settings.start.for_restart() if restart else settings.start
-    assert settings.command[:4] == [sys.executable, "-m", "nsa.cli", "train"]
+    assert settings.command[:4] == [sys.executable, "-m", "nsa_train.cli", "train"]
     invoke("train", *settings.command[4:], *start.to_args())
     return arrived.pop("run")
 
@@ -82,7 +86,7 @@ def rank_options(arrived, restart: bool = False) -> StartOptions:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("command", ["launch", "train --ddp 1"])
 def test_through_the_launcher_to_the_ranks(command, name, arrived, monkeypatch):
-    monkeypatch.setattr("nsa.cli.train._gpus", lambda: 2)
+    monkeypatch.setattr("nsa_train.cli.train._gpus", lambda: 2)
     options = differing(name)
     invoke(*command.split(), *WORDS, *options.to_args())
     assert arrived["checked"] == options
@@ -111,8 +115,8 @@ def test_through_launcher_agent_and_rank_as_processes(name, tmp_path):
     options = differing(name)
     script = f"""
 from pathlib import Path
-from nsa.train.launch.launcher import LaunchSettings, launch
-from nsa.train.start_options import StartOptions
+from nsa_train.train.launch.launcher import LaunchSettings, launch
+from nsa_train.train.start_options import StartOptions
 options = StartOptions(**{ {name: value if not isinstance(value := getattr(options, name), Path) else str(value)}!r})
 settings = LaunchSettings(command={[sys.executable, "-c", program]!r}, run_folder=Path({str(tmp_path)!r}), nproc=1,
                           start=options)
@@ -126,7 +130,7 @@ raise SystemExit(launch(settings, print))
 @pytest.mark.parametrize("others_resume", [True, False])
 def test_a_rank_among_ranks_that_resume_resumes_too(monkeypatch, others_resume):
     """What all ranks say together is fixed here; tests/proofs/drill/test_node_cluster.py has nodes that say it."""
-    from nsa.train import run
+    from nsa_train.train import run
 
     monkeypatch.setattr(run.HostCollectives, "any", lambda collectives, flags: [others_resume or flags[0]])
     assert run._agree_to_resume(StartOptions(resume_from=Path("elsewhere")), 1.0) == StartOptions(

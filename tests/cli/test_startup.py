@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.cli.startup import SPIN_COUNT, prepare_process
+from nsa_train.cli.startup import SPIN_COUNT, prepare_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def openmp_settings(**environ: str) -> str:
     """What OpenMP's runtime says it uses, when a command loads it together with torch."""
     clean = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    code = "import sys; sys.argv = ['nsa', '--version']\nfrom nsa.cli.main import main\ntry: main()\n"
+    code = "import sys; sys.argv = ['nsa', '--version']\nfrom nsa_train.cli.main import main\ntry: main()\n"
     code += "except SystemExit: import torch"
     done = subprocess.run(
         [sys.executable, "-c", code],

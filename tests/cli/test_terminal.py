@@ -15,8 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from nsa.cli.eval import _show as print_results
-from nsa.cli.main import app
+from nsa_train.cli.eval import _show as print_results
+from nsa_train.cli.main import app
 from tests import fork_server
 from tests.observe.recorded import a_run
 from tests.observe.test_evaluations import cell, far
@@ -79,7 +79,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_nothing_is_coloured_when_piped(words, runs):
-    command = ["-m", "nsa.cli", *words.format(runs=runs).split()]
+    command = ["-m", "nsa_train.cli", *words.format(runs=runs).split()]
     done = fork_server.run(command, cwd=ROOT, env=environment(), timeout=120)
     assert done.stdout + done.stderr
     assert ESCAPE not in done.stdout + done.stderr
@@ -100,7 +100,7 @@ def said_in_a_terminal(command: list[str], variables: dict[str, str]) -> str:
 @pytest.mark.parametrize("words", COMMANDS)
 def test_no_color_holds_on_a_terminal(words, runs):
     """Colours only: rich moves the cursor to hide it, which NO_COLOR says nothing about."""
-    command = ["-m", "nsa.cli", *words.format(runs=runs).split()]
+    command = ["-m", "nsa_train.cli", *words.format(runs=runs).split()]
     said = said_in_a_terminal(command, environment(NO_COLOR="1", TERM="xterm-256color"))
     colours = re.findall(r"\x1b\[[0-9;]*m", said)
     assert [code for code in colours if re.search(r"\b(3[0-7]|38|4[0-7]|48|9[0-7])\b", code)] == []
@@ -114,7 +114,7 @@ def test_no_color_holds_on_a_terminal(words, runs):
 def test_completion_in_bash(typed, offered, tmp_path):
     """The script that `nsa --show-completion bash` prints, in a real bash."""
     nsa = tmp_path / "nsa"
-    nsa.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa.cli "$@"\n')
+    nsa.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa_train.cli "$@"\n')
     nsa.chmod(0o755)
     script = f"""
         source <(nsa --show-completion bash)

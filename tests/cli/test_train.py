@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
 from nsa.errors import ConfigError
-from nsa.train.start_options import StartOptions
+from nsa_train.cli.main import app
+from nsa_train.train.start_options import StartOptions
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
@@ -30,8 +30,8 @@ def called(monkeypatch):
         seen.update(words=words, options=options, nproc=nproc)
         return 0
 
-    monkeypatch.setattr("nsa.train.run.train", fake_train)
-    monkeypatch.setattr("nsa.cli.train.launch_ranks", fake_launch)
+    monkeypatch.setattr("nsa_train.train.run.train", fake_train)
+    monkeypatch.setattr("nsa_train.cli.train.launch_ranks", fake_launch)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -75,11 +75,11 @@ def test_both_spellings_of_resume(called, tmp_path):
 
 
 def test_ddp_asks_for_ranks(called, monkeypatch):
-    monkeypatch.setattr("nsa.cli.train._gpus", lambda: 2)
+    monkeypatch.setattr("nsa_train.cli.train._gpus", lambda: 2)
     invoke(CONFIG, "--ddp", "1", "--dataset", "synthetic", code=0)
     assert called["nproc"] == 2
     assert called["words"] == [CONFIG, "data.dataset=synthetic"]
-    monkeypatch.setattr("nsa.cli.train._gpus", lambda: 0)
+    monkeypatch.setattr("nsa_train.cli.train._gpus", lambda: 0)
     invoke(CONFIG, "--ddp", "1", "--dataset", "synthetic")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -106,9 +106,9 @@ def test_scripts_are_thin(script):
 
 
 def test_a_step_that_was_not_taken_is_told_and_ends_nothing(capsys):
-    from nsa import names
-    from nsa.cli.train import _PlainProgress
-    from nsa.observe.heartbeat import HeartbeatRecord
+    from nsa_train import names
+    from nsa_train.cli.train import _PlainProgress
+    from nsa_train.observe.heartbeat import HeartbeatRecord
 
     skipped = HeartbeatRecord.now(ts=0.0, rank=0, step=7, msg=names.SKIPPED, loss=float("nan"), detail="loss is nan")
     _PlainProgress().beat(skipped, 10)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.cli.main import app
 from nsa.errors import ConfigError
-from nsa.observe.events import EventKind, add_event, read_events
-from nsa.observe.halt_file import read
-from nsa.observe.heartbeat import JsonLines
-from nsa.observe.metric_writers import TRAINING_COLUMNS, CsvFile
-from nsa.observe.watch.conditions import CONDITIONS
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.observe.events import EventKind, add_event, read_events
+from nsa_train.observe.halt_file import read
+from nsa_train.observe.heartbeat import JsonLines
+from nsa_train.observe.metric_writers import TRAINING_COLUMNS, CsvFile
+from nsa_train.observe.watch.conditions import CONDITIONS
 from tests.observe.recorded import UNWELL, Recording, a_beat, a_run, finished, noisy, record
 
 CONFIG = {"train": {"steps": 50_000, "log_every": 1, "save_every": 200}, "nsa": {"l_sel": 64}}

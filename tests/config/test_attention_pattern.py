@@ -2,11 +2,11 @@
 
 import pytest
 
-from nsa.config import load
-from nsa.config.describe import plain
-from nsa.config.schema import RunConfig
 from nsa.core.layer_pattern import repeated
 from nsa.errors import ConfigError
+from nsa_train.config import load
+from nsa_train.config.describe import plain
+from nsa_train.config.schema import RunConfig
 
 
 def read(tmp_path, text, *overrides):

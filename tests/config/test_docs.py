@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config import docs, env
-from nsa.config.schema import RETIRED_KEYS, settings
+from nsa_train.config import docs, env
+from nsa_train.config.schema import RETIRED_KEYS, settings
 
 FOLDER = Path(__file__).parents[2] / "docs"
 

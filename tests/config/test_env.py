@@ -2,9 +2,9 @@
 
 import pytest
 
-from nsa.config import env, load
-from nsa.config.schema import settings
 from nsa.errors import ConfigError
+from nsa_train.config import env, load
+from nsa_train.config.schema import settings
 
 # Every name that the runbook and the reports of the earlier system mention.
 NAMES_IN_USE_SOMEWHERE = [

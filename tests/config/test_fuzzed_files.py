@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config import load
 from nsa.errors import ConfigError
+from nsa_train.config import load
 from tests.fuzz.campaign import time_limit
 
 LONGEST_S = 30

@@ -7,13 +7,13 @@ from typing import get_args
 import pytest
 
 from nsa import options
-from nsa.config.describe import choices
-from nsa.config.env import BRANCHES
-from nsa.config.schema import RunConfig, settings
 from nsa.core.attention_config import CHOICES, OPTIONS, RopeType
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.kernels import registry
+from nsa_train.config.describe import choices
+from nsa_train.config.env import BRANCHES
+from nsa_train.config.schema import RunConfig, settings
 
 ENUMERATED = {key: choices(field) for key, field in settings().items() if choices(field)}
 OF_THE_ATTENTION = {each.setting: each.name for each in OPTIONS if each.choices and not each.per_layer}
@@ -53,7 +53,7 @@ def test_the_attention_accepts_every_option_and_refuses_others(key, option):
 @pytest.mark.parametrize("task", ENUMERATED["data.synthetic_task"])
 def test_synthetic_data_accepts_every_task_and_refuses_others(task):
     pytest.importorskip("numpy", reason="in the data extra")
-    from nsa.data.rows.synthetic import SyntheticRows
+    from nsa_train.data.rows.synthetic import SyntheticRows
 
     SyntheticRows(task, vocab_size=320, seq_len=128, seed=0)
     with pytest.raises(ConfigError):
@@ -63,7 +63,7 @@ def test_synthetic_data_accepts_every_task_and_refuses_others(task):
 @pytest.mark.parametrize("key", ["data.dataset", "data.packing", "data.on_end"])
 def test_the_trainer_has_rows_for_every_data_option(key):
     pytest.importorskip("olmo_core", reason="in the train extra")
-    from nsa.train.datasets import training_rows
+    from nsa_train.train.datasets import training_rows
 
     kinds = set()
     for option in ENUMERATED[key]:
@@ -76,7 +76,7 @@ def test_the_engine_knows_every_data_parallel_option_and_schedule():
     pytest.importorskip("olmo_core", reason="in the train extra")
     from olmo_core.distributed.parallel import DataParallelType
 
-    from nsa.train.engine import build
+    from nsa_train.train.engine import build
 
     assert [DataParallelType(option).value for option in ENUMERATED["parallel.data"]] == list(
         ENUMERATED["parallel.data"]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nsa.config.parallel_rules import broken_parallel_rules, context_pieces, hsdp_shard_ranks
-from nsa.config.schema import ParallelConfig, RunConfig
+from nsa_train.config.parallel_rules import broken_parallel_rules, context_pieces, hsdp_shard_ranks
+from nsa_train.config.schema import ParallelConfig, RunConfig
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": dict(n_heads=4, n_kv_groups=2),

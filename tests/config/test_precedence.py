@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config import RunConfig, load
-from nsa.config.schema import settings
 from nsa.errors import ConfigError
+from nsa_train.config import RunConfig, load
+from nsa_train.config.schema import settings
 
 KEY, VARIABLE = "data.queue_depth", "NSA_FWE_Q"
 

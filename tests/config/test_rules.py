@@ -5,11 +5,11 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from nsa.config import RunConfig, load
-from nsa.config.describe import kind
-from nsa.config.schema import ModelConfig, sections, settings
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa_train.config import RunConfig, load
+from nsa_train.config.describe import kind
+from nsa_train.config.schema import ModelConfig, sections, settings
 from tests.attention_options import LLAMA3, PHIS, PHIS_OF_UNROTATED_KEYS, YARN
 
 

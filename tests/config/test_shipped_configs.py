@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config import load
-from nsa.config.schema import settings
+from nsa_train.config import load
+from nsa_train.config.schema import settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted(CONFIGS.glob("*.yaml"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from nsa.config import load
-from nsa.config.schema import settings
 from nsa.errors import ConfigError
+from nsa_train.config import load
+from nsa_train.config.schema import settings
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-from nsa.convert.dense.conversion_plan import ConversionOptions, covered_tokens
-from nsa.convert.dense.convert_folder import convert_folder
-from nsa.infer.load_model import load_model
+from nsa_train.convert.dense.conversion_plan import ConversionOptions, covered_tokens
+from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.infer.load_model import load_model
 from tests.convert.dense_sources import CASES, save_dense, token_ids
 
 OPTIONS = ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24)

@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nsa.data.tokenizer import train_bpe
 from nsa.errors import CheckpointError, ConfigError, OutputError
+from nsa_train.data.tokenizer import train_bpe
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoModelForCausalLM
 
-from nsa.convert.dense.conversion_plan import ConversionOptions
-from nsa.convert.dense.conversion_record import CONVERSION
-from nsa.convert.dense.convert_folder import convert_folder
-from nsa.convert.dense.dense_export import export_dense
-from nsa.convert.export_folder import export_folder
-from nsa.convert.import_folder import import_folder, open_exported
-from nsa.convert.tokenizer_files import tokenizer_files
-from nsa.infer.load_model import load_model
+from nsa_train.convert.dense.conversion_plan import ConversionOptions
+from nsa_train.convert.dense.conversion_record import CONVERSION
+from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.convert.dense.dense_export import export_dense
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.convert.import_folder import import_folder, open_exported
+from nsa_train.convert.tokenizer_files import tokenizer_files
+from nsa_train.infer.load_model import load_model
 from tests.convert.dense_sources import CASES, SIZES, save_dense
 from tests.convert.test_import_folder import DEEP, TOUCHED, Boom, header, json_change, linked, pipe, tensors, text
 from tests.trained_runs import files_of

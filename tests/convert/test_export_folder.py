@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.checkpoint.manifest import LocalFiles
-from nsa.data.tokenizer import ByteTokenizer, train_bpe
 from nsa.errors import CheckpointError, ConfigError, DataError, NSAError, OutputError
+from nsa_train.checkpoint.manifest import LocalFiles
+from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import nsa.hf
-from nsa.convert.export_folder import export_folder
+from nsa_train.convert.export_folder import export_folder
 from tests.trained_runs import files_of, save_run, settings
 
 KEY = b"0123456789abcdef"
@@ -218,7 +218,7 @@ def test_a_failed_export_leaves_the_former_one_and_no_files(run, tmp_path, monke
     def fail(*arguments: object) -> None:
         raise OutputError("the disk is full")
 
-    monkeypatch.setattr("nsa.convert.export_folder.write_weights", fail)
+    monkeypatch.setattr("nsa_train.convert.export_folder.write_weights", fail)
     with pytest.raises(NSAError, match="full"):
         export_folder(run, tmp_path / "out", overwrite=True)
     assert files_of(tmp_path) == before

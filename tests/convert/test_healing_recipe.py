@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.config import load
-from nsa.convert.dense.conversion_plan import ConversionOptions
-from nsa.convert.dense.convert_folder import convert_folder
-from nsa.convert.dense.dense_export import export_dense
-from nsa.convert.dense.healing_recipe import RUN_CONFIG, WARMUP_CONFIG
-from nsa.convert.export_folder import export_folder
+from nsa_train.config import load
+from nsa_train.convert.dense.conversion_plan import ConversionOptions
+from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.convert.dense.dense_export import export_dense
+from nsa_train.convert.dense.healing_recipe import RUN_CONFIG, WARMUP_CONFIG
+from nsa_train.convert.export_folder import export_folder
 from tests.convert.dense_sources import save_dense
 from tests.train.runs import Job, run_all
 
@@ -106,7 +106,7 @@ def test_healing_trains_everything_from_there_and_can_go_back(runs):
     ],
 )
 def test_each_conversion_has_the_recipe_of_its_new_parameters(tmp_path, options, trainable, loss):
-    from nsa.planning.model_figures import model_figures
+    from nsa_train.planning.model_figures import model_figures
 
     sparse = converted(tmp_path, **options)
     config = load(sparse / WARMUP_CONFIG)

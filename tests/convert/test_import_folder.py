@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nsa.checkpoint.load import require_trustworthy
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.data.tokenizer import ByteTokenizer, train_bpe
 from nsa.errors import CheckpointError, NSAError, OutputError
+from nsa_train.checkpoint.load import require_trustworthy
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nsa.convert.export_folder import export_folder
-from nsa.convert.import_folder import import_folder, open_exported
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.convert.import_folder import import_folder, open_exported
 from tests.convert.test_export_folder import KEY, VARIANTS
 from tests.initial_weights import RAISED, require_raised
 from tests.trained_runs import files_of, save_run, settings

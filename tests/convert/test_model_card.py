@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from nsa.convert.model_settings import exported_config
-from nsa.data.tokenizer import ByteTokenizer
+from nsa_train.convert.model_settings import exported_config
+from nsa_train.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from huggingface_hub import ModelCard
 
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.convert.model_card import model_card
-from nsa.convert.training_record import TrainingRecord, public_settings, record_of
 from nsa.errors import CheckpointError
-from nsa.observe.evaluations import evaluation_file, merge_results
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.convert.model_card import model_card
+from nsa_train.convert.training_record import TrainingRecord, public_settings, record_of
+from nsa_train.observe.evaluations import evaluation_file, merge_results
 from tests.trained_runs import save_run, settings
 
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.tokenizer import END_OF_TEXT, ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from nsa.errors import NSAError
+from nsa_train.data.tokenizer import END_OF_TEXT, ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoTokenizer
 
-from nsa.convert.tokenizer_files import read_tokenizer_files, tokenizer_files, transformers_tokenizer
+from nsa_train.convert.tokenizer_files import read_tokenizer_files, tokenizer_files, transformers_tokenizer
 
 TEXTS = ["Attention is a weighted average.", "naïve Größe 漢字 🙂\n\ttabs and\r\nlines\x00end", f"a {END_OF_TEXT} b"]
 PIECES = st.one_of(
@@ -155,6 +155,6 @@ def test_links_pipes_and_huge_files_are_refused(ours, name, tmp_path, monkeypatc
     (tmp_path / name).unlink()
     with (tmp_path / name).open("wb") as file:
         file.truncate(1 << 40)  # sparse
-    monkeypatch.setattr("nsa.convert.tokenizer_files.LARGEST_TOKENIZER_BYTES", 1 << 20)
+    monkeypatch.setattr("nsa_train.convert.tokenizer_files.LARGEST_TOKENIZER_BYTES", 1 << 20)
     with pytest.raises(NSAError, match="bytes"):
         read_tokenizer_files(tmp_path)

@@ -2,8 +2,8 @@
 
 import sys
 
-from nsa.data.prepare.plan import make_plan
-from nsa.data.prepare.run import prepare
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare
 
 SETTINGS = {"held_out_fraction": 0.1, "units_per_task": 1, "shard_tokens": 60_000}
 

@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
-from nsa.data.rows.specs import DirectData, PreparedData, RowData
-from nsa.data.unit_exchange import ExchangeSettings
 from nsa.files import write_atomic
+from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa_train.data.rows.specs import DirectData, PreparedData, RowData
+from nsa_train.data.unit_exchange import ExchangeSettings
 
 GLOBAL_ROWS = 4
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from nsa.data.document_stream import StreamPosition, TokenDoc
-from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
-from nsa.data.shards.writer import ShardWriter
-from nsa.storage import StorageFolder
+from nsa_train.data.document_stream import StreamPosition, TokenDoc
+from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, ShardManifest
+from nsa_train.data.shards.writer import ShardWriter
+from nsa_train.storage import StorageFolder
 
 EOS = 256
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.data.document import is_held_out
-from nsa.data.document_stream import DocumentStream
-from nsa.data.source import open_source
-from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import DataError
+from nsa_train.data.document import is_held_out
+from nsa_train.data.document_stream import DocumentStream
+from nsa_train.data.source import open_source
+from nsa_train.data.tokenizer import ByteTokenizer
 from tests.data.corpora import make_records, write_corpus, write_parquet
 
 

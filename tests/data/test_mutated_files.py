@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.data.shards.manifest import MANIFEST_NAME, read_manifest
 from nsa.errors import ConfigError, DataError
-from nsa.storage import StorageFolder
+from nsa_train.cli.main import app
+from nsa_train.data.shards.manifest import MANIFEST_NAME, read_manifest
+from nsa_train.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
 
 

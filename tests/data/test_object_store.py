@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa.data.prefetcher import BatchPrefetcher
-from nsa.data.prepare.plan import make_plan
-from nsa.data.prepare.run import prepare
-from nsa.data.rows.specs import PreparedData
-from nsa.data.shards.inspect import verify_set
-from nsa.data.shards.manifest import read_manifest
 from nsa.errors import DataError
-from nsa.storage import StorageFolder
+from nsa_train.data.prefetcher import BatchPrefetcher
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare
+from nsa_train.data.rows.specs import PreparedData
+from nsa_train.data.shards.inspect import verify_set
+from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.storage import StorageFolder
 
 BUCKET = "corpus"
 SETTINGS = {"held_out_fraction": 0.1, "units_per_task": 2, "shard_tokens": 20_000}
@@ -175,7 +175,7 @@ def test_prepare_and_read_through_ceph(tmp_path: Path, monkeypatch: pytest.Monke
         _check(answer["endpoint"], tmp_path, tmp_path)
         # A real store checks signatures, which moto does not. The S3 client reads the secret once per process.
         wrong = os.environ | {"AWS_SECRET_ACCESS_KEY": "wrong"}
-        command = [sys.executable, "-m", "nsa.cli", "data", "verify", _url(answer["endpoint"], "out")]
+        command = [sys.executable, "-m", "nsa_train.cli", "data", "verify", _url(answer["endpoint"], "out")]
         refused = subprocess.run(command, env=wrong, capture_output=True, text=True)
         assert refused.returncode == 21, refused.stderr
         assert "Traceback" not in refused.stderr

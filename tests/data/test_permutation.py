@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.permutation import MAX_ROWS, FeistelPermutation, WindowedPermutation, derive_key, seeded_permutation
 from nsa.errors import ConfigError
+from nsa_train.data.permutation import MAX_ROWS, FeistelPermutation, WindowedPermutation, derive_key, seeded_permutation
 
 
 @given(n=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))

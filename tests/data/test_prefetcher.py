@@ -13,17 +13,17 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from nsa import names
-from nsa.data.prefetcher import BatchPrefetcher, PrefetchSettings
-from nsa.data.rows.batch import EndOfData
-from nsa.data.rows.specs import DirectData, PreparedData, SyntheticData
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout
 from nsa.files import SHARED_MEMORY
-from nsa.observe.failure_codes import code_of_exception
-from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.observe.watch.conditions import HealthLimits
-from nsa.observe.watch.health import examine
-from nsa.observe.watch.history import RunHistory
+from nsa_train import names
+from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa_train.data.rows.batch import EndOfData
+from nsa_train.data.rows.specs import DirectData, PreparedData, SyntheticData
+from nsa_train.observe.failure_codes import code_of_exception
+from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.watch.conditions import HealthLimits
+from nsa_train.observe.watch.health import examine
+from nsa_train.observe.watch.history import RunHistory
 from tests.data.shard_sets import documents, write_set
 
 SYNTHETIC = SyntheticData("uniform", vocab_size=100, seq_len=16, seed=1)
@@ -139,8 +139,8 @@ def test_the_worker_ends_with_its_parent(end: str) -> None:
     program = textwrap.dedent(
         """
         import sys, time
-        from nsa.data.prefetcher import BatchPrefetcher
-        from nsa.data.rows.specs import SyntheticData
+        from nsa_train.data.prefetcher import BatchPrefetcher
+        from nsa_train.data.rows.specs import SyntheticData
 
         if __name__ == "__main__":
             prefetcher = BatchPrefetcher(SyntheticData("uniform", vocab_size=100, seq_len=16), global_rows=1)
@@ -167,8 +167,8 @@ def test_a_killed_run_leaves_nothing_in_shared_memory() -> None:
     program = textwrap.dedent(
         """
         import time
-        from nsa.data.prefetcher import BatchPrefetcher
-        from nsa.data.rows.specs import SyntheticData
+        from nsa_train.data.prefetcher import BatchPrefetcher
+        from nsa_train.data.rows.specs import SyntheticData
 
         if __name__ == "__main__":
             prefetcher = BatchPrefetcher(SyntheticData("uniform", vocab_size=100, seq_len=16), global_rows=1)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.saved_tokenizer import choose_tokenizer, parse_saved, read_from_set, save_with_set, tokenizer_record
-from nsa.data.shards.manifest import ShardManifest
-from nsa.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
 from nsa.errors import ConfigError, DataError
-from nsa.storage import StorageFolder
+from nsa_train.data.saved_tokenizer import choose_tokenizer, parse_saved, read_from_set, save_with_set, tokenizer_record
+from nsa_train.data.shards.manifest import ShardManifest
+from nsa_train.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
+from nsa_train.storage import StorageFolder
 
 TEXTS = ["Attention is a weighted average.", "naïve Größe 漢字 🙂\n\ttabs and\r\nlines\x00end", f"a {END_OF_TEXT} b"]
 PIECES = st.one_of(st.text(max_size=40), st.sampled_from([END_OF_TEXT, "<|end", " ", "\n\n", "é", "\x00"]))

@@ -4,8 +4,9 @@ import pickle
 import numpy as np
 import pytest
 
-from nsa.data.document import is_held_out
-from nsa.data.tokenizer import (
+from nsa.errors import ConfigError, DataError
+from nsa_train.data.document import is_held_out
+from nsa_train.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     JsonTokenizer,
@@ -14,7 +15,6 @@ from nsa.data.tokenizer import (
     token_dtype,
     train_bpe,
 )
-from nsa.errors import ConfigError, DataError
 
 TEXTS = [
     "Attention is a weighted average of values.",

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nsa.data.rows.batch import EndOfData
-from nsa.data.rows.specs import DirectData
-from nsa.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
 from nsa.errors import CheckpointError, DataError, DataTimeout, NSAError
+from nsa_train.data.rows.batch import EndOfData
+from nsa_train.data.rows.specs import DirectData
+from nsa_train.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
 from tests.data.corpora import make_records, write_corpus, write_parquet
 from tests.data.faulty_server import FaultyServer
 

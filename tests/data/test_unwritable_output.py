@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.data.demo import build_demo
 from nsa.errors import DataError
+from nsa_train.data.demo import build_demo
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run(*words: str, file_limit: int | None = None) -> subprocess.CompletedProce
         if file_limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
-    command = [sys.executable, "-m", "nsa.cli", "data", *words]
+    command = [sys.executable, "-m", "nsa_train.cli", "data", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=limit)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from nsa.cli.main import app
+from nsa_train.cli.main import app
 from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def run_blocks(
     for name in ("configs", "scripts", "tests", "ops") if checkout else ():
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
-    for name, words in (("nsa", ["-m", "nsa.cli"]), ("python", [])):
+    for name, words in (("nsa", ["-m", "nsa_train.cli"]), ("python", [])):
         command = folder / "bin" / name
         started = shlex.join([sys.executable, *words]) if new_interpreters else fork_server.command_for(*words)
         command.write_text(f'#!/bin/sh\nexec {started} "$@"\n')

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from nsa.config.schema import sections, settings
+from nsa_train.config.schema import sections, settings
 from tests.docs.blocks import ROOT, unknown_words
 
 TEXT = (ROOT / "docs" / "COMING_FROM.md").read_text(encoding="utf-8")

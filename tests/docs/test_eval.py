@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.infer.evaluation.far_tasks import CANDIDATES, CHAINS, FAR_TASKS, HOPS, PAIRS
-from nsa.infer.evaluation.hay import BUILT_IN
-from nsa.observe.evaluations import read_evaluations
+from nsa_train.cli.main import app
+from nsa_train.infer.evaluation.far_tasks import CANDIDATES, CHAINS, FAR_TASKS, HOPS, PAIRS
+from nsa_train.infer.evaluation.hay import BUILT_IN
+from nsa_train.observe.evaluations import read_evaluations
 from tests.docs.blocks import blocks, nsa_commands, unknown_words
 from tests.trained_runs import save_run, settings
 

@@ -56,7 +56,7 @@ def test_the_speed_ups_are_those_of_the_recorded_benchmark(row):
 
 
 def test_the_long_context_configs():
-    from nsa.config import load
+    from nsa_train.config import load
 
     for text, name in CONFIGS.items():
         assert f"[{text}](configs/{name}.yaml)" in README

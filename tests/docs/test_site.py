@@ -74,9 +74,11 @@ def test_a_broken_link_is_found(tmp_path: Path):
 
 
 def test_files_outside_docs_are_in_the_site(site: Path):
-    link = "repository/nsa/core/rope.py.txt"
+    link = "repository/packages/nsa-attention/nsa/core/rope.py.txt"
     assert link in targets(site / "WALKTHROUGH.html").links
-    assert (site / link).read_text(encoding="utf-8") == (ROOT / "nsa/core/rope.py").read_text(encoding="utf-8")
+    assert (site / link).read_text(encoding="utf-8") == (ROOT / "packages/nsa-attention/nsa/core/rope.py").read_text(
+        encoding="utf-8"
+    )
     listing = targets(site / "repository/ops/prometheus/index.html").links
     assert "rules.yml.txt" in listing
 
@@ -101,11 +103,16 @@ def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):
     (tmp_path / "conf.py").write_text(
         "extensions = ['myst_parser', 'tools.docs.repository_links']\nrepository_url = 'https://example.org/blob/main'\n"
     )
-    (tmp_path / "index.md").write_text("# Page\n\n[code](../nsa/errors.py) [folder](../ops/grafana)\n")
+    (tmp_path / "index.md").write_text(
+        "# Page\n\n[code](../packages/nsa-attention/nsa/errors.py) [folder](../ops/grafana)\n"
+    )
     command = [sys.executable, "-m", "sphinx", "-W", "-q", tmp_path, tmp_path / "out"]
     subprocess.run(command, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
     found = targets(tmp_path / "out" / "index.html").links
-    assert {"https://example.org/blob/main/nsa/errors.py", "https://example.org/blob/main/ops/grafana"} <= set(found)
+    assert {
+        "https://example.org/blob/main/packages/nsa-attention/nsa/errors.py",
+        "https://example.org/blob/main/ops/grafana",
+    } <= set(found)
     assert not (tmp_path / "out" / "repository").exists()
     (tmp_path / "index.md").write_text("# Page\n\n[code](../nsa/missing.py)\n")
     assert subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True).returncode != 0

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from experiments.nsa_vs_dense import depth_map, results, run, tables, time_to_loss
-from nsa import names
-from nsa.config.load import load
+from nsa_train import names
+from nsa_train.config.load import load
 from tests import fork_server
 
 TABLES = tables.read_tables()

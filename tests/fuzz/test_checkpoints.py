@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from nsa import names
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.checkpoint.load import export, require_trustworthy
-from nsa.checkpoint.manifest import LocalFiles, build_manifest, decode, encode
-from nsa.checkpoint.trained_model import open_trained_model
 from nsa.errors import CheckpointError
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.load import export, require_trustworthy
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, decode, encode
+from nsa_train.checkpoint.trained_model import open_trained_model
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import (
     edit_bytes,

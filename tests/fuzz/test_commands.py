@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import typer
 
-from nsa import names
-from nsa.cli.main import app
 from nsa.errors import ExitCode
+from nsa_train import names
+from nsa_train.cli.main import app
 from tests import fork_server
 from tests.data.shard_sets import documents, write_set
 from tests.observe.damaged import copy_run
@@ -54,7 +54,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_on_damaged_input_ends_without_a_traceback(damaged: Path, words: str) -> None:
-    ended = fork_server.run(["-m", "nsa.cli", *words.split()], cwd=damaged, env=environment(), timeout=300)
+    ended = fork_server.run(["-m", "nsa_train.cli", *words.split()], cwd=damaged, env=environment(), timeout=300)
     said = ended.stdout + ended.stderr
     assert "Traceback" not in said, said
     assert said.strip()
@@ -126,7 +126,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nonsense_ends_a_command_in_time_and_without_a_traceback(sound: Path, name: str) -> None:
     for words in calls(name):
         try:
-            ended = fork_server.run(["-m", "nsa.cli", *words], cwd=sound, env=environment(), timeout=CLOCK_S)
+            ended = fork_server.run(["-m", "nsa_train.cli", *words], cwd=sound, env=environment(), timeout=CLOCK_S)
         except subprocess.TimeoutExpired as late:
             raise AssertionError(f"{words} hangs: {late.stderr!r}") from None
         said = ended.stdout + ended.stderr

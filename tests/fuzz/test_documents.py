@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from nsa.data.document import DocumentSource
-from nsa.data.source.file import LocalFile
-from nsa.data.source.jsonl import JsonlSource
-from nsa.data.source.retry_policy import RetryPolicy
-from nsa.data.source.text import TextFileSource
+from nsa_train.data.document import DocumentSource
+from nsa_train.data.source.file import LocalFile
+from nsa_train.data.source.jsonl import JsonlSource
+from nsa_train.data.source.retry_policy import RetryPolicy
+from nsa_train.data.source.text import TextFileSource
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import mutated_bytes
 
@@ -34,7 +34,7 @@ def read_all(source: DocumentSource) -> None:
 
 def test_html_pages(fuzz: FuzzCampaign, tmp_path: Path) -> None:
     """Every page is text of at most the length that it has."""
-    from nsa.data.source.html_text import html_text
+    from nsa_train.data.source.html_text import html_text
 
     path = tmp_path / "page.html"
 
@@ -55,7 +55,7 @@ def test_document_files(fuzz: FuzzCampaign, tmp_path: Path) -> None:
     zstandard, pa = pytest.importorskip("zstandard"), pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    from nsa.data.source.parquet import ParquetSource
+    from nsa_train.data.source.parquet import ParquetSource
 
     stream = io.BytesIO()
     pq.write_table(pa.table({"id": ["a", "b"], "text": ["hello", "hello"]}), stream, compression="zstd")

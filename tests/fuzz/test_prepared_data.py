@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from nsa.data.rows.specs import PreparedData
-from nsa.data.shards.inspect import find_document, first_documents, length_stats, verify_set
-from nsa.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, parse_manifest, read_manifest
-from nsa.data.shards.reader import ShardReader
-from nsa.data.tokenizer import ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
 from nsa.errors import DataError, NSAError
-from nsa.storage import StorageFolder
+from nsa_train.data.rows.specs import PreparedData
+from nsa_train.data.shards.inspect import find_document, first_documents, length_stats, verify_set
+from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, parse_manifest, read_manifest
+from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.tokenizer import ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
+from nsa_train.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import edited_folder, edits_of_folder, json_bytes, mutated_bytes, mutated_json

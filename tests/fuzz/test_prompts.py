@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
-from nsa.cli.main import app
-from nsa.convert.tokenizer_files import transformers_tokenizer
-from nsa.data.tokenizer import ByteTokenizer, train_bpe
-from nsa.infer import LoadedModel, load_model
-from nsa.infer.text_stream import TextStream
+from nsa_train.cli.main import app
+from nsa_train.convert.tokenizer_files import transformers_tokenizer
+from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
+from nsa_train.infer import LoadedModel, load_model
+from nsa_train.infer.text_stream import TextStream
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import mutated_bytes
 from tests.trained_runs import write_run

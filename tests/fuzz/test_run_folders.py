@@ -11,12 +11,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from nsa import names
-from nsa.observe import records
-from nsa.observe.events import parse_event, read_events_and_damage
-from nsa.observe.heartbeat import JsonLines, beat_parser, last_beat, read_beats
-from nsa.observe.records import LONGEST_LINE
-from nsa.observe.watch.tail import RecordTail
+from nsa_train import names
+from nsa_train.observe import records
+from nsa_train.observe.events import parse_event, read_events_and_damage
+from nsa_train.observe.heartbeat import JsonLines, beat_parser, last_beat, read_beats
+from nsa_train.observe.records import LONGEST_LINE
+from nsa_train.observe.watch.tail import RecordTail
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import json_bytes, mutated_bytes, mutated_json
 from tests.observe.damaged import RECORDED, copy_run, damage

@@ -7,12 +7,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, DynamicCache
 
 import nsa.hf  # noqa: F401 (registers)
-from nsa.config.schema import ModelConfig, RopeScalingConfig, RunConfig, SparseAttentionConfig, TrainConfig
-from nsa.convert.model_settings import exported_config
 from nsa.errors import ConfigError
 from nsa.hf.cache import NSACacheLayer
 from nsa.hf.configuration import NSAConfig
-from nsa.run_model import build_model
+from nsa_train.config.schema import ModelConfig, RopeScalingConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa_train.convert.model_settings import exported_config
+from nsa_train.run_model import build_model
 from tests.hf.tiny_model import tiny_config
 
 RUN = RunConfig(

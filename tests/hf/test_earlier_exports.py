@@ -13,11 +13,11 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoModelForCausalLM
 
 import nsa.hf  # noqa: F401 (registers)
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.config.schema import RunConfig
-from nsa.convert.import_folder import open_exported, run_config
-from nsa.convert.model_settings import exported_config
-from nsa.run_model import build_model
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.config.schema import RunConfig
+from nsa_train.convert.import_folder import open_exported, run_config
+from nsa_train.convert.model_settings import exported_config
+from nsa_train.run_model import build_model
 from tests.hf import earlier_exports as earlier
 
 RECORD, LOGITS = earlier.record(), load_file(earlier.LOGITS)

@@ -5,15 +5,15 @@ import torch
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 
-from nsa.config.schema import RunConfig
-from nsa.convert.model_settings import exported_config
 from nsa.errors import ConfigError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.hf.remote_code import remote_code_files
 from nsa.hf.weight_names import to_transformers
 from nsa.options import ATTENTION_KINDS
-from nsa.run_model import build_model
+from nsa_train.config.schema import RunConfig
+from nsa_train.convert.model_settings import exported_config
+from nsa_train.run_model import build_model
 
 PATTERN = list(ATTENTION_KINDS)
 

@@ -14,11 +14,11 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoModelForCausalLM
 
 import nsa.hf
-from nsa.convert.export_folder import export_folder
-from nsa.convert.import_folder import import_folder
-from nsa.convert.model_settings import exported_config
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.convert.import_folder import import_folder
+from nsa_train.convert.model_settings import exported_config
 from tests.trained_runs import files_of, save_run, settings
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_the_code_is_the_source_with_other_imports():
 
 
 def test_the_defaults_of_the_config_are_those_of_a_run():
-    from nsa.config.schema import RunConfig
+    from nsa_train.config.schema import RunConfig
 
     ours, theirs = NSAConfig(), exported_config(RunConfig(), 257, None)
     assert {**ours.to_dict(), "max_position_embeddings": 2048} == theirs.to_dict() | {"rope_compressed": "auto"} | {

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
-from nsa.convert.export_folder import export_folder
 from nsa.errors import CheckpointError, ExitCode
-from nsa.infer import load_model
-from nsa.infer.chat_template import ChatTemplate
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.infer import load_model
+from nsa_train.infer.chat_template import ChatTemplate
 from tests import fork_server
 from tests.train.runs import ROOT, environment
 from tests.trained_runs import write_run
@@ -57,7 +57,7 @@ def exported(tmp_path_factory) -> Path:
 def chat(exported):
     def ended(template: str):
         (exported / "chat_template.jinja").write_text(template, encoding="utf-8")
-        words = ["-m", "nsa.cli", "chat", str(exported), "--temperature", "0", "-n", "4"]
+        words = ["-m", "nsa_train.cli", "chat", str(exported), "--temperature", "0", "-n", "4"]
         return fork_server.run(words, cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"), input="hi\n", timeout=60)
 
     return ended

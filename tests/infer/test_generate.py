@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nsa.errors import ConfigError
-from nsa.infer import SamplingSettings, load_model
-from nsa.infer.generate import generate_batch
+from nsa_train.infer import SamplingSettings, load_model
+from nsa_train.infer.generate import generate_batch
 from tests.trained_runs import write_run
 
 GREEDY = dict(temperature=0, max_new_tokens=24)

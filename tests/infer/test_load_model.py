@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import nsa.infer
-from nsa.checkpoint.load import export as export_weights
-from nsa.checkpoint.manifest import read_key
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.convert.export_folder import export_folder
-from nsa.data.tokenizer import ByteTokenizer, train_bpe
+import nsa_train.infer
 from nsa.errors import CheckpointError, ConfigError, DataError
-from nsa.infer import load_model
-from nsa.run_model import build_model
+from nsa_train.checkpoint.load import export as export_weights
+from nsa_train.checkpoint.manifest import read_key
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
+from nsa_train.infer import load_model
+from nsa_train.run_model import build_model
 from tests.trained_runs import write_run
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
@@ -36,7 +36,7 @@ def greedy(path, **options) -> str:
 
 
 def test_three_lines_of_python(run):
-    m = nsa.infer.load_model(run)
+    m = nsa_train.infer.load_model(run)
     text = m.generate("Once", max_new_tokens=5)
     assert isinstance(text, str)
     assert m.source.step == 20
@@ -67,7 +67,7 @@ def test_run_checkpoint_link_weights_file_and_export_give_the_same_text(run, tmp
         assert greedy(path) == expected, path
     assert greedy(checkpoints / "step10") != expected
     assert load_model(tmp_path / "exported").source.step == 20
-    assert load_model(finished).source == nsa.infer.ModelSource(finished / "model.safetensors", 20)
+    assert load_model(finished).source == nsa_train.infer.ModelSource(finished / "model.safetensors", 20)
 
 
 def test_the_newest_good_checkpoint_is_used_and_rejected_ones_are_told(run, tmp_path):
@@ -185,10 +185,10 @@ def test_the_chat_template_of_an_exported_folder_is_used(run, tmp_path):
 
 def test_neither_the_training_engine_nor_pickle_is_used(run):
     code = (
-        "import sys, pickle, torch; sys.modules['olmo_core'] = None; import nsa.infer\n"
+        "import sys, pickle, torch; sys.modules['olmo_core'] = None; import nsa_train.infer\n"
         "def refuse(*a, **k): raise AssertionError('pickle')\n"
         "pickle.load = pickle.loads = pickle.Unpickler = pickle._Unpickler = torch.load = refuse\n"
-        f"m = nsa.infer.load_model({str(run)!r}, device='cpu'); print(m.source.step)"
+        f"m = nsa_train.infer.load_model({str(run)!r}, device='cpu'); print(m.source.step)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.stdout.strip() == "20", done.stderr

@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("transformers", reason="in the hf extra")
 
-from nsa.convert.dense.conversion_plan import ConversionOptions
-from nsa.convert.dense.convert_folder import convert_folder
 from nsa.errors import CheckpointError
-from nsa.infer.load_reference import is_source, load_reference
+from nsa_train.convert.dense.conversion_plan import ConversionOptions
+from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.infer.load_reference import is_source, load_reference
 from tests.convert.dense_sources import save_dense, token_ids
 
 CPU = torch.device("cpu")

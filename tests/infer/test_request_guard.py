@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is in the serve extra")
 
-from nsa.convert.export_folder import export_folder
-from nsa.infer.request_guard import HostList
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.infer.request_guard import HostList
 from tests.train.runs import environment
 from tests.trained_runs import write_run
 from tools.compare_generation import ServerProcess, nsa_serve

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is in the serve extra")
 
 from nsa.errors import ConfigError
-from nsa.infer import load_model
-from nsa.infer.serve import free_port
+from nsa_train.infer import load_model
+from nsa_train.infer.serve import free_port
 from proofs.load.serving import StreamingClient, put_under_load
 from tests.train.runs import environment
 from tests.trained_runs import write_run
@@ -158,7 +158,7 @@ def test_sigterm_finishes_the_request_and_ends_cleanly(server):
 
 
 def test_a_chat_template_answers_chat(run, tmp_path):
-    from nsa.convert.export_folder import export_folder
+    from nsa_train.convert.export_folder import export_folder
 
     export_folder(run, tmp_path / "exported")
     (tmp_path / "exported" / "chat_template.jinja").write_text(
@@ -180,8 +180,8 @@ def test_a_chat_template_answers_chat(run, tmp_path):
         content = answer["choices"][0]["message"]["content"]
     finally:
         assert running.stop(signal.SIGINT) == 0
-    from nsa.infer import SamplingSettings
-    from nsa.infer.generate import generate_batch
+    from nsa_train.infer import SamplingSettings
+    from nsa_train.infer.generate import generate_batch
 
     settings = SamplingSettings(temperature=0, max_new_tokens=12)
     assert content == generate_batch(loaded, [loaded.encode_chat(messages)], settings).completions[0].text

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.convert.tokenizer_files import transformers_tokenizer
-from nsa.data.tokenizer import ByteTokenizer, train_bpe
-from nsa.infer.text_stream import TextStream
+from nsa_train.convert.tokenizer_files import transformers_tokenizer
+from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
+from nsa_train.infer.text_stream import TextStream
 
 BYTES = transformers_tokenizer(ByteTokenizer(), 64)
 

@@ -10,13 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.bench.shapes import BenchShape
-from nsa.config.schema import RunConfig
+from nsa.check.gpu_check.sizes import KernelSizes
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS
 from nsa.kernels.self_check.comparison import blocks_error, relative_rms
 from nsa.kernels.self_check.kernel_call import KernelCall
-from nsa.planning.activations import ForwardPass, workspace_bytes
-from nsa.verify.gpu_check.sizes import KernelSizes
+from nsa_train.config.schema import RunConfig
+from nsa_train.planning.activations import ForwardPass, workspace_bytes
 from tests.backends import RUN_HERE
 from tests.kernels.grid_order import ORDERS, programs_run
 

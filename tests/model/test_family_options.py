@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from nsa.config.schema import RunConfig
-from nsa.convert.model_settings import exported_config
 from nsa.core.layer_pattern import repeated
 from nsa.core.rope import RotaryEmbedding
 from nsa.errors import ConfigError
 from nsa.model.transformer import NSATransformer
-from nsa.run_model import build_model
+from nsa_train.config.schema import RunConfig
+from nsa_train.convert.model_settings import exported_config
+from nsa_train.run_model import build_model
 from tests.attention_options import FAMILIES
 
 SIZES = dict(dim=24, n_layers=3, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
@@ -194,9 +194,9 @@ def test_what_makes_no_sense_is_refused(model, nsa, words):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exported_models_save_load_generate_and_become_runs_again(name, tmp_path):
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-    from nsa.convert.import_folder import open_exported, run_config
     from nsa.hf.modeling import NSAForCausalLM
     from nsa.hf.weight_names import from_transformers, to_transformers
+    from nsa_train.convert.import_folder import open_exported, run_config
 
     config = run(**FAMILIES[name])
     ours = model_of(config).float()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
 from nsa.model.transformer import NSATransformer
-from nsa.run_model import build_model
+from nsa_train.config.schema import RunConfig
+from nsa_train.run_model import build_model
 
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=16, n_sel=4, w=24)
 PATTERNS = [

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from nsa.config import load
 from nsa.model.transformer import NSATransformer
-from nsa.run_model import build_model, wanted_kernels
+from nsa_train.config import load
+from nsa_train.run_model import build_model, wanted_kernels
 from tests.shapes import attention_args
 
 VOCAB = 50

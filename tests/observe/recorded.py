@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nsa import names
-from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.failure_codes import FailureCode
-from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.observe.watch.conditions import CONDITIONS
-from nsa.observe.watch.history import RunFacts, RunHistory
+from nsa_train import names
+from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.observe.failure_codes import FailureCode
+from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.watch.conditions import CONDITIONS
+from nsa_train.observe.watch.history import RunFacts, RunHistory
 
 BEGAN = 1_700_000_000.0
 STEP_S = 2.0

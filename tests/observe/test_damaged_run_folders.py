@@ -14,14 +14,14 @@ import pytest
 import typer
 from prometheus_client import CollectorRegistry, generate_latest
 
-from nsa import names
-from nsa.cli.main import app
-from nsa.observe.events import read_events
-from nsa.observe.export.exporter import RunsCollector
-from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.observe.records import fields, parse_record, read_rows, whole
-from nsa.observe.view.run_data import load
-from nsa.observe.watch.history import HistoryReader
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.observe.events import read_events
+from nsa_train.observe.export.exporter import RunsCollector
+from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.records import fields, parse_record, read_rows, whole
+from nsa_train.observe.view.run_data import load
+from nsa_train.observe.watch.history import HistoryReader
 from tests.observe.damaged import copy_run
 
 COMMAND = typer.main.get_command(app)  # once: CliRunner makes it anew for every call

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nsa import errors, names
-from nsa.observe.events import EventKind, LauncherAction, add_event, read_events_and_damage
-from nsa.observe.failure_codes import FailureCode, code_of_exception, code_of_exit_status, recorded_code
-from nsa.observe.heartbeat import beat_parser
-from nsa.observe.watch.conditions import HealthLimits
-from nsa.observe.watch.health import examine
-from nsa.observe.watch.history import HistoryReader, RunHistory
+from nsa import errors
+from nsa_train import names
+from nsa_train.observe.events import EventKind, LauncherAction, add_event, read_events_and_damage
+from nsa_train.observe.failure_codes import FailureCode, code_of_exception, code_of_exit_status, recorded_code
+from nsa_train.observe.heartbeat import beat_parser
+from nsa_train.observe.watch.conditions import HealthLimits
+from nsa_train.observe.watch.health import examine
+from nsa_train.observe.watch.history import HistoryReader, RunHistory
 
 OLD = Path(__file__).parent / "fixtures" / "failures_without_code.jsonl"
 _KINDS = [

@@ -3,10 +3,10 @@ import math
 
 import pytest
 
-from nsa import names
-from nsa.observe.events import EventKind, add_event, read_events
-from nsa.observe.heartbeat import HeartbeatRecord, JsonLines, last_beat, mib, read_beats
-from nsa.observe.run_folder import RunFolder
+from nsa_train import names
+from nsa_train.observe.events import EventKind, add_event, read_events
+from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines, last_beat, mib, read_beats
+from nsa_train.observe.run_folder import RunFolder
 
 
 def beat(step: int, **more) -> HeartbeatRecord:

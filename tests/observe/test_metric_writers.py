@@ -4,10 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from nsa import names
-from nsa.observe import records
-from nsa.observe.heartbeat import CHECKS, HeartbeatRecord
-from nsa.observe.metric_writers import MetricWriters
+from nsa_train import names
+from nsa_train.observe import records
+from nsa_train.observe.heartbeat import CHECKS, HeartbeatRecord
+from nsa_train.observe.metric_writers import MetricWriters
 
 pytest.importorskip("tensorboard", reason="part of the train extra")
 

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from nsa.config.schema import RunConfig
-from nsa.names import ENV
-from nsa.observe.run_folder import RunFolder, code_version
+from nsa_train.config.schema import RunConfig
+from nsa_train.names import ENV
+from nsa_train.observe.run_folder import RunFolder, code_version
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nsa import names
-from nsa.observe.events import EventKind, add_event
-from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
+from nsa_train import names
+from nsa_train.observe.events import EventKind, add_event
+from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines
 from tests.observe.recorded import a_run
 
 CONFIG = {"train": {"steps": 1000, "lr": 3e-4, "out_dir": "artifacts/run"}, "nsa": {"n_sel": 4, "l_sel": 64}}

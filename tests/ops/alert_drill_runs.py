@@ -32,7 +32,7 @@ def _plant_here(name: str, planted: ExitStack) -> None:
     import torch
 
     from nsa.core.branches import BranchGates
-    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule as Module
+    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule as Module
 
     if name == "nan":
         _plant(Fault("forward", list(range(FAULT_AT, FAULT_AT + 9))), planted)
@@ -64,7 +64,7 @@ def _run(name: str, folder: Path, config_path: Path) -> None:
 
 
 def _main(folder: Path) -> None:
-    import nsa.train.run  # noqa: F401 - once, for all
+    import nsa_train.train.run  # noqa: F401 - once, for all
 
     config_path, children = write_config(folder.parent), {}
     for name in RUNS:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa import names
-from nsa.observe.export import run_metrics
-from nsa.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
-from nsa.observe.export.run_metrics import CountedHistory, samples
-from nsa.observe.watch.conditions import CONDITIONS
-from nsa.observe.watch.history import ClockReading
+from nsa_train import names
+from nsa_train.observe.export import run_metrics
+from nsa_train.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, RULES, alert_name, rule_file
+from nsa_train.observe.export.run_metrics import CountedHistory, samples
+from nsa_train.observe.watch.conditions import CONDITIONS
+from nsa_train.observe.watch.history import ClockReading
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording
 from tests.ops.needs import programs

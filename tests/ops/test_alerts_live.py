@@ -109,7 +109,7 @@ def write_prometheus(folder: Path, alertmanager: int) -> Path:
     config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]
     config["scrape_configs"][0]["file_sd_configs"][0]["refresh_interval"] = "1s"
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    words = [sys.executable, "-m", "nsa.cli", "alert-rules", "--speed", str(SPEED)]
+    words = [sys.executable, "-m", "nsa_train.cli", "alert-rules", "--speed", str(SPEED)]
     rules = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True, timeout=60)
     (folder / "rules.yml").write_text(rules.stdout)
     return folder / "prometheus.yml"
@@ -149,7 +149,7 @@ def drill(tmp_path_factory):
             running(prometheus, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", here[1],
                     log=folder / "prometheus.log")
         )  # fmt: skip
-        words = [sys.executable, "-m", "nsa.cli", "exporter", str(folder / "runs"), "--port", "0"]
+        words = [sys.executable, "-m", "nsa_train.cli", "exporter", str(folder / "runs"), "--port", "0"]
         words += ["--file-sd", str(folder / "targets" / "here.json")]
         started.enter_context(running(*words, log=folder / "exporter.log", cwd=ROOT, env=environment()))
         for port in ports:

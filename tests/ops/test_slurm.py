@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa import names
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import last_beat, read_beats
-from nsa.train.launch.launcher import LOGS
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import last_beat, read_beats
+from nsa_train.train.launch.launcher import LOGS
 from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
 from tests.train.runs import ROOT, write_config

@@ -8,10 +8,10 @@ import pytest
 import typer
 import yaml
 
-from nsa.cli.main import app
-from nsa.config import load
 from nsa.errors import ExitCode
-from nsa.train.launch.rank_outcome import FINAL_EXITS, RETRYABLE_EXITS
+from nsa_train.cli.main import app
+from nsa_train.config import load
+from nsa_train.train.launch.rank_outcome import FINAL_EXITS, RETRYABLE_EXITS
 from tests.docs.blocks import tokenizer_command
 from tests.ops.needs import programs
 from tests.train.runs import ROOT

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.config.schema import KernelsConfig, RunConfig
 from nsa.core import layer_kinds
 from nsa.core.document_layout import packed_layout
 from nsa.kernels import portable
@@ -12,9 +11,10 @@ from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import SLOT_BYTES
 from nsa.model import loss
 from nsa.options import ATTENTION_KINDS, CHECKPOINTING
-from nsa.planning.activations import ForwardPass, workspace_bytes
-from nsa.planning.estimate import estimate
-from nsa.planning.hardware import CPU, DEVICES, HardwareTarget
+from nsa_train.config.schema import KernelsConfig, RunConfig
+from nsa_train.planning.activations import ForwardPass, workspace_bytes
+from nsa_train.planning.estimate import estimate
+from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget
 from tests.kernels.fake_gpu import fake_gpu
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
@@ -50,8 +50,8 @@ def measured_peak(config: RunConfig) -> int:
 
     The profiler hears every allocation and release of torch's CPU allocator, those inside of our kernels included.
     """
-    from nsa.train.distributed import RankInfo
-    from nsa.train.engine.build import build_train_module
+    from nsa_train.train.distributed import RankInfo
+    from nsa_train.train.engine.build import build_train_module
 
     module = build_train_module(config, 257, RankInfo(), torch.device("cpu"))
     tokens = torch.randint(257, (config.train.batch_size, config.train.seq_len))
@@ -86,7 +86,7 @@ def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
     """Less than a third of the pass with the engine's head and all logits; the estimate follows the size of a chunk."""
     from olmo_core.nn.lm_head import LMHead
 
-    from nsa.train.engine.lm_head import ChunkedHead
+    from nsa_train.train.engine.lm_head import ChunkedHead
 
     monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 1 << 19)
     config = config_of("loss", precision="fp32", checkpointing="full", options=dict(vocab_size=16000))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError
-from nsa.planning.estimate import RunEstimate, estimate
-from nsa.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
-from nsa.run_model import build_model
+from nsa_train.config.schema import RunConfig
+from nsa_train.planning.estimate import RunEstimate, estimate
+from nsa_train.planning.hardware import CPU, DEVICES, GIB, HardwareTarget, parse_target
+from nsa_train.run_model import build_model
 from tests.attention_options import FAMILIES, KV_PROJECTIONS, OPTIONS
 
 VOCAB = 257
@@ -47,8 +47,8 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_and_optimizer_bytes_are_those_of_the_run(variant):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
-    from nsa.train.distributed import RankInfo
-    from nsa.train.engine.build import build_train_module
+    from nsa_train.train.distributed import RankInfo
+    from nsa_train.train.engine.build import build_train_module
 
     config = changed(**VARIANTS[variant])
     found = reckon(config)

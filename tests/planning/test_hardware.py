@@ -1,7 +1,7 @@
 import pytest
 
 from nsa.errors import ConfigError
-from nsa.planning.hardware import DEVICES, hardware_here, parse_target
+from nsa_train.planning.hardware import DEVICES, hardware_here, parse_target
 
 
 def test_a_target_is_a_name_and_a_count():

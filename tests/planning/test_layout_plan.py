@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config import load
-from nsa.config.parallel_rules import broken_parallel_rules
-from nsa.planning.branch_shares import branch_shares
-from nsa.planning.collective_bytes import CollectiveUse, weight_shards
-from nsa.planning.hardware import RANKS_PER_NODE, parse_target
-from nsa.planning.layout_plan import CALL_S, LINK_SHARE, link_traffic, plan_layouts
-from nsa.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
-from nsa.planning.model_figures import ParameterShapes, model_figures
-from nsa.planning.step_counts import CollectiveGroup, CollectiveTotal, StepCounts
+from nsa_train.config import load
+from nsa_train.config.parallel_rules import broken_parallel_rules
+from nsa_train.planning.branch_shares import branch_shares
+from nsa_train.planning.collective_bytes import CollectiveUse, weight_shards
+from nsa_train.planning.hardware import RANKS_PER_NODE, parse_target
+from nsa_train.planning.layout_plan import CALL_S, LINK_SHARE, link_traffic, plan_layouts
+from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
+from nsa_train.planning.model_figures import ParameterShapes, model_figures
+from nsa_train.planning.step_counts import CollectiveGroup, CollectiveTotal, StepCounts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from nsa.config.schema import RunConfig
 from nsa.errors import ConfigError, PreflightError
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
-from nsa.planning.estimate import estimate
-from nsa.planning.hardware import GIB, parse_target
-from nsa.planning.preflight import RuleStatus, check_names, judge, require_passed
-from nsa.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts
-from nsa.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
+from nsa_train.config.schema import RunConfig
+from nsa_train.planning.estimate import estimate
+from nsa_train.planning.hardware import GIB, parse_target
+from nsa_train.planning.preflight import RuleStatus, check_names, judge, require_passed
+from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts
+from nsa_train.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
 
 SOUND = {
     "model": dict(dim=512, n_layers=8, n_heads=8),

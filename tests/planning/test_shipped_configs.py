@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config import load
 from nsa.geometry import Geometry
-from nsa.planning.preflight import RuleStatus, judge
-from nsa.planning.preflight_rules import is_long
+from nsa_train.config import load
+from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.planning.preflight_rules import is_long
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from typer.testing import CliRunner
 
-from nsa.cli.data import train_tokenizer
-from nsa.cli.main import app
-from nsa.data.source.hub import FINEWEB_EDU
-from nsa.planning.hardware import parse_target
-from nsa.train.preflight_facts import gather
+from nsa_train.cli.data import train_tokenizer
+from nsa_train.cli.main import app
+from nsa_train.data.source.hub import FINEWEB_EDU
+from nsa_train.planning.hardware import parse_target
+from nsa_train.train.preflight_facts import gather
 from tests.docs.blocks import tokenizer_command
 from tools.docs.plan_pages import PLANNED
 

@@ -6,12 +6,12 @@ import pytest
 
 from nsa.bench.predictions import predictions
 from nsa.bench.shapes import SHAPES
-from nsa.config import load
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
-from nsa.planning.estimate import estimate
-from nsa.planning.hardware import parse_target
-from nsa.planning.step_time import backend_that_will_run, portable_bytes_per_token
+from nsa_train.config import load
+from nsa_train.planning.estimate import estimate
+from nsa_train.planning.hardware import parse_target
+from nsa_train.planning.step_time import backend_that_will_run, portable_bytes_per_token
 
 CONFIG = load("configs/train_50k.yaml")
 VOCAB = 32_768

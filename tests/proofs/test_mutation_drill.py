@@ -27,7 +27,7 @@ def drill(monkeypatch, *args: str) -> int:
 
 
 def test_a_line_for_each_and_the_survivors_at_the_end(monkeypatch, capsys):
-    source = (mutation_drill.ROOT / "nsa/errors.py").read_bytes()
+    source = (mutation_drill.ROOT / "packages/nsa-attention/nsa/errors.py").read_bytes()
     assert drill(monkeypatch, "-n", "1") == 1
     progress, _, summary = capsys.readouterr().out.partition("\n\n")
     lines = progress.splitlines()
@@ -37,7 +37,7 @@ def test_a_line_for_each_and_the_survivors_at_the_end(monkeypatch, capsys):
         "SURVIVED: errors: another text",
         "INVALID: errors: a code that is not there",
     ]
-    assert (mutation_drill.ROOT / "nsa/errors.py").read_bytes() == source
+    assert (mutation_drill.ROOT / "packages/nsa-attention/nsa/errors.py").read_bytes() == source
 
 
 def test_exit_code_0_if_all_are_caught(monkeypatch):
@@ -54,8 +54,8 @@ def test_check_lists_stale_rows_and_show_the_lines(monkeypatch, capsys):
 
 
 def test_rows_of_a_file_with_those_that_fit_nowhere(monkeypatch):
-    assert mutation_drill.chosen([], "", ["nsa/errors.py"]) == BUGS
-    assert mutation_drill.chosen([], "", ["nsa/geometry.py"]) == BUGS[2:]
+    assert mutation_drill.chosen([], "", ["packages/nsa-attention/nsa/errors.py"]) == BUGS
+    assert mutation_drill.chosen([], "", ["packages/nsa-attention/nsa/geometry.py"]) == BUGS[2:]
 
 
 @pytest.mark.parametrize("args", [["no_such_table"], ["-k", "no such name"]])

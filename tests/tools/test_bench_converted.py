@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("transformers", reason="in the hf extra")
 
-from nsa.convert.dense.conversion_plan import ConversionOptions
-from nsa.convert.dense.conversion_record import CONVERSION
-from nsa.convert.dense.convert_folder import convert_folder
 from nsa.errors import ConfigError
-from nsa.infer.layer_variants import with_layer_kinds
-from nsa.infer.load_model import load_model
+from nsa_train.convert.dense.conversion_plan import ConversionOptions
+from nsa_train.convert.dense.conversion_record import CONVERSION
+from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.infer.layer_variants import with_layer_kinds
+from nsa_train.infer.load_model import load_model
 from tests.convert.dense_sources import save_dense, token_ids
 from tools import bench_converted
 

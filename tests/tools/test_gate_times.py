@@ -44,7 +44,7 @@ def test_sums_by_folder_are_sorted_by_wall_time():
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (["/venv/bin/python3.11", "-m", "nsa.cli", "train", "x.yaml"], "nsa train"),
+        (["/venv/bin/python3.11", "-m", "nsa_train.cli", "train", "x.yaml"], "nsa train"),
         (["/venv/bin/nsa", "report", "run"], "nsa report"),
         ([b"python", b"-m", b"proofs.soak"], "python -m proofs.soak"),
         (["/usr/bin/git", "status"], "git"),

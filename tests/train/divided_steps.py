@@ -42,11 +42,11 @@ def _gradients(case: DividedStep, folder: Path, rank: int) -> dict:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from nsa.config import load
-    from nsa.train.datasets import training_rows, vocabulary
-    from nsa.train.distributed import RankInfo
-    from nsa.train.engine.build import build_train_module
-    from nsa.train.engine.data_loader import to_engine
+    from nsa_train.config import load
+    from nsa_train.train.datasets import training_rows, vocabulary
+    from nsa_train.train.distributed import RankInfo
+    from nsa_train.train.engine.build import build_train_module
+    from nsa_train.train.engine.data_loader import to_engine
 
     torch.set_num_threads(1)
     if case.world > 1:

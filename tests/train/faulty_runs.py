@@ -45,8 +45,8 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
     import torch
     from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 
-    from nsa.train.engine.bad_step_hook import StepSkippingTrainModule as Module
-    from nsa.train.engine.data_loader import RowLoader
+    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule as Module
+    from nsa_train.train.engine.data_loader import RowLoader
 
     train_batch, optim_step, forward, read = (
         Module.train_batch, Module.optim_step, Module.model_forward, RowLoader._read,
@@ -77,7 +77,7 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
             return
         optim_step(module)
         if fault.kind == "weight" and fault.hits(module):
-            from nsa.train.callbacks.replica_check import _local
+            from nsa_train.train.callbacks.replica_check import _local
 
             with torch.no_grad():
                 _local(next(iter(module.model.parameters()))).view(torch.int32)[0, 0] ^= 1
@@ -91,7 +91,7 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
     planted.enter_context(mock.patch.object(Module, "train_batch", faulty_train_batch))
     planted.enter_context(mock.patch.object(Module, "optim_step", faulty_optim_step))
     if fault.deferred:
-        from nsa.train.engine import build
+        from nsa_train.train.engine import build
 
         fused = partial(_fused, build.AdamWConfig)
         planted.enter_context(mock.patch.object(build, "AdamWConfig", fused))

@@ -73,11 +73,11 @@ def free_port() -> int:
 
 
 def _rank(job: Job, config_path: Path) -> int:
-    from nsa.cli.train import import_exported
-    from nsa.config import load
     from nsa.errors import NSAError
-    from nsa.train.run import train
-    from nsa.train.start_options import StartOptions
+    from nsa_train.cli.train import import_exported
+    from nsa_train.config import load
+    from nsa_train.train.run import train
+    from nsa_train.train.start_options import StartOptions
 
     config = load(config_path, overrides=[*job.changes, f"train.out_dir={job.out_dir}"])
     try:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction
+from nsa_train.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction
 
 NAN, INF = math.nan, math.inf
 STEP, SKIP, BACK = StepAction.STEP, StepAction.SKIP, StepAction.ROLL_BACK

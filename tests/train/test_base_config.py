@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from nsa import names
-from nsa.observe.heartbeat import read_beats
+from nsa_train import names
+from nsa_train.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
 

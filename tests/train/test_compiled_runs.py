@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from nsa import names
+from nsa_train import names
 from tests.train.engine.test_bad_step_hook import same_weights
 from tests.train.runs import Job, run_all
 from tests.train.test_resume import corpus, story  # noqa: F401

@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.config import load
-from nsa.planning.hardware import GIB, hardware_here
-from nsa.planning.preflight import RuleStatus, judge
-from nsa.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
-from nsa.train.preflight_facts import gather
+from nsa_train.config import load
+from nsa_train.planning.hardware import GIB, hardware_here
+from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
+from nsa_train.train.preflight_facts import gather
 from tests.train.runs import environment, write_config
 
 ENOUGH = DryRunLimits(memory_bytes=4 * GIB, time_s=120.0)
@@ -48,7 +48,7 @@ def test_a_model_larger_than_the_machine_is_refused_and_never_built(tmp_path):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (5 * GIB, 5 * GIB))
 
-    command = [sys.executable, "-m", "nsa.cli", "preflight", str(write_config(tmp_path)), *HUGE, "--json"]
+    command = [sys.executable, "-m", "nsa_train.cli", "preflight", str(write_config(tmp_path)), *HUGE, "--json"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), preexec_fn=limit, capture_output=True, text=True, timeout=120
     )
@@ -119,7 +119,7 @@ def test_a_child_that_raises_is_told_with_its_last_line(tmp_path):
 def test_the_child_ends_with_its_parent_and_is_the_first_victim_of_an_out_of_memory_kill(tmp_path):
     request = request_of(tmp_path)
     child = subprocess.Popen(
-        [sys.executable, "-m", "nsa.train.dry_run_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "nsa_train.train.dry_run_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, env=environment(), start_new_session=True,
     )  # fmt: skip
     try:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nsa.train.engine.mixer import NSAMixerConfig, _fill
+from nsa_train.train.engine.mixer import NSAMixerConfig, _fill
 from tests import fork_server
 from tests.attention_options import PHIS, YARN
 from tests.train.runs import environment

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.data.rows.batch import Batch, EndOfData
-from nsa.data.rows.specs import DirectData, PreparedData
 from nsa.model.loss import IGNORE, TokenScores
-from nsa.train.held_out_loss import LossSums, held_out_loss, next_token_labels, positions_in_documents
+from nsa_train.data.rows.batch import Batch, EndOfData
+from nsa_train.data.rows.specs import DirectData, PreparedData
+from nsa_train.train.held_out_loss import LossSums, held_out_loss, next_token_labels, positions_in_documents
 from tests.data.shard_sets import documents, write_set
 
 S = 700

@@ -6,18 +6,18 @@ from unittest import mock
 import pytest
 import torch
 
-from nsa.config import load
-from nsa.train import build_run, run
-from nsa.train.engine import Callback
-from nsa.train.start_options import StartOptions
+from nsa_train.config import load
+from nsa_train.train import build_run, run
+from nsa_train.train.engine import Callback
+from nsa_train.train.start_options import StartOptions
 from tests.train.pretend_cuda import PretendedCuda, on_pretended_cuda, pretended_cuda
 from tests.train.runs import BASE
 from tests.train.test_resume import corpus  # noqa: F401
 
 STEPS, LOG_EVERY = 9, 4
 AT_A_LOG_STEP = {
-    "nsa/train/callbacks/heartbeat.py _values": "aten._local_scalar_dense.default",
-    "nsa/train/engine/bad_step_hook.py read": "event",
+    "packages/nsa-train/nsa_train/train/callbacks/heartbeat.py _values": "aten._local_scalar_dense.default",
+    "packages/nsa-train/nsa_train/train/engine/bad_step_hook.py read": "event",
 }
 
 

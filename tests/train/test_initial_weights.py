@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.cli.train import import_exported
-from nsa.config.schema import RunConfig
-from nsa.data.prepare.plan import make_plan
-from nsa.data.prepare.run import prepare
 from nsa.errors import CheckpointError, ConfigError
-from nsa.train.resume import find_initial_weights
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.cli.train import import_exported
+from nsa_train.config.schema import RunConfig
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare
+from nsa_train.train.resume import find_initial_weights
 from tests.train.runs import Job, run_all
 
 FEW = ["train.steps=3", "train.warmup_steps=1"]
@@ -29,8 +29,8 @@ def losses(run: Path) -> list[float]:
 def runs(tmp_path_factory) -> Path:
     """A run, its weights exported and imported, and new runs that start from each."""
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
-    from nsa.convert.export_folder import export_folder
-    from nsa.convert.import_folder import import_folder
+    from nsa_train.convert.export_folder import export_folder
+    from nsa_train.convert.import_folder import import_folder
 
     folder = tmp_path_factory.mktemp("runs")
     assert run_all(Job(str(folder / "first"), changes=["train.steps=12", "train.seed=1"])) == [[0]]
@@ -89,7 +89,7 @@ def test_an_exported_folder_is_a_start_like_its_import(runs):
 
 def test_data_of_another_tokenizer_is_refused(runs, tmp_path):
     """The same vocabulary is not enough: the fingerprint decides."""
-    from nsa.data.tokenizer import train_bpe
+    from nsa_train.data.tokenizer import train_bpe
 
     bpe = train_bpe(["some words of text"] * 9, 257, tmp_path / "bpe.json")
     (tmp_path / "text").mkdir()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa import names
-from nsa.observe.heartbeat import HeartbeatRecord, read_beats
+from nsa_train import names
+from nsa_train.observe.heartbeat import HeartbeatRecord, read_beats
 from tests.train.runs import environment, write_config
 
 STEPS, SAVE_EVERY = 16, 4
@@ -23,7 +23,7 @@ PATIENCE_S = 240
 def start(folder: Path, *more: str, steps: int = STEPS) -> subprocess.Popen:
     folder.parent.mkdir(parents=True, exist_ok=True)
     words = [str(write_config(folder.parent)), *SETTINGS, f"train.steps={steps}", f"train.out_dir={folder}", *more]
-    command = [sys.executable, "-m", "nsa.cli", "launch", "--nproc", "2", *words]
+    command = [sys.executable, "-m", "nsa_train.cli", "launch", "--nproc", "2", *words]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
 
 

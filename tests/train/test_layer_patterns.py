@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from nsa import names
-from nsa.observe.heartbeat import read_beats
+from nsa_train import names
+from nsa_train.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
 DOCUMENTS = [f"Document {i}: " + " ".join(f"{w * i % 97}" for w in range(i % 50)) for i in range(400)]
@@ -105,8 +105,8 @@ def test_reads_are_counted_in_all_layers_and_gates_where_there_are_any(runs):
 
 
 def test_two_kinds_begin_with_the_same_queries_feed_forward_and_embeddings():
-    from nsa.config.schema import RunConfig
-    from nsa.train.engine.transformer import build_transformer
+    from nsa_train.config.schema import RunConfig
+    from nsa_train.train.engine.transformer import build_transformer
 
     def start(pattern):
         model = {"dim": 32, "n_layers": 2, "n_heads": 4, "d_k": 8, "d_v": 8, "attention": pattern, "init_std": 0.08}

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from nsa.config.layer import flatten
-from nsa.names import PROGRESS, heartbeat
-from nsa.observe.heartbeat import read_beats
+from nsa_train.config.layer import flatten
+from nsa_train.names import PROGRESS, heartbeat
+from nsa_train.observe.heartbeat import read_beats
 from tests.attention_options import OPTIONS
 from tests.train.runs import Job, run_all
 

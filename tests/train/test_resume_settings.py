@@ -8,18 +8,18 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa import names
-from nsa.checkpoint.run_state import VOCAB_SIZE, RunRecord
-from nsa.config import load
-from nsa.config.describe import may_change_on_resume
-from nsa.config.layer import flatten
-from nsa.config.schema import RunConfig, settings
 from nsa.errors import ConfigError
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import read_beats
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.build import build_train_module
-from nsa.train.resume import changed_settings, require_same_settings
+from nsa_train import names
+from nsa_train.checkpoint.run_state import VOCAB_SIZE, RunRecord
+from nsa_train.config import load
+from nsa_train.config.describe import may_change_on_resume
+from nsa_train.config.layer import flatten
+from nsa_train.config.schema import RunConfig, settings
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import read_beats
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.build import build_train_module
+from nsa_train.train.resume import changed_settings, require_same_settings
 from tests.attention_options import OPTIONS
 from tests.train.runs import Job, run_all, write_config
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from nsa import names
-from nsa.config import load
 from nsa.kernels import registry
 from nsa.kernels.cpu import build, library
-from nsa.observe.heartbeat import read_beats
-from nsa.train.run import train
-from nsa.train.run_report import SilentReporter
+from nsa_train import names
+from nsa_train.config import load
+from nsa_train.observe.heartbeat import read_beats
+from nsa_train.train.run import train
+from nsa_train.train.run_report import SilentReporter
 from tests.train.runs import write_config
 
 

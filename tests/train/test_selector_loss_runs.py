@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa import names
 from nsa.model.loss import IGNORE
 from nsa.model.transformer import NSATransformer
-from nsa.observe.heartbeat import HeartbeatRecord, read_beats
-from nsa.train.engine.bad_step_hook import StepSkippingTrainModule, TransformerTrainModule
+from nsa_train import names
+from nsa_train.observe.heartbeat import HeartbeatRecord, read_beats
+from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule, TransformerTrainModule
 from tests.shapes import attention_args
 from tests.train.runs import Job, run_all
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa import names
-from nsa.checkpoint.folder import CheckpointFolder
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import last_beat, read_beats
-from nsa.observe.run_folder import RunFolder
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import last_beat, read_beats
+from nsa_train.observe.run_folder import RunFolder
 from tests import fork_server
 from tests.train.runs import ROOT, Job, environment, free_port, write_config
 
@@ -31,7 +31,7 @@ class Process:
         launcher = launcher or ("train" if ranks == 1 else "forked")
         files = dict(stdout=self.log, stderr=self.log)
         if launcher == "train":
-            command = ["-m", "nsa.cli", "train", str(write_config(tmp_path))]
+            command = ["-m", "nsa_train.cli", "train", str(write_config(tmp_path))]
             command += ["train.steps=4900", f"train.out_dir={self.folder}", *words]
             ignored = (signal.SIGHUP,) if no_hangup else ()
             self.process = fork_server.start(command, cwd=ROOT, env=environment(), ignored_signals=ignored, **files)
@@ -45,9 +45,9 @@ class Process:
                 json.dump([asdict(job)], jobs)
             return
         start = {
-            "launch": ["nsa.cli", "launch", "--nproc", str(ranks)],
+            "launch": ["nsa_train.cli", "launch", "--nproc", str(ranks)],
             "torchrun": ["torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port()),
-                         "-m", "nsa.cli", "train"],
+                         "-m", "nsa_train.cli", "train"],
         }  # fmt: skip
         # A run inside this test process leaves USR1 and USR2 ignored, which a child would inherit.
         prefix = ["env", "--default-signal=USR1,USR2,HUP"]
@@ -243,7 +243,7 @@ def test_the_runbooks_signals_work_under_every_launcher(start, launcher, code):
 _BUSY = """
 import hashlib, sys, threading, time
 from pathlib import Path
-from nsa.train.signal_handlers import SignalHandlers
+from nsa_train.train.signal_handlers import SignalHandlers
 
 def count(depth):
     return depth and 1 + count(depth - 1)
@@ -280,7 +280,7 @@ def test_stacks_can_be_asked_for_while_threads_run(tmp_path):
 _FULL_DISK = """
 import os, signal, sys, time
 from pathlib import Path
-from nsa.train import signal_handlers
+from nsa_train.train import signal_handlers
 
 attempts = []
 

@@ -7,18 +7,18 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa import names
-from nsa.checkpoint.load import open_checkpoint
-from nsa.config import load
 from nsa.errors import ConfigError
 from nsa.model.trainable_parameters import trainable_names
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import read_beats
-from nsa.planning.estimate import estimate
-from nsa.planning.hardware import hardware_here
-from nsa.train.distributed import RankInfo
-from nsa.train.dry_run import dry_run
-from nsa.train.engine.build import build_train_module
+from nsa_train import names
+from nsa_train.checkpoint.load import open_checkpoint
+from nsa_train.config import load
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import read_beats
+from nsa_train.planning.estimate import estimate
+from nsa_train.planning.hardware import hardware_here
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.dry_run import dry_run
+from nsa_train.train.engine.build import build_train_module
 from tests.train.faulty_runs import Fault, run_faulty
 from tests.train.runs import Job, run_all, write_config
 
@@ -98,7 +98,7 @@ def test_a_resumed_sharded_run_is_bit_identical(runs):
 
 
 def test_the_checkpoint_has_optimizer_state_of_trained_parameters_alone(runs):
-    from nsa.checkpoint.pickle_scan import require_harmless
+    from nsa_train.checkpoint.pickle_scan import require_harmless
 
     index = require_harmless(open_checkpoint(runs / "whole" / "checkpoints" / f"step{STEPS}"), pieces=False)
     state = {key for key in index.state_dict_metadata if key.startswith("optim.state.")}

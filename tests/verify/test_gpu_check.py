@@ -16,16 +16,16 @@ import torch
 from nsa.bench import machine as devices
 from nsa.bench.case import BenchTask
 from nsa.bench.shapes import SHAPES
+from nsa.check.gpu_check import report as records
+from nsa.check.gpu_check import speed
+from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded
+from nsa.check.gpu_check.report import GpuCheckReport, read_result
+from nsa.check.gpu_check.runner import SUBJECTS, GpuCheckRequest, GpuCheckRunner, select_checks
+from nsa.check.gpu_check.sizes import on_gpu, rehearsal
 from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
 from nsa.kernels.gpu_versions import device_named
 from nsa.kernels.self_check.comparison import blocks_error
-from nsa.verify.gpu_check import report as records
-from nsa.verify.gpu_check import speed
-from nsa.verify.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded
-from nsa.verify.gpu_check.report import GpuCheckReport, read_result
-from nsa.verify.gpu_check.runner import SUBJECTS, GpuCheckRequest, GpuCheckRunner, select_checks
-from nsa.verify.gpu_check.sizes import on_gpu, rehearsal
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
     environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.Popen(
-        [sys.executable, "-m", "nsa.cli", "gpu-check", *words], cwd=root, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "nsa_train.cli", "gpu-check", *words], cwd=root, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
 def test_without_a_gpu_the_runbooks_script_ends_at_once_and_says_what_to_do(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    (tmp_path / "nsa").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa.cli "$@"\n')
+    (tmp_path / "nsa").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa_train.cli "$@"\n')
     (tmp_path / "nsa").chmod(0o755)
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "run_gpu_causality_test.sh", "--full"], text=True, capture_output=True, timeout=120,

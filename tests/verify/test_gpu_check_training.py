@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from nsa.check.gpu_check import devices, long_rows, training
+from nsa.check.gpu_check.check_result import CheckStatus
+from nsa.check.gpu_check.sizes import attention, on_gpu, rehearsal
 from nsa.kernels import checkpoint_policy
 from nsa.kernels.registry import BackendRequest
-from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.verify.gpu_check import devices, long_rows, training
-from nsa.verify.gpu_check.check_result import CheckStatus
-from nsa.verify.gpu_check.sizes import attention, on_gpu, rehearsal
+from nsa_train.observe.heartbeat import HeartbeatRecord
 
 CPU = torch.device("cpu")
 BY_PORTABLE = BackendRequest(*["portable"] * 4)
@@ -98,7 +98,7 @@ def test_a_run_that_fails_or_takes_other_kernels_is_found(monkeypatch):
 
 
 def test_the_steps_on_a_gpu_change_nothing_of_the_model():
-    from nsa.config import load
+    from nsa_train.config import load
 
     changes = on_gpu(torch.device("cuda"), full=False).training
     short, whole = load(training.CONFIG, overrides=changes), load(training.CONFIG)

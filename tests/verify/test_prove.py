@@ -4,11 +4,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
+from nsa.check.prove import AUTOCAST_LIMIT, autocast_error, prove
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels import cpu, ops
 from nsa.kernels.registry import BackendRequest
-from nsa.verify.prove import AUTOCAST_LIMIT, autocast_error, prove
+from nsa_train.cli.main import app
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms import current_platform
 
-from nsa.convert.tokenizer_files import tokenizer_files
-from nsa.data.tokenizer import ByteTokenizer
 from nsa.hf import NSAConfig, NSAForCausalLM
+from nsa_train.convert.tokenizer_files import tokenizer_files
+from nsa_train.data.tokenizer import ByteTokenizer
 
 GEOMETRY = dict(l=8, d=4, l_sel=16, n_sel=4, w=24)
 BLOCK = 32

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nsa.cli.plan_tables import print_plan
-from nsa.config import load
-from nsa.planning.hardware import parse_target
-from nsa.planning.layout_plan import plan_layouts
+from nsa_train.cli.plan_tables import print_plan
+from nsa_train.config import load
+from nsa_train.planning.hardware import parse_target
+from nsa_train.planning.layout_plan import plan_layouts
 
 ROOT = Path(__file__).parents[2]
 PLANNED = {"base_1b_32k": "h100-80gb:8", "base_7b_128k": "h100-80gb:128", "base_7b_1m": "h100-80gb:1024"}

@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 import typer
 
-from nsa import names
-from nsa.cli.main import app
 from nsa.errors import ExitCode
-from nsa.observe.heartbeat import FIXED_FIELDS, HeartbeatRecord
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.observe.heartbeat import FIXED_FIELDS, HeartbeatRecord
 
 NOTE = "<!-- Written by `python -m tools.docs.regenerate`. -->"
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa.config import docs as config_docs
-from nsa.observe.export.alert_rules import rule_file
+from nsa_train.config import docs as config_docs
+from nsa_train.observe.export.alert_rules import rule_file
 from tools.docs import (
     draw_attention_map,
     draw_concepts,

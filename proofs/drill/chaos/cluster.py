@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nsa import names
+from nsa_train import names
 from proofs.drill import inject
 from proofs.drill.chaos.schedule import RANKS, ChaosPlan
 from proofs.drill.chaos.services import MODULE as SERVICES

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.cli.outputs import print_line, table_console
+from nsa_train.cli.outputs import print_line, table_console
 
 if TYPE_CHECKING:
     from rich.console import Console

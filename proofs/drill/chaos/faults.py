@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from nsa import names
+from nsa_train import names
 from proofs.drill.chaos.cluster import ChaosCluster, send
 from proofs.drill.chaos.fault_classes import PROFILES, ChaosFault
 from proofs.drill.chaos.orders import CLOCK, NAN, OrderFile
@@ -185,7 +185,7 @@ def _clock(seconds: float) -> Callable[[FaultStage], Iterator[None]]:
 def _halt_requested(stage: FaultStage) -> Iterator[None]:
     folder = str(stage.cluster.run_folder)
     stage.begin()
-    halting = stage.harness.start("nsa.cli", "halt", folder, "--reason", "chaos drill")
+    halting = stage.harness.start("nsa_train.cli", "halt", folder, "--reason", "chaos drill")
     yield from stage.until("the end of nsa halt", lambda: not halting.running)
 
 

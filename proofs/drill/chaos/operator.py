@@ -6,8 +6,8 @@ A launcher that died is started again once its fault was reported: nobody acts o
 import time
 from collections.abc import Callable
 
-from nsa import names
 from nsa.errors import ExitCode
+from nsa_train import names
 from proofs.drill.chaos.cluster import ChaosCluster
 from proofs.drill.chaos.fault_classes import GONE_S, STALL_S, STARTUP_S
 from proofs.drill.chaos.sightings import RunObserver

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa import names
-from nsa.observe.events import EventKind, RunEvent, parse_event
-from nsa.observe.heartbeat import HeartbeatRecord, beat_parser
-from nsa.observe.records import Parsed
-from nsa.observe.watch.tail import RecordTail
+from nsa_train import names
+from nsa_train.observe.events import EventKind, RunEvent, parse_event
+from nsa_train.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa_train.observe.records import Parsed
+from nsa_train.observe.watch.tail import RecordTail
 
 _ORDINARY = (
     EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.COPIED, EventKind.EVALUATION, EventKind.DONE

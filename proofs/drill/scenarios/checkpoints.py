@@ -7,9 +7,9 @@ import signal
 import time
 from pathlib import Path
 
-from nsa import names
 from nsa.errors import CheckpointError, ConfigError, ExitCode
-from nsa.observe.events import EventKind, LauncherAction
+from nsa_train import names
+from nsa_train.observe.events import EventKind, LauncherAction
 from proofs.drill import artifacts
 from proofs.drill.damage import flip_bit
 from proofs.drill.harness import SAVE_EVERY, STEPS, DrillHarness, DrillProcess, NotObserved
@@ -102,7 +102,7 @@ class _Canary:
 
 def malicious_checkpoint(harness: DrillHarness, result: DrillResult) -> None:
     """Code in the two pickles of a checkpoint, with hashes that fit: nothing is executed, older ones are used."""
-    from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode
+    from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, encode
 
     at = _stopped_run(harness)
     canary, planted = harness.folder / "executed", artifacts.saved_steps(harness.run_folder)[-2:]

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from nsa.errors import DataError
-from nsa.observe.events import EventKind
-from nsa.observe.failure_codes import FailureCode
+from nsa_train.observe.events import EventKind
+from nsa_train.observe.failure_codes import FailureCode
 from proofs.drill import artifacts
 from proofs.drill.damage import flip_bit
 from proofs.drill.data_server import DataServer, write_jsonl
@@ -62,7 +62,7 @@ def corrupt_shard(harness: DrillHarness, result: DrillResult) -> None:
         began = artifacts.beats(harness.run_folder)[-1].ts if artifacts.beats(harness.run_folder) else at
         result.detected(f"reader: SHA-256 of {shard.name}, block by block", errors[-1].ts - began, within_s=10)
     result.require_equal("last step trained", artifacts.last_step(harness.run_folder), due - 1)
-    verify = harness.start("nsa.cli", "data", "verify", str(prepared))
+    verify = harness.start("nsa_train.cli", "data", "verify", str(prepared))
     result.require_equal("exit code of nsa data verify", verify.wait(), DataError.exit_code)
     result.require(shard.name in verify.output(), "nsa data verify does not name the shard")
     step = artifacts.newest_good_step(harness.run_folder)
@@ -75,7 +75,7 @@ def _prepare(harness: DrillHarness) -> Path:
     corpus, prepared = harness.folder / "corpus.jsonl", harness.folder / "set"
     write_jsonl(corpus, 4000)
     command = ["data", "prepare", str(corpus), str(prepared), "--tokenizer", "byte", "--workers", "1"]
-    process = harness.start("nsa.cli", *command)
+    process = harness.start("nsa_train.cli", *command)
     if (code := process.wait()) != 0:
         raise NotObserved(f"nsa data prepare exited with {code}: {process.output()[-300:]}")
     return prepared
@@ -85,11 +85,11 @@ def _late_block(prepared: Path) -> tuple[Path, int, int]:
     """A shard file, a byte in it, and the step that first reads the block around it: the latest there is."""
     import numpy as np
 
-    from nsa.config.schema import TrainConfig
-    from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
-    from nsa.data.shards.reader import ShardReader
-    from nsa.data.shards.writer import BLOCK_BYTES
-    from nsa.storage import StorageFolder
+    from nsa_train.config.schema import TrainConfig
+    from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+    from nsa_train.data.shards.reader import ShardReader
+    from nsa_train.data.shards.writer import BLOCK_BYTES
+    from nsa_train.storage import StorageFolder
 
     reader = ShardReader(StorageFolder(str(prepared)))
     rows = PreparedRows(reader, SEQ_LEN, shuffle=ShuffleSettings(TrainConfig().seed))

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from nsa.errors import DataError, ExitCode
-from nsa.observe.events import EventKind, LauncherAction, RunEvent
-from nsa.observe.failure_codes import FailureCode
+from nsa_train.observe.events import EventKind, LauncherAction, RunEvent
+from nsa_train.observe.failure_codes import FailureCode
 from proofs.drill import artifacts
 from proofs.drill.data_server import DataServer
 from proofs.drill.harness import SAVE_EVERY, DrillHarness, DrillProcess, NotObserved
@@ -22,7 +22,7 @@ def killed_agent(harness: DrillHarness, result: DrillResult) -> None:
     """The process between launcher and ranks is killed: its ranks die with it, and the launcher starts again."""
     launched = harness.launch(nproc=2)
     pids = [harness.wait_for_step(_MIDDLE, launched, rank) for rank in (0, 1)]
-    agent = _child_with(launched.pid, b"nsa.train.launch.agent")
+    agent = _child_with(launched.pid, b"nsa_train.train.launch.agent")
     at = time.time()
     os.kill(agent, signal.SIGKILL)
     event = _verdict(harness, launched)
@@ -101,7 +101,15 @@ def busy_port(harness: DrillHarness, result: DrillResult) -> None:
         endpoint = "{}:{}".format(*taken.getsockname())
         at = time.time()
         launched = harness.start(
-            "nsa.cli", "launch", "--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, *harness.arguments(())
+            "nsa_train.cli",
+            "launch",
+            "--nproc",
+            "1",
+            "--nnodes",
+            "1:2",
+            "--rdzv-endpoint",
+            endpoint,
+            *harness.arguments(()),
         )
         taken_by_another = f"what listens at {endpoint} did not answer"
         harness.wait_for("the launcher's message", lambda: taken_by_another in launched.output(), launched)

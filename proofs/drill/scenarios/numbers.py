@@ -2,9 +2,9 @@
 
 import json
 
-from nsa import names
 from nsa.errors import ExitCode, NonFiniteError, ReplicaError
-from nsa.observe.events import EventKind
+from nsa_train import names
+from nsa_train.observe.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.harness import DrillHarness
 from proofs.drill.inject import FaultKind

@@ -5,9 +5,9 @@ import signal
 import time
 from contextlib import suppress
 
-from nsa import names
 from nsa.errors import ExitCode
-from nsa.observe.events import EventKind
+from nsa_train import names
+from nsa_train.observe.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.data_server import write_jsonl
 from proofs.drill.harness import DrillHarness

@@ -4,9 +4,9 @@ import os
 import signal
 import time
 
-from nsa import names
 from nsa.errors import ExitCode
-from nsa.observe.events import EventKind, LauncherAction
+from nsa_train import names
+from nsa_train.observe.events import EventKind, LauncherAction
 from proofs.drill import artifacts
 from proofs.drill.harness import SAVE_EVERY, DrillHarness
 from proofs.drill.result import DrillResult, finish

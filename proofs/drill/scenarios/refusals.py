@@ -18,7 +18,7 @@ def bad_yaml(harness: DrillHarness, result: DrillResult) -> None:
     unknown.write_text("train: {stepz: 40}\n", encoding="utf-8")
     began = time.time()
     for path, word in ((broken, "line"), (unknown, "train.stepz")):
-        process = harness.start("nsa.cli", "train", str(path), f"train.out_dir={harness.run_folder}")
+        process = harness.start("nsa_train.cli", "train", str(path), f"train.out_dir={harness.run_folder}")
         _refused(result, process, ConfigError.exit_code, word)
     result.detected("config: file, line and setting", time.time() - began, within_s=60)
     _nothing_written(harness, result, ConfigError.exit_code)

@@ -3,9 +3,9 @@
 import signal
 import time
 
-from nsa import names
 from nsa.errors import ExitCode
-from nsa.observe.events import EventKind
+from nsa_train import names
+from nsa_train.observe.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.harness import SAVE_EVERY, DrillHarness
 from proofs.drill.inject import FaultKind

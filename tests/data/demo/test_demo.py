@@ -7,14 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.data.demo.build import ROWS_PER_FILE, Deduplicator, build_demo, is_good_english, write_files
-from nsa.data.demo.extract import extract_texts, man_text, page_text, pod_text
-from nsa.data.demo.packages import PACKAGES, _version_key
-from nsa.data.document_stream import DocumentStream
-from nsa.data.source import CorruptUnit, open_source
-from nsa.data.tokenizer import ByteTokenizer, load_tokenizer
 from nsa.errors import ConfigError
+from nsa_train.cli.main import app
+from nsa_train.data.demo.build import ROWS_PER_FILE, Deduplicator, build_demo, is_good_english, write_files
+from nsa_train.data.demo.extract import extract_texts, man_text, page_text, pod_text
+from nsa_train.data.demo.packages import PACKAGES, _version_key
+from nsa_train.data.document_stream import DocumentStream
+from nsa_train.data.source import CorruptUnit, open_source
+from nsa_train.data.tokenizer import ByteTokenizer, load_tokenizer
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "debian_docs.parquet"
 COLUMNS = ["text", "id", "dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]

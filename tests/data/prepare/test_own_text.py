@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.data.prepare.dedup import HASH_BYTES, first_occurrences
-from nsa.data.prepare.plan import make_plan
-from nsa.data.prepare.run import prepare, read_report, slurm_executor
-from nsa.data.shards.inspect import first_documents, verify_set
-from nsa.data.shards.manifest import read_manifest
-from nsa.data.source.read_report import BAD_LINES, BINARY, DUPLICATES, EMPTY, EMPTY_RECORDS
 from nsa.errors import ConfigError, DataError
-from nsa.storage import StorageFolder
+from nsa_train.data.prepare.dedup import HASH_BYTES, first_occurrences
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare, read_report, slurm_executor
+from nsa_train.data.shards.inspect import first_documents, verify_set
+from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.data.source.read_report import BAD_LINES, BINARY, DUPLICATES, EMPTY, EMPTY_RECORDS
+from nsa_train.storage import StorageFolder
 from tests.data.corpora import make_records, write_parquet
 
 SETTINGS = {"held_out_fraction": 0.1, "units_per_task": 7, "shard_tokens": 20_000}
@@ -80,7 +80,7 @@ def test_two_workers_write_the_same_bytes(texts: Path, alone: Path, tmp_path: Pa
 
 def test_of_equal_documents_the_first_is_kept(texts: Path, alone: Path) -> None:
     """Compared with a plain set of texts, in the order of the tasks: parquet, JSONL, text files by name."""
-    from nsa.data.prepare.read_task import TaskReader
+    from nsa_train.data.prepare.read_task import TaskReader
 
     plan = make_plan(str(texts), "byte", **SETTINGS)
     seen: set[str] = set()
@@ -116,7 +116,7 @@ def test_the_report_counts_everything(texts: Path, alone: Path) -> None:
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(texts: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "import sys; from nsa.data.prepare.plan import make_plan; from nsa.data.prepare.run import prepare\n"
+        "import sys; from nsa_train.data.prepare.plan import make_plan; from nsa_train.data.prepare.run import prepare\n"
         f"if __name__ == '__main__': prepare(make_plan(sys.argv[1], 'byte', dedup=True, **{SETTINGS!r}), sys.argv[2], "
         "workers=2)\n"
     )
@@ -143,7 +143,7 @@ def test_a_source_that_changed_between_the_passes_is_refused(tmp_path: Path) -> 
 
     (tmp_path / "out").mkdir()
     (texts / "a.jsonl").write_text("\n".join(json.dumps(r) for r in make_records(3)))
-    from nsa.data.prepare.dedup import hash_task, write_masks
+    from nsa_train.data.prepare.dedup import hash_task, write_masks
 
     out = StorageFolder(str(tmp_path / "out"))
     for rank in range(len(plan.tasks())):

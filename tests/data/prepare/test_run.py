@@ -16,19 +16,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa.data.document import is_held_out
-from nsa.data.document_stream import DocumentStream
-from nsa.data.prepare.plan import make_plan, record_plan
-from nsa.data.prepare.run import prepare, slurm_executor
-from nsa.data.prepare.task import ReadUnits, WriteShards
-from nsa.data.prepare.worker_pool import WorkerLost
-from nsa.data.shards.manifest import read_manifest
-from nsa.data.shards.reader import ShardReader
-from nsa.data.source.resolve import open_source
-from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import ConfigError, DataError
 from nsa.files import SHARED_MEMORY
-from nsa.storage import StorageFolder
+from nsa_train.data.document import is_held_out
+from nsa_train.data.document_stream import DocumentStream
+from nsa_train.data.prepare.plan import make_plan, record_plan
+from nsa_train.data.prepare.run import prepare, slurm_executor
+from nsa_train.data.prepare.task import ReadUnits, WriteShards
+from nsa_train.data.prepare.worker_pool import WorkerLost
+from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.source.resolve import open_source
+from nsa_train.data.tokenizer import ByteTokenizer
+from nsa_train.storage import StorageFolder
 from tests.data.faulty_server import Faults, FaultyServer
 from tests.data.prepare_child import SETTINGS
 

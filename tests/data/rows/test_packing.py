@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.rows.packing import PackedRow, make_packer
 from nsa.errors import ConfigError
+from nsa_train.data.rows.packing import PackedRow, make_packer
 from tests.data.shard_sets import EOS, MemoryStream
 
 DTYPE = np.dtype(np.uint16)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.rows.batch import EndOfData
-from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
-from nsa.data.rows.row_stream import IndexedRowStream
-from nsa.data.shards.reader import ShardReader
 from nsa.errors import ConfigError, DataError
-from nsa.storage import StorageFolder
+from nsa_train.data.rows.batch import EndOfData
+from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa_train.data.rows.row_stream import IndexedRowStream
+from nsa_train.data.shards.reader import ShardReader
+from nsa_train.storage import StorageFolder
 from tests.data.shard_sets import EOS, documents, write_set
 
 DOCS = documents(150)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsa.data.document import is_held_out
-from nsa.data.rows.batch import Batch, EndOfData
-from nsa.data.rows.packing import make_packer
-from nsa.data.rows.row_stream import DirectRowStream, RowStream
-from nsa.data.rows.specs import DirectData
 from nsa.errors import ConfigError, DataError
+from nsa_train.data.document import is_held_out
+from nsa_train.data.rows.batch import Batch, EndOfData
+from nsa_train.data.rows.packing import make_packer
+from nsa_train.data.rows.row_stream import DirectRowStream, RowStream
+from nsa_train.data.rows.specs import DirectData
 from tests.data.shard_sets import EOS, MemoryStream, documents
 
 

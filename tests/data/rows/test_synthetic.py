@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from nsa.data.rows.row_stream import IndexedRowStream
-from nsa.data.rows.synthetic import SyntheticRows
 from nsa.errors import ConfigError
+from nsa_train.data.rows.row_stream import IndexedRowStream
+from nsa_train.data.rows.synthetic import SyntheticRows
 
 TASKS = ["uniform", "copy", "needle"]
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nsa.data.rows.batch import rows_of_rank
-from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
-from nsa.data.rows.row_stream import IndexedRowStream
-from nsa.data.shards.cache import ShardCache
-from nsa.data.shards.manifest import MANIFEST_NAME, ShardManifest, read_manifest
-from nsa.data.shards.reader import ShardReader
-from nsa.data.shards.writer import BLOCK_BYTES, ShardInfo, ShardWriter
 from nsa.errors import ConfigError, DataError
-from nsa.storage import StorageFolder
+from nsa_train.data.rows.batch import rows_of_rank
+from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa_train.data.rows.row_stream import IndexedRowStream
+from nsa_train.data.shards.cache import ShardCache
+from nsa_train.data.shards.manifest import MANIFEST_NAME, ShardManifest, read_manifest
+from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.shards.writer import BLOCK_BYTES, ShardInfo, ShardWriter
+from nsa_train.storage import StorageFolder
 from tests.data.shard_sets import documents, write_set
 
 
@@ -181,9 +181,9 @@ def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
         """
         import hashlib, sys
         import numpy as np
-        from nsa.data.rows.prepared import PreparedRows, ShuffleSettings
-        from nsa.data.shards.cache import ShardCache
-        from nsa.data.shards.reader import ShardReader
+        from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+        from nsa_train.data.shards.cache import ShardCache
+        from nsa_train.data.shards.reader import ShardReader
         from tests.data.shards.test_shards import RemoteFolder
 
         source, cache, seed = sys.argv[1:]

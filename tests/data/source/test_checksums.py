@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from nsa.data.rows.specs import DirectData
-from nsa.data.source import CorruptUnit, DocumentSource, open_source
-from nsa.data.source.checksums import ChecksummedSource
 from nsa.errors import DataError
+from nsa_train.data.rows.specs import DirectData
+from nsa_train.data.source import CorruptUnit, DocumentSource, open_source
+from nsa_train.data.source.checksums import ChecksummedSource
 from tests.data.corpora import make_records, write_parquet
 
 FLIPS = 150

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from nsa.data.document_stream import DocumentStream
-from nsa.data.source import RetryPolicy, open_source
-from nsa.data.source.http import HttpClient
-from nsa.data.tokenizer import ByteTokenizer
 from nsa.errors import DataError
+from nsa_train.data.document_stream import DocumentStream
+from nsa_train.data.source import RetryPolicy, open_source
+from nsa_train.data.source.http import HttpClient
+from nsa_train.data.tokenizer import ByteTokenizer
 from tests.data.corpora import make_records, write_parquet
 from tests.data.faulty_server import Faults, FaultyServer
 

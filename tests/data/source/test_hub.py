@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nsa.data.source import open_source
-from nsa.data.source.http import HttpClient
-from nsa.data.source.hub import ListingLimits, list_hub
-from nsa.data.source.retry_policy import ReadDeadline, RetryPolicy
 from nsa.errors import DataError, DataTimeout
+from nsa_train.data.source import open_source
+from nsa_train.data.source.http import HttpClient
+from nsa_train.data.source.hub import ListingLimits, list_hub
+from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
 from tests.data.faulty_server import FaultyServer
 
 API, TREE = "/api/datasets/owner/set", "/api/datasets/owner/set/tree/c0ffee?recursive=true"

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.document_stream import DocumentStream
-from nsa.data.source import CorruptUnit, DocumentColumns, open_source
-from nsa.data.source.html_text import html_text
-from nsa.data.source.local_files import list_local
-from nsa.data.source.read_report import (
+from nsa.errors import ConfigError, DataError
+from nsa_train.data.document_stream import DocumentStream
+from nsa_train.data.source import CorruptUnit, DocumentColumns, open_source
+from nsa_train.data.source.html_text import html_text
+from nsa_train.data.source.local_files import list_local
+from nsa_train.data.source.read_report import (
     FOLDER_LINK,
     HIDDEN,
     NOT_A_FILE,
@@ -25,9 +26,8 @@ from nsa.data.source.read_report import (
     UNREADABLE,
     ReadReport,
 )
-from nsa.data.source.text import TextFileSource
-from nsa.data.tokenizer import ByteTokenizer
-from nsa.errors import ConfigError, DataError
+from nsa_train.data.source.text import TextFileSource
+from nsa_train.data.tokenizer import ByteTokenizer
 from tests.data.corpora import make_records, write_parquet
 
 ROOT = Path(__file__).parents[3]
@@ -120,7 +120,7 @@ def test_unreadable_text_files_and_folders_are_left_out():
         write(root / "a.txt"), write(root / "secret.txt").chmod(0), write(root / "folder/b.txt")
         (root / "folder").chmod(0)
         program = (
-            "import os, sys\nfrom nsa.data.source.local_files import list_local\n"
+            "import os, sys\nfrom nsa_train.data.source.local_files import list_local\n"
             "os.setgid(65534); os.setuid(65534)\nlisting = list_local(sys.argv[1])\n"
             "print([f.name for f in listing.files], sorted(listing.left_out.skipped[sys.argv[2]].first))"
         )
@@ -189,7 +189,7 @@ def test_paths_and_patterns_without_a_readable_file_are_refused(tmp_path, spec):
 
 
 def test_bad_lines_are_skipped_and_counted_with_a_report(tmp_path):
-    from nsa.data.source.jsonl import JsonlSource
+    from nsa_train.data.source.jsonl import JsonlSource
 
     lines = [json.dumps({"text": f"line {i}"}) for i in range(5)] + ["{cut", "[]"]
     write(tmp_path / "a.jsonl", "\n".join(lines))
@@ -202,7 +202,7 @@ def test_bad_lines_are_skipped_and_counted_with_a_report(tmp_path):
 
 
 def test_a_wrong_column_is_an_error_and_not_an_empty_set(tmp_path):
-    from nsa.data.source.jsonl import JsonlSource
+    from nsa_train.data.source.jsonl import JsonlSource
 
     write(tmp_path / "a.jsonl", "\n".join(json.dumps({"body": "x"}) for _ in range(5)))
     with pytest.raises(CorruptUnit, match="body"):

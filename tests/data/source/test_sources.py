@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from nsa.data.document import Document
-from nsa.data.source import CorruptUnit, DocumentColumns, open_source
-from nsa.data.source.jsonl import JsonlSource
-from nsa.data.source.local_files import list_local
-from nsa.data.source.parquet import ListingCache, ParquetSource
-from nsa.data.source.retry_policy import RetryPolicy
 from nsa.errors import ConfigError, DataError
+from nsa_train.data.document import Document
+from nsa_train.data.source import CorruptUnit, DocumentColumns, open_source
+from nsa_train.data.source.jsonl import JsonlSource
+from nsa_train.data.source.local_files import list_local
+from nsa_train.data.source.parquet import ListingCache, ParquetSource
+from nsa_train.data.source.retry_policy import RetryPolicy
 from tests.data.corpora import make_records, write_corpus, write_parquet
 from tests.data.faulty_server import FaultyServer
 

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.source.text_encoding import UTF8, NotText, UnknownEncoding, decode_text, find_encoding, require_encoding
 from nsa.errors import ConfigError
+from nsa_train.data.source.text_encoding import (
+    UTF8,
+    NotText,
+    UnknownEncoding,
+    decode_text,
+    find_encoding,
+    require_encoding,
+)
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1)
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.infer.evaluation.lm_eval import NSAHarnessModel
-from nsa.run_model import build_model
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel
+from nsa_train.run_model import build_model
 
 
 class OwnHarnessModel(NSAHarnessModel):

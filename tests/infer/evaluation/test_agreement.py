@@ -7,9 +7,9 @@ import torch
 pytest.importorskip("transformers", reason="in the hf extra")
 
 from nsa.errors import ConfigError
-from nsa.infer.evaluation.agreement import agreement_record, agreement_with, require_same_vocabulary
-from nsa.infer.evaluation.held_out import model_token_scores
-from nsa.train.held_out_loss import held_out_loss
+from nsa_train.infer.evaluation.agreement import agreement_record, agreement_with, require_same_vocabulary
+from nsa_train.infer.evaluation.held_out import model_token_scores
+from nsa_train.train.held_out_loss import held_out_loss
 from tests.infer.evaluation.compared_models import COVERED, converted_pair, token_rows, token_tensor
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nsa.data.tokenizer import load_tokenizer, train_bpe
 from nsa.errors import ConfigError, DataError
-from nsa.infer.evaluation.far_evaluation import evaluate_far_task, wilson_interval
-from nsa.infer.evaluation.far_tasks import FAR_TASKS, make_example
-from nsa.infer.evaluation.hay import HayText, built_in_hay, hay_of_file
-from nsa.infer.evaluation.score_answers import CandidateScore
+from nsa_train.data.tokenizer import load_tokenizer, train_bpe
+from nsa_train.infer.evaluation.far_evaluation import evaluate_far_task, wilson_interval
+from nsa_train.infer.evaluation.far_tasks import FAR_TASKS, make_example
+from nsa_train.infer.evaluation.hay import HayText, built_in_hay, hay_of_file
+from nsa_train.infer.evaluation.score_answers import CandidateScore
 
 CORPUS = Path(__file__).parents[2] / "data" / "fixtures" / "debian_docs.parquet"
 HIDDEN = re.compile(

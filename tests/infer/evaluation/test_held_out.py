@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa import names
-from nsa.checkpoint.trained_model import open_trained_model
-from nsa.data.rows.specs import DirectData, SyntheticData
-from nsa.data.tokenizer import train_bpe
 from nsa.errors import ConfigError, DataError
-from nsa.infer.evaluation.held_out import bytes_per_token, held_out_data, rows_of
-from nsa.infer.evaluation.run import EvaluationRequest, evaluate_model, results_folder
-from nsa.infer.load_model import load_model
 from nsa.model.loss import TokenScores
-from nsa.run_model import build_model
-from nsa.train.held_out_loss import batch_inputs, held_out_loss, next_token_labels
+from nsa_train import names
+from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.data.rows.specs import DirectData, SyntheticData
+from nsa_train.data.tokenizer import train_bpe
+from nsa_train.infer.evaluation.held_out import bytes_per_token, held_out_data, rows_of
+from nsa_train.infer.evaluation.run import EvaluationRequest, evaluate_model, results_folder
+from nsa_train.infer.load_model import load_model
+from nsa_train.run_model import build_model
+from nsa_train.train.held_out_loss import batch_inputs, held_out_loss, next_token_labels
 from tests.train.runs import ROOT, Job, run_all
 from tests.trained_runs import save_run, settings
 

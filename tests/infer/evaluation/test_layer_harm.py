@@ -5,16 +5,16 @@ import torch
 
 pytest.importorskip("transformers", reason="in the hf extra")
 
-from nsa.config.load import load as config_of
-from nsa.config.model_sections import SparseAttentionConfig
-from nsa.convert.import_folder import import_folder
-from nsa.convert.model_settings import exported_config
 from nsa.core.attention_config import OPTIONS
 from nsa.errors import ConfigError
-from nsa.infer.evaluation.agreement import agreement_with
-from nsa.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
-from nsa.infer.layer_variants import require_same_but_kinds, with_layer_kinds
-from nsa.infer.load_model import load_model
+from nsa_train.config.load import load as config_of
+from nsa_train.config.model_sections import SparseAttentionConfig
+from nsa_train.convert.import_folder import import_folder
+from nsa_train.convert.model_settings import exported_config
+from nsa_train.infer.evaluation.agreement import agreement_with
+from nsa_train.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
+from nsa_train.infer.layer_variants import require_same_but_kinds, with_layer_kinds
+from nsa_train.infer.load_model import load_model
 from tests.convert.dense_sources import token_ids
 from tests.infer.evaluation.compared_models import COVERED, converted_pair, token_rows
 

@@ -11,12 +11,12 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from nsa.convert.export_folder import export_folder
-from nsa.data.tokenizer import train_bpe
 from nsa.errors import CheckpointError, ConfigError
-from nsa.infer.evaluation.hay import BUILT_IN, hay_of_file
-from nsa.infer.evaluation.lm_eval import NSAHarnessModel, evaluate_with_harness, require_finite
-from nsa.infer.load_model import load_model
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.data.tokenizer import train_bpe
+from nsa_train.infer.evaluation.hay import BUILT_IN, hay_of_file
+from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel, evaluate_with_harness, require_finite
+from nsa_train.infer.load_model import load_model
 from tests.infer.evaluation.own_model import OwnHarnessModel
 from tests.trained_runs import save_run, settings
 
@@ -137,7 +137,16 @@ def test_endless_and_reserved_requests_are_refused(run):
 
 @pytest.mark.nightly  # a new process that lists all tasks of the harness
 def test_the_harnesss_own_command_knows_our_models(run, tasks, tmp_path):
-    command = [sys.executable, "-m", "nsa.infer.evaluation.lm_eval", "run", "--model", "nsa", "--tasks", "local_choice"]
+    command = [
+        sys.executable,
+        "-m",
+        "nsa_train.infer.evaluation.lm_eval",
+        "run",
+        "--model",
+        "nsa",
+        "--tasks",
+        "local_choice",
+    ]
     command += ["--model_args", f"pretrained={run}", "--device", "cpu", "--include_path", str(tasks), "--limit", "2"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nsa.infer.evaluation.score_answers import TransformersScorer, candidate_scores
-from nsa.infer.load_model import load_model
+from nsa_train.infer.evaluation.score_answers import TransformersScorer, candidate_scores
+from nsa_train.infer.load_model import load_model
 from tests.trained_runs import save_run
 
 PROMPT = list(b"One sentence of some length that ends here, and the number of it is")

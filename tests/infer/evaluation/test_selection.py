@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from nsa.core.probe import Probe, probing
-from nsa.data.rows.batch import Batch
-from nsa.data.rows.synthetic import SyntheticRows
 from nsa.hf import NSAConfig, NSAForCausalLM
-from nsa.infer.evaluation.far_evaluation import evaluate_far_task
-from nsa.infer.evaluation.far_tasks import make_example
-from nsa.infer.evaluation.hay import built_in_hay
-from nsa.infer.evaluation.score_answers import CandidateScore, TransformersScorer, needle_blocks
-from nsa.infer.evaluation.selection import selection_by_layer, selection_record
+from nsa_train.data.rows.batch import Batch
+from nsa_train.data.rows.synthetic import SyntheticRows
+from nsa_train.infer.evaluation.far_evaluation import evaluate_far_task
+from nsa_train.infer.evaluation.far_tasks import make_example
+from nsa_train.infer.evaluation.hay import built_in_hay
+from nsa_train.infer.evaluation.score_answers import CandidateScore, TransformersScorer, needle_blocks
+from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
 
 
 def small_model(**options) -> NSAForCausalLM:

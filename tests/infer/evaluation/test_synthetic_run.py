@@ -10,10 +10,10 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.cli.main import app
-from nsa.observe.evaluations import read_evaluations
-from nsa.observe.view.formatting import share
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.observe.evaluations import read_evaluations
+from nsa_train.observe.view.formatting import share
 from tests.train.runs import Job, run_all
 
 ROWS = 8

@@ -21,13 +21,20 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
-from nsa import names
 from nsa.errors import ConfigError
-from nsa.observe.events import EventKind, add_event
-from nsa.observe.export import run_metrics
-from nsa.observe.export.exporter import SHARED_S, MetricsExporter, RunsCollector, SharedScrapes, is_loopback, run_names
-from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
-from nsa.observe.run_folder import RunFolder
+from nsa_train import names
+from nsa_train.observe.events import EventKind, add_event
+from nsa_train.observe.export import run_metrics
+from nsa_train.observe.export.exporter import (
+    SHARED_S,
+    MetricsExporter,
+    RunsCollector,
+    SharedScrapes,
+    is_loopback,
+    run_names,
+)
+from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines
+from nsa_train.observe.run_folder import RunFolder
 
 SECRET = "hunter2-do-not-tell"
 
@@ -193,7 +200,7 @@ def test_a_folder_that_is_lost_keeps_its_last_figures(tmp_path):
 
 
 def test_no_text_of_a_configuration_or_a_record_becomes_a_label(tmp_path):
-    from nsa.config import load
+    from nsa_train.config import load
 
     path = f"s3://key:{SECRET}@store/bucket?token={SECRET}"
     (tmp_path / "run.yaml").write_text(
@@ -275,7 +282,7 @@ def test_a_port_in_use_is_an_error_with_the_way_out(tmp_path):
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "nsa.cli", "exporter", *words]
+    return [sys.executable, "-m", "nsa_train.cli", "exporter", *words]
 
 
 def test_the_command_listens_on_loopback_registers_itself_and_leaves_cleanly(tmp_path):

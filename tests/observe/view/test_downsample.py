@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from nsa.observe.view.downsample import buckets, nice_step, ticks, value_range
-from nsa.observe.view.formatting import count, duration, number, plain, share, tick
+from nsa_train.observe.view.downsample import buckets, nice_step, ticks, value_range
+from nsa_train.observe.view.formatting import count, duration, number, plain, share, tick
 
 
 def test_a_spike_of_one_record_survives():

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from nsa import names
-from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.heartbeat import HeartbeatRecord
-from nsa.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause, goodput
-from nsa.observe.view.run_data import LEAD_COLUMNS, EvaluationRecord, RankSeries
+from nsa_train import names
+from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause, goodput
+from nsa_train.observe.view.run_data import LEAD_COLUMNS, EvaluationRecord, RankSeries
 from tests.observe.recorded import a_beat, progress
 
 

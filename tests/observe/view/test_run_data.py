@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from nsa import names
 from nsa.errors import ConfigError
-from nsa.observe.view.run_data import ABSENT, NOT_FINITE, RankSeries, RunFollower, ThinnedSeries, load
+from nsa_train import names
+from nsa_train.observe.view.run_data import ABSENT, NOT_FINITE, RankSeries, RunFollower, ThinnedSeries, load
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, write_run
 

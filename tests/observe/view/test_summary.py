@@ -8,13 +8,13 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.observe.events import EventKind
-from nsa.observe.view.report.run_report import render
-from nsa.observe.view.run_data import load
-from nsa.observe.view.snapshot import take_snapshot
-from nsa.observe.view.summary import summarize
-from nsa.observe.watch.trends import smoothed_last
+from nsa_train.cli.main import app
+from nsa_train.observe.events import EventKind
+from nsa_train.observe.view.report.run_report import render
+from nsa_train.observe.view.run_data import load
+from nsa_train.observe.view.snapshot import take_snapshot
+from nsa_train.observe.view.summary import summarize
+from nsa_train.observe.watch.trends import smoothed_last
 from tests.observe.recorded import a_run
 from tests.observe.written import write_run
 

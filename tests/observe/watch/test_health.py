@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from nsa import names
-from nsa.observe.events import EventKind, RunEvent
-from nsa.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
-from nsa.observe.watch.health import examine
-from nsa.observe.watch.history import RunFacts
-from nsa.observe.watch.status import RunPhase, phase
+from nsa_train import names
+from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits
+from nsa_train.observe.watch.health import examine
+from nsa_train.observe.watch.history import RunFacts
+from nsa_train.observe.watch.status import RunPhase, phase
 from tests.observe import recorded
 from tests.observe.recorded import HEALTHY, UNWELL, Recording, a_beat, a_run, record
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from nsa import names
-from nsa.observe.events import EventKind, add_event
-from nsa.observe.heartbeat import JsonLines
-from nsa.observe.watch.conditions import HealthLimits
-from nsa.observe.watch.health import examine
-from nsa.observe.watch.history import ClockReading, HistoryReader
+from nsa_train import names
+from nsa_train.observe.events import EventKind, add_event
+from nsa_train.observe.heartbeat import JsonLines
+from nsa_train.observe.watch.conditions import HealthLimits
+from nsa_train.observe.watch.health import examine
+from nsa_train.observe.watch.history import ClockReading, HistoryReader
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 
 HOUR = 3600.0

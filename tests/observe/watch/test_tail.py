@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from nsa.observe.records import parse_record
-from nsa.observe.watch.tail import RecordTail
+from nsa_train.observe.records import parse_record
+from nsa_train.observe.watch.tail import RecordTail
 
 
 def line(step: int) -> bytes:

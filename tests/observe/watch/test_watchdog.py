@@ -6,15 +6,15 @@ import os
 
 import pytest
 
-from nsa import names
-from nsa.observe import halt_file
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import JsonLines
-from nsa.observe.watch.conditions import CONDITIONS, HealthLimits
-from nsa.observe.watch.hang_diagnosis import HangDiagnosis, ranks_behind
-from nsa.observe.watch.history import HistoryReader
-from nsa.observe.watch.status import RunPhase
-from nsa.observe.watch.watchdog import Watchdog, watch
+from nsa_train import names
+from nsa_train.observe import halt_file
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import JsonLines
+from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
+from nsa_train.observe.watch.hang_diagnosis import HangDiagnosis, ranks_behind
+from nsa_train.observe.watch.history import HistoryReader
+from nsa_train.observe.watch.status import RunPhase
+from nsa_train.observe.watch.watchdog import Watchdog, watch
 from tests.observe.recorded import BEGAN, UNWELL, a_beat, a_run, progress
 from tests.observe.watch.test_history import Clock
 

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from nsa import names
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import JsonLines, last_beat
-from nsa.observe.watch.conditions import HealthLimits
-from nsa.observe.watch.hang_diagnosis import HangDiagnosis
-from nsa.observe.watch.history import RunHistory
-from nsa.observe.watch.smoke import smoke
-from nsa.observe.watch.status import RunPhase
-from nsa.observe.watch.watchdog import Watchdog
+from nsa_train import names
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import JsonLines, last_beat
+from nsa_train.observe.watch.conditions import HealthLimits
+from nsa_train.observe.watch.hang_diagnosis import HangDiagnosis
+from nsa_train.observe.watch.history import RunHistory
+from nsa_train.observe.watch.smoke import smoke
+from nsa_train.observe.watch.status import RunPhase
+from nsa_train.observe.watch.watchdog import Watchdog
 from tests import fork_server
 from tests.observe.recorded import a_beat
 from tests.train.runs import ROOT, environment, free_port
@@ -107,8 +107,8 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from nsa import names
-from nsa.train.signal_handlers import SignalHandlers
+from nsa_train import names
+from nsa_train.train.signal_handlers import SignalHandlers
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 import os
 here = rank, os.getpid()

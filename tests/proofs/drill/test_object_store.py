@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.checkpoint.transfer import S3Prefix
 from nsa.errors import CheckpointError, StoreRefused
+from nsa_train.checkpoint.transfer import S3Prefix
 from proofs.drill.object_store import BUCKET, ObjectStore
 from proofs.drill.request_signature import is_signed_with
 

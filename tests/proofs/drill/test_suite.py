@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.config.env import without_settings
 from nsa.errors import ConfigError
-from nsa.observe.events import EventKind, add_event
-from nsa.observe.heartbeat import HeartbeatRecord
+from nsa_train import names
+from nsa_train.config.env import without_settings
+from nsa_train.observe.events import EventKind, add_event
+from nsa_train.observe.heartbeat import HeartbeatRecord
 from proofs.drill import artifacts, suite
 from proofs.drill.__main__ import app
 from proofs.drill.data_server import DataServer
@@ -41,7 +41,7 @@ def unmet(harness, result):
 
 
 def never(harness, result):
-    harness.wait_for("the end of the world", lambda: False, harness.start("nsa.cli", "--version"))
+    harness.wait_for("the end of the world", lambda: False, harness.start("nsa_train.cli", "--version"))
 
 
 def vanished(harness, result):

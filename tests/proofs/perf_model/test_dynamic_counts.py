@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
 from nsa.bench.shapes import SHAPES
-from nsa.verify.gpu_check.sizes import KernelSizes
+from nsa.check.gpu_check.sizes import KernelSizes
 from proofs.perf_model import range_kernels, selected_kernels
 from proofs.perf_model.selection_overlap import SelectionOverlap
 from proofs.perf_model.work import KernelWork, LaunchSizes

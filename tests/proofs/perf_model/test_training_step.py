@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.config.load import load
+from nsa_train.config.load import load
 from proofs.perf_model.gpus import GPUS
 from proofs.perf_model.prediction import KernelPrediction, predict
 from proofs.perf_model.report import step_lines

@@ -11,13 +11,13 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.cli.main import app
-from nsa.config import load
-from nsa.observe.events import EventKind, read_events
-from nsa.planning.hardware import hardware_here
-from nsa.planning.preflight import RuleStatus, judge
-from nsa.train.preflight_facts import gather, try_held_out
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.config import load
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.planning.hardware import hardware_here
+from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.train.preflight_facts import gather, try_held_out
 from tests.train.runs import ROOT, Job, run_all, write_config
 
 CORPUS = ROOT / "tests" / "data" / "fixtures" / "debian_docs.parquet"

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from nsa import names
 from nsa.core.attention_config import SLIDING_GATE_INIT
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.heartbeat import PROGRESS_FIELDS, read_beats
+from nsa_train import names
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.heartbeat import PROGRESS_FIELDS, read_beats
 from tests.train.runs import Job, run_all
 
 WINDOW = math.exp(SLIDING_GATE_INIT) / (2 + math.exp(SLIDING_GATE_INIT))

@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from nsa.planning.step_counts import StepCounts
+from nsa_train.planning.step_counts import StepCounts
 from tests.train.runs import BASE, ROOT, environment
 
 VOCAB = 96
@@ -37,9 +37,9 @@ def _real(config, rank: int, world: int, rendezvous: str) -> StepCounts:
     import torch
     import torch.distributed as dist
 
-    from nsa.train.distributed import RankInfo
-    from nsa.train.engine.build import build_train_module
-    from nsa.train.engine.simulated_rank import count_step
+    from nsa_train.train.distributed import RankInfo
+    from nsa_train.train.engine.build import build_train_module
+    from nsa_train.train.engine.simulated_rank import count_step
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     ranks = RankInfo(rank=rank, world=world, local_rank=rank, local_world=world, distributed=True)
@@ -49,7 +49,7 @@ def _real(config, rank: int, world: int, rendezvous: str) -> StepCounts:
 
 
 def _simulated(config, world: int) -> StepCounts:
-    from nsa.train.engine.simulated_rank import simulate_step
+    from nsa_train.train.engine.simulated_rank import simulate_step
 
     return simulate_step(config, VOCAB, world, world)
 
@@ -70,7 +70,7 @@ def _forked(act) -> tuple[int, Path]:
 
 
 def _counts(world: int, *changes: str) -> tuple[list, dict]:
-    from nsa.config import load
+    from nsa_train.config import load
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
@@ -89,6 +89,6 @@ def _counts(world: int, *changes: str) -> tuple[list, dict]:
 
 
 if __name__ == "__main__":
-    import nsa.train.engine.simulated_rank  # noqa: F401 - once, for all
+    import nsa_train.train.engine.simulated_rank  # noqa: F401 - once, for all
 
     print(json.dumps({name: _counts(*case) for name, case in json.load(sys.stdin).items()}))

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from nsa import names
-from nsa.observe.events import EventKind, read_events
-from nsa.observe.failure_codes import FailureCode
-from nsa.observe.heartbeat import read_beats
-from nsa.train.callbacks.replica_check import fingerprint, odd_ones_out
+from nsa_train import names
+from nsa_train.observe.events import EventKind, read_events
+from nsa_train.observe.failure_codes import FailureCode
+from nsa_train.observe.heartbeat import read_beats
+from nsa_train.train.callbacks.replica_check import fingerprint, odd_ones_out
 from tests.train.faulty_runs import Fault, run_faulty
 from tests.train.runs import Job
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.build import build_train_module
+from nsa_train.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.build import build_train_module
 from tests.attention_options import GATES, GATES_PER, PHIS, PHIS_WITH_POS_EMB
 
 BLOCK = {

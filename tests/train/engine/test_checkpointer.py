@@ -28,16 +28,16 @@ from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 
-from nsa.checkpoint import pieces  # noqa: E402
-from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
-from nsa.checkpoint.load import export, open_checkpoint, read_model, require_trustworthy  # noqa: E402
-from nsa.checkpoint.manifest import LocalFiles, build_manifest, encode  # noqa: E402
-from nsa.checkpoint.run_state import RunRecord  # noqa: E402
-from nsa.checkpoint.tensor_index import parse_index  # noqa: E402
-from nsa.checkpoint.verified_files import VerifiedFiles  # noqa: E402
 from nsa.errors import CheckpointError  # noqa: E402
 from nsa.model.transformer import NSATransformer  # noqa: E402
-from nsa.train.engine.checkpointer import VerifiedCheckpointer, VerifiedCheckpointerConfig  # noqa: E402
+from nsa_train.checkpoint import pieces  # noqa: E402
+from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
+from nsa_train.checkpoint.load import export, open_checkpoint, read_model, require_trustworthy  # noqa: E402
+from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, encode  # noqa: E402
+from nsa_train.checkpoint.run_state import RunRecord  # noqa: E402
+from nsa_train.checkpoint.tensor_index import parse_index  # noqa: E402
+from nsa_train.checkpoint.verified_files import VerifiedFiles  # noqa: E402
+from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, VerifiedCheckpointerConfig  # noqa: E402
 from tests import fork_server  # noqa: E402
 from tests.checkpoint.damaged_bytes import damaged_copies  # noqa: E402
 

@@ -4,12 +4,12 @@ import pytest
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa.config import load
-from nsa.planning.collective_bytes import by_group, collectives
-from nsa.planning.estimate import estimate
-from nsa.planning.hardware import RANKS_PER_NODE, parse_target
-from nsa.planning.model_figures import model_figures
-from nsa.train.simulation_process import SimulationFailed, SimulationRequest, simulate_in_child
+from nsa_train.config import load
+from nsa_train.planning.collective_bytes import by_group, collectives
+from nsa_train.planning.estimate import estimate
+from nsa_train.planning.hardware import RANKS_PER_NODE, parse_target
+from nsa_train.planning.model_figures import model_figures
+from nsa_train.train.simulation_process import SimulationFailed, SimulationRequest, simulate_in_child
 from tests.train.runs import write_config
 
 SMALL = [

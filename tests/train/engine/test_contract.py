@@ -1,7 +1,7 @@
-"""What `nsa.train.engine` relies on in OLMo-core: one test per override or private member.
+"""What `nsa_train.train.engine` relies on in OLMo-core: one test per override or private member.
 
 A test that fails here after an upgrade of the engine names the member that changed: read the new source of that member,
-adapt the module of `nsa.train.engine` that uses it, then the test. `test_an_upgrade_is_noticed_by_name` renames or
+adapt the module of `nsa_train.train.engine` that uses it, then the test. `test_an_upgrade_is_noticed_by_name` renames or
 changes each member in turn and requires the test for it to fail.
 """
 
@@ -32,23 +32,23 @@ from olmo_core.train.callbacks import Callback, CheckpointerCallback, WandBCallb
 from olmo_core.train.train_module import TransformerTrainModule
 from olmo_core.train.train_module.transformer.config import TransformerContextParallelConfig
 
-from nsa.checkpoint.run_state import RunRecord
-from nsa.config import load
-from nsa.observe.run_folder import RunFolder
-from nsa.train import datasets
-from nsa.train.callbacks.evaluation import EvaluationCallback
-from nsa.train.callbacks.heartbeat import HeartbeatCallback
-from nsa.train.callbacks.replica_check import ReplicaCheckCallback
-from nsa.train.callbacks.stop_requests import StopRequestCallback
-from nsa.train.distributed import RankInfo
-from nsa.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, bad_step_hook
-from nsa.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, StepSkippingTrainModule
-from nsa.train.engine.build import build_train_module, build_trainer
-from nsa.train.engine.checkpoint_callback import CheckpointCallback, make_checkpoint_callback
-from nsa.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
-from nsa.train.engine.data_loader import RowLoader, to_engine
-from nsa.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
-from nsa.train.run_report import EventLogCallback
+from nsa_train.checkpoint.run_state import RunRecord
+from nsa_train.config import load
+from nsa_train.observe.run_folder import RunFolder
+from nsa_train.train import datasets
+from nsa_train.train.callbacks.evaluation import EvaluationCallback
+from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
+from nsa_train.train.callbacks.stop_requests import StopRequestCallback
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, bad_step_hook
+from nsa_train.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, StepSkippingTrainModule
+from nsa_train.train.engine.build import build_train_module, build_trainer
+from nsa_train.train.engine.checkpoint_callback import CheckpointCallback, make_checkpoint_callback
+from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
+from nsa_train.train.engine.data_loader import RowLoader, to_engine
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
+from nsa_train.train.run_report import EventLogCallback
 from tests.train.engine.upgrades import rename, rewrite
 from tests.train.runs import write_config
 
@@ -503,7 +503,7 @@ def test_the_head_hands_its_options_on_and_finishes_losses():
 
 
 def test_environment_takes_these_arguments():
-    """`nsa.train.engine.environment` also undoes the default device that this function sets."""
+    """`nsa_train.train.engine.environment` also undoes the default device that this function sets."""
     assert {"seed", "backend", "timeout", "shared_filesystem"} <= inspect.signature(prepare).parameters.keys()
     assert "torch.set_default_device" in inspect.getsource(prepare)
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa import names
-from nsa.data.prefetcher import PrefetchSettings
-from nsa.data.rows.batch import Batch
-from nsa.data.rows.specs import DirectData, SyntheticData
 from nsa.errors import ConfigError
 from nsa.model.loss import IGNORE
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.data_loader import RowLoader, divide_reading, to_engine
+from nsa_train import names
+from nsa_train.data.prefetcher import PrefetchSettings
+from nsa_train.data.rows.batch import Batch
+from nsa_train.data.rows.specs import DirectData, SyntheticData
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.data_loader import RowLoader, divide_reading, to_engine
 from tests import fork_server
 from tests.train.runs import ROOT, environment
 

@@ -1,4 +1,4 @@
-"""What `nsa.train.engine.deferred_imports` relies on in the engine, and that real modules are there on first use."""
+"""What `nsa_train.train.engine.deferred_imports` relies on in the engine, and that real modules are there on first use."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 import olmo_core
 import torch
 
-from nsa.train.engine.deferred_imports import (
+from nsa_train.train.engine.deferred_imports import (
     DEFERRED_NAMES,
     EXPERT_BLOCK,
     EXPERT_BLOCKS,
@@ -68,7 +68,7 @@ def uses_beside_calls(tree: ast.Module, name: str) -> list[int]:
 
 def engine_files() -> Iterator[tuple[Path, str]]:
     """The files that were imported with the adapter, with the package of each."""
-    import nsa.train.run  # noqa: F401
+    import nsa_train.train.run  # noqa: F401
 
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -107,7 +107,7 @@ def test_deferred_names_exist_in_their_modules(module, names):
 
 def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_used():
     program = (
-        "import sys, nsa.train.engine as e\n"
+        "import sys, nsa_train.train.engine as e\n"
         "from olmo_core import io\n"
         "io.add_cached_path_clients(); assert 'cached_path' not in sys.modules\n"
         "print(io.cached_path(__import__('os').sep))\n"
@@ -122,7 +122,7 @@ def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_u
 
 def test_the_compiler_is_imported_by_the_first_call_of_a_function_that_is_hidden_from_it():
     program = (
-        "import sys, torch, nsa.train.engine\n"
+        "import sys, torch, nsa_train.train.engine\n"
         "from olmo_core.nn.moe.mlp import MoEMLP\n"
         "from olmo_core.nn.functional import cross_entropy_loss\n"
         "assert 'torch._dynamo' not in sys.modules\n"
@@ -165,8 +165,8 @@ def test_nothing_of_it_is_left_after_the_engine_is_imported():
 
 def test_blocks_of_experts_are_real_once_their_module_is_imported():
     program = (
-        "import sys, nsa.train.run\n"
-        "from nsa.train.engine.deferred_imports import without_expert_blocks\n"
+        "import sys, nsa_train.train.run\n"
+        "from nsa_train.train.engine.deferred_imports import without_expert_blocks\n"
         "with without_expert_blocks():\n"
         f"    from {EXPERT_BLOCKS} import {EXPERT_BLOCK} as stand_in\n"
         f"assert {EXPERT_BLOCKS!r} not in sys.modules\n"

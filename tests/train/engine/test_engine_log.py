@@ -12,7 +12,12 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from olmo_core.utils import log_or_print, setup_logging
 
-from nsa.train.engine.engine_log import ANNOUNCING_LOGS, TRANSFORMER_ENGINE_LOG, logging_restored, without_announcements
+from nsa_train.train.engine.engine_log import (
+    ANNOUNCING_LOGS,
+    TRANSFORMER_ENGINE_LOG,
+    logging_restored,
+    without_announcements,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,12 +31,12 @@ def test_a_transformer_engine_that_does_not_load_is_reported(caplog):
 
 
 SET_UP = """
-import nsa.train.engine.build
+import nsa_train.train.engine.build
 import logging, os, sys
 print("imported", file=sys.stderr, flush=True)
 from olmo_core.utils import set_env_var, setup_logging
 import olmo_core.utils
-from nsa.train.engine.engine_log import without_announcements
+from nsa_train.train.engine.engine_log import without_announcements
 os.environ["OMP_NUM_THREADS"] = "1"
 with without_announcements():
     set_env_var("NSA_TEST_A", "1")

@@ -7,16 +7,16 @@ import torch
 from olmo_core.nn.attention import SequenceMixerConfig
 from olmo_core.nn.transformer import TransformerConfig
 
-from nsa.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
 from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa.run_model import build_model
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.build import build_train_module
-from nsa.train.engine.mixer import NSAMixerConfig, transformer_config
-from nsa.train.parallel.context_layout import ContextGroup
-from nsa.train.parallel.row_split import RowSplit
+from nsa_train.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa_train.run_model import build_model
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.build import build_train_module
+from nsa_train.train.engine.mixer import NSAMixerConfig, transformer_config
+from nsa_train.train.parallel.context_layout import ContextGroup
+from nsa_train.train.parallel.row_split import RowSplit
 from tests.attention_options import FAMILIES, OPTIONS, PHIS
 from tests.initial_weights import RAISED, require_raised
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 
-from nsa.train.engine.optimizer import EagerAdamW
+from nsa_train.train.engine.optimizer import EagerAdamW
 
 OPTIONS = ({}, {"foreach": True}, {"fused": True}, {"weight_decay": 0.0, "betas": (0.9, 0.95)})
 
@@ -51,8 +51,8 @@ def test_a_step_records_no_gradients_and_calls_its_hooks_once():
 
 def test_no_method_of_it_imports_the_compiler():
     program = (
-        "import sys, torch, nsa.train.engine\n"
-        "from nsa.train.engine.optimizer import EagerAdamW\n"
+        "import sys, torch, nsa_train.train.engine\n"
+        "from nsa_train.train.engine.optimizer import EagerAdamW\n"
         "weight = torch.nn.Parameter(torch.ones(2)); optimizer = EagerAdamW([weight])\n"
         "weight.square().sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
         "optimizer.load_state_dict(optimizer.state_dict())\n"

@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from nsa.config.schema import RunConfig
 from nsa.core.probe import probing
 from nsa.core.rope import RotaryEmbedding
 from nsa.options import CHECKPOINTING
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.build import build_train_module, compiles
-from nsa.train.engine.mixer import SharedPositions, transformer_config
+from nsa_train.config.schema import RunConfig
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.build import build_train_module, compiles
+from nsa_train.train.engine.mixer import SharedPositions, transformer_config
 from tests.attention_options import FAMILIES
 
 CPU = torch.device("cpu")

@@ -18,15 +18,15 @@ ROOT = Path(__file__).parents[3]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from nsa.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa.errors import ConfigError, ExitCode  # noqa: E402
-from nsa.observe import halt_file  # noqa: E402
-from nsa.observe.events import EventKind, LauncherAction, read_events  # noqa: E402
-from nsa.observe.failure_codes import code_of_exit_status  # noqa: E402
-from nsa.train.launch import launcher as launching  # noqa: E402
-from nsa.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
-from nsa.train.launch.launcher import LaunchSettings, launch  # noqa: E402
-from nsa.train.launch.rank_outcome import RankOutcome, classify_exit  # noqa: E402
+from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
+from nsa_train.observe import halt_file  # noqa: E402
+from nsa_train.observe.events import EventKind, LauncherAction, read_events  # noqa: E402
+from nsa_train.observe.failure_codes import code_of_exit_status  # noqa: E402
+from nsa_train.train.launch import launcher as launching  # noqa: E402
+from nsa_train.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
+from nsa_train.train.launch.launcher import LaunchSettings, launch  # noqa: E402
+from nsa_train.train.launch.rank_outcome import RankOutcome, classify_exit  # noqa: E402
 from tests import fork_server  # noqa: E402
 
 STEPS = 12
@@ -326,8 +326,8 @@ def test_a_launcher_that_waits_for_other_nodes_records_it_and_stops_at_once_when
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         settings = dict(command=[sys.executable, "-c", "pass"], nproc=1, nnodes="2", rdzv_endpoint=endpoint)
         program = (
-            "import pathlib, sys; from nsa.train.launch import launcher; launcher._REMIND_S = 0.5; "
-            "from nsa.train.launch.launcher import LaunchSettings, launch; "
+            "import pathlib, sys; from nsa_train.train.launch import launcher; launcher._REMIND_S = 0.5; "
+            "from nsa_train.train.launch.launcher import LaunchSettings, launch; "
             f"sys.exit(launch(LaunchSettings(run_folder=pathlib.Path({str(tmp_path)!r}), **{settings!r}), print))"
         )
         process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
@@ -364,7 +364,7 @@ def test_two_nodes_meet(tmp_path):
 
 def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
     (tmp_path / "run.yaml").write_text(f"train: {{stepz: 3, out_dir: {tmp_path}/run}}\n")
-    command = ["-m", "nsa.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
+    command = ["-m", "nsa_train.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
     result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=60)
     assert result.returncode == 20
     assert "Did you mean train.steps?" in result.stderr
@@ -375,7 +375,7 @@ def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
 def test_a_data_folder_that_does_not_exist_ends_at_once(dataset, tmp_path):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
     words = [f"data.dataset={dataset}", f"data.path={tmp_path}/nowhere", f"train.out_dir={tmp_path}/run"]
-    command = ["-m", "nsa.cli", "launch", "--nproc", "2", "configs/cpu_quickstart.yaml", *words]
+    command = ["-m", "nsa_train.cli", "launch", "--nproc", "2", "configs/cpu_quickstart.yaml", *words]
     result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=120)
     assert result.returncode == 2, result.stdout + result.stderr
     assert f"{tmp_path}/nowhere" in result.stderr

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from nsa.errors import ConfigError
-from nsa.train.launch import node_address
-from nsa.train.launch.node_address import interface_of, loopback_interface, make_secret, own_address, read_secret
+from nsa_train.train.launch import node_address
+from nsa_train.train.launch.node_address import interface_of, loopback_interface, make_secret, own_address, read_secret
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from nsa import names
-from nsa.observe.heartbeat import last_beat
-from nsa.train.launch import rendezvous
-from nsa.train.launch.node_address import (
+from nsa_train import names
+from nsa_train.observe.heartbeat import last_beat
+from nsa_train.train.launch import rendezvous
+from nsa_train.train.launch.node_address import (
     SECRET,
     interface_of,
 )
-from nsa.train.launch.rendezvous import LOST_S, SEVERAL_NODES, SeveralNodes, SignedBackend, connect_store, serve_store
+from nsa_train.train.launch.rendezvous import (
+    LOST_S,
+    SEVERAL_NODES,
+    SeveralNodes,
+    SignedBackend,
+    connect_store,
+    serve_store,
+)
 from tests.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 120
@@ -43,7 +50,7 @@ class Launched:
         self.folder = at / "run"
         self.log = (at / "log").open("a")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "nsa.cli", "launch", *words, str(write_config(at)),
+            [sys.executable, "-m", "nsa_train.cli", "launch", *words, str(write_config(at)),
              "train.steps=4900", f"train.out_dir={self.folder}"],
             cwd=ROOT, env=environment(**variables), stdout=self.log, stderr=subprocess.STDOUT,
         )  # fmt: skip

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from nsa.core.probe import Probe
-from nsa.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions
-from nsa.train.parallel.context_layout import context_group, own_positions, own_tokens
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions
+from nsa_train.train.parallel.context_layout import context_group, own_positions, own_tokens
 from tests.train.parallel.context_cases import ContextCase
 
 DIM = 24

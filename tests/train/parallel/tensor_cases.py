@@ -18,10 +18,10 @@ from olmo_core.distributed import parallel as engine_parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nsa.config.schema import RunConfig
-from nsa.train.distributed import RankInfo
-from nsa.train.engine.bad_step_hook import StepSkippingTrainModule
-from nsa.train.engine.build import build_train_module
+from nsa_train.config.schema import RunConfig
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
+from nsa_train.train.engine.build import build_train_module
 from tests.attention_options import GATES_PER, KV_PROJECTIONS, PHIS, PHIS_WITH_POS_EMB
 
 ROWS, SEQ_LEN, VOCAB = 2, 64, 97

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from nsa import names
-from nsa.observe.heartbeat import read_beats
+from nsa_train import names
+from nsa_train.observe.heartbeat import read_beats
 from tests.train.runs import Job, run_all
 
 pytestmark = pytest.mark.nightly  # many runs; test_context_parallel.py compares layers for every change

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.cli.main import app
-from nsa.observe.events import EventKind
-from nsa.observe.view.monitor.frame import frame
-from nsa.observe.view.monitor.text_layout import plain_ascii
-from nsa.observe.view.snapshot import SnapshotReader, take_snapshot
-from nsa.observe.watch.conditions import CONDITIONS, HealthFinding
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.observe.events import EventKind
+from nsa_train.observe.view.monitor.frame import frame
+from nsa_train.observe.view.monitor.text_layout import plain_ascii
+from nsa_train.observe.view.snapshot import SnapshotReader, take_snapshot
+from nsa_train.observe.watch.conditions import CONDITIONS, HealthFinding
 from tests.observe.recorded import BEGAN, a_beat, a_run
 from tests.observe.written import of_ranks, with_layers, write_run
 
@@ -212,7 +212,7 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "LINES": "24"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
-        [sys.executable, "-m", "nsa.cli", "monitor", str(tmp_path)],
+        [sys.executable, "-m", "nsa_train.cli", "monitor", str(tmp_path)],
         stdin=child, stdout=child, stderr=child, env=environment, cwd=ROOT,
     )  # fmt: skip
     os.close(child)

@@ -2,9 +2,9 @@ import re
 
 from typer.testing import CliRunner
 
-from nsa.cli.main import app
-from nsa.observe.view.run_data import load
-from nsa.observe.view.summary import differing_settings, labels
+from nsa_train.cli.main import app
+from nsa_train.observe.view.run_data import load
+from nsa_train.observe.view.summary import differing_settings, labels
 from tests.observe.recorded import a_run
 from tests.observe.view.monitor.test_frame import fresh, healthy
 from tests.observe.view.report.test_run_report import Page

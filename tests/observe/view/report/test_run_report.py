@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from nsa import names
-from nsa.cli.main import app
-from nsa.observe.events import EventKind
-from nsa.observe.view.goodput import TimeCause, goodput
-from nsa.observe.view.report.run_report import render
-from nsa.observe.view.run_data import RunData
-from nsa.observe.view.snapshot import RunSnapshot, take_snapshot
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.observe.events import EventKind
+from nsa_train.observe.view.goodput import TimeCause, goodput
+from nsa_train.observe.view.report.run_report import render
+from nsa_train.observe.view.run_data import RunData
+from nsa_train.observe.view.snapshot import RunSnapshot, take_snapshot
 from tests.observe.recorded import BEGAN, a_beat, a_run, progress
 from tests.observe.view.monitor.test_frame import CASES, START, healthy, not_finite, restarted
 from tests.observe.written import CONFIG, write_run
@@ -173,7 +173,7 @@ def test_a_long_run_is_one_small_file_with_its_spike():
 
 @pytest.mark.nightly
 def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
-    from nsa.observe.heartbeat import to_line
+    from nsa_train.observe.heartbeat import to_line
 
     template = to_line({**progress(1, BEGAN).as_dict(), "ts": "TS", "step": "STEP", "loss": "LOSS"})
     head, tail = template.split('"TS"')

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from nsa import names
-from nsa.observe.events import EventKind, LauncherAction, add_event
-from nsa.observe.heartbeat import HeartbeatRecord, JsonLines
+from nsa_train import names
+from nsa_train.observe.events import EventKind, LauncherAction, add_event
+from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines
 from proofs.drill.chaos.fault_classes import ChaosFault
 from proofs.drill.chaos.schedule import ChaosPlan, PlannedFault
 from proofs.drill.chaos.sightings import RunObserver, Sighting

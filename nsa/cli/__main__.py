@@ -1,3 +1,0 @@
-from nsa.cli.main import main
-
-main()

@@ -1,7 +1,0 @@
-"""Document sources: parquet and JSONL files, local, over HTTP or on the Hugging Face hub. Shuffling lives elsewhere."""
-
-from nsa.data.document import CorruptUnit, DocumentColumns, DocumentSource, SourceUnit
-from nsa.data.source.resolve import open_source
-from nsa.data.source.retry_policy import RetryPolicy
-
-__all__ = ["CorruptUnit", "DocumentColumns", "DocumentSource", "RetryPolicy", "SourceUnit", "open_source"]

@@ -1,0 +1,34 @@
+"""NSA_KERNEL and NSA_KERNEL_<BRANCH>: kernel backends requested by environment variables. Needs no torch.
+
+They hold for the library (`NSAAttention`, `nsa_attention`, …) and `nsa doctor`, where an argument that names a backend
+wins over them, and through `nsa_train.config.env` for the settings of a run, where the command line wins over them and they
+win over the config file. The variable of one branch wins over NSA_KERNEL.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+ALL_BRANCHES = "NSA_KERNEL"
+
+
+class RequestedBackend(NamedTuple):
+    name: str
+    variable: str
+    """Where it was requested."""
+
+
+def variable_of(branch: str) -> str:
+    """The variable of one branch."""
+    return f"{ALL_BRANCHES}_{branch.upper()}"
+
+
+def requested_backends(branches: Iterable[str]) -> dict[str, RequestedBackend]:
+    """By branch, as the environment of this process requests them now; a variable that is empty counts as unset."""
+    found = {}
+    for branch in branches:
+        for variable in (variable_of(branch), ALL_BRANCHES):
+            if name := os.environ.get(variable, "").strip():
+                found[branch] = RequestedBackend(name, variable)
+                break
+    return found

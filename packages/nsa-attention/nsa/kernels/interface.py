@@ -1,0 +1,163 @@
+"""Interface of a kernel backend: the inputs of one branch, the functions a backend supplies, the decoder it may offer.
+
+B batch · S queries · T keys · n slots · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa.geometry import Geometry
+
+Function = TypeVar("Function", bound=Callable[..., object])
+Result = TypeVar("Result")
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values."""
+
+
+def constant_when_traced(function: Function) -> Function:
+    """`torch.compiler.assume_constant_result`: tracing calls the function and keeps its result.
+
+    Written here because torch's decorator imports `torch._dynamo`, which takes longer than importing torch itself.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class KernelShape(NamedTuple):
+    """What a kernel is compiled for."""
+
+    n_kv_groups: int
+    heads_per_group: int
+    d_k: int
+    d_v: int
+    geometry: Geometry
+
+
+def on_device_of(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
+    """`run(*args)` with x's GPU as the current one: Triton launches kernels there, wherever their tensors are."""
+    if x.device.type != "cuda":
+        return run(*args)
+    with torch.cuda.device(x.device):
+        return run(*args)
+
+
+class BranchInputs(NamedTuple):
+    """What one branch attends over. Positions and starts as in `nsa.kernels.reference`."""
+
+    branch: str
+    """sliding, compressed or selected."""
+    q_BSGRK: Tensor
+    k_BTGK: Tensor
+    """One key per token; in the compressed branch one per compressed block."""
+    v_BTGV: Tensor
+    idx_BSGN: Tensor | None
+    """Chosen blocks, in the selected branch: int32, ascending, −1 past the last. No block twice: a backend may count it
+    once or twice. Every `select` keeps to this, and `nsa.core.functional` sorts and removes repeats of given blocks."""
+    pos_BS: Tensor
+    """Position in the query's document; below 0 it sees nothing. Queries of a row that see anything follow one another
+    on the axis of raw keys, as tokens do: in the sliding branch start + pos grows by one from each to the next; in the
+    others it may leap forward where a row is divided among ranks (`nsa_train.train.parallel`)."""
+    start_BS: Tensor
+    """Where position 0 of the query's document lies on the key axis; in the compressed branch, its block 0. A
+    stride of 0 along the queries says that each row is one document."""
+    geometry: Geometry
+    scale: float
+
+    @property
+    def chosen_BSGN(self) -> Tensor:
+        """The blocks of the selected branch."""
+        assert self.idx_BSGN is not None, f"the {self.branch} branch has no chosen blocks"
+        return self.idx_BSGN
+
+
+class BackendKernels(Protocol):
+    """The functions of a backend's module, on tensors and without autograd. A query at a position below 0 sees nothing
+    and selects nothing. `nsa.kernels.ops` makes operators of them.
+
+    Optional: `compressed_and_select(x)`, which returns the compressed branch's output, its log-sum-exps and the chosen
+    blocks in one pass, and `mix_forward` and `mix_backward` (see `reference.mix`).
+    """
+
+    def attend_forward(self, x: BranchInputs, /) -> tuple[Tensor, Tensor]:
+        """Output [B, S, G, R, V], zeros where a query sees nothing, and log-sum-exps [B, S, G, R], −inf there."""
+
+    def attend_backward(
+        self, x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None, /
+    ) -> Gradients:
+        """From the forward's results and their gradients; `dlse` is None where the log-sum-exps have none."""
+
+    def select(
+        self, q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float, /
+    ) -> Tensor:
+        """The chosen blocks: as in `BranchInputs`, [B, S, G, n_sel]; which ones, as in `reference.select_blocks`."""
+
+
+class KeyPages(NamedTuple):
+    """Keys and values in pages: entry t of row b is state t % states of page table[b, t // states].
+
+    Any strides, but for the last axis. An entry of the table may be anything where the row has no tokens yet.
+    """
+
+    k: Tensor
+    """[pages, G, states, K]"""
+    v: Tensor
+    """[pages, G, states, V]"""
+    table_BP: Tensor
+    """int32"""
+
+    @property
+    def n_entries(self) -> int:
+        """Entries that a row may have."""
+        return self.table_BP.shape[1] * self.k.shape[2]
+
+
+def one_page_per_row(k_BTGK: Tensor, v_BTGV: Tensor) -> KeyPages:
+    """Keys and values that lie in one piece for each row, as pages, in place."""
+    table_B1 = torch.arange(len(k_BTGK), dtype=torch.int32, device=k_BTGK.device)[:, None]
+    return KeyPages(k_BTGK.transpose(1, 2), v_BTGV.transpose(1, 2), table_B1)
+
+
+class CachedKeys(NamedTuple):
+    """What the newest token of each row attends over in one branch."""
+
+    pages: KeyPages
+    pos_B1: Tensor
+    """Where the newest token stands among a row's entries."""
+    start_B1: Tensor
+    """The entry that is position 0, or compressed block 0."""
+
+
+class CacheView(NamedTuple):
+    """A cache's own tensors: they are written in place and never replaced."""
+
+    tail: KeyPages
+    """The last l raw tokens, from which compressed entries are made: a ring of its number of entries."""
+    compressed: CachedKeys
+    selected: CachedKeys
+    window: CachedKeys
+    """A ring of the last w tokens, or all tokens."""
+    length_B: Tensor
+    n_compressed_B: Tensor
+
+
+class TokenDecoder(Protocol):
+    """Decodes one new token per row over a KV cache, all branches at once, without gradients.
+
+    Made once per cache, because at batch 1 describing the cache takes as long as attending over it: from a cache, the
+    number of heads per group, whether compressed entries are plain means of the tail (`means`: then the decoder may
+    emit them itself), the geometry and the scale.
+    """
+
+    @property
+    def append(self) -> Callable[[tuple[Tensor, ...]], bool] | None:
+        """Appends one new token per row (keys and values of the compressed, selected and window branch, [B, 1, G, K or
+        V]), advances lengths and positions; true if a row now ends a compressed block that the cache has to emit.
+        Raises for tokens of another shape or device, and for rows without room. None: the cache appends by itself.
+        """
+
+    def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The three branches mixed by the gates, [B, 1, G, R, V], and the chosen blocks, [B, 1, G, N]. A decoder of
+        layers of kind `merged` takes no gates."""

@@ -1,0 +1,235 @@
+"""Copies checkpoints to and from an object store (`nsa checkpoint push` and `pull`): `s3://bucket/path/step200/…`.
+
+An object store has no rename, so COMMIT.json is written last, and only if there is none yet: a prefix without it is not
+a checkpoint, however many objects it has, and of two writers the second gets an error. A killed upload may leave parts
+that only a lifecycle rule of the bucket removes.
+
+The store is not trusted: listings, names, sizes and received bytes are bounded, and nothing gets a name in the run
+folder before it was read the way it would be loaded.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nsa.errors import CheckpointError, StoreRefused
+from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFinding, CheckpointFolder, ResumableCheckpoint
+from nsa_train.checkpoint.manifest import (
+    CHUNK_BYTES,
+    LARGEST_COMMIT_BYTES,
+    CheckpointManifest,
+    LocalFiles,
+    decode,
+    examine,
+)
+from nsa_train.checkpoint.store_errors import explained
+from nsa_train.storage import StorageAddress, boto3_client
+
+_MAX_TRIED = 50
+_MAX_OBJECTS = 200_000  # of a checkpoint of ten thousand ranks
+_MAX_PAGES = 1_000
+GIB = 1 << 30
+
+
+class S3Prefix:
+    """The objects below a prefix of a bucket, through boto3. What the store refuses is raised as CheckpointError."""
+
+    def __init__(self, url: str, client: Any = None, *, patient: bool = True) -> None:
+        """patient: whether a new client repeats failed requests."""
+        address = StorageAddress.parse(url)
+        path = address.path.strip("/")
+        if address.scheme != "s3" or not address.bucket or not path:
+            raise CheckpointError(f"{url} is not a place in an object store. Write s3://BUCKET/PATH.")
+        self._address = replace(address, path=path)
+        self._bucket, self._root = address.bucket, f"{path}/"
+        self.client = client or self._connect(patient)
+
+    def _connect(self, patient: bool) -> Any:
+        with explained(self):
+            try:
+                return boto3_client(self._address, patient=patient)
+            except ValueError as error:  # of an address that is no address
+                raise StoreRefused(f"{self} cannot be used: {error}. Correct AWS_ENDPOINT_URL.") from error
+
+    def __str__(self) -> str:
+        return f"s3://{self._bucket}/{self._address.path}"
+
+    def child(self, name: str) -> "S3Prefix":
+        return S3Prefix(f"{self}/{name}", self.client)
+
+    def check_access(self) -> None:
+        """List one object at most. Raises StoreRefused if the store refuses, CheckpointError if it did not answer."""
+        with explained(self):
+            self.client.list_objects_v2(Bucket=self._bucket, Prefix=self._root, MaxKeys=1)
+
+    def files(self) -> dict[str, int]:
+        found = self._list("Contents")
+        return {item["Key"].removeprefix(self._root): item["Size"] for item in found}
+
+    def folders(self) -> list[str]:
+        found = self._list("CommonPrefixes", Delimiter="/")
+        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in found]
+
+    def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
+        """A store that lists without end is refused."""
+        found: list[dict[str, Any]] = []
+        with explained(self):
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._root, **how)
+            for number, page in enumerate(pages, 1):
+                found.extend(page.get(what, ()))
+                if len(found) > _MAX_OBJECTS or number >= _MAX_PAGES:
+                    raise CheckpointError(
+                        f"{self} lists more than {_MAX_OBJECTS} objects, or in more than {_MAX_PAGES} pages: it is "
+                        f"not the place of a checkpoint. Name the folder of a run's checkpoints."
+                    )
+        return found
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with explained(self):
+            body = self.client.get_object(Bucket=self._bucket, Key=self._root + name)["Body"]
+            yield from body.iter_chunks(CHUNK_BYTES)
+
+    def bounded_chunks(self, name: str, limit: int) -> Iterator[bytes]:
+        """The content; raises as soon as there is more of it than `limit` bytes."""
+        for chunk in self.chunks(name):
+            limit -= len(chunk)
+            if limit < 0:
+                raise CheckpointError(f"{self}/{name} is longer than its listed size")
+            yield chunk
+
+    def read_bytes(self, name: str, *, limit: int) -> bytes:
+        return b"".join(self.bounded_chunks(name, limit))
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a local file here; the store verifies its SHA-256."""
+        with explained(self):
+            self.client.upload_file(
+                str(source), self._bucket, self._root + name, ExtraArgs={"ChecksumAlgorithm": "SHA256"}
+            )
+
+    def has(self, name: str) -> bool:
+        from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+
+        with explained(self):
+            try:
+                self.client.head_object(Bucket=self._bucket, Key=self._root + name)
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                    return False
+                raise
+        return True
+
+    def put_if_absent(self, name: str, content: bytes) -> bool:
+        """Write a small object; False, and nothing changed, if another writer was first."""
+        from botocore.exceptions import ClientError
+
+        with explained(self):
+            try:
+                self.client.put_object(Bucket=self._bucket, Key=self._root + name, Body=content, IfNoneMatch="*")
+            except ClientError as error:
+                if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
+                    return False
+                raise
+        return True
+
+    def delete(self, names: Iterable[str]) -> None:
+        with explained(self):
+            for name in names:
+                self.client.delete_object(Bucket=self._bucket, Key=self._root + name)
+
+
+def push(checkpoint: Path, checkpoints_url: str, *, key: bytes | None = None, client: Any = None) -> S3Prefix:
+    """Copy a committed checkpoint into a store; complete when COMMIT.json is there. Idempotent."""
+    step = names.step_of(checkpoint.resolve().name)
+    manifest = examine(LocalFiles(checkpoint), key=key, step=step).require_good()
+    commit = (checkpoint / names.COMMIT).read_bytes()
+    there = S3Prefix(checkpoints_url, client).child(names.step_name(manifest.step))
+    present = there.files()
+    if names.COMMIT in present:
+        if there.read_bytes(names.COMMIT, limit=LARGEST_COMMIT_BYTES) != commit:
+            raise CheckpointError(f"{there} already holds another checkpoint. Remove it, or use another place.")
+        examine(there, key=key, step=step, deep=False).require_good()
+        return there
+    there.delete(sorted(present))  # left by a killed copy
+    for name in manifest.files:
+        there.upload(checkpoint / name, name)
+    if wrong := {name for name, size in there.files().items() if manifest.files[name].bytes != size}:
+        raise CheckpointError(f"{there}: {', '.join(sorted(wrong))} did not arrive whole; nothing was committed.")
+    if not there.put_if_absent(names.COMMIT, commit):
+        raise CheckpointError(f"{there} was committed by another writer meanwhile: theirs stays.")
+    return there
+
+
+def pull(
+    checkpoints_url: str,
+    into: CheckpointFolder,
+    *,
+    key: bytes | None = None,
+    client: Any = None,
+    max_bytes: int | None = None,
+) -> ResumableCheckpoint:
+    """Copy the newest good checkpoint of a store into a run's folder, and verify it there as loading would.
+
+    Bad ones are reported and left in the store. A good copy that the folder already has is not copied again; another
+    good checkpoint of the same step is not replaced.
+    """
+    from nsa_train.checkpoint.load import require_trustworthy
+
+    store = S3Prefix(checkpoints_url, client)
+    steps = sorted((step for name in store.folders() if (step := names.step_of(name)) is not None), reverse=True)
+    passed_over: list[CheckpointFinding] = []
+    for step in steps[:_MAX_TRIED]:
+        there = store.child(names.step_name(step))
+        try:
+            manifest = examine(there, key=key, step=step, deep=False).require_good()
+            commit = there.read_bytes(names.COMMIT, limit=LARGEST_COMMIT_BYTES)
+            if decode(commit, key) != manifest:
+                raise CheckpointError(f"{names.COMMIT} changed while it was read")
+            if _has(into, step, commit):
+                return ResumableCheckpoint(step, into.step_path(step), tuple(passed_over))
+            _require_room(manifest, into.path, max_bytes)
+            staging = into.begin(step)
+            for name, entry in manifest.files.items():
+                _copy(there, name, staging / name, entry.bytes)
+            (staging / names.COMMIT).write_bytes(commit)
+            adopted = into.adopt(step, lambda path: require_trustworthy(path, key=key))
+            return ResumableCheckpoint(step, adopted, tuple(passed_over))
+        except CheckpointError as error:
+            into.abandon(step)
+            passed_over.append(CheckpointFinding(str(there), (str(error),)))
+        except OSError as error:  # a fault of this machine: an older checkpoint would fail too
+            into.abandon(step)
+            raise CheckpointError(f"{there} could not be copied to {into.path}: {error}.") from error
+    return ResumableCheckpoint(None, None, tuple(passed_over))
+
+
+def _has(into: CheckpointFolder, step: int, commit: bytes) -> bool:
+    """Whether the folder has this checkpoint; raises if it has another good one of the same step."""
+    if not into.step_path(step).exists() or not into.examine(step).good:
+        return False
+    if (into.step_path(step) / names.COMMIT).read_bytes() != commit:
+        raise CheckpointError(f"{into.step_path(step)} is another good checkpoint of step {step}: it is not replaced")
+    return True
+
+
+def _require_room(manifest: CheckpointManifest, folder: Path, max_bytes: int | None) -> None:
+    """Allow only file names of a checkpoint, and no more bytes than the limit and the free disk space."""
+    for name in manifest.files:
+        if not names.is_known_file(name):
+            raise CheckpointError(f"{name!r} does not belong in a checkpoint")
+    if max_bytes is not None and manifest.bytes > max_bytes:
+        raise CheckpointError(f"it has {manifest.bytes / GIB:.1f} GiB, more than the {max_bytes / GIB:.1f} GiB allowed")
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if manifest.bytes > free:
+        raise CheckpointError(f"it has {manifest.bytes / GIB:.1f} GiB, but {folder} has {free / GIB:.1f} GiB free")
+
+
+def _copy(there: S3Prefix, name: str, file: Path, size: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as out:
+        for chunk in there.bounded_chunks(name, size):
+            out.write(chunk)

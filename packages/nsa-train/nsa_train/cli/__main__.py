@@ -1,0 +1,3 @@
+from nsa_train.cli.main import main
+
+main()

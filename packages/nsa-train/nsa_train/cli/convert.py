@@ -1,0 +1,183 @@
+"""`nsa convert`: a dense model of Transformers becomes one with sparse attention, and back."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.errors import ConfigError
+from nsa.geometry import Geometry
+from nsa.options import SELECTING_KINDS
+from nsa_train.cli.outputs import print_json, print_line, require_writable_folder
+from nsa_train.cli.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from nsa_train.convert.dense.convert_folder import ConvertedModel
+    from nsa_train.convert.dense.dense_export import DenseExport
+
+
+def convert(
+    source: Path = typer.Argument(
+        ..., metavar="DIR", help="A folder with config.json and safetensors; with --to-dense a converted one."
+    ),
+    out: Path = typer.Argument(..., metavar="OUT", help="The folder to write; it must not exist or be empty."),
+    mix: str = typer.Option(
+        None,
+        "--mix",
+        help="merged (default): one softmax over the selected blocks and the window, without gates. gated: the "
+        "three branches of NSA with gates that start at the selected branch.",
+    ),
+    phi: str = typer.Option(
+        None,
+        "--phi",
+        help="How keys are pooled to choose blocks: avg (default), weighted or softmax, both trained.",
+    ),
+    l: int = typer.Option(None, "--l", help=f"Length of a compression block (default {Geometry.l})."),
+    d: int = typer.Option(None, "--d", help=f"Stride between compression blocks (default {Geometry.d})."),
+    l_sel: int = typer.Option(None, "--l-sel", help=f"Length of a selection block (default {Geometry.l_sel})."),
+    n_sel: int = typer.Option(None, "--n-sel", help=f"Selected blocks per token (default {Geometry.n_sel})."),
+    window: int = typer.Option(None, "--window", help=f"Tokens of the sliding window (default {Geometry.w})."),
+    keep_dense: str = typer.Option(None, "--keep-dense", metavar="LAYERS", help="Layers that stay dense, e.g. 0,1,31."),
+    keep_window: str = typer.Option(
+        None, "--keep-window", metavar="LAYERS", help="Layers that become a sliding window alone, e.g. 2,3."
+    ),
+    to_dense: bool = typer.Option(
+        False, "--to-dense", help="The other way: write a converted model, trained or not, in its source's format."
+    ),
+    like: Path = typer.Option(
+        None,
+        "--like",
+        help="With --to-dense: the converted folder that training started from, if DIR has no conversion.json.",
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier conversion in OUT."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """Turn a dense model of Transformers into one with sparse attention, with the same weights.
+
+    Reads Llama, Qwen2, Qwen3, Mistral, OLMo 2, OLMo 3, SmolLM3 and Phi-3 (config.json and safetensors; nothing in the
+    folder is executed), and models of flash-linear-attention's NSA. Up to n_sel · l_sel + window tokens (gated: n_sel ·
+    l_sel) the converted model computes what the dense one computes. Beyond, each token reads that many keys instead of
+    all, and the model should be trained on long texts: `nsa train OUT/run.yaml data.path=SET --init-from OUT`, before
+    which OUT/warmup.yaml, if there is one, trains the parameters that the source does not have. Layers
+    of the source that slide keep their window. `--to-dense` writes the weights back, bit for bit if they were not
+    trained.
+
+    **Examples:** `nsa convert Llama-3.2-1B sparse`, `nsa convert Llama-3.2-1B sparse --mix gated --n-sel 32
+    --keep-dense 0,1`, and back: `nsa convert sparse dense --to-dense`
+    """
+    require_writable_folder(out.absolute().parent)
+    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=window)
+    layers = dict(
+        keep_dense=_layers("--keep-dense", keep_dense) or None,
+        keep_window=_layers("--keep-window", keep_window) or None,
+    )
+    given = {name: value for name, value in dict(mix=mix, phi=phi, **sizes, **layers).items() if value is not None}
+    if to_dense and given:
+        raise ConfigError("--to-dense takes no options of a conversion: what was converted says how. Leave them out.")
+    if like is not None and not to_dense:
+        raise ConfigError("--like is only for --to-dense. Add it, or leave --like out.")
+    if to_dense:
+        _to_dense(source, out, like, overwrite, as_json)
+    else:
+        _to_sparse(source, out, given, overwrite, as_json)
+
+
+def _to_sparse(source: Path, out: Path, given: dict[str, Any], overwrite: bool, as_json: bool) -> None:
+    with ProgressLine(f"reading {source}") as progress:
+        from nsa_train.convert.dense.conversion_plan import ConversionOptions
+        from nsa_train.convert.dense.convert_folder import convert_folder
+        from nsa_train.infer.generate import silence_transformers
+
+        silence_transformers()
+
+        def on_tensor(done: int, total: int) -> None:
+            progress.update(f"reading {source}: tensor {done} of {total}" if done < total else f"writing {out}")
+
+        options = ConversionOptions(**given) if given else None
+        converted = convert_folder(source, out, options, overwrite=overwrite, on_tensor=on_tensor)
+    if as_json:
+        print_json(_as_json(converted))
+    else:
+        for line in _conversion_lines(converted, out):
+            print_line(line)
+
+
+def _to_dense(source: Path, out: Path, like: Path | None, overwrite: bool, as_json: bool) -> None:
+    with ProgressLine(f"reading {source}") as progress:
+        from nsa_train.convert.dense.dense_export import export_dense
+        from nsa_train.infer.generate import silence_transformers
+
+        silence_transformers()
+
+        def on_tensor(done: int, total: int) -> None:
+            progress.update(f"comparing tensor {done} of {total}" if done < total else f"writing {out}")
+
+        exported = export_dense(source, out, like=like, overwrite=overwrite, on_tensor=on_tensor)
+    if as_json:
+        print_json(asdict(exported))
+    else:
+        for line in _dense_lines(exported, out):
+            print_line(line)
+
+
+def _layers(option: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(",")) if text else ()
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r:.60}: it lists layers from 0 on, e.g. {option} 0,1,31.") from None
+
+
+def _as_json(converted: "ConvertedModel") -> dict[str, Any]:
+    from nsa_train.convert.dense.conversion_plan import covered_tokens
+
+    return {
+        "architecture": converted.architecture,
+        "parameters": converted.parameters,
+        "new_parameters": converted.new_parameters,
+        "covered_tokens": covered_tokens(converted.reads),
+        "context": converted.config.max_position_embeddings,
+        "layers": {kind: asdict(each) for kind, each in converted.reads.items()},
+        "tokenizer_problem": converted.tokenizer_problem,
+    }
+
+
+def _conversion_lines(converted: "ConvertedModel", out: Path) -> Iterator[str]:
+    from nsa_train.convert.dense.conversion_plan import covered_tokens
+
+    context, covered = converted.config.max_position_embeddings, covered_tokens(converted.reads)
+    counts = ", ".join(f"{each.layers} {kind}" for kind, each in converted.reads.items())
+    added = f", {converted.new_parameters:,} of them new" if converted.new_parameters else ""
+    yield f"wrote {out}: {converted.architecture}, {converted.parameters:,} parameters{added}; layers: {counts}"
+    if not set(converted.reads) & set(SELECTING_KINDS):
+        yield "no layer became sparse: each slides in the source, or was kept"
+    if covered is None:
+        yield "computes what the source computes, at any length"
+    elif covered >= context:
+        yield f"computes what the source computes over its whole context: {covered:,} tokens are covered"
+    else:
+        yield f"computes what the source computes up to {covered:,} tokens; beyond, train it on long texts"
+    for kind, each in converted.reads.items():
+        scored = f", chosen by scores of {each.scored:,} compressed keys" if each.scored else ""
+        yield f"  {kind}: token {context:,} reads {each.keys:,} of {context:,} keys{scored}"
+    if converted.tokenizer_problem is not None:
+        yield f"no tokenizer that nsa reads ({converted.tokenizer_problem}); what there is was copied as data"
+    config = out / ("warmup.yaml" if converted.new_parameters else "run.yaml")
+    yield f"next: nsa generate {out} --prompt TEXT, or nsa train {config} data.path=SET --init-from {out}"
+
+
+def _dense_lines(exported: "DenseExport", out: Path) -> Iterator[str]:
+    yield f"wrote {out}: {exported.architecture}, {exported.tensors} tensors"
+    same = exported.unchanged == exported.tensors
+    yield (
+        "every tensor is the source's, bit for bit"
+        if same
+        else (f"{exported.tensors - exported.unchanged} of {exported.tensors} tensors differ from the source's")
+    )
+    if exported.dtype != exported.source_dtype:
+        yield f"weights are {exported.dtype}, and config.json is the source's, which was {exported.source_dtype}"
+    for name, layers in exported.dropped.items():
+        yield f"left out: {name} of {layers} layers, which {exported.architecture} does not have"
+    if exported.missing_files:
+        yield f"not copied, because they are no longer there: {', '.join(exported.missing_files)}"

@@ -1,0 +1,168 @@
+"""`nsa demo`: prepare the shipped text, train a small model, report, generate, and draw what the layers selected.
+
+It runs the commands that a user would type, prints each, and leaves out those whose results are there. While the model
+trains, each new checkpoint continues a prompt.
+"""
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa.errors import ExitCode
+from nsa_train.cli.init import write_starter
+from nsa_train.cli.outputs import print_line
+from nsa_train.cli.report import DEFAULT_NAME
+
+if TYPE_CHECKING:
+    from nsa_train.observe.heartbeat import HeartbeatRecord
+    from nsa_train.train.callbacks.evaluation import EvaluationResult
+    from nsa_train.train.run_report import RunReporter
+
+STEPS_PER_MINUTE = 120
+"""Training steps for each minute of the whole command: 600 steps took 4 min 52 s on two idle cores."""
+_PROMPT, _TEMPERATURE, _SEED = "The ", 0.7, 1
+_SAMPLE_TOKENS, _LAST_TOKENS = 32, 60
+_PICTURE = "selection.svg"
+_INTERRUPTED = 130
+
+
+def demo(
+    folder: Path = typer.Argument(Path("nsa-demo"), metavar="FOLDER", help="Folder for everything the demo writes."),
+    minutes: float = typer.Option(5.0, min=0.1, help="About how long the demo takes on two idle cores."),
+    steps: int = typer.Option(None, min=1, help="Training steps, instead of --minutes."),
+) -> None:
+    """Train a small model on a small corpus and show the results. Ctrl-C stops; the same command continues.
+
+    **Examples:** `nsa demo`, shorter: `nsa demo my-demo --minutes 1`
+    """
+    from nsa_train.checkpoint.folder import CheckpointFolder
+    from nsa_train.config.starter_config import (
+        CONFIG_FILE,
+        DATA_FOLDER,
+        FIRST_CONFIG,
+        RUN_FOLDER,
+        TEXT_FOLDER,
+        TOKENIZER_FILE,
+        make_starter,
+    )
+    from nsa_train.data.shards.manifest import MANIFEST_NAME
+    from nsa_train.names import CHECKPOINTS
+
+    steps = steps or max(1, round(minutes * STEPS_PER_MINUTE))
+    config, text, run = (folder / name for name in (CONFIG_FILE, TEXT_FOLDER, RUN_FOLDER))
+    starter = make_starter(FIRST_CONFIG, folder, with_text=True)
+    if not config.exists():
+        write_starter(folder, starter, with_text=True)
+        print_line(f"wrote {config} and a corpus in {text}")
+    try:
+        made_by = {"tokenizer": folder / TOKENIZER_FILE, "prepare": folder / DATA_FOLDER / MANIFEST_NAME}
+        for words in map(shlex.split, starter.commands):
+            if words[1] == "data" and not made_by[words[2]].exists():
+                _run(words[1:])
+        saved = CheckpointFolder(run / CHECKPOINTS).steps()
+        if not saved or saved[-1] < steps:
+            every = max(1, steps // 3)
+            changes = [f"train.steps={steps}", f"train.save_every={every}", f"train.eval_every={every}"]
+            _train([str(config), *changes], run / CHECKPOINTS, resume=bool(saved))
+        sampling = ["--temperature", str(_TEMPERATURE), "--seed", str(_SEED), "-n", str(_LAST_TOKENS)]
+        _run(["generate", str(run), "--prompt", _PROMPT, *sampling])
+        _run(["report", str(run)])
+        _draw_selection(run, text, folder / _PICTURE)
+    except (KeyboardInterrupt, typer.Abort):
+        _say_how_to_continue()
+        raise typer.Exit(_INTERRUPTED) from None
+    print_line("")
+    print_line(f"report: {run / DEFAULT_NAME} · picture: {folder / _PICTURE} (open them in a browser)")
+    print_line("next, with your own text:")
+    print_line("  nsa init my-run        # then put your text into my-run/text")
+    for command in make_starter(FIRST_CONFIG, Path("my-run"), with_text=True).commands:
+        print_line(f"  {command}")
+
+
+def _run(words: Sequence[str]) -> None:
+    """Print an `nsa` command and run it; a command that stops early ends the demo with its exit code."""
+    from nsa_train.cli.main import app
+
+    print_line(f"$ nsa {shlex.join(words)}")
+    _require_done(typer.main.get_command(app).main(args=list(words), prog_name="nsa", standalone_mode=False))
+
+
+def _train(words: Sequence[str], checkpoints: Path, *, resume: bool) -> None:
+    """`nsa train` with samples of text."""
+    from nsa_train.cli.config import resolve
+    from nsa_train.cli.train import console_reporter, import_exported
+    from nsa_train.train.run import train
+    from nsa_train.train.start_options import StartOptions
+
+    print_line(f"$ nsa train {shlex.join([*words, *(['--resume'] if resume else [])])}")
+    reporter = SampleReporter(console_reporter(), checkpoints)
+    _require_done(train(resolve(list(words)), StartOptions(resume=resume), reporter, import_exported))
+
+
+def _require_done(code: int | None) -> None:
+    if code:
+        if code == ExitCode.PREEMPTED:
+            _say_how_to_continue()
+        raise typer.Exit(code)
+
+
+def _say_how_to_continue() -> None:
+    print_line("stopped: run the same command again to continue.")
+
+
+class SampleReporter:
+    """Console output of a run that also continues a prompt with every checkpoint saved while it trains."""
+
+    def __init__(self, console: "RunReporter", checkpoints: Path) -> None:
+        from nsa_train.checkpoint.folder import CheckpointFolder
+        from nsa_train.infer.generate import (
+            silence_transformers,  # takes seconds: before training, not between two steps
+        )
+
+        silence_transformers()
+        self._console, self._checkpoints = console, CheckpointFolder(checkpoints)
+        self._shown = set(self._checkpoints.steps())
+
+    def line(self, text: str) -> None:
+        self._show_samples()
+        self._console.line(text)
+
+    def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
+        self._console.beat(beat, steps)
+        self._show_samples()
+
+    def evaluation(self, result: "EvaluationResult") -> None:
+        self._console.evaluation(result)
+        self._show_samples()
+
+    def _show_samples(self) -> None:
+        """Checkpoints are written in the background, so the sample may come some steps after the save."""
+        for step in self._checkpoints.committed_steps():
+            if step not in self._shown:
+                self._shown.add(step)
+                self._console.line(f"step {step} writes: {self._sample(step)}")
+
+    def _sample(self, step: int) -> str:
+        from nsa_train.infer.load_model import load_model
+
+        loaded = load_model(self._checkpoints.step_path(step), device="cpu")
+        written = loaded.generate(_PROMPT, temperature=_TEMPERATURE, seed=_SEED, max_new_tokens=_SAMPLE_TOKENS)
+        return " ".join(f"{_PROMPT}{written}".split()) + " …"
+
+
+def _draw_selection(run: Path, text: Path, picture: Path) -> None:
+    from nsa_train.cli.model_options import open_model
+    from nsa_train.data.source import open_source
+    from nsa_train.infer.selection_map import selection_maps, side_by_side, write_svg
+
+    loaded = open_model(run, device=None, dtype=None, tokenizer=None, key_file=None)
+    document = next(iter(open_source(str(text)).read(0)))
+    maps = selection_maps(loaded, document.text)
+    write_svg(maps, picture)
+    print_line(f"blocks that queries selected (key blocks to the right, queries downwards), wrote {picture}:")
+    for line in side_by_side(maps, shutil.get_terminal_size().columns):
+        print_line(line)

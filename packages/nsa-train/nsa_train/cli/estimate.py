@@ -1,0 +1,213 @@
+"""`nsa estimate`: parameters, FLOPs, memory, time and price of a run."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.options import CHECKPOINTING
+from nsa_train.cli.config import resolve
+from nsa_train.cli.outputs import table_console
+
+if TYPE_CHECKING:
+    from nsa_train.planning.estimate import RunEstimate
+
+ARGUMENTS_HELP = "Config file (default: $CONFIG), then settings to override, e.g. train.seq_len=8192."
+TARGET_HELP = "Hardware as NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
+EFFICIENCY_HELP = "Model FLOPs utilization (MFU), e.g. 0.3 (default: assumed)."
+PRICE_HELP = "USD per GPU-hour (default: assumed)."
+
+
+def estimate(
+    arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
+    target: str = typer.Option("here", help=TARGET_HELP),
+    efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
+    price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help="Ignore this preflight rule; repeatable."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),
+) -> None:
+    """Estimate parameters, FLOPs, memory, time and price of a run.
+
+    Weights, gradients and optimizer states are exact; activations are estimated tensor by tensor, within 15 % of
+    measurements on a CPU. Time and price depend on the kernel backend and are modelled or assumed, which is printed
+    with them, for the backend that will run and for the others; `--efficiency` replaces them. If
+    `nsa preflight --no-dry-run` refuses the run, this command prints the estimate and exits with 2.
+
+    **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
+    `nsa estimate configs/train_50k.yaml train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
+    """
+    config = resolve(arguments or [])
+
+    from nsa_train.planning.hardware import parse_target
+    from nsa_train.planning.preflight import check_names, failed, judge, require_passed
+    from nsa_train.train.preflight_facts import gather
+
+    check_names(allow)
+    hardware = parse_target(target, config.runtime.device)
+    facts = gather(config, hardware, efficiency=efficiency, price=price, try_it=False)
+    verdicts = judge(facts, allow)
+    if as_json:
+        found = as_dict(facts.estimate) if facts.estimate is not None else {}
+        print(json.dumps({**found, "refused_by": [verdict.rule for verdict in failed(verdicts)]}, indent=2))
+    elif facts.estimate is not None:
+        _print(facts.estimate)
+    require_passed(verdicts)
+
+
+def as_dict(found: "RunEstimate") -> dict[str, Any]:
+    parameters, memory = found.parameters, found.memory
+    return {
+        "target": str(found.target),
+        "vocab_size": found.vocab_size,
+        "parameters": {
+            **vars(parameters),
+            "attention_per_layer": dict(parameters.attention_per_layer),
+            "total": parameters.total,
+        },
+        "flops_per_token": dict(found.flops_per_token),
+        "recomputed_flops_per_token": found.recomputed_flops_per_token,
+        "memory_bytes": {
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations_kept": memory.activations.kept,
+            "activations_selective": memory.activations.selective,
+            "activations_recomputed": memory.activations.recomputed,
+            "activations": memory.activations.peak(memory.gradient_checkpointing),
+            "kernel_workspace": memory.activations.workspace,
+            "optimizer_step": memory.optimizer_step,
+            "communication": memory.communication,
+            "reserve": memory.reserve,
+            "total": memory.total,
+            "available": memory.available,
+        },
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "kept_checkpoints": found.kept_checkpoints,
+        "cache_bytes_per_row": found.cache_bytes,
+        "tokens_per_step": found.tokens_per_step,
+        "steps": found.steps,
+        "step_s": found.step_s,
+        "step_s_is_measured": found.measured,
+        "timing": found.timing,
+        "tokens_per_s": found.tokens_per_s,
+        "wall_s": found.wall_s,
+        "usd_per_hour": found.usd_per_hour,
+        "usd": found.usd,
+        "backend": found.backend,
+        "backends": [
+            {
+                "backend": one.backend,
+                "step_s": one.step_s,
+                "tokens_per_s": found.tokens_per_step / one.step_s,
+                "wall_s": found.steps * one.step_s,
+                "usd": found.price_of(one.step_s),
+                "memory_bytes": one.memory.total,
+                "timing": one.timing,
+            }
+            for one in found.backends
+        ],
+    }
+
+
+def summary(found: "RunEstimate") -> Iterator[tuple[str, str]]:
+    """Memory, time and price, one line each."""
+    memory = found.memory
+    yield "memory", f"{size(memory.total)} of {size(memory.available)} on each device"
+    yield "time", f"{duration(found.wall_s)} for {found.steps:,} steps, {found.tokens_per_s:,.0f} tokens/s"
+    yield "", f"with the {found.backend} backend: {found.timing}"
+    yield (
+        "price",
+        f"{found.usd:,.2f} USD at {found.usd_per_hour:.2f} per hour for {found.target} (assumed unless given)",
+    )
+
+
+def size(n_bytes: float) -> str:
+    """Text in GiB or MiB."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 / 10 else f"{n_bytes / 2**20:.2f} MiB"
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def _print(found: "RunEstimate") -> None:
+    from rich.table import Table
+
+    console = table_console(120)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
+    for part, figure, note in _rows(found):
+        table.add_row(part, figure, note)
+    console.print(table)
+
+
+def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
+    parameters, memory, flops = found.parameters, found.memory, found.flops_per_token
+    yield "target", str(found.target), f"{memory.available / 2**30:.1f} GiB each; time and price below are for all"
+    yield from (("", "", ""), ("parameters", f"{parameters.total:,}", "exact"))
+    for part in ("embeddings", "attention", "feed_forward", "norms", "head"):
+        yield f"  {part}", f"{getattr(parameters, part):,}", _share(getattr(parameters, part), parameters.total)
+        if part == "attention":
+            for kind, each in parameters.attention_per_layer.items():
+                yield f"    {kind} layer", f"{each:,}", "each; model.attention"
+    total = sum(flops.values())
+    yield from (("", "", ""), ("MFLOP per token", f"{total / 1e6:,.1f}", "forward and backward"))
+    for part, count in flops.items():
+        yield f"  {part}", f"{count / 1e6:,.1f}", _share(count, total)
+    if found.recomputed_flops_per_token:
+        part = " but the attention kernels" if memory.gradient_checkpointing == "selective" else ""
+        note = f"in addition: gradient checkpointing runs the forward pass of the blocks{part} twice"
+        yield "  recomputed", f"{found.recomputed_flops_per_token / 1e6:,.1f}", note
+    yield from (("", "", ""), ("memory per device", size(memory.total), "peak of a step"))
+    yield "  weights", size(memory.weights), "exact; fp32"
+    yield "  gradients", size(memory.gradients), "exact; fp32"
+    yield "  optimizer", size(memory.optimizer), "exact; AdamW's two moments"
+    chosen, kept = memory.gradient_checkpointing, memory.activations
+    modes = (f"{size(kept.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
+    yield "  activations", size(kept.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(modes)}"
+    yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
+    if memory.communication:
+        yield "  communication", size(memory.communication), "between ranks; estimated, not measured"
+    yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
+    yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer, on disk"))
+    note = f"{found.kept_checkpoints} of them, by train.keep_checkpoints and train.keep_every"
+    yield "  kept at the end", size(found.kept_checkpoints * found.checkpoint_bytes), note
+    yield "cache", size(found.cache_bytes), "KV cache of one row at inference"
+    yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
+    yield "kernels", found.backend, _why_this_backend(found)
+    yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing
+    yield (
+        "time",
+        duration(found.wall_s),
+        f"{found.steps:,} steps, {found.steps * found.tokens_per_step / 1e6:,.0f} M tokens",
+    )
+    yield (
+        "price",
+        f"{found.usd:,.2f} USD",
+        f"at {found.usd_per_hour:.2f} per hour for all devices, assumed unless given",
+    )
+    others = [one for one in found.backends if one.backend != found.backend]
+    yield from [("", "", "")] * bool(others)
+    for one in others:
+        speed = f"{found.tokens_per_step / one.step_s:,.0f} tokens/s"
+        cost = f"{duration(found.steps * one.step_s)}, {found.price_of(one.step_s):,.2f} USD, {size(one.memory.total)}"
+        yield f"with {one.backend}", speed, f"{cost}; {one.timing}"
+
+
+def _why_this_backend(found: "RunEstimate") -> str:
+    """What decides that this backend runs."""
+    if found.backend == "triton":
+        return "kernels=auto takes it once it has passed its check on that GPU, which the start of a run decides"
+    if found.backend == "cpu":
+        return "compiled C++; kernels=auto takes it where it can be compiled"
+    return "requested, or the only backend that can run; the slowest of the branches"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}"

@@ -1,0 +1,64 @@
+"""Command-line options of the commands that load a model, and the loading itself with its progress line."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa_train.cli.outputs import print_rejected
+from nsa_train.cli.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from nsa_train.infer.load_model import LoadedModel
+
+MODEL = typer.Argument(
+    ..., metavar="MODEL", help="A run folder, a checkpoint in it, or a folder written by `nsa export hf`."
+)
+DEVICE = typer.Option(None, "--device", help="cpu, cuda or cuda:N (default: a GPU if there is one).")
+DTYPE = typer.Option(None, "--dtype", help="fp32, bf16 or fp16 (default: as the weights were saved).")
+TOKENIZER = typer.Option(
+    None, "--tokenizer", help="byte, or a tokenizer.json; only for checkpoints that were saved without their tokenizer."
+)
+KEY = typer.Option(None, "--key-file", help="File with the key that signs the checkpoints.")
+
+
+def open_model(
+    path: Path,
+    *,
+    device: str | None,
+    dtype: str | None,
+    tokenizer: str | None,
+    key_file: Path | None,
+    needs_text: bool = True,
+) -> "LoadedModel":
+    """Verify and load a model; a line on stderr says so if it takes a while."""
+    with ProgressLine(f"loading {path}"):
+        from nsa_train.checkpoint.manifest import read_key
+        from nsa_train.infer.generate import silence_transformers
+        from nsa_train.infer.load_model import load_model
+
+        silence_transformers()
+        return load_model(
+            path,
+            device=device,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            key=read_key(key_file) if key_file else None,
+            on_rejected=print_rejected,
+            needs_text=needs_text,
+        )
+
+
+def open_reference(path: Path, loaded: "LoadedModel", *, key_file: Path | None) -> "LoadedModel":
+    """Load a model to compare `loaded` with, on its device and in its type."""
+    with ProgressLine(f"loading {path}"):
+        from nsa_train.checkpoint.manifest import read_key
+        from nsa_train.infer.load_reference import load_reference
+
+        return load_reference(
+            path,
+            device=loaded.model.device,
+            dtype=loaded.model.dtype,
+            key=read_key(key_file) if key_file else None,
+            on_rejected=print_rejected,
+        )

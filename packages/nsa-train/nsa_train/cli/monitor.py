@@ -1,0 +1,137 @@
+"""`nsa monitor`: live view of a run in a terminal."""
+
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+SMALLEST = (80, 24)
+_PAUSE_FACTOR = 4
+"""The pause after an update is at least this many times its duration: at most a fifth of a core is used."""
+
+
+def monitor(
+    run: Path = typer.Argument(..., metavar="RUN", help="Run folder (train.out_dir) of a running or finished run."),
+    once: bool = typer.Option(False, "--once", help="Print one frame and exit (the default without a terminal)."),
+    interval: float = typer.Option(1.0, min=1.0, help="Seconds between updates."),
+    width: int = typer.Option(None, min=40, help="Columns; default: the terminal's, or 80 without a terminal."),
+    height: int = typer.Option(None, min=12, help="Lines; default: the terminal's, or 24 without a terminal."),
+) -> None:
+    """Show loss, throughput, gates, memory, findings and events of a run, updated live. Press q to quit.
+
+    **Examples:** `nsa monitor artifacts/run`, once for a log file: `nsa monitor artifacts/run --once`
+    """
+    from rich.console import Console
+
+    from nsa_train.observe.view.snapshot import SnapshotReader
+
+    console = Console(highlight=False, markup=False)
+    reader = SnapshotReader(run)
+    try:
+        if once or not console.is_terminal:
+            for line in _frame(reader, console, width, height):
+                console.print(line, overflow="ignore", no_wrap=True, crop=False)
+        else:
+            _watch(reader, console, interval, width, height)
+    finally:
+        reader.close()
+
+
+def _watch(reader, console: "Console", interval: float, width: int | None, height: int | None) -> None:  # type: ignore[no-untyped-def]
+    screen = _MonitorScreen(console)
+    with console.screen(hide_cursor=True), _keys() as pressed:
+        while True:
+            began = time.monotonic()
+            screen.show(_frame(reader, console, width, height))
+            took = time.monotonic() - began
+            if pressed(max(interval - took, _PAUSE_FACTOR * took)):
+                screen.clear()
+                return
+
+
+def _frame(reader, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
+    from nsa_train.observe.view.monitor.frame import frame
+    from nsa_train.observe.view.monitor.text_layout import plain_ascii
+
+    size = console.size if console.is_terminal else SMALLEST
+    lines = frame(reader.read(), width or size[0], height or size[1])
+    return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
+
+
+class _MonitorScreen:
+    """Writes only the lines that changed: an update without news costs some tens of bytes over ssh."""
+
+    def __init__(self, console: "Console") -> None:
+        self._console = console
+        self._shown: list[str] = []
+        self._size: tuple[int, int] | None = None
+
+    def show(self, lines: list["Text"]) -> None:
+        console, size = self._console, self._console.size
+        if self._size != size:
+            self._size, self._shown = size, []
+        blank = [""] * max(0, size.height - len(lines))
+        rendered = [*(self._rendered(line) for line in lines[: size.height]), *blank]
+        for row, text in enumerate(rendered):
+            if row >= len(self._shown) or self._shown[row] != text:
+                # Clear the line first: after a full line the cursor is still on its last cell.
+                console.file.write(f"\x1b[{row + 1};1H\x1b[2K{text}")
+        console.file.flush()
+        self._shown = rendered
+
+    def clear(self) -> None:
+        """Before exiting: a terminal multiplexer that was resized would keep some lines."""
+        self._console.file.write("\x1b[H\x1b[J")
+
+    def _rendered(self, line: "Text") -> str:
+        with self._console.capture() as captured:
+            self._console.print(line, end="", no_wrap=True, overflow="crop")
+        return captured.get()
+
+
+@contextmanager
+def _keys() -> Iterator["_PressedKeys"]:
+    """Unbuffered keyboard input (cbreak mode) while active."""
+    if not sys.stdin.isatty():
+        yield _PressedKeys(None)
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield _PressedKeys(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+class _PressedKeys:
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, wait_s: float) -> bool:
+        """Wait up to `wait_s` for a key that quits; returns whether one was pressed."""
+        if self._descriptor is None:
+            time.sleep(wait_s)
+            return False
+        end = time.monotonic() + wait_s
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if select.select([self._descriptor], [], [], left)[0]:
+                    key = sys.stdin.read(1)
+                    if key in ("q", "Q", "\x03", "\x04", ""):
+                        return True
+        except KeyboardInterrupt:
+            return True
+        return False

@@ -1,0 +1,129 @@
+"""`nsa preflight`: checks a run against every preflight rule before it starts."""
+
+import json
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from nsa.errors import PreflightError
+from nsa_train.cli.config import resolve
+from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
+from nsa_train.terminal_text import printable
+
+if TYPE_CHECKING:
+    from nsa_train.planning.preflight import RuleVerdict
+    from nsa_train.planning.preflight_facts import PreflightFacts
+
+ALLOW_HELP = "Run although this rule fails; repeatable. Recorded in env.json and in every heartbeat."
+_STYLES = {"pass": "green", "fail": "bold red", "allowed": "yellow", "not checked": "cyan"}
+
+
+def preflight(
+    arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
+    target: str = typer.Option("here", help=TARGET_HELP),
+    allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
+    efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
+    price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
+    fetch: bool = typer.Option(False, "--fetch", help="Also fetch one batch of remote data."),
+    dry_run: bool = typer.Option(True, help="Run one batch, one step and one checkpoint."),
+    timeout: float = typer.Option(600.0, min=1.0, help="Time limit of the dry run, in seconds."),
+    resume: bool = typer.Option(False, "--resume", help="Check a run that resumes from its run folder."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: verdicts and estimate."),
+) -> None:
+    """Report every problem of a run before it starts; exit 2 if any rule fails. `nsa train` checks the same rules.
+
+    The dry run reads a real batch, runs a step and writes a checkpoint on this machine; for another `--target` it runs
+    the step with fake tensors. Rules that could not be checked are listed with the reason. The dry run is a separate
+    process with memory and time limits; parts that do not fit on this machine are skipped.
+
+    **Examples:** `nsa preflight configs/train_50k.yaml --target a100-80gb`, and on the training machine
+    `nsa preflight configs/train_50k.yaml --fetch`
+    """
+    config = resolve(arguments or [])
+
+    from nsa_train.planning.hardware import parse_target
+    from nsa_train.planning.preflight import RuleStatus, check_names, judge
+    from nsa_train.train.preflight_facts import gather
+
+    check_names(allow)
+    with ExitStack() as shown:
+        facts = gather(
+            config,
+            parse_target(target, config.runtime.device),
+            efficiency=efficiency,
+            price=price,
+            try_it=dry_run,
+            look_for_store=True,
+            fetch_remote=fetch,
+            resuming=resume,
+            time_limit_s=timeout,
+            log=_progress(shown),
+        )
+    verdicts = judge(facts, allow)
+    if as_json:
+        print(json.dumps(_as_dict(facts, verdicts), indent=2))
+    else:
+        _print(facts, verdicts)
+    if any(verdict.status == RuleStatus.FAIL for verdict in verdicts):
+        raise typer.Exit(PreflightError.exit_code)
+
+
+def _progress(shown: ExitStack) -> Any:
+    """Status line on stderr, on a terminal only, so that stdout stays valid JSON."""
+    from rich.console import Console
+    from rich.text import Text
+
+    status = shown.enter_context(Console(stderr=True).status("checking"))
+    return lambda text: status.update(Text(f"dry run: {printable(text)}"))
+
+
+def _as_dict(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> dict[str, Any]:
+    from nsa_train.planning.preflight_rules import is_long
+
+    return {
+        "target": str(facts.target),
+        "long_run": is_long(facts),
+        "refused": any(verdict.status == "fail" for verdict in verdicts),
+        "verdicts": [vars(verdict) for verdict in verdicts],
+        "estimate": as_dict(facts.estimate) if facts.estimate is not None else None,
+    }
+
+
+def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nsa_train.planning.preflight import failed, how_to_override
+    from nsa_train.planning.preflight_rules import LONG_RUN_STEPS, is_long
+
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+    steps, long = facts.config.train.steps, is_long(facts)
+    console.print(f"{steps:,} steps on {facts.target}: a {'long' if long else 'short'} run", style="bold")
+    if not long:
+        console.print(f"Rules for long runs ({LONG_RUN_STEPS:,} steps, or hours on a GPU) do not apply.", style="dim")
+    console.print()
+    table = Table("", "rule", "found", box=None, pad_edge=False)
+    for verdict in verdicts:
+        found = Text(printable(verdict.message, keep_newlines=True))
+        if verdict.fix:
+            found.append(f"\n{printable(verdict.fix, keep_newlines=True)}", style="bold")
+        table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, found)
+    console.print(table)
+    console.print()
+    if facts.estimate is not None:
+        figures = Table(box=None, show_header=False, pad_edge=False)
+        for name, line in summary(facts.estimate):
+            figures.add_row(name, line)
+        console.print(figures)
+        console.print()
+    if broken := failed(verdicts):
+        rules = "1 rule fails" if len(broken) == 1 else f"{len(broken)} rules fail"
+        console.print(f"Refused: {rules}.", style="bold red")
+        console.print(how_to_override(broken))
+    else:
+        unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
+        rest = f", {unchecked} rules could not be checked" if unchecked else ""
+        console.print(f"No rule fails{rest}.", style="bold green")

@@ -1,0 +1,281 @@
+"""`nsa watch`, `nsa status`, `nsa halt`, `nsa smoke`: commands to watch, inspect and halt a run."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from nsa.errors import ConfigError, ExitCode
+from nsa_train import names
+from nsa_train.cli.outputs import print_line
+from nsa_train.terminal_text import printable
+
+if TYPE_CHECKING:
+    from nsa_train.observe.watch.conditions import HealthLimits
+    from nsa_train.observe.watch.status import RunStatus
+
+_RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
+_DIR = typer.Option(None, "--dir", help="Run folder; same as RUN (older spelling).")
+_LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
+
+
+def watch(
+    run: Path = _RUN,
+    directory: Path = _DIR,
+    halt: int = typer.Option(0, "--halt", min=0, max=1, help="1: write .HALT at a critical finding. 0: only log it."),
+    interval: float = typer.Option(30.0, "--interval", min=0.1, help="Seconds between checks."),
+    once: bool = typer.Option(False, "--once", help="Check once and exit; one check never halts a run for a stall."),
+    limit: list[str] = _LIMIT,
+) -> None:
+    """Watch a run until it finishes or halts; log each finding once, and when it is resolved.
+
+    Lines are also appended to health_check.log. A critical finding is written to .anomaly_type and, with --halt 1,
+    halts the run; at a stall, stack dumps and the last collectives of all ranks are collected first. A process that
+    has already ended is reported, not halted. Exit code: 0 finished, 11 halted; with --once as `nsa status`.
+
+    **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
+    """
+    from nsa_train.observe.watch.status import RunPhase
+    from nsa_train.observe.watch.watchdog import Watchdog
+    from nsa_train.observe.watch.watchdog import watch as go
+
+    folder = _folder(run, directory)
+    dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), emit=_emit)
+    try:
+        if once:
+            dog.begin()
+            dog.check()
+            raise typer.Exit(_status(folder, _limits(limit)).exit_code)
+        ended = go(dog, interval_s=interval)
+    finally:
+        dog.close()
+    raise typer.Exit(ExitCode.HALTED if ended == RunPhase.HALTED else 0)
+
+
+def status(
+    run: Path = _RUN,
+    directory: Path = _DIR,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON record."),
+    log: bool = typer.Option(False, "--log", help="Also append one line to health_check.log."),
+    pids: bool = typer.Option(False, "--pids", help="Print only the process ids of the ranks on this host, for kill."),
+    limit: list[str] = _LIMIT,
+) -> None:
+    """Show progress and findings of a run.
+
+    Exit code: 0 healthy or finished; 1 warning, halted, stopped, or a process gone for less than five minutes;
+    2 critical, failed or hung.
+
+    **Examples:** `nsa status artifacts/run`, and every 15 minutes from cron: `nsa status artifacts/run --log || mail …`
+    To save a checkpoint now, whatever started the run: `kill -USR2 $(nsa status artifacts/run --pids)`
+    """
+    folder = _folder(run, directory)
+    if pids:
+        _print_pids(folder)
+        return
+    found = _status(folder, _limits(limit))
+    if as_json:
+        print(json.dumps(found.as_dict(), default=str))
+    else:
+        _show(folder, found)
+    if log:
+        from nsa_train.observe.watch.watchdog import append_health
+
+        append_health(folder, _line(found))
+    raise typer.Exit(found.exit_code)
+
+
+def halt(
+    run: Path = _RUN,
+    directory: Path = _DIR,
+    reason: str = typer.Option("manual stop", "--reason", help="Reason, recorded in .HALT and in the events."),
+    wait: bool = typer.Option(False, "--wait", help="Wait until the run has saved and halted."),
+    timeout: float = typer.Option(600.0, "--timeout", help="Longest wait in seconds; then exit code 1."),
+) -> None:
+    """Halt a run: all ranks save a checkpoint and exit after the current step.
+
+    Continue with `nsa train --clear-halt --resume`.
+
+    **Example:** `nsa halt artifacts/run --reason "node maintenance" --wait`
+    """
+    from nsa_train.observe.halt_file import read, request
+
+    folder = _folder(run, directory)
+    who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
+    if request(folder, reason, who):
+        print_line(f"requested halt of {folder}: {reason}")
+    elif (existing := read(folder)) is not None:
+        print_line(f"{names.HALT} exists already: {existing.describe(time.time())}")
+    if wait:
+        _wait_for_end(folder, timeout)
+
+
+def smoke(
+    run: Path = _RUN,
+    csv: Path = typer.Option(None, "--csv", help="Path of training.csv, if not in a run folder."),
+    heartbeat: Path = typer.Option(None, "--heartbeat", help="Path of heartbeat_rank0.jsonl, if not in a run folder."),
+    min_steps: int = typer.Option(50, "--min-steps", help="Fewest steps that the run must have made."),
+) -> None:
+    """Check that a run trained: steps, finite and falling loss, key reads, complete files. Exit code 1 if not.
+
+    **Example:** `nsa smoke artifacts/run --min-steps 100`
+    """
+    from nsa_train.observe.watch.smoke import smoke as smoke_checks
+
+    if run is None and (csv is None or heartbeat is None):
+        raise ConfigError("nsa smoke needs a run folder, or both --csv and --heartbeat: it compares the two.")
+    folder = _folder(run, None) if run is not None else None
+    beats = heartbeat or _inside(folder, names.heartbeat(0))
+    checks = list(
+        smoke_checks(
+            training_csv=csv or _inside(folder, names.TRAINING_CSV), heartbeat=beats, min_steps=min_steps, folder=folder
+        )
+    )
+    for check in checks:
+        print_line(f"{'ok    ' if check.passed else 'FAILED'}  {check.name:16}  {check.text}")
+    raise typer.Exit(0 if all(check.passed for check in checks) else 1)
+
+
+def _wait_for_end(folder: Path, timeout_s: float) -> None:
+    from nsa_train.observe.watch.history import HistoryReader
+    from nsa_train.observe.watch.status import phase
+
+    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
+    while True:
+        history = reader.update()
+        logs = list(history.present.values())
+        ended = bool(logs) and all(log.ended for log in logs)
+        if ended and not reader.leaving():
+            last = logs[0].last
+            print_line(f"{phase(history, [])} at step {last.step}{f': {last.detail}' if last.detail else ''}")
+            return
+        if history.gone & history.present.keys():
+            print(f"the process of rank {min(history.gone)} is gone without a final record")
+            raise typer.Exit(1)
+        if (line := f"step {history.step}, {'saving' if ended else 'waiting'}") != shown:
+            shown = line
+            print_line(line)
+        if time.monotonic() > until:
+            print_line(f"not halted within {timeout_s:g} s; the run may hang: see nsa status {folder}")
+            raise typer.Exit(1)
+        time.sleep(0.2)
+
+
+def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
+    from nsa_train.observe.watch.health import examine
+    from nsa_train.observe.watch.history import HistoryReader
+    from nsa_train.observe.watch.status import status_of
+
+    reader = HistoryReader(folder)
+    try:
+        history = reader.update()
+        findings = examine(history, now=reader.now.steady, limits=limits)
+        return status_of(folder, history, findings, now=reader.now.steady, wall=reader.now.wall)
+    finally:
+        reader.close()
+
+
+def _print_pids(folder: Path) -> None:
+    from nsa_train.observe.watch.history import HistoryReader
+
+    reader = HistoryReader(folder)
+    try:
+        reader.update()
+        found = reader.processes()
+    finally:
+        reader.close()
+    if not found:
+        typer.echo(f"no rank of {folder} runs on this host", err=True)
+        raise typer.Exit(1)
+    print(*found)
+
+
+def _show(folder: Path, found: "RunStatus") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from nsa_train.observe.halt_file import age
+    from nsa_train.observe.records import describe_unreadable
+    from nsa_train.observe.watch.conditions import AlertLevel
+    from nsa_train.observe.watch.status import RunPhase
+    from nsa_train.observe.watch.watchdog import by_condition, ranks_of
+
+    console = Console(highlight=False)
+    colour = ("green", "yellow", "red")[found.exit_code]
+    console.print(Text.assemble((str(found.phase), f"bold {colour}"), f"  {printable(folder)}"), soft_wrap=True)
+    of = f" of {found.steps:,} ({found.step / found.steps:.1%})" if found.steps else ""
+    rows = [("step", f"{found.step:,}{of}")]
+    if found.loss is not None:
+        how = f", mean of the last {found.loss_records} records" if found.loss_records > 1 else ""
+        rows.append(("loss", f"{found.loss:.4f}{how}"))
+    if found.toks_per_s is not None:
+        rows.append(("throughput", f"{found.toks_per_s:,.0f} tokens/s"))
+    if found.left_s is not None:
+        rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {age(found.left_s)} left")
+    if found.beat_age_s is not None:
+        world = f" of {found.world}" if found.world and found.world != found.ranks else ""
+        rows.append(("heartbeat", f"{age(found.beat_age_s)} ago, {found.ranks}{world} rank{'s' * (found.ranks != 1)}"))
+    rows.append(("checkpoint", found.checkpoint or "none"))
+    if found.halt is not None:
+        rows.append((names.HALT, found.halt))
+    if found.unreadable:
+        rows.append(("unreadable", describe_unreadable(found.unreadable)))
+    for name, text in rows:
+        console.print(f"  {name:11}{printable(text)}", markup=False, soft_wrap=True)
+    for same in by_condition(found.findings):
+        first, ranks = same[0], ranks_of(same)
+        colour = "red" if first.level == AlertLevel.CRITICAL else "yellow"
+        where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
+        console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
+        console.print(f"  {printable(first.message)}", markup=False)
+        console.print(f"  → {first.condition.advice}", markup=False)
+    if found.phase == RunPhase.EMPTY:
+        console.print("no heartbeat file in this folder")
+    elif not found.findings:
+        console.print("no findings")
+
+
+def _line(found: "RunStatus") -> str:
+    from nsa_train.observe.watch.watchdog import by_condition, describe
+
+    word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
+    loss = f", loss {found.loss:.4f}" if found.loss is not None else ""
+    wrong = "".join(f"; {describe(same)}" for same in by_condition(found.findings))
+    return f"{word} {found.phase} at step {found.step}{loss}{wrong}"
+
+
+def _limits(changes: list[str] | None) -> "HealthLimits":
+    from nsa_train.observe.watch.conditions import HealthLimits
+
+    limits, known = HealthLimits(), HealthLimits.__dataclass_fields__
+    for change in changes or []:
+        name, _, value = change.partition("=")
+        try:
+            limits = replace(limits, **{name: type(getattr(limits, name))(value)})
+        except (AttributeError, ValueError):
+            raise ConfigError(
+                f"--limit {change} is not NAME=NUMBER with a known name. The names: {', '.join(known)}."
+            ) from None
+    return limits
+
+
+def _folder(run: Path | None, directory: Path | None) -> Path:
+    folder = run or directory
+    if folder is None:
+        raise ConfigError("the run folder is missing: give it, e.g. artifacts/run (train.out_dir of its config).")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: a run writes its heartbeat into train.out_dir. Check the path.")
+    return folder
+
+
+def _inside(folder: Path | None, name: str) -> Path:
+    assert folder is not None
+    return folder / name
+
+
+def _emit(line: str) -> None:
+    print_line(f"[{time.strftime('%H:%M:%S')}] {line}")

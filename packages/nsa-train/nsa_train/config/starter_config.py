@@ -1,0 +1,142 @@
+"""Starter config: a shipped config rewritten for a folder of the user, with a comment on every setting.
+
+Paths of data, tokenizer and run folder point into the folder, in the settings and in the commands of the header alike.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa.errors import ConfigError
+from nsa_train.config.describe import unit
+from nsa_train.config.layer import nearest
+from nsa_train.config.load import load
+from nsa_train.config.schema import settings
+from nsa_train.shipped import CONFIGS, CORPUS_IN_CHECKOUT, config_names, config_text
+
+FIRST_CONFIG = "cpu_demo"
+"""The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
+CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER = "config.yaml", "text", "data", "run"
+TOKENIZER_FILE = "bpe.json"
+_BUILT_CORPUS = "artifacts/demo"  # where the headers of shipped configs let `nsa data demo` write
+_BUILDS_CORPUS = "nsa data demo "
+_COMMENT_COLUMN = 32
+
+_COMMAND = re.compile(r"^#   (nsa .*)$")
+_SETTING = re.compile(r"^(?P<indent> *)(?P<key>\w+): *(?P<value>[^#]*?) *(?P<comment>#.*)?$")
+_PLAIN_IN_YAML = re.compile(r"[\w./][\w./+-]*")
+_PATHS_NOTE = "# Paths are relative to the folder in which a command is started."
+
+
+class StarterConfig(NamedTuple):
+    text: str
+    """Content of the config file."""
+    commands: tuple[str, ...]
+    """Shell commands to run next, as the header lists them."""
+    reads_text: bool
+    """Whether one of the commands reads the text folder and none of them fills it."""
+
+
+class ShippedConfig(NamedTuple):
+    name: str
+    purpose: str
+    hardware: str
+    for_earlier_runs: bool
+    """Kept because scripts and earlier runs refer to it by name; not for new runs."""
+
+
+def shipped_configs() -> list[ShippedConfig]:
+    """Every shipped config with what its header says about it; those for new runs first."""
+    found = [_described(name) for name in config_names()]
+    return sorted(found, key=lambda each: (each.for_earlier_runs, each.name))
+
+
+def _described(name: str) -> ShippedConfig:
+    header = [line for line in config_text(name).splitlines() if line.startswith("#")]
+
+    def entry(word: str) -> str:
+        first = next(i for i, line in enumerate(header) if line.startswith(f"# {word}: "))
+        parts = [header[first].removeprefix(f"# {word}: ")]
+        for line in header[first + 1 :]:
+            if not line.startswith("#  ") or _COMMAND.match(line):
+                break
+            parts.append(line.lstrip("# "))
+        return " ".join(parts)
+
+    return ShippedConfig(
+        name, entry("Purpose"), entry("Hardware"), any("Kept as a contract" in line for line in header)
+    )
+
+
+def make_starter(name: str, folder: Path, *, with_text: bool) -> StarterConfig:
+    """The shipped config `name` for a run in `folder`.
+
+    `with_text`: the folder has a corpus already, so that no command has to build one.
+    """
+    name = name.removesuffix(".yaml")
+    if name not in config_names():
+        guess = nearest(name, config_names())
+        hint = f"Did you mean {guess}?" if guess else "`nsa init --list` prints them."
+        raise ConfigError(f"there is no shipped config {name!r}. {hint}")
+    moved = _moved_paths(name, folder)
+    longest_first = sorted(moved, key=len, reverse=True)
+    pattern = re.compile("|".join(rf"(?<![\w/]){re.escape(path)}(?![\w.])" for path in longest_first))
+
+    def replaced(text: str, quote: Callable[[str], str]) -> str:
+        return pattern.sub(lambda found: quote(str(moved[found[0]])), text)
+
+    lines: list[str] = []
+    commands: list[str] = []
+    section = ""
+    for line in config_text(name).splitlines():
+        if line.startswith("#"):
+            command = _COMMAND.match(line)
+            if command and with_text and command[1].startswith(_BUILDS_CORPUS):
+                continue
+            line = replaced(line, shlex.quote if command else str)
+            if found := _COMMAND.match(line):
+                commands.append(found[1].partition("  #")[0].rstrip())
+        elif setting := _SETTING.match(line):
+            if not setting["indent"]:
+                section = setting["key"]
+            if setting["value"]:
+                value = replaced(setting["value"], _yaml_text)
+                key = f"{section}.{setting['key']}" if setting["indent"] else setting["key"]
+                written = f"{setting['indent']}{setting['key']}: {value}"
+                line = f"{written:<{_COMMENT_COLUMN - 2}}  {setting['comment'] or _comment(key)}"
+        elif not line and _PATHS_NOTE not in lines:
+            lines.append(_PATHS_NOTE)
+        lines.append(line)
+    commands = commands or [f"nsa train {shlex.quote(str(folder / CONFIG_FILE))}"]
+    reads_text = any(shlex.quote(str(folder / TEXT_FOLDER)) in command for command in commands)
+    builds_text = any(command.startswith(_BUILDS_CORPUS) for command in commands)
+    return StarterConfig("\n".join(lines) + "\n", tuple(commands), reads_text and not builds_text)
+
+
+def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
+    """Path in the shipped config → path in the user's folder."""
+    config = load(CONFIGS / f"{name}.yaml")
+    moved = {
+        f"configs/{name}.yaml": folder / CONFIG_FILE,
+        CORPUS_IN_CHECKOUT: folder / TEXT_FOLDER,
+        _BUILT_CORPUS: folder / TEXT_FOLDER,
+        config.train.out_dir: folder / RUN_FOLDER,
+    }
+    if config.data.path:
+        moved[config.data.path] = folder / DATA_FOLDER
+    if "/" in config.data.tokenizer:
+        moved[config.data.tokenizer] = folder / TOKENIZER_FILE
+    return moved
+
+
+def _comment(key: str) -> str:
+    field = settings()[key]
+    measured = f" ({unit(field)})" if unit(field) else ""
+    return f"# {(field.description or '').rstrip('.')}{measured}"
+
+
+def _yaml_text(text: str) -> str:
+    return text if _PLAIN_IN_YAML.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,46 @@
+"""A model of other software in our terms: arguments of `NSAConfig`, kinds of layers, tensor names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nsa.hf.configuration import NSAConfig
+from nsa.options import AttentionKind
+from nsa_train.convert.dense.source_tensors import SourceNames
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """What `NSAForCausalLM` needs to compute the same as the source."""
+
+    architecture: str
+    """As in its config.json."""
+    names: SourceNames
+    arguments: dict[str, Any]
+    """Of `NSAConfig`, without `attention`."""
+    kinds: tuple[AttentionKind, ...]
+    """Of every layer: dense, window where the source's attention slides, or nsa."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the source has NSA already; its block sizes and gates are then among the arguments."""
+        return "nsa" in self.kinds
+
+    @property
+    def config(self) -> NSAConfig:
+        """The source itself."""
+        return self.changed(self.kinds)
+
+    def changed(self, kinds: Sequence[AttentionKind], **changes: Any) -> NSAConfig:
+        """With other kinds of layers, and other arguments."""
+        return NSAConfig(**{**self.arguments, "attention": shortest_pattern(kinds), **changes})
+
+
+def shortest_pattern(values: Sequence[T]) -> T | list[T]:
+    """The shortest beginning that gives all values when it is repeated and cut; of one value, that value."""
+    for length in range(1, len(values) + 1):
+        if all(value == values[place % length] for place, value in enumerate(values)):
+            return values[0] if length == 1 else list(values[:length])
+    return list(values)

@@ -1,0 +1,162 @@
+"""training_record.json of an exported folder: how the model was trained, without paths of the machine.
+
+Taken from the run's own records at the first export and kept through import, so that a second export writes the same.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from nsa import __version__
+from nsa.errors import CheckpointError, ConfigError
+from nsa_train import names
+from nsa_train.checkpoint.trained_model import TrainedModel
+from nsa_train.config.schema import RunConfig
+from nsa_train.observe.evaluations import read_evaluations
+from nsa_train.observe.view import run_data
+from nsa_train.observe.view.report.evaluations import evaluation_summary
+
+TRAINING_RECORD = "training_record.json"
+FORMAT = 1
+_PRIVATE_SECTIONS = ("kernels", "parallel", "track")
+_PRIVATE_SETTINGS = {
+    "train": ("out_dir", "checkpoint_key_file"),
+    "data": ("tokenizer", "cache_dir"),
+    "runtime": ("kernel_cache", "device", "threads"),
+}
+_LONGEST_TEXT = 2000
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    step: int
+    """Optimizer steps."""
+    tokens: int
+    """Tokens that these steps trained on."""
+    loss: float | None
+    """Training loss in nats per token, of the last progress record up to the step."""
+    held_out_loss: float | None
+    held_out_step: int | None
+    """Step of the last evaluation up to the step."""
+    data: str
+    version: str
+    """Of nsa-train, at the time of the export."""
+    license: str | None
+    settings: Mapping[str, Any]
+    """Settings of the run by section, without private ones."""
+    evaluations: Mapping[str, str] = field(default_factory=dict)
+    """Results of `nsa eval` for this step: name and figure."""
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: object) -> Self:
+        """From JSON that may come from anyone; raises CheckpointError."""
+        expected = {
+            "format": int, "step": int, "tokens": int, "loss": (float, int, None), "held_out_step": (int, None),
+            "held_out_loss": (float, int, None), "data": str, "version": str, "license": (str, None), "settings": dict,
+            "evaluations": dict,
+        }  # fmt: skip
+        for key in values.keys() | expected.keys():
+            kinds = expected.get(key)
+            value = values.get(key)
+            allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+            if key not in values or not any(type(value) is kind or value is kind is None for kind in allowed):
+                raise CheckpointError(f"{where} has {key}={value!r:.80}: it is not a record of this version.")
+            if isinstance(value, str) and (len(value) > _LONGEST_TEXT or not value.isprintable()):
+                raise CheckpointError(f"{where} has an unreadable {key}: {value!r:.80}.")
+            if key != "format" and isinstance(value, int | float) and not 0 <= value < 2**62:
+                raise CheckpointError(f"{where} has {key}={value!r:.80}: it must be a number of 0 or more.")
+        if values["format"] != FORMAT:
+            raise CheckpointError(f"{where} has format {values['format']}, this version reads {FORMAT}.")
+        for name, figure in values["evaluations"].items():
+            if not (type(figure) is str and name.isprintable() and figure.isprintable() and len(name + figure) < 1000):
+                raise CheckpointError(f"{where} has an unreadable evaluation: {name!r:.80}={figure!r:.80}.")
+        if values["license"] is not None:
+            require_license(values["license"])
+        return cls(**{key: value for key, value in values.items() if key != "format"})
+
+
+def require_license(name: str) -> str:
+    """A licence's identifier, e.g. apache-2.0: it is written into the head of the model card."""
+    if not (name.isascii() and 0 < len(name) <= 60 and name.replace("-", "").replace(".", "").isalnum()):
+        raise ConfigError(
+            f"the licence is {name!r:.80}: it must be an identifier of letters, digits, '-' and '.'. Use e.g. "
+            f"apache-2.0."
+        )
+    return name
+
+
+def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord:
+    """The record of a checkpoint: the one it was imported with, or one made from the run folder around it."""
+    if (kept := trained.record.more.get(TRAINING_RECORD)) is not None:
+        record = TrainingRecord.parse(kept if isinstance(kept, dict) else {}, trained.path / names.STATE)
+        return record if license_name is None else TrainingRecord(**{**asdict(record), "license": license_name})
+    config, step = trained.config, trained.record.step
+    train = config.train
+    skipped = sum(end - first for first, end in trained.record.skipped_batches)
+    loss, held_out, held_out_step = _losses(trained.path, step)
+    return TrainingRecord(
+        step=step,
+        tokens=max(0, step - skipped) * train.batch_size * train.accumulate_grad_batches * train.seq_len,
+        loss=loss,
+        held_out_loss=held_out,
+        held_out_step=held_out_step,
+        data=_data(config),
+        version=__version__,
+        license=license_name,
+        settings=public_settings(config),
+        evaluations=_evaluations(trained.path, step),
+    )
+
+
+def _evaluations(checkpoint: Path, step: int) -> dict[str, str]:
+    found = [each for each in read_evaluations(checkpoint.parent.parent) if each.step == step]
+    return evaluation_summary(found[0]) if found else {}
+
+
+def _losses(checkpoint: Path, step: int) -> tuple[float | None, float | None, int | None]:
+    """Training loss, held-out loss and its step, from the run folder; None where they are not recorded."""
+    try:
+        run = run_data.load(checkpoint.parent.parent)
+    except ConfigError:  # a checkpoint outside a run folder
+        return None, None, None
+    lead = run.lead
+    recorded = zip(lead.counted("loss"), lead.counted("step"), strict=True)
+    losses = [loss for loss, at in recorded if at <= step and math.isfinite(loss)]
+    scored = [each for each in run.counted_evaluations() if each.step <= step and math.isfinite(each.val_loss)]
+    last = scored[-1] if scored else None
+    return losses[-1] if losses else None, last and last.val_loss, last and last.step
+
+
+def _data(config: RunConfig) -> str:
+    data = config.data
+    if data.dataset == "synthetic":
+        return f"synthetic rows ({data.synthetic_task}), no text"
+    return f"{data.dataset}: {_public_path(data.path)}" if data.path else data.dataset
+
+
+def _public_path(path: str) -> str:
+    """A hub id or address without options; of a local path only the last part."""
+    parts = urlsplit(path)
+    if parts.scheme in ("http", "https", "s3", "hf"):
+        return f"{parts.scheme}://{parts.hostname}{parts.path}"
+    return path if path.count("/") == 1 and not path.startswith((".", "~", "/")) else Path(path).name
+
+
+def public_settings(config: RunConfig) -> dict[str, Any]:
+    settings = config.model_dump(mode="json", exclude={"profile", *_PRIVATE_SECTIONS})
+    for section, private in _PRIVATE_SETTINGS.items():
+        for name in private:
+            del settings[section][name]
+    if config.data.path is not None:
+        settings["data"]["path"] = _public_path(config.data.path)
+    return settings

@@ -1,0 +1,312 @@
+"""Direct streaming: shuffled, tokenized documents of a source in one seeded global order, with a resumable cursor.
+
+The shuffling order is a permutation of units per epoch and a permutation of rows per unit (`permutation.py`). There is
+no shuffle buffer, so the cursor is three integers, and it does not depend on ranks: every rank walks the same sequence
+and takes its share of the rows. Ranks that share a folder divide the reading among them (`unit_exchange.py`) without
+changing the sequence.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from nsa.errors import ConfigError, DataError
+from nsa_train.data.document import CorruptUnit, Document, DocumentSource, is_held_out
+from nsa_train.data.permutation import seeded_permutation
+from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
+
+Split = Literal["train", "validation"]
+AtEnd = Literal["repeat", "error", "stop"]
+
+_STATE_VERSION = 1
+_UNIT_ORDER, _ROW_ORDER = 1, 2  # keep the two families of permutations apart
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """Position of one document in the global order; the same for every world size.
+
+    `unit` and `row` count along the shuffled order, not along the files: `unit` is the position in the epoch's
+    permutation of units, `row` the position in that unit's permutation of rows. `documents` and `tokens` count what was
+    yielded before this document.
+    """
+
+    epoch: int
+    unit: int
+    row: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDoc:
+    """A tokenized document, without the end-of-document token, which packing appends."""
+
+    doc_id: str
+    tokens: np.ndarray
+    position: StreamPosition
+
+
+class DocumentStream:
+    """An iterator of `TokenDoc`. At the end of an epoch it starts the next one, raises an error, or stops (`at_end`).
+
+    With `exchange`, it reads only its share of the units and receives the others from the streams of other ranks.
+    """
+
+    def __init__(
+        self,
+        source: DocumentSource,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        split: Split = "train",
+        held_out_fraction: float = 0.0,
+        at_end: AtEnd = "repeat",
+        max_bad_units: int = 8,
+        tokenize_batch: int = 64,
+        exchange: ExchangeSettings | None = None,
+    ) -> None:
+        if not 0.0 <= held_out_fraction < 1.0:
+            raise ConfigError(
+                f"held_out_fraction is {held_out_fraction}: the fraction of documents kept for validation must be in "
+                "[0, 1). Set it to e.g. 0.001."
+            )
+        if len(source) == 0:
+            raise DataError("the data source has no units: every file is empty. Check the path.")
+        self._source = source
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._split = split
+        self._held_out_fraction = held_out_fraction
+        self._at_end = at_end
+        self._max_bad_units = max_bad_units
+        self._tokenize_batch = tokenize_batch
+        self._quarantined: dict[int, str] = {}
+        self._next = StreamPosition(epoch=0, unit=0, row=0, documents=0, tokens=0)
+        self._iterator: Iterator[TokenDoc] | None = None
+        self._unit_order = lru_cache(maxsize=2)(self._compute_unit_order)
+        self._exchange = UnitExchange(exchange, self._tokenize_unit) if exchange is not None else None
+        self._tokenized_documents = 0
+        self.empty_documents = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._next.epoch
+
+    def counters(self) -> dict[str, int]:
+        """`documents` and `tokens` count from the first step of the run, the others since this process started."""
+        return {
+            "documents": self._next.documents,
+            "tokens": self._next.tokens,
+            "bad_units": len(self._quarantined),
+            "empty_documents": self.empty_documents,
+            "retries": self._source.retries,
+            "bytes_read": self._source.bytes_read,
+            "tokenized_documents": self._tokenized_documents,
+        }
+
+    def close(self) -> None:
+        """Stop the background reading for other ranks."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def __iter__(self) -> "DocumentStream":
+        return self
+
+    def __next__(self) -> TokenDoc:
+        if self._iterator is None:
+            self._iterator = self._documents(self._next)
+        try:
+            doc = next(self._iterator)
+        except DataError:
+            self._iterator = None  # a generator that has raised then stops, which would look like the end of the data
+            raise
+        self._next = _after(doc)
+        return doc
+
+    def state_dict(self) -> dict[str, Any]:
+        """Cursor: a stream that loads it continues after the last document yielded."""
+        return self._state(self._next)
+
+    def state_before(self, doc: TokenDoc) -> dict[str, Any]:
+        """Cursor: a stream that loads it yields `doc` next."""
+        return self._state(doc.position)
+
+    def state_after(self, doc: TokenDoc) -> dict[str, Any]:
+        """Cursor: a stream that loads it yields the document after `doc` next."""
+        return self._state(_after(doc))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        expected = self._identity()
+        if differing := [key for key in expected if state.get(key) != expected[key]]:
+            values = ", ".join(f"{key}: saved {state.get(key)!r}, now {expected[key]!r}" for key in differing)
+            raise DataError(
+                f"the data cursor belongs to another stream ({values}): it would point at other documents. Restore "
+                "the files and settings it was saved with, or start the data from the beginning on purpose."
+            )
+        self._next = StreamPosition(*(int(state[key]) for key in ("epoch", "unit", "row", "documents", "tokens")))
+        self._quarantined = {int(index): self._name(int(index)) for index in state["quarantined"]}
+        self._iterator = None
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": _STATE_VERSION,
+            "seed": self._seed,
+            "fingerprint": self._source.fingerprint,
+            "tokenizer": self._tokenizer.fingerprint,
+            "split": self._split,
+            "held_out_fraction": self._held_out_fraction,
+        }
+
+    def _state(self, position: StreamPosition) -> dict[str, Any]:
+        place = {key: getattr(position, key) for key in ("epoch", "unit", "row", "documents", "tokens")}
+        return {**self._identity(), **place, "quarantined": sorted(self._quarantined)}
+
+    def _documents(self, position: StreamPosition) -> Iterator[TokenDoc]:
+        self._check_quarantine()
+        if self._exchange is not None:
+            stop = None if self._at_end == "repeat" else (position.epoch + 1) * len(self._source)
+            self._exchange.start(position.epoch * len(self._source) + position.unit, stop)
+        while True:
+            before = position.documents
+            order = self._unit_order(position.epoch)
+            started_inside = position.unit > 0 or position.row > 0
+            for place in range(position.unit, len(order)):
+                position = replace(position, unit=place, row=position.row if place == position.unit else 0)
+                for doc in self._unit_documents(int(order[place]), position):
+                    position = _after(doc)
+                    yield doc
+            position = self._end_epoch(position, empty=position.documents == before and not started_inside)
+            if self._at_end == "stop":
+                return
+
+    def _end_epoch(self, position: StreamPosition, *, empty: bool) -> StreamPosition:
+        if empty:
+            raise DataError(
+                f"a whole epoch had no {self._split} document (held_out_fraction={self._held_out_fraction}, "
+                f"{len(self._quarantined)} of {len(self._source)} units quarantined). Check the split and the files."
+            )
+        if self._at_end == "error":
+            raise DataError(
+                f"the data ended after {position.documents} documents, {position.tokens} tokens, in epoch "
+                f"{position.epoch}, and repeating it is disabled. Set data.on_end=epoch (at_end='repeat'), train fewer "
+                "steps, or add data."
+            )
+        _log.info(
+            "end of epoch %d of the %s data: %d documents, %d tokens so far",
+            position.epoch,
+            self._split,
+            position.documents,
+            position.tokens,
+        )
+        return replace(position, epoch=position.epoch + 1, unit=0, row=0)
+
+    def _compute_unit_order(self, epoch: int) -> np.ndarray:
+        return seeded_permutation(len(self._source), self._seed, _UNIT_ORDER, epoch)
+
+    def _unit_documents(self, index: int, position: StreamPosition) -> Iterator[TokenDoc]:
+        """The documents of one unit from `position.row` on, in the unit's shuffled order."""
+        if self._exchange is not None:
+            yield from self._exchanged_documents(index, position, self._exchange)
+            return
+        documents = self._unless_corrupt(index, lambda: self._source.read(index)) or []
+        order = seeded_permutation(len(documents), self._seed, _ROW_ORDER, position.epoch, index)
+        rows = [int(row) for row in range(position.row, len(documents)) if self._is_selected(documents[order[row]])]
+        for first in range(0, len(rows), self._tokenize_batch):
+            batch = rows[first : first + self._tokenize_batch]
+            tokens = self._encode([documents[order[row]].text for row in batch])
+            for row, ids in zip(batch, tokens, strict=True):
+                doc = TokenDoc(documents[order[row]].id, ids, replace(position, row=row))
+                position = _after(doc)
+                yield doc
+
+    def _exchanged_documents(self, index: int, position: StreamPosition, exchange: UnitExchange) -> Iterator[TokenDoc]:
+        number = position.epoch * len(self._source) + position.unit
+        unit = self._unless_corrupt(index, lambda: exchange.take(number))
+        if unit is None:
+            return
+        self.empty_documents += unit.empty_documents
+        order = seeded_permutation(len(unit.ids), self._seed, _ROW_ORDER, position.epoch, index)
+        for row in range(position.row, len(order)):
+            if (tokens := unit.tokens[order[row]]) is not None:
+                doc = TokenDoc(unit.ids[order[row]], tokens, replace(position, row=row))
+                position = _after(doc)
+                yield doc
+
+    def _tokenize_unit(self, number: int) -> TokenUnit | None:
+        """Called by the exchange in its own thread; None for a quarantined unit, which no rank will request."""
+        epoch, place = divmod(number, len(self._source))
+        if (index := int(self._unit_order(epoch)[place])) in self._quarantined:
+            return None
+        documents = self._source.read(index)
+        selected = [row for row, document in enumerate(documents) if document.text and self._in_split(document)]
+        tokens: list[np.ndarray | None] = [None] * len(documents)
+        for first in range(0, len(selected), self._tokenize_batch):
+            batch = selected[first : first + self._tokenize_batch]
+            for row, ids in zip(batch, self._encode([documents[row].text for row in batch]), strict=True):
+                tokens[row] = ids
+        return TokenUnit([document.id for document in documents], tokens, sum(not d.text for d in documents))
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        self._tokenized_documents += len(texts)
+        return [_read_only(ids) for ids in self._tokenizer.encode_batch(texts)]
+
+    def _is_selected(self, document: Document) -> bool:
+        if not document.text:
+            self.empty_documents += 1
+            return False
+        return self._in_split(document)
+
+    def _in_split(self, document: Document) -> bool:
+        return is_held_out(document.id, self._held_out_fraction) == (self._split == "validation")
+
+    def _unless_corrupt(self, index: int, read: Callable[[], _T]) -> _T | None:
+        if index in self._quarantined:
+            return None
+        try:
+            return read()
+        except CorruptUnit as error:
+            self._quarantined[index] = self._name(index)
+            _log.warning(
+                "skipping corrupt unit %d from now on (%d quarantined so far): %s", index, len(self._quarantined), error
+            )
+            self._check_quarantine(error)
+            return None
+
+    def _check_quarantine(self, cause: CorruptUnit | None = None) -> None:
+        if len(self._quarantined) > self._max_bad_units:
+            raise DataError(
+                f"{len(self._quarantined)} units are corrupt, max_bad_units is {self._max_bad_units}. "
+                f"Quarantined: {'; '.join(self._quarantined.values())}. Restore the files, or raise the limit."
+            ) from cause
+
+    def _name(self, index: int) -> str:
+        return str(self._source.unit(index))
+
+
+def _after(doc: TokenDoc) -> StreamPosition:
+    at = doc.position
+    return StreamPosition(at.epoch, at.unit, at.row + 1, at.documents + 1, at.tokens + len(doc.tokens))
+
+
+def _read_only(ids: np.ndarray) -> np.ndarray:
+    ids.setflags(write=False)
+    return ids
+
+
+def sample_texts(source: DocumentSource, *, seed: int, max_bytes: int) -> Iterator[str]:
+    """Sample of a corpus to train a tokenizer on: documents in the first epoch's order of units, up to `max_bytes`."""
+    used = 0
+    for index in seeded_permutation(len(source), seed, _UNIT_ORDER, 0):
+        for document in source.read(int(index)):
+            if used >= max_bytes:
+                return
+            used += len(document.text.encode())
+            yield document.text

@@ -1,0 +1,168 @@
+"""manifest.json of a prepared set: shards, token counts, tokenizer, SHA-256 of every file and of the manifest itself.
+
+It is written once and last: a folder without a manifest is unfinished, a folder with one is complete.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from nsa.errors import ConfigError, DataError
+from nsa_train.data.shards.writer import BLOCK_BYTES, ShardInfo
+from nsa_train.data.tokenizer import token_dtype
+from nsa_train.storage import StorageFolder
+
+MANIFEST_NAME = "manifest.json"
+_LARGEST_MANIFEST_BYTES = 64 << 20  # 100,000 shards
+TRAIN, VALIDATION = "train", "validation"
+SPLITS = (TRAIN, VALIDATION)
+_FORMAT, _VERSION = "nsa-token-shards", 1
+_DTYPES = ("uint16", "uint32")
+# A name is a path below the set's folder and must not point outside it.
+_SHARD_NAME = re.compile(r"[\w-]+(/[\w-]+)*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class ShardManifest:
+    vocab_size: int
+    tokenizer_fingerprint: str
+    eos_id: int
+    dtype: str
+    made_from: dict[str, Any]  # source, files and settings, as JSON; the same values give the same bytes
+    quarantined: list[str]  # units of the source that could not be read
+    splits: dict[str, list[ShardInfo]]
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content; two sets with the same one hold the same tokens in the same order.
+
+        Cached: it is part of every cursor and takes a quarter of a second to compute for ten thousand shards.
+        """
+        return hashlib.sha256(_canonical(self._content())).hexdigest()
+
+    def shards(self, split: str) -> list[ShardInfo]:
+        if split not in self.splits:
+            raise ConfigError(f"the prepared set has no split {split!r}. Choose one of {sorted(self.splits)}.")
+        return self.splits[split]
+
+    def totals(self, split: str) -> dict[str, int]:
+        shards = self.shards(split)
+        return {
+            "shards": len(shards),
+            "documents": sum(s.documents for s in shards),
+            "tokens": sum(s.tokens for s in shards),
+            "bytes": sum(s.tok_bytes + s.idx_bytes + s.ids_bytes for s in shards),
+        }
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "tokenizer": {
+                "vocab_size": self.vocab_size,
+                "fingerprint": self.tokenizer_fingerprint,
+                "eos_id": self.eos_id,
+            },
+            "dtype": self.dtype,
+            "block_bytes": BLOCK_BYTES,
+            "made_from": self.made_from,
+            "quarantined": self.quarantined,
+            "totals": {split: self.totals(split) for split in self.splits},
+            "splits": {split: [s.as_json() for s in shards] for split, shards in self.splits.items()},
+        }
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self._content() | {"sha256": self.fingerprint}, indent=1).encode()
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+@lru_cache(maxsize=2)
+def parse_manifest(raw: bytes, where: str) -> ShardManifest:
+    """The manifest in these bytes. Cached: a rank opens the same set several times while it starts."""
+    broken = f"{where} is not a manifest of prepared shards"
+    try:
+        content = json.loads(raw)
+        recorded = content.pop("sha256")
+        if (content["format"], content["version"], content["block_bytes"]) != (_FORMAT, _VERSION, BLOCK_BYTES):
+            raise DataError(
+                f"{where} has format {content['format']!r} version {content['version']}, this version reads "
+                f"{_FORMAT!r} version {_VERSION}. Prepare the data again."
+            )
+        if hashlib.sha256(_canonical(content)).hexdigest() != recorded:
+            raise DataError(
+                f"{where} does not match its own SHA-256: it was changed or damaged. Restore or prepare it again."
+            )
+        manifest = ShardManifest(
+            vocab_size=content["tokenizer"]["vocab_size"],
+            tokenizer_fingerprint=content["tokenizer"]["fingerprint"],
+            eos_id=content["tokenizer"]["eos_id"],
+            dtype=content["dtype"],
+            made_from=content["made_from"],
+            quarantined=content["quarantined"],
+            splits={split: [ShardInfo(**s) for s in shards] for split, shards in content["splits"].items()},
+        )
+        manifest.__dict__["fingerprint"] = recorded  # verified above
+        _check_values(manifest)
+        return manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{broken} ({error!r}). Use the folder that `nsa data prepare` wrote.") from error
+
+
+def _check_values(manifest: ShardManifest) -> None:
+    """Raise `ValueError` for values that `prepare` never writes: the hash detects damage, not invalid values."""
+    _require(_is_count(manifest.vocab_size) and 0 < manifest.vocab_size <= 2**32, "vocab_size", manifest.vocab_size)
+    _require(_is_count(manifest.eos_id) and manifest.eos_id < manifest.vocab_size, "eos_id", manifest.eos_id)
+    _require(isinstance(manifest.tokenizer_fingerprint, str), "fingerprint", manifest.tokenizer_fingerprint)
+    wide_enough = _DTYPES[_DTYPES.index(token_dtype(manifest.vocab_size).name) :]
+    _require(manifest.dtype in wide_enough, f"dtype for {manifest.vocab_size} ids", manifest.dtype)
+    _require(isinstance(manifest.made_from, dict), "made_from", manifest.made_from)
+    quarantined = manifest.quarantined
+    _require(isinstance(quarantined, list) and all(isinstance(u, str) for u in quarantined), "quarantined", quarantined)
+    _require(set(manifest.splits) == set(SPLITS), "splits", sorted(manifest.splits))
+    for shard in (shard for shards in manifest.splits.values() for shard in shards):
+        _require(isinstance(shard.name, str) and _SHARD_NAME.fullmatch(shard.name) is not None, "name", shard.name)
+        for field in ("tokens", "documents", "tok_bytes", "idx_bytes", "ids_bytes"):
+            _require(_is_count(getattr(shard, field)), f"{field} of {shard.name}", getattr(shard, field))
+        for field in ("tok_sha256", "idx_sha256", "ids_sha256"):
+            value = getattr(shard, field)
+            _require(isinstance(value, str) and _SHA256.fullmatch(value) is not None, f"{field} of {shard.name}", value)
+        sound = shard.tok_bytes == shard.tokens * manifest.numpy_dtype.itemsize and shard.documents <= shard.tokens
+        _require(sound, f"tok_bytes, tokens and documents of {shard.name}", [shard.tok_bytes, shard.tokens])
+
+
+def _require(holds: bool, what: str, value: object) -> None:
+    if not holds:
+        shown = repr(value)
+        raise ValueError(f"{what} is {shown if len(shown) <= 80 else shown[:77] + '...'}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def read_manifest(folder: StorageFolder) -> ShardManifest:
+    if not folder.exists(MANIFEST_NAME):
+        if folder.is_local and not folder.local_path("").is_dir():
+            raise DataError(
+                f"{folder.url} does not exist. Check the path, or write the set with `nsa data prepare SRC "
+                f"{folder.url}`."
+            )
+        raise DataError(
+            f"{folder.url} has no {MANIFEST_NAME}: it is not a prepared set, or `nsa data prepare` has not finished. "
+            "Run the same prepare command again; it continues where it stopped."
+        )
+    raw = folder.read_bytes(MANIFEST_NAME, limit=_LARGEST_MANIFEST_BYTES)
+    return parse_manifest(raw, f"{folder.url}/{MANIFEST_NAME}")

@@ -1,0 +1,203 @@
+"""Random access to the tokens of a prepared set, as one concatenated array of memory-mapped shards.
+
+Local shards are mapped in place, remote ones from the cache. Everything returned is verified: the index of a shard
+against the manifest when the shard is opened, each 64 KiB block of tokens against the index when it is first read.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from nsa.errors import ConfigError, DataError
+from nsa.files import open_regular
+from nsa_train.data.rows.batch import Segment
+from nsa_train.data.shards.cache import ShardCache
+from nsa_train.data.shards.manifest import TRAIN, ShardManifest, read_manifest
+from nsa_train.data.shards.writer import (
+    BLOCK_BYTES,
+    HASH_BYTES,
+    ShardInfo,
+    check_block,
+    check_sha256,
+    decode_ids,
+    read_index,
+)
+from nsa_train.storage import StorageFolder
+
+# Each open shard holds one memory map; Linux allows 65,530 of them per process by default.
+_MAX_OPEN_SHARDS = 4096
+_OPEN_ATTEMPTS = 5
+_T = TypeVar("_T")
+
+
+class OpenShard:
+    """A memory-mapped shard that records which of its blocks have been verified."""
+
+    def __init__(self, path: Path, index_raw: bytes, info: ShardInfo, dtype: np.dtype) -> None:
+        self.info = info
+        check_sha256(index_raw, info.idx_sha256, f"{info.name}.idx")
+        index = read_index(index_raw, info)
+        self.ends = index.ends.astype(np.int64)
+        self._block_sha256 = index.block_sha256
+        actual = path.stat().st_size
+        if actual != info.tok_bytes:
+            raise DataError(
+                f"{info.name}.tok has {actual} bytes instead of {info.tok_bytes}: it was truncated or changed. "
+                "Restore it or prepare the data again."
+            )
+        self._raw: np.ndarray = (
+            np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if actual else np.empty(0, np.uint8)
+        )
+        self._tokens = self._raw.view(dtype)
+        self._itemsize = dtype.itemsize
+        self._verified = bytearray(len(self._block_sha256) // HASH_BYTES)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """A verified view of tokens [start, stop)."""
+        first = start * self._itemsize // BLOCK_BYTES
+        last = (stop * self._itemsize - 1) // BLOCK_BYTES
+        for block in range(first, last + 1):
+            if not self._verified[block]:
+                self._verify(block)
+        return self._tokens[start:stop]
+
+    def _verify(self, block: int) -> None:
+        content = self._raw[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        check_block(content.data, self._block_sha256, block, self.info.name)
+        self._verified[block] = 1
+
+
+class ShardReader:
+    """The tokens of one split, addressed from 0 to `total_tokens`."""
+
+    def __init__(
+        self,
+        folder: StorageFolder,
+        split: str = TRAIN,
+        *,
+        cache: ShardCache | None = None,
+        manifest: ShardManifest | None = None,
+        max_open_shards: int = _MAX_OPEN_SHARDS,
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest or read_manifest(folder)
+        self._shards = self.manifest.shards(split)
+        self.split = split
+        if cache is None and not folder.is_local:
+            raise ConfigError(f"{folder.url} is remote: its shards need a local cache. Set data.cache_dir.")
+        self._cache = cache
+        self._dtype = self.manifest.numpy_dtype
+        self.starts = np.zeros(len(self._shards) + 1, dtype=np.int64)
+        np.cumsum([s.tokens for s in self._shards], out=self.starts[1:])
+        self.total_tokens = int(self.starts[-1])
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open_bytes = 0
+        self._ids: tuple[int, list[str]] = (-1, [])
+        self._max_open = max_open_shards
+
+    @property
+    def total_bytes(self) -> int:
+        return self.total_tokens * self._dtype.itemsize
+
+    @property
+    def cache_limit_bytes(self) -> int | None:
+        """None if shards are read in place."""
+        return None if self._cache is None or self.folder.is_local else self._cache.limit_bytes
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(shard number, offset inside it) of global token positions."""
+        shard = np.searchsorted(self.starts, positions, side="right") - 1
+        return shard, positions - self.starts[shard]
+
+    def copy_window(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
+        """Copy tokens [start, stop) into `out`; returns the document ends e with start < e <= stop."""
+        assert 0 <= start < stop <= self.total_tokens, f"window [{start}, {stop}) outside {self.total_tokens} tokens"
+        number = int(self.starts.searchsorted(start, side="right")) - 1
+        ends = []
+        written = 0
+        while start < stop:
+            shard = self._shard(number)
+            base = int(self.starts[number])
+            low, high = start - base, min(stop - base, shard.info.tokens)
+            out[written : written + high - low] = shard.tokens(low, high)
+            first, last = shard.ends.searchsorted((low, high), side="right")
+            ends.append(shard.ends[first:last] + base)
+            written += high - low
+            start = base + high
+            number += 1
+        return ends[0] if len(ends) == 1 else np.concatenate(ends)
+
+    def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
+        """The pieces of documents that tokens [start, stop) belong to."""
+        found: list[Segment] = []
+        while start < stop:
+            number = int(np.searchsorted(self.starts, start, side="right")) - 1
+            shard = self._shard(number)
+            base = int(self.starts[number])
+            document = int(np.searchsorted(shard.ends, start - base, side="right"))
+            doc_start = base + (int(shard.ends[document - 1]) if document else 0)
+            end = min(base + int(shard.ends[document]), stop)
+            found.append(Segment(self._doc_ids(number)[document], start - doc_start, end - start))
+            start = end
+        return tuple(found)
+
+    def _doc_ids(self, number: int) -> list[str]:
+        if self._ids[0] != number:
+            info = self._shards[number]
+            name = f"{info.name}.ids"
+            raw = self._retry_if_evicted(lambda: self._read(name, info.ids_bytes, info.ids_sha256))
+            check_sha256(raw, info.ids_sha256, name)
+            self._ids = (number, decode_ids(raw, info))
+        return self._ids[1]
+
+    def _shard(self, number: int) -> OpenShard:
+        shard = self._open.get(number)
+        if shard is None:
+            shard = self._open[number] = self._open_shard(self._shards[number])
+            self._open_bytes += shard.info.tok_bytes
+            limit = self.cache_limit_bytes
+            # An evicted cache file uses disk space as long as it is mapped: close what exceeds the cache.
+            while len(self._open) > self._max_open or (limit and self._open_bytes > limit and len(self._open) > 1):
+                self._open_bytes -= self._open.popitem(last=False)[1].info.tok_bytes
+        else:
+            self._open.move_to_end(number)
+        return shard
+
+    def _open_shard(self, info: ShardInfo) -> OpenShard:
+        def attempt() -> OpenShard:
+            index_raw = self._read(f"{info.name}.idx", info.idx_bytes, info.idx_sha256)
+            token_path = self._local(f"{info.name}.tok", info.tok_bytes, info.tok_sha256)
+            return OpenShard(token_path, index_raw, info, self._dtype)
+
+        return self._retry_if_evicted(attempt)
+
+    def _retry_if_evicted(self, attempt: Callable[[], _T]) -> _T:
+        """Retry for cached files: another rank may evict one between its download and our opening it."""
+        for _ in range(1 if self.folder.is_local else _OPEN_ATTEMPTS):
+            try:
+                return attempt()
+            except FileNotFoundError as error:
+                missing = error
+            except OSError as error:
+                raise DataError(
+                    f"a file of {self.folder.url} cannot be read ({error}). Restore it or prepare the data again."
+                ) from error
+        raise DataError(
+            f"{missing.filename} is missing but listed in the manifest. Restore it or prepare the data again; if the "
+            "set is remote, raise data.cache_gib."
+        ) from missing
+
+    def _read(self, name: str, size: int, sha256: str) -> bytes:
+        """A whole small file; a folder, pipe or device in its place is an OSError."""
+        with open_regular(self._local(name, size, sha256)) as file:
+            return file.read(min(size, os.fstat(file.fileno()).st_size) + 1)
+
+    def _local(self, name: str, size: int, sha256: str) -> Path:
+        if self.folder.is_local:
+            return self.folder.local_path(name)
+        assert self._cache is not None
+        return self._cache.fetch(self.folder, name, size, sha256)

@@ -1,0 +1,198 @@
+"""Document source for local JSONL (JSON lines) files, plain, gzip or zstd.
+
+A plain file is divided into blocks of bytes, one unit each; a line belongs to the block in which it starts. A
+compressed file can only be read from its beginning, so the whole file is one unit, whose size in memory is limited by
+`max_unit_bytes` and in proportion to the file (`require_plausible_ratio`). Plain JSONL and zstd without frame
+checksums cannot detect damage that leaves valid JSON (gzip can); `checksums.py` detects it from the second read on.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from nsa.errors import DataError
+from nsa_train.data.document import (
+    DEFAULT_MAX_UNIT_BYTES,
+    DOCUMENT_BYTES,
+    CorruptUnit,
+    Document,
+    DocumentColumns,
+    SourceUnit,
+    make_document,
+    require_plausible_ratio,
+)
+from nsa_train.data.source.file import LocalFile
+from nsa_train.data.source.read_report import BAD_LINES, ReadReport
+
+_BLOCK_BYTES = 4 * 2**20
+_READ_BYTES = 2**20
+_ZSTD_READ_BYTES = 2**10  # unpacked at once; at most 32,768 times as long
+
+
+class JsonlSource:
+    """A line that is not a JSON object with text makes its unit corrupt. With a `report` such lines are skipped and
+    counted there, unless they are more than half of the unit's lines."""
+
+    retries = 0  # local files only
+
+    def __init__(
+        self,
+        files: Sequence[LocalFile],
+        *,
+        columns: DocumentColumns | None = None,
+        block_bytes: int = _BLOCK_BYTES,
+        max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
+        report: ReadReport | None = None,
+    ) -> None:
+        self._files = list(files)
+        self._report = report
+        self._columns = columns or DocumentColumns()
+        self._block_bytes = block_bytes
+        self._max_unit_bytes = max_unit_bytes
+        self.bytes_read = 0
+        self._sizes = [file.size() for file in self._files]
+        blocks = [self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True)]
+        self._first_unit = np.concatenate([[0], np.cumsum(blocks)]).astype(int)
+        digest = hashlib.sha256(f"{self._columns.identity} {block_bytes}".encode())
+        for file, size in zip(self._files, self._sizes, strict=True):
+            digest.update(f"\n{file.name}\t{size}\t{file.sample_hash()}".encode("utf-8", "surrogateescape"))
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._first_unit[-1])
+
+    def unit(self, index: int) -> SourceUnit:
+        file, block = self._locate(index)
+        return SourceUnit(index, self._files[file].where, self._part(file, block))
+
+    def read(self, index: int) -> list[Document]:
+        file, block = self._locate(index)
+        try:
+            with open(self._files[file].path, "rb") as raw:
+                documents = self._documents(index, self._lines(raw, file, block))
+                self.bytes_read += raw.tell() - block * self._block_bytes
+                return documents
+        except (zlib.error, EOFError, gzip.BadGzipFile, CorruptUnit) as error:
+            raise CorruptUnit(f"{self.unit(index)} is corrupt: {error}") from error
+        except OSError as error:
+            raise DataError(f"{self.unit(index)} could not be read: {error.strerror}. Check the disk.") from error
+
+    def _documents(self, index: int, lines: Iterator[bytes]) -> list[Document]:
+        documents: list[Document] = []
+        bad: list[CorruptUnit] = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                documents.append(self._parse(line))
+            except CorruptUnit as error:
+                if self._report is None:
+                    raise
+                bad.append(error)
+        if len(bad) > len(documents):
+            raise CorruptUnit(f"{len(bad)} of {len(bad) + len(documents)} lines are bad; the first: {bad[0]}")
+        file, block = self._locate(index)
+        for problem in bad:
+            assert self._report is not None
+            self._report.skip(BAD_LINES, f"{self._files[file].name}, {self._part(file, block)}: {problem}")
+        return documents
+
+    def _blocks(self, file: LocalFile, size: int) -> int:
+        if size == 0:
+            return 0
+        return -(-size // self._block_bytes) if _is_plain(file) else 1
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
+        return file, index - int(self._first_unit[file])
+
+    def _part(self, file: int, block: int) -> str:
+        if not _is_plain(self._files[file]):
+            return "whole file"
+        return f"bytes {block * self._block_bytes}-{min((block + 1) * self._block_bytes, self._sizes[file]) - 1}"
+
+    def _lines(self, raw: BinaryIO, file: int, block: int) -> Iterator[bytes]:
+        if _is_plain(self._files[file]):
+            start = block * self._block_bytes
+            # One byte back: if the previous block ends in a newline, the line at `start` belongs to this block.
+            raw.seek(max(0, start - 1))
+            if start and not raw.readline(self._block_bytes + 1).endswith(b"\n"):
+                return  # no line starts in this block; reading on would read a long line once per block
+            while raw.tell() < start + self._block_bytes and (line := self._line(raw)):
+                yield line
+            return
+        pieces = _gzip_pieces(raw) if self._files[file].name.lower().endswith(".gz") else _zstd_pieces(raw)
+        unpacked = 0
+        waiting: list[bytes] = []
+        for piece in pieces:
+            *lines, rest = piece.split(b"\n")
+            unpacked += len(piece) + DOCUMENT_BYTES * len(lines)
+            require_plausible_ratio(unpacked, self._sizes[file])
+            if unpacked > self._max_unit_bytes:
+                raise DataError(
+                    f"{self._files[file].where} unpacks to more than max_unit_bytes={self._max_unit_bytes}: a "
+                    "compressed file is one unit and is held in memory. Split it, or run `nsa data prepare`."
+                )
+            if lines:
+                yield b"".join([*waiting, lines[0]])
+                yield from lines[1:]
+                waiting = []
+            waiting.append(rest)
+        yield b"".join(waiting)
+
+    def _line(self, raw: BinaryIO) -> bytes:
+        line = raw.readline(self._max_unit_bytes + 1)
+        if len(line) > self._max_unit_bytes:
+            raise CorruptUnit(f"a line is longer than max_unit_bytes={self._max_unit_bytes}")
+        return line
+
+    def _parse(self, line: bytes) -> Document:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorruptUnit(f"a line is not JSON ({error})") from error
+        if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
+            found = (
+                f"its keys are {sorted(record)[:8]}" if isinstance(record, dict) else f"it is {type(record).__name__}"
+            )
+            raise CorruptUnit(f"a line has no text under {self._columns.text!r}: {found}")
+        # JSON can contain half a surrogate pair, which is not a character and has no UTF-8 encoding.
+        text = record[self._columns.text].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        return make_document(record.get(self._columns.id) if self._columns.id else None, text)
+
+
+def _is_plain(file: LocalFile) -> bool:
+    return file.name.lower().endswith(".jsonl")
+
+
+def _gzip_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=raw) as unpacked:
+        while piece := unpacked.read(_READ_BYTES):
+            yield piece
+
+
+def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """Frame by frame; the library's own file object does not notice that a file is truncated.
+
+    A few bytes can be a block of 128 KiB, and a file can have a frame in every nine bytes: little is given to the
+    library at once, and one decompressor reads all frames.
+    """
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor()
+    frame, rest = None, b""
+    try:
+        while data := rest or raw.read(_ZSTD_READ_BYTES):
+            frame = frame or decompressor.decompressobj()
+            yield frame.decompress(data)
+            rest = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise CorruptUnit(str(error)) from error
+    if frame is not None:
+        raise EOFError("the file ends inside a zstd frame")

@@ -1,0 +1,214 @@
+"""Far tasks: text whose answer lies at a chosen depth of a document of a chosen length.
+
+needle              one sentence gives the number of a name; the question asks for it
+needle_multikey     eight such sentences, one of which is asked for
+variable_tracking   variables set to numbers or to other variables; the question follows a chain of them
+associative_recall  a table of sixteen keys and numbers, one of which is asked for
+
+Tasks are text, so any tokenizer will do. An example is a function of (task, length, depth, number, seed, hay,
+tokenizer) alone. Every candidate answer is drawn alike, so that a model that cannot find the answer scores 1 / number
+of candidates.
+"""
+
+import hashlib
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from nsa.errors import ConfigError
+from nsa_train.infer.evaluation.hay import HayText
+
+CANDIDATES = 8
+CHAINS, HOPS = 4, 3
+PAIRS = 16
+_SENTENCE_ENDS = (".", "!", "?", ":")
+_BACK_TO_SENTENCE = 40
+"""Words that a hidden sentence is moved back at most, to stand between two sentences of the hay; a tenth of all at
+most."""
+_ADJECTIVE_LIST = """
+amber ancient bold brave brisk broad calm clever copper coral crimson dusty eager early fierce frozen gentle golden
+hidden hollow humble ivory jolly lively lonely lucky mellow misty noble olive patient plain polite proud quiet rapid
+rustic scarlet silent silver sleepy slender solemn steady stormy sturdy swift tender tidy violet
+"""
+_NOUN_LIST = """
+badger beacon beetle bishop candle canyon castle cobbler comet cricket dolphin dragon falcon ferry fiddle forest garden
+glacier goblet hammer harbor heron island jackal kettle lantern lizard magnet marble meadow mirror otter parrot pebble
+pigeon pillow rabbit raven saddle sailor sparrow spider temple thistle tiger tunnel turtle walrus wizard
+"""
+_ADJECTIVES, _NOUNS = _ADJECTIVE_LIST.split(), _NOUN_LIST.split()
+
+CountTokens = Callable[[str], int]
+
+
+class TaskText(NamedTuple):
+    """What a task hides and asks, without the hay."""
+
+    groups: tuple[tuple[str, ...], ...]
+    """Sentences to hide, in the order they must keep within a group. The first of group 0 goes to the asked depth."""
+    question: str
+    answer: str
+    candidates: tuple[str, ...]
+    """The answer among others, in random order."""
+
+
+@dataclass(frozen=True)
+class FarExample:
+    task: str
+    length: int
+    depth: float
+    prompt: str
+    answer: str
+    candidates: tuple[str, ...]
+    needle: str
+    """The first sentence that leads to the answer."""
+    needle_at: int
+    """Where it begins in the prompt, in characters."""
+
+
+def make_example(
+    task: str, hay: HayText, count_tokens: CountTokens, *, length: int, depth: float, number: int, seed: int = 0
+) -> FarExample:
+    """Example `number`: as many words of hay as fit into `length` tokens, the answer included."""
+    digest = hashlib.blake2b(repr((task, length, depth, number, seed)).encode(), digest_size=8).digest()
+    draw = random.Random(int.from_bytes(digest, "big"))
+    start = draw.randrange(len(hay.words))
+    words = hay.piece(start, length)
+    made = FAR_TASKS[task](_Names(draw, hay.name, " ".join(words)))
+    fractions = [sorted(draw.random() for _ in group) for group in made.groups]
+    fractions[0] = sorted([depth, *(draw.uniform(depth, 1.0) for _ in made.groups[0][1:])])
+
+    def assembled(n_words: int) -> tuple[str, int]:
+        body, needle_at = _hide(words[:n_words], made.groups, fractions)
+        return body + made.question, needle_at
+
+    def fits(n_words: int) -> bool:
+        return count_tokens(assembled(n_words)[0] + made.answer) <= length
+
+    if not fits(0):
+        raise ConfigError(
+            f"{task} needs {count_tokens(assembled(0)[0] + made.answer)} tokens without any hay and the length is "
+            f"{length}. Give a larger one to --lengths."
+        )
+    prompt, needle_at = assembled(_largest(fits, length))
+    return FarExample(task, length, depth, prompt, made.answer, made.candidates, made.groups[0][0], needle_at)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number of words up to `most` that fits, by bisection."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _hide(
+    words: Sequence[str], groups: Sequence[Sequence[str]], fractions: Sequence[Sequence[float]]
+) -> tuple[str, int]:
+    """The hay with the sentences in it, and the character at which the first sentence of group 0 begins."""
+    places = sorted(
+        (_sentence_end(words, round(fraction * len(words))), g, order, sentence)
+        for g, (group, at) in enumerate(zip(groups, fractions, strict=True))
+        for order, (sentence, fraction) in enumerate(zip(group, at, strict=True))
+    )
+    text, begin, needle_at = "", 0, 0
+    for place, g, order, sentence in places:
+        text = _joined(text, " ".join(words[begin:place]))
+        begin = place
+        if (g, order) == (0, 0):
+            needle_at = len(text) + bool(text)
+        text = _joined(text, sentence)
+    return _joined(text, " ".join(words[begin:])), needle_at
+
+
+def _joined(text: str, more: str) -> str:
+    return f"{text} {more}" if text and more else text or more
+
+
+def _sentence_end(words: Sequence[str], place: int) -> int:
+    """`place`, or the end of a sentence shortly before it, if there is one."""
+    for back in range(min(place, _BACK_TO_SENTENCE, len(words) // 10)):
+        if words[place - back - 1].endswith(_SENTENCE_ENDS):
+            return place - back
+    return place
+
+
+class _Names:
+    """Keys and numbers that occur neither in the hay nor twice."""
+
+    def __init__(self, draw: random.Random, source: str, text: str) -> None:
+        self.draw, self._source, self._text = draw, source, text
+        self._given: set[str] = set()
+
+    def name(self) -> str:
+        return self._new(lambda: f"{self.draw.choice(_ADJECTIVES)} {self.draw.choice(_NOUNS)}")
+
+    def code(self) -> str:
+        return self._new(lambda: "".join(self.draw.choices(string.ascii_lowercase, k=4)))
+
+    def number(self) -> str:
+        return self._new(lambda: str(self.draw.randrange(10_000, 100_000)))
+
+    def _new(self, make: Callable[[], str]) -> str:
+        for _ in range(1000):
+            made = make()
+            if made not in self._given and made not in self._text:
+                self._given.add(made)
+                return made
+        raise ConfigError(f"{self._source} holds all of 1,000 drawn names or numbers. Give another text as --hay.")
+
+
+def _needle(names: _Names) -> TaskText:
+    return _needles(names, keys=1)
+
+
+def _needle_multikey(names: _Names) -> TaskText:
+    return _needles(names, keys=CANDIDATES)
+
+
+def _needles(names: _Names, keys: int) -> TaskText:
+    """With fewer keys than candidates, the others are numbers that do not occur."""
+    asked = names.name()
+    others = [names.name() for _ in range(keys - 1)]
+    numbers = [names.number() for _ in range(CANDIDATES)]
+    fact = "The secret number of the {} is"
+    sentences = [(f"{fact.format(name)} {value}.",) for name, value in zip([asked, *others], numbers, strict=False)]
+    question = f"\n\nWhat is the secret number of the {asked}? {fact.format(asked)}"
+    return _task(names, sentences, question, [f" {value}." for value in numbers])
+
+
+def _variable_tracking(names: _Names) -> TaskText:
+    chains, numbers, asked = [], [], ""
+    for _ in range(CHAINS):
+        variables, value = [names.code() for _ in range(HOPS + 1)], names.number()
+        links = [f"Variable {a} is set to the value of {b}." for b, a in pairwise(variables)]
+        chains.append((f"Variable {variables[0]} is set to {value}.", *links))
+        numbers.append(value)
+        asked = asked or variables[-1]
+    question = f"\n\nWhat is the value of variable {asked}? The value of variable {asked} is"
+    return _task(names, chains, question, [f" {value}." for value in numbers])
+
+
+def _associative_recall(names: _Names) -> TaskText:
+    pairs = [(names.code(), names.number()) for _ in range(PAIRS)]
+    lines = [f"{key} = {value}\n" for key, value in pairs]
+    asked, _ = pairs[0]
+    numbers = [f" {value}\n" for _, value in pairs]
+    names.draw.shuffle(lines)
+    return _task(names, [("\n" + "".join(lines),)], f"\n\n{asked} =", numbers)
+
+
+def _task(names: _Names, groups: Sequence[tuple[str, ...]], question: str, answers: Sequence[str]) -> TaskText:
+    """The first of `answers` is the right one."""
+    return TaskText(tuple(groups), question, answers[0], tuple(names.draw.sample(answers, len(answers))))
+
+
+FAR_TASKS: dict[str, Callable[[_Names], TaskText]] = {
+    "needle": _needle,
+    "needle_multikey": _needle_multikey,
+    "variable_tracking": _variable_tracking,
+    "associative_recall": _associative_recall,
+}

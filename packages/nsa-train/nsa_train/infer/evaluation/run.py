@@ -1,0 +1,305 @@
+"""Runs the evaluations that `nsa eval` was asked for on a loaded model; returns results by task, as JSON values.
+
+With a reference model (`--against`), its figures are beside the model's own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nsa.errors import ConfigError, DataError, NSAError
+from nsa_train import names
+from nsa_train.data.rows.specs import RowData, SyntheticData
+from nsa_train.infer.evaluation.agreement import (
+    AgreementSums,
+    agreement_record,
+    agreement_with,
+    require_same_vocabulary,
+)
+from nsa_train.infer.evaluation.far_evaluation import FarCell, evaluate_far_task
+from nsa_train.infer.evaluation.far_tasks import FAR_TASKS
+from nsa_train.infer.evaluation.hay import MOST_CHARACTERS, HayText, built_in_hay, hay_of_file, hay_of_texts
+from nsa_train.infer.evaluation.held_out import (
+    bytes_per_token,
+    held_out_data,
+    held_out_record,
+    model_token_scores,
+    rows_of,
+)
+from nsa_train.infer.evaluation.layer_harm import harmful_layers, layers_record, passes_over_rows
+from nsa_train.infer.evaluation.score_answers import TransformersScorer
+from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
+from nsa_train.infer.load_model import LoadedModel, ModelSource
+from nsa_train.observe.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION
+from nsa_train.train.held_out_loss import held_out_loss
+
+COMPARISONS = (AGREEMENT, LAYERS)
+"""Tasks that need a reference model."""
+TASKS = (HELD_OUT, SELECTION, *COMPARISONS, *FAR_TASKS)
+_ON_ROWS = {HELD_OUT, SELECTION, *COMPARISONS}
+SELECTION_ROWS = 32
+"""At most: dense attention is computed beside the model's own."""
+SHORTEST = 1024
+"""Default length of far tasks for models that were trained on shorter rows: all tasks fit."""
+BUILT_IN_HAY = "built-in"
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with the task, how much of it is done, and of how much; None if that is not known."""
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to evaluate. None: a default that depends on the model."""
+
+    tasks: Sequence[str] | None = None
+    """None: all that the model's source allows."""
+    lengths: Sequence[int] | None = None
+    """Tokens of far tasks, the answer included; default the length of the rows in training."""
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Share of the hay that comes before the answer."""
+    limit: int = 20
+    """Examples for every length and depth."""
+    rows: int | None = 256
+    """Rows of held-out data; None: all."""
+    layer_rows: int = 4
+    """Rows for the task `layers`, which reads each twice for every sparse layer."""
+    seed: int = 0
+    data: str | None = None
+    """Held-out data; default that of the run."""
+    seq_len: int | None = None
+    """Row length of held-out data; default as in training."""
+    hay: str | None = None
+    """Text of far tasks: a file, or `built-in`; default the held-out documents if they are text."""
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks or () if task not in TASKS]
+        if unknown:
+            raise ConfigError(f"unknown task {unknown[0]!r}. The tasks are {', '.join(TASKS)}.")
+        if any(not 0 <= depth <= 1 for depth in self.depths) or not self.depths:
+            raise ConfigError("--depths takes percentages from 0 to 100, e.g. 0,50,100.")
+        if any(length < 1 for length in self.lengths or ()) or self.limit < 1 or self.layer_rows < 1:
+            raise ConfigError("--lengths, --limit and --layer-rows must be 1 or more.")
+
+    def with_reference(self, given: bool) -> Sequence[str]:
+        """The tasks to run; raises if one needs a reference model that was not given."""
+        missing = [task for task in self.tasks or () if task in COMPARISONS and not given]
+        if missing:
+            raise ConfigError(
+                f"task {missing[0]} compares two models and one was given. Name the dense model with --against."
+            )
+        return self.tasks or [task for task in TASKS if given or task not in COMPARISONS]
+
+
+def evaluate_model(
+    loaded: LoadedModel,
+    request: EvaluationRequest,
+    *,
+    reference: LoadedModel | None = None,
+    progress: Progress = lambda task, done, total: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[str, Any]]:
+    """Results by task. `reference`: the model to compare with. `note` is called with what was left out, and why."""
+    results: dict[str, dict[str, Any]] = {}
+    tasks = request.with_reference(reference is not None)
+    if reference is not None:
+        require_same_vocabulary(loaded.model, reference.model)
+    data = _find_data(loaded, request, note)
+    if data is not None:
+        if reference is not None:
+            results |= _beside(loaded, reference, data, request, tasks, progress, note)
+        elif HELD_OUT in tasks:
+            results[HELD_OUT] = _held_out(loaded, data, request.rows, progress)
+        if SELECTION in tasks:
+            results[SELECTION] = _selection(loaded, data, request.rows, progress)
+        if SELECTION in tasks and reference is not None:
+            other = _selection(reference, data, request.rows, progress)
+            results[SELECTION] |= {"against": {"model": _name(reference), **other}} if other["layers"] else {}
+    far = [task for task in tasks if task in FAR_TASKS]
+    if far and loaded.text_tokenizer is None and not request.tasks:
+        note("far tasks left out: the model was saved without a tokenizer, and they are text")
+        far = []
+    if far:
+        results |= _far_tasks(loaded, reference, far, data, request, progress)
+    return {task: results[task] for task in TASKS if task in results}
+
+
+def _far_tasks(
+    loaded: LoadedModel,
+    reference: LoadedModel | None,
+    far: Sequence[str],
+    data: RowData | None,
+    request: EvaluationRequest,
+    progress: Progress,
+) -> dict[str, dict[str, Any]]:
+    hay = _find_hay(loaded, data, request)
+    lengths = request.lengths or (max(SHORTEST, loaded.trained_length),)
+    models = [loaded] if reference is None else [loaded, reference]
+    total = len(lengths) * len(request.depths) * request.limit * len(models)
+    results = {}
+    for task in far:
+        after_example = _TaskProgress(progress, task, total)
+
+        def cells_of(model: LoadedModel, task: str, after_example: _TaskProgress) -> list[FarCell]:
+            scorer = TransformersScorer(model.model)
+            return evaluate_far_task(
+                task,
+                scorer,
+                lambda text: loaded.encode([text])[0],
+                hay,
+                lengths=lengths,
+                depths=request.depths,
+                limit=request.limit,
+                seed=request.seed,
+                l_sel=model.model.config.l_sel,
+                chosen_by_layer=lambda: scorer.chosen_by_layer,
+                after_example=after_example,
+            )
+
+        own, *others = (cells_of(model, task, after_example) for model in models)
+        cells = [cell.as_record() for cell in own]
+        if reference is not None:
+            for cell, other in zip(cells, others[0], strict=True):
+                cell |= _against_cell(other, _name(reference))
+        settings = {"hay": hay.name, "seed": request.seed, "examples": request.limit}
+        results[task] = {"settings": settings, "cells": cells}
+    return results
+
+
+def _against_cell(cell: FarCell, name: str) -> dict[str, Any]:
+    """Outcomes of the reference at the same examples."""
+    record = cell.as_record()
+    kept = ("accuracy", "accuracy_interval", "exact_match", "exact_match_interval", "answer_nats")
+    return {"against": name} | {f"against_{key}": record[key] for key in kept}
+
+
+def _beside(
+    loaded: LoadedModel,
+    reference: LoadedModel,
+    data: RowData,
+    request: EvaluationRequest,
+    tasks: Sequence[str],
+    progress: Progress,
+    note: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """Held-out loss of both models and their agreement, in one pass; then the harm of single layers."""
+    results: dict[str, dict[str, Any]] = {}
+    if {HELD_OUT, AGREEMENT} & set(tasks):
+        sums = _agreement(loaded, reference, data, request.rows, progress)
+        if HELD_OUT in tasks:
+            other = {"model": _name(reference), **held_out_record(sums.reference, data)}
+            results[HELD_OUT] = held_out_record(sums.own, data) | {"against": other}
+        if AGREEMENT in tasks:
+            results[AGREEMENT] = agreement_record(sums, str(data), data.seq_len, _name(reference))
+    if LAYERS in tasks:
+        try:
+            results[LAYERS] = _layers(loaded, reference, data, request, progress)
+        except ConfigError as error:
+            if LAYERS in (request.tasks or ()):
+                raise
+            note(f"harm of single layers left out: {error}")
+    return results
+
+
+def _agreement(
+    loaded: LoadedModel, reference: LoadedModel, data: RowData, rows: int | None, progress: Progress
+) -> AgreementSums:
+    sums = agreement_with(
+        loaded.model,
+        reference.model,
+        rows_of(data, rows),
+        bytes_per_token_V=_bytes_per_token(loaded, data),
+        after_batch=_TaskProgress(progress, AGREEMENT, rows),
+    )
+    if not sums.own.rows:
+        raise _no_rows(data)
+    return sums
+
+
+def _layers(
+    loaded: LoadedModel, reference: LoadedModel, data: RowData, request: EvaluationRequest, progress: Progress
+) -> dict[str, Any]:
+    most = request.layer_rows if request.rows is None else min(request.rows, request.layer_rows)
+    rows = list(rows_of(data, most))
+    if not rows:
+        raise _no_rows(data)
+    after_pass = _TaskProgress(progress, LAYERS, passes_over_rows(loaded.model, reference.model))
+    found = harmful_layers(loaded.model, reference.model, rows, after_pass)
+    return layers_record(found, str(data), data.seq_len, len(rows), _name(reference))
+
+
+def _name(loaded: LoadedModel) -> str:
+    return loaded.source.path.name
+
+
+def results_folder(source: ModelSource) -> Path:
+    """Where results of a model belong: its run folder, or the exported folder itself."""
+    path = source.path
+    if names.step_of(path.name) is not None:
+        return path.parent.parent if path.parent.name == names.CHECKPOINTS else path.parent
+    return path if path.is_dir() else path.parent
+
+
+class _TaskProgress:
+    def __init__(self, progress: Progress, task: str, total: int | None) -> None:
+        self._progress, self._task, self._total, self.done = progress, task, total, 0
+
+    def __call__(self) -> None:
+        self.done += 1
+        self._progress(self._task, self.done, self._total)
+
+
+def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
+    sums = held_out_loss(
+        rows_of(data, rows),
+        model_token_scores(loaded.model),
+        bytes_per_token_V=_bytes_per_token(loaded, data),
+        after_batch=_TaskProgress(progress, HELD_OUT, rows),
+    )
+    if not sums.rows:
+        raise _no_rows(data)
+    return held_out_record(sums, data)
+
+
+def _no_rows(data: RowData) -> DataError:
+    return DataError(f"{data} holds no row of {data.seq_len} tokens. Give other data with --data, or set --seq-len.")
+
+
+def _bytes_per_token(loaded: LoadedModel, data: RowData) -> Tensor | None:
+    if loaded.text_tokenizer is None or isinstance(data, SyntheticData):
+        return None
+    return bytes_per_token(loaded.text_tokenizer, loaded.model.config.vocab_size)
+
+
+def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
+    most = SELECTION_ROWS if rows is None else min(rows, SELECTION_ROWS)
+    after_row = _TaskProgress(progress, SELECTION, most)
+    places = {"answer_places": data.make_rows().answer_places} if isinstance(data, SyntheticData) else {}
+    found = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
+    return selection_record(found, str(data), data.seq_len, after_row.done)
+
+
+def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:
+    """The held-out data; None, with a note, if there is none and nobody asked for it."""
+    try:
+        return held_out_data(loaded, request.data, request.seq_len)
+    except NSAError as error:
+        if request.data is not None or _ON_ROWS & set(request.tasks or ()):
+            raise
+        note(f"tasks on held-out rows left out: {error}")
+        return None
+
+
+def _find_hay(loaded: LoadedModel, data: RowData | None, request: EvaluationRequest) -> HayText:
+    if request.hay == BUILT_IN_HAY or (request.hay is None and (data is None or isinstance(data, SyntheticData))):
+        return built_in_hay()
+    if request.hay is not None:
+        return hay_of_file(Path(request.hay))
+    assert data is not None
+    most = -(-MOST_CHARACTERS // 8 // data.seq_len)  # enough for any example, and read in seconds
+    rows = rows_of(data, most)
+    return hay_of_texts(
+        str(data), (loaded.tokenizer.decode(batch.tokens[0], skip_special_tokens=True) for batch in rows)
+    )

@@ -1,0 +1,141 @@
+"""Quality of block selection on held-out rows, by layer: how often, and how much of dense attention, it catches.
+
+On synthetic rows, which say where the fact of every answer lies, also whether the chosen blocks hold it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa.core.probe import probing
+from nsa.core.selection_quality import SelectionCounts, SelectionProbe, chance_of_block
+from nsa.hf.modeling import NSAForCausalLM
+from nsa.model.loss import linear_token_scores
+from nsa_train.data.rows.batch import Batch
+from nsa_train.data.rows.synthetic import AnswerPlace
+from nsa_train.infer.evaluation.fact_hits import FactHits, HitCounts
+from nsa_train.infer.evaluation.held_out import last_hidden_states
+
+AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
+"""`SyntheticRows.answer_places`."""
+
+
+@dataclass
+class FactFigures:
+    """Hits on the facts of questions. Left out: facts in blocks that are always chosen, queries that take all. With
+    layers of kind `merged`, blocks are those before the window, also in the chances of other layers."""
+
+    hits: FactHits = field(default_factory=FactHits)
+    expected_by_layer: float = 0.0
+    """Hits of one layer by chance; the same for all."""
+    expected: float = 0.0
+    """Hits of any layer by chance."""
+
+
+@dataclass
+class SelectionFigures:
+    counts: list[tuple[int, SelectionCounts]] = field(default_factory=list)
+    """(number of the layer, its counts) for every layer that selects blocks."""
+    facts: FactFigures = field(default_factory=FactFigures)
+
+
+@torch.inference_mode()
+def selection_by_layer(
+    model: NSAForCausalLM,
+    rows: Iterable[Batch],
+    after_row: Callable[[], None] = lambda: None,
+    answer_places: AnswerPlaces = lambda row_ids: (),
+) -> SelectionFigures:
+    """answer_places: where the questions and facts of rows with these numbers lie."""
+    found = SelectionFigures()
+    with probing(model, SelectionProbe) as probes:
+        # Names are model.layers.N.attention.
+        numbered = [(int(name.split(".")[2]), probe) for name, probe in probes.items()]
+        for batch in rows:
+            places = answer_places(batch.row_ids)
+            for probe in probes.values():
+                probe.keep = [place.query for place in places]
+            hidden_BSD = last_hidden_states(model, batch)
+            chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
+            if places and chosen:
+                _add_facts(found.facts, model, batch, places, hidden_BSD, chosen)
+            after_row()
+    found.counts = [(layer, probe.counts) for layer, probe in numbered if probe.chosen_BQGN is not None]
+    return found
+
+
+def right_answers(model: NSAForCausalLM, batch: Batch, places: Sequence[AnswerPlace], hidden_BSD: Tensor) -> list[bool]:
+    """Whether the model gets the counted token of each place right; hidden_BSD: its last hidden states."""
+    row_Q, query_Q, _ = (torch.tensor(column) for column in zip(*places, strict=True))
+    label_Q = torch.from_numpy(batch.tokens.astype(np.int64))[row_Q, query_Q + 1].to(hidden_BSD.device)
+    right: list[bool] = linear_token_scores(hidden_BSD[row_Q, query_Q], model.lm_head.weight, label_Q).hits.tolist()
+    return right
+
+
+def _add_facts(
+    facts: FactFigures,
+    model: NSAForCausalLM,
+    batch: Batch,
+    places: Sequence[AnswerPlace],
+    hidden_BSD: Tensor,
+    chosen: Sequence[Tensor],
+) -> None:
+    right_Q = right_answers(model, batch, places, hidden_BSD)
+    row_Q = torch.tensor([place.row for place in places])
+    # Place i is the i-th query that was kept, in its own row.
+    blocks = [layer_BQGN.cpu()[row_Q, torch.arange(len(places))].flatten(1).tolist() for layer_BQGN in chosen]
+    n_groups = chosen[0].shape[2]
+    before_window = model.config.w if "merged" in model.config.layer_kinds() else 0
+    for i, place in enumerate(places):
+        block = place.fact // model.config.l_sel
+        chance = chance_of_block(place.query - before_window, block, model.config.l_sel, model.config.n_sel)
+        if chance is not None:
+            facts.hits.add([layer[i] for layer in blocks], {block}, right_Q[i])
+            facts.expected_by_layer += 1 - (1 - chance) ** n_groups
+            facts.expected += 1 - (1 - chance) ** (n_groups * len(blocks))
+
+
+def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
+    """The result as it is written to the file of results."""
+    layers = [
+        {
+            "layer": layer,
+            "queries": counts.queries,
+            "hit_rate": counts.hits / counts.queries,
+            "chance": counts.expected_hits / counts.queries,
+            "mass_caught": counts.mass_caught / counts.queries,
+            **mass_shares(counts),
+        }
+        for layer, counts in found.counts
+        if counts.queries
+    ]
+    facts = found.facts
+    result = {"data": data, "seq_len": seq_len, "rows": rows, "layers": layers}
+    if not facts.hits.any_layer.questions:
+        return result
+    by_layer = [
+        {"layer": layer, **_hit_record(counts, facts.expected_by_layer)}
+        for (layer, _), counts in zip(found.counts, facts.hits.by_layer, strict=True)
+    ]
+    any_layer = _hit_record(facts.hits.any_layer, facts.expected)
+    return {**result, "facts": {"layers": by_layer, "any_layer": any_layer}}
+
+
+def mass_shares(counts: SelectionCounts) -> dict[str, float]:
+    """Where the mass of dense attention over all keys lies, for queries that could not read every key."""
+    return {name: getattr(counts, name) / counts.queries for name in ("window_mass", "forced_mass", "scored_mass")}
+
+
+def _hit_record(counts: HitCounts, expected: float) -> dict[str, Any]:
+    return {
+        "questions": counts.questions,
+        "chance": expected / counts.questions,
+        "fact_hit": counts.hit_rate,
+        "accuracy": counts.right / counts.questions,
+        "accuracy_if_hit": counts.accuracy_if_hit,
+        "accuracy_if_missed": counts.accuracy_if_missed,
+    }

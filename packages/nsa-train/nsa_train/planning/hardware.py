@@ -1,0 +1,105 @@
+"""Target hardware of estimates and preflight: `--target` names, and the GPUs or CPU cores of this machine."""
+
+import os
+from dataclasses import dataclass, fields, replace
+
+from nsa.errors import ConfigError
+from nsa.gpus import GIB, GPUS, GpuSpec, find_gpu
+from nsa_train.config.layer import nearest
+from nsa_train.planning.host_memory import host_memory
+
+CPU = "cpu"
+HERE = "here"
+RANKS_PER_NODE = 8
+"""GPUs that a node of rented hardware has; only hsdp without parallel.shard_ranks asks."""
+
+
+@dataclass(frozen=True)
+class HardwareDevice:
+    """One GPU, as in `nsa.gpus`, or all cores of a machine."""
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    bandwidth_gb_s: float
+    usd_per_hour: float
+    """Assumed: what one costs per hour to rent, in round figures. `--price` replaces it."""
+    node_gb_s: float = 5.0
+    network_gb_s: float = 1.0
+    """Both assumed: received per second from ranks of the same node, and of other nodes."""
+
+    @classmethod
+    def from_gpu(cls, gpu: GpuSpec) -> "HardwareDevice":
+        return cls(**{field.name: getattr(gpu, field.name) for field in fields(cls)})
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != CPU
+
+
+@dataclass(frozen=True)
+class HardwareTarget:
+    """The hardware that a run is judged for."""
+
+    device: HardwareDevice
+    count: int = 1
+    here: bool = False
+    """Whether it is this machine, so that a dry run can be a real one."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one device."""
+        return int(self.device.memory_gib * GIB)
+
+    def data_ranks(self, ranks_per_row: int) -> int:
+        """Shares of a global batch, if so many devices work on the same rows."""
+        return max(1, self.count // ranks_per_row)
+
+    def flops(self, precision: str) -> float:
+        """Peak FLOP/s of one device in a run's precision."""
+        return 1e12 * (self.device.fp32_tflops if precision == "fp32" else self.device.bf16_tflops)
+
+    def __str__(self) -> str:
+        return self.device.name if self.count == 1 else f"{self.device.name}:{self.count}"
+
+
+DEVICES = {name: HardwareDevice.from_gpu(gpu) for name, gpu in GPUS.items()}
+DEVICES[CPU] = HardwareDevice(CPU, 16.0, 0.05, 0.05, 20, 0.10)
+_CORE_TFLOPS = 0.05  # one core's vector units, in round figures
+
+
+def parse_target(text: str, runtime_device: str = "auto") -> HardwareTarget:
+    """`NAME` or `NAME:COUNT`, e.g. a100-80gb:2; `here` is this machine, as `runtime.device` makes use of it."""
+    name, colon, count = text.strip().lower().partition(":")
+    if name not in (HERE, *DEVICES):
+        guess = nearest(name, (HERE, *DEVICES))
+        hint = f"Did you mean {guess}?" if guess else "Choose one."
+        raise ConfigError(f"--target {text} names no hardware that is known: {HERE}, {', '.join(DEVICES)}. {hint}")
+    if colon and (not count.isdecimal() or int(count) < 1):
+        raise ConfigError(f"--target {text}: after the colon stands how many there are. Write e.g. {name}:2.")
+    ranks = int(count) if colon else 1
+    return hardware_here(runtime_device, ranks) if name == HERE else HardwareTarget(DEVICES[name], ranks)
+
+
+def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None = None) -> HardwareTarget:
+    """This machine, as a run with this `runtime.device` and so many ranks, here and in all, would use it."""
+    import torch
+
+    if device != CPU and torch.cuda.is_available():
+        return HardwareTarget(_gpu_here(torch.cuda.get_device_properties(0)), ranks, here=True)
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = host_memory().total / GIB
+    tflops = cores * _CORE_TFLOPS
+    found = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
+    return HardwareTarget(found, ranks, here=True)
+
+
+def _gpu_here(properties: object) -> HardwareDevice:
+    """The known device of that name with the memory that is really there; an unknown one is judged as the slowest."""
+    name: str = getattr(properties, "name", "")
+    memory_gib = getattr(properties, "total_memory", 0) / GIB
+    known = find_gpu(name, memory_gib)
+    slowest = min((device for device in DEVICES.values() if device.is_gpu), key=lambda device: device.bf16_tflops)
+    found = DEVICES[known.name] if known else replace(slowest, name=name)
+    return replace(found, memory_gib=memory_gib)

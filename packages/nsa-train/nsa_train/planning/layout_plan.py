@@ -1,0 +1,190 @@
+"""Ranks the parallel layouts of a run by modelled tokens per second: memory, traffic, time, price and goodput of each.
+
+Times are modelled: compute as in `nsa_train.planning.step_time`, communication from bytes and the assumed speed of links.
+Gathering weights and reducing gradients overlaps with compute; tensor and context parallelism does not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nsa_train.config.schema import RunConfig
+from nsa_train.planning.branch_shares import BranchShare, branch_shares
+from nsa_train.planning.collective_bytes import OVERLAPPED, CollectiveUse, collectives, weight_shards
+from nsa_train.planning.estimate import MemoryEstimate, RunEstimate, estimate
+from nsa_train.planning.goodput import FailureModel, RunGoodput
+from nsa_train.planning.hardware import RANKS_PER_NODE, HardwareTarget
+from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
+from nsa_train.planning.model_figures import ModelFigures, model_figures
+from nsa_train.planning.resource_rules import SAFE_MEMORY
+
+LINK_SHARE = 0.8
+"""Assumed: share of a link's speed that a collective reaches."""
+CALL_S = 20e-6
+"""Assumed: time of a collective besides its bytes, and …"""
+CALL_S_PER_RANK = 0.2e-6
+"""… for each of its ranks."""
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """Collectives of one purpose in a step, and the time that they take."""
+
+    use: CollectiveUse
+    in_node: bool
+    received_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayoutFigures:
+    layout: ParallelLayout
+    estimate: RunEstimate
+    traffic: tuple[LinkTraffic, ...]
+    goodput: RunGoodput
+    """At the interval that loses least."""
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        return self.estimate.memory
+
+    @property
+    def compute_s(self) -> float:
+        return self.estimate.step_s
+
+    @property
+    def overlapped_s(self) -> float:
+        return sum(each.seconds for each in self.traffic if each.use.purpose in OVERLAPPED)
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that compute does not hide."""
+        rest = sum(each.seconds for each in self.traffic if each.use.purpose not in OVERLAPPED)
+        return rest + max(0.0, self.overlapped_s - self.compute_s)
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.estimate.tokens_per_step / self.step_s
+
+    @property
+    def wall_s(self) -> float:
+        """Of the whole run, with what failures and saving cost."""
+        return self.estimate.steps * self.step_s / (1 - min(0.99, self.goodput.lost))
+
+    @property
+    def usd(self) -> float:
+        return self.wall_s / 3600 * self.estimate.usd_per_hour
+
+    @property
+    def fits(self) -> bool:
+        """As preflight judges it: without full checkpointing part of the memory stays free."""
+        room = 1.0 if self.layout.checkpointing == "full" else SAFE_MEMORY
+        return self.memory.total <= room * self.memory.available
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    target: HardwareTarget
+    figures: ModelFigures
+    ranked: tuple[LayoutFigures, ...]
+    """Those that fit, the best of each data parallelism and split, the fastest first."""
+    too_large: tuple[LayoutFigures, ...]
+    """Of each split of which no layout fits, the smallest."""
+    impossible: tuple[ImpossibleSplit, ...]
+    considered: int
+    branches: tuple[BranchShare, ...]
+
+
+def plan_layouts(
+    config: RunConfig,
+    target: HardwareTarget,
+    vocab_size: int,
+    *,
+    efficiency: float | None = None,
+    price: float | None = None,
+    failures: FailureModel | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> LayoutPlan:
+    model, failures = model_figures(config, vocab_size), failures or FailureModel()
+    impossible, found = [], []
+    for layout in layouts(config, target.count, RANKS_PER_NODE):
+        if isinstance(layout, ImpossibleSplit):
+            impossible.append(layout)
+            continue
+        found.append(layout_figures(config, layout, target, vocab_size, model, failures, efficiency, price))
+        progress(f"comparing layouts: {len(found)}")
+    fitting = sorted((each for each in found if each.fits), key=lambda each: -each.tokens_per_s)
+    splits = {_split(each) for each in fitting}
+    left = sorted((each for each in found if _split(each) not in splits), key=lambda each: each.memory.total)
+    return LayoutPlan(
+        target,
+        model,
+        tuple(_first_of_each(fitting, lambda each: (each.layout.data, *_split(each)))),
+        tuple(_first_of_each(left, _split)),
+        tuple(impossible),
+        len(found),
+        tuple(branch_shares(config)),
+    )
+
+
+def layout_figures(
+    config: RunConfig,
+    layout: ParallelLayout,
+    target: HardwareTarget,
+    vocab_size: int,
+    model: ModelFigures,
+    failures: FailureModel,
+    efficiency: float | None,
+    price: float | None,
+) -> LayoutFigures:
+    divided = layout.applied(config)
+    found = estimate(divided, target, vocab_size, efficiency=efficiency, price=price, figures=model)
+    uses = collectives(divided, model, target.count, RANKS_PER_NODE, layout.passes)
+    return LayoutFigures(
+        layout,
+        found,
+        tuple(link_traffic(use, target) for use in uses),
+        best_goodput(divided, target, found.checkpoint_bytes, failures),
+    )
+
+
+def link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
+    """Time of a ring. Between nodes a group has the network cards of all its ranks on a node, as far as the links
+    inside carry it."""
+    group, device = use.group, target.device
+    in_node = group.in_one_node(RANKS_PER_NODE)
+    speed = device.node_gb_s
+    if not in_node:
+        speed = min(speed, device.network_gb_s * group.ranks_in_node(RANKS_PER_NODE))
+    received = group.received(use.total.n_bytes)
+    calls_s = use.total.calls * (CALL_S + CALL_S_PER_RANK * group.size)
+    return LinkTraffic(use, in_node, received, received / (1e9 * LINK_SHARE * speed) + calls_s)
+
+
+def best_goodput(
+    config: RunConfig, target: HardwareTarget, checkpoint_bytes: int, failures: FailureModel
+) -> RunGoodput:
+    """At the interval that loses least, or that in which a checkpoint is stored if that is longer."""
+    shards = weight_shards(config.parallel, target.count, RANKS_PER_NODE) * config.parallel.tp
+    nodes = -(-min(shards, target.count) // RANKS_PER_NODE)
+    background = config.train.save_async
+    save_s = failures.save_s(checkpoint_bytes, target.count, shards, nodes, background=background)
+    found = RunGoodput(failures.mtbf_s(target.count), save_s, failures.restart_s, interval_s=1.0)
+    shortest = failures.write_s(checkpoint_bytes, nodes) if background else 0.0
+    return RunGoodput(found.mtbf_s, save_s, failures.restart_s, max(found.best_interval_s, shortest))
+
+
+def _split(found: LayoutFigures) -> tuple[int, int]:
+    return found.layout.tp, found.layout.cp
+
+
+def _first_of_each(
+    found: Sequence[LayoutFigures], key: Callable[[LayoutFigures], tuple[object, ...]]
+) -> list[LayoutFigures]:
+    first: dict[tuple[object, ...], LayoutFigures] = {}
+    for each in found:
+        first.setdefault(key(each), each)
+    return list(first.values())

@@ -1,0 +1,235 @@
+"""Dry run: one batch of the data, the model, one training step, and one checkpoint written and read back.
+
+On the hardware of the run, the step is real and timed. For hardware that is not here it runs with fake tensors, which
+have shapes and dtypes and no values: this finds shapes that do not match, but not a lack of memory. No file remains.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa.errors import NSAError
+from nsa.files import scratch_folder
+from nsa.model.trainable_parameters import freeze_others
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.load import open_checkpoint, read_model
+from nsa_train.checkpoint.run_state import RunRecord
+from nsa_train.config.schema import RunConfig
+from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
+from nsa_train.names import CHECKPOINTS, step_name
+from nsa_train.planning.hardware import GIB, HardwareTarget
+from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt
+from nsa_train.train import datasets
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
+from nsa_train.train.engine.build import build_train_module, choose_device
+from nsa_train.train.engine.checkpointer import make_checkpointer, signing_key
+from nsa_train.train.engine.data_loader import Tensors, to_engine
+from nsa_train.train.engine.engine_log import quiet_engine_log
+from nsa_train.train.engine.mixer import transformer_config
+
+Log = Callable[[str], None]
+OnDone = Callable[[str, DryRunAttempt], None]
+
+# A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
+_FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError, MemoryError)
+_REPEAT_BELOW_S = 30.0
+
+
+def dry_run(
+    config: RunConfig,
+    vocab_size: int,
+    target: HardwareTarget,
+    *,
+    fetch_remote: bool,
+    log: Log,
+    done: OnDone = lambda part, attempt: None,
+    no_data: str | None = None,
+    no_real_step: str | None = None,
+) -> DryRun:
+    """Try one batch, the model, one step and one checkpoint.
+
+    `fetch_remote`: also try data on another machine. Progress messages go to `log`, each attempt but the last to
+    `done` as soon as it is known. `no_data`, `no_real_step`: why no batch is fetched, why the step uses fake tensors.
+    """
+    log("fetching a batch")
+    shares = target.data_ranks(config.parallel.ranks_per_row)
+    if no_data is not None:
+        data, batch = DryRunAttempt(not_tried=no_data), None
+    else:
+        data, batch = _try_data(config, vocab_size, shares, fetch_remote)
+    done("data", data)
+    if reason := no_real_step or _why_not_here(config, target):
+        log("one step with fake tensors")
+        model, step = _try_fake(config, vocab_size, shares)
+        return DryRun(data, model, step, DryRunAttempt(not_tried=f"{reason}: the run writes its first one itself"))
+    log("building the model")
+    with quiet_engine_log():
+        return _try_here(config, vocab_size, shares, data, batch, log, done)
+
+
+def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
+    """One process can stand for one rank of ddp; with sharding, the whole model may be too large for one."""
+    if not target.here:
+        return f"{target} is not here"
+    if target.count > 1 and config.parallel.data != "ddp":
+        return f"parallel.data={config.parallel.data} shards the model over {target.count} ranks, and this is one"
+    if config.parallel.ranks_per_row > 1:
+        return f"parallel.tp and parallel.cp divide a row among {config.parallel.ranks_per_row} ranks, and this is one"
+    return None
+
+
+def _try_here(
+    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, log: Log, done: OnDone
+) -> DryRun:
+    try:
+        device = choose_device(config, RankInfo())
+        share = _share_of_one(config, world)
+        module = build_train_module(share, vocab_size, RankInfo(), device)
+    except _FAILURES as error:
+        no_model = DryRunAttempt(not_tried="there is no model")
+        return DryRun(data, DryRunAttempt(problem=_describe(error)), no_model, no_model)
+    model = DryRunAttempt(seen=f"{module.model.num_params:,} parameters on {device}")
+    done("model", model)
+    log("one step")
+    random_tokens = "" if batch is not None else ", on random tokens"
+    batch = batch or _random_batch(share, vocab_size)
+    try:
+        step_s, peak = _step(module, share, batch)
+    except _FAILURES as error:
+        return DryRun(
+            data, model, DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there was no step")
+        )
+    step = DryRunAttempt(seen=f"{step_s:.3g} s a step{peak}{random_tokens}")
+    done("step", step)
+    log("one checkpoint")
+    return DryRun(data, model, step, _try_checkpoint(config, module), step_s)
+
+
+def _share_of_one(config: RunConfig, world: int) -> RunConfig:
+    """The config of one rank's share of the batch."""
+    rows_of_one = max(1, config.train.batch_size // world)
+    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": rows_of_one})})
+
+
+def _try_data(
+    config: RunConfig, vocab_size: int, world: int, fetch_remote: bool
+) -> tuple[DryRunAttempt, Tensors | None]:
+    if not fetch_remote and (place := datasets.remote_address(config)):
+        return DryRunAttempt(not_tried=f"{place} is on another machine; --fetch tries it"), None
+    data, began = config.data, time.monotonic()
+    settings = PrefetchSettings(queue_depth=1, timeout_s=data.loader_timeout_s)
+    try:
+        wanted = datasets.training_rows(config, vocab_size)
+        with BatchPrefetcher(
+            wanted, global_rows=datasets.global_rows(config), world=world, settings=settings
+        ) as prefetcher:
+            prefetcher.warm_up()
+            batch = next(prefetcher)
+    except _FAILURES as error:
+        return DryRunAttempt(problem=_describe(error)), None
+    return DryRunAttempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(
+        batch
+    )
+
+
+def _random_batch(config: RunConfig, vocab_size: int) -> Tensors:
+    generator = torch.Generator().manual_seed(config.train.seed)
+    shape = (config.train.batch_size, config.train.seq_len)
+    tokens = torch.randint(min(vocab_size, config.model.vocab_size or vocab_size), shape, generator=generator)
+    return {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
+
+
+def _step(module: StepSkippingTrainModule, config: RunConfig, batch: Tensors) -> tuple[float, str]:
+    """Seconds of one optimizer step, and the peak GPU memory as text. Raises if loss or norm is not finite."""
+    device, on_gpu = module.device, module.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    share = {name: value[: config.train.batch_size] for name, value in batch.items()}
+    loss, pass_s = _timed(lambda: module.forward_backward(share), on_gpu)
+    if pass_s < _REPEAT_BELOW_S:  # the first one also compiles and warms up
+        loss, pass_s = _timed(lambda: module.forward_backward(share), on_gpu)
+    norm = module.clip_gradients(config.train.grad_clip or float("inf"))
+    _, optimizer_s = _timed(module.optim.step, on_gpu)
+    module.zero_grads()
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise RuntimeError(f"the first step is not finite: loss {loss}, gradient norm {norm}")
+    peak = f", {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB" if on_gpu else ""
+    return config.train.accumulate_grad_batches * pass_s + optimizer_s, peak
+
+
+def _timed(act: Callable[[], Any], on_gpu: bool) -> tuple[Any, float]:
+    began = time.perf_counter()
+    result = act()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - began
+
+
+def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRunAttempt:
+    began = time.monotonic()
+    try:
+        with scratch_folder(Path(config.train.out_dir)) as scratch:
+            checkpoints, key = scratch / CHECKPOINTS, signing_key(config)
+            record = RunRecord(step=1, world_size=1, config=config.model_dump(mode="json"), data_cursor={})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about the missing process group
+                make_checkpointer(config, scratch, lambda: record).save(checkpoints / step_name(1), module, {})
+            found = CheckpointFolder(checkpoints, key=key).find_resumable()
+            if found.path is None:
+                problem = "; ".join(str(finding) for finding in found.passed_over)
+                return DryRunAttempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
+            read, size = read_model(open_checkpoint(found.path, key=key)), _size(found.path)
+            wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
+    except _FAILURES as error:
+        return DryRunAttempt(problem=_describe(error))
+    if wrong:
+        return DryRunAttempt(problem=f"{len(wrong)} tensors read back differently, {wrong[0]} first: suspect the disk")
+    return DryRunAttempt(
+        seen=f"{size / GIB:.2f} GiB written, read back and compared in {time.monotonic() - began:.1f} s"
+    )
+
+
+def _weights(module: StepSkippingTrainModule) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in module.model.state_dict().items():
+        yield name, value.detach()
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAttempt, DryRunAttempt]:
+    """Forward, loss and backward of one rank's share with fake tensors."""
+    share = _share_of_one(config, world)
+    with FakeTensorMode():
+        try:
+            model = transformer_config(share, vocab_size).build(init_device="cpu")
+            freeze_others(model, share.train.trainable)
+        except _FAILURES as error:
+            return DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there is no model")
+        built = DryRunAttempt(seen=f"{model.num_params:,} parameters, as fake tensors")
+        tokens = torch.zeros(share.train.batch_size, share.train.seq_len, dtype=torch.long)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=share.runtime.precision == "bf16"):
+                output = model(tokens, labels=tokens, loss_reduction="mean", return_logits=False)
+            output.loss.backward()
+        except _FAILURES as error:
+            return built, DryRunAttempt(problem=_describe(error))
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    without = [name for name, parameter in trained if parameter.grad is None]
+    if without:
+        return built, DryRunAttempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
+    return built, DryRunAttempt(seen="shapes only, with fake tensors: time and memory were not measured")
+
+
+def _describe(error: BaseException) -> str:
+    """One line, with the exception type, which says more than some messages."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NSAError) else f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,260 @@
+"""Registers NSA as OLMo-core sequence mixer "nsa", for every architecture the engine can build."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from olmo_core.nn.attention import (
+    RingContextParallelStyle,
+    SequenceMixer,
+    SequenceMixerConfig,
+    UlyssesContextParallelStyle,
+)
+from olmo_core.nn.feed_forward import FeedForwardConfig
+from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
+from olmo_core.nn.lm_head import LMHeadConfig
+from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nsa.core.attention_config import INIT_STD, AttentionConfig, attention_config
+from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.compression import BlockCompressor
+from nsa.core.document_layout import DocumentLayout
+from nsa.core.init import init_weights
+from nsa.core.layer_kinds import (
+    LAYER_CLASSES,
+    DenseAttention,
+    GlobalAttention,
+    WindowAttention,
+    layer_of_kind,
+)
+from nsa.core.layer_pattern import layer_config, repeated
+from nsa.core.merged_attention import MergedAttention
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import Positions
+from nsa.errors import ConfigError
+from nsa.kernels.registry import BackendRequest, KernelPlan
+from nsa.options import AttentionKind, RopeLayer
+from nsa_train.config.schema import RunConfig
+from nsa_train.run_model import wanted_kernels
+from nsa_train.train.parallel.context_exchange import compressed_keys, context_keys, slide_by_piece
+from nsa_train.train.parallel.context_layout import ContextGroup, context_group
+from nsa_train.train.parallel.tensor import shard_by_group
+
+_SEEDS = 2**62
+
+
+@dataclass(frozen=True)
+class SharedPositions:
+    """Positions on their way to every block, in a class that FSDP does not look into: it casts the floating-point
+    tensors among a block's arguments to bf16, and RoPE tables must stay in fp32."""
+
+    where: Positions
+
+
+@SequenceMixerConfig.register("nsa")
+@dataclass
+class NSAMixerConfig(SequenceMixerConfig):
+    """An `AttentionConfig` in plain values, with the kind of layer and the backends."""
+
+    options: dict[str, Any]
+    """Of the attention, by name; the model's width is that of `build`."""
+    kind: AttentionKind = "nsa"
+    kernels: dict[str, str] = field(default_factory=dict)
+    """By branch; missing ones are `auto`."""
+
+    @classmethod
+    def of_run(cls, config: RunConfig, kind: AttentionKind = "nsa", rope: RopeLayer = "scaled") -> "NSAMixerConfig":
+        attention = layer_config(config.attention, kind, rope, config.model.window)
+        return cls(attention.options(), kind, wanted_kernels(config)._asdict())
+
+    def layer(self, d_model: int) -> tuple[AttentionConfig, BackendRequest]:
+        return attention_config(**{**self.options, "dim": d_model}), BackendRequest(**self.kernels)
+
+    def on_meta(self, d_model: int) -> NSAAttention:
+        """The layer without values, to count its parameters and FLOPs."""
+        config, kernels = self.layer(d_model)
+        with torch.device("meta"):
+            return LAYER_CLASSES[self.kind](config, kernels=kernels)
+
+    def num_params(self, d_model: int) -> int:
+        return sum(p.numel() for p in self.on_meta(d_model).parameters())
+
+    def build(
+        self, d_model: int, *, layer_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None
+    ) -> "NSAMixer":
+        with torch.device(init_device):
+            return MIXERS[self.kind](d_model, self)
+
+
+class NSAMixer(NSAAttention, SequenceMixer):
+    """Parameters keep the names they have in `NSAAttention`, so that one state dict fits both."""
+
+    def __init__(self, dim: int, config: NSAMixerConfig) -> None:
+        attention, kernels = config.layer(dim)
+        super().__init__(attention, kernels=kernels)
+        self.mixer_config = config
+        self.context: ContextGroup | None = None
+        # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
+        for module in self.children():
+            if isinstance(module, BlockCompressor):
+                module.reset_parameters = _do_nothing  # type: ignore[method-assign]
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        cu_doc_lens: Tensor | Sequence[int] | None = None,
+        max_doc_len: int | None = None,
+        positions: SharedPositions | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """`cu_doc_lens`: where documents packed into the batch begin, rows end to end; they do not see each other.
+
+        `positions`: those of this batch, if the model has made them for all its layers.
+        """
+        if unknown:
+            raise ConfigError(
+                f"the nsa mixer was given {', '.join(sorted(unknown))}: it trains on whole rows, plain or packed. "
+                f"Decode with nsa.model instead."
+            )
+        if positions is None:
+            if self.context is not None:
+                raise ConfigError(
+                    "the nsa mixer shares rows with other ranks and was given no positions: they are those of a part "
+                    "of a row. Call the whole model, which makes them."
+                )
+            return super().forward(x_BSD, cu_doc_lens=cu_doc_lens)
+        where = positions.where
+        rows = x_BSD if where.tables[0].shape[:2] == x_BSD.shape[:2] else x_BSD.flatten(0, 1)[None]  # packed: one row
+        return super().forward(rows, where=where).view(x_BSD.shape)
+
+    def num_flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward of the whole layer, however it is sharded; choosing blocks has no backward."""
+        parts = self.mixer_config.on_meta(self.dim).flops(seq_len)
+        return int(3 * sum(parts.values()) - 2 * parts["select"])
+
+    def init_weights(self, *, num_blocks: int, generator: torch.Generator | None = None, **_: Any) -> None:
+        """As `nsa.core.init` does it for a whole model, whatever the engine's own method; equal for every sharding.
+
+        The engine hands out one generator for all layers. A seed drawn from it makes a whole layer, of which each rank
+        keeps its part. A layer of another kind takes its parameters from an NSA layer made so.
+        """
+        device = generator.device if generator is not None else torch.device("cpu")
+        seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            config, kernels = self.mixer_config.layer(self.dim)
+            whole = NSAAttention(config, kernels=kernels)
+            init_weights(nn.ModuleDict({"attention": whole}), num_blocks, config.init_std)
+            values = dict(layer_of_kind(self.kind, whole).named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                _fill(parameter, values[name].detach())
+
+    def apply_tp(self, tp_mesh: DeviceMesh, *, float8_enabled: bool = False, **layouts: Any) -> None:
+        assert not float8_enabled  # no setting asks for it
+        shard_by_group(self, tp_mesh, **layouts)
+
+    def apply_cp(
+        self,
+        cp_mesh: DeviceMesh,
+        ring: RingContextParallelStyle | None = None,
+        uly: UlyssesContextParallelStyle | None = None,
+    ) -> None:
+        """The engine's styles choose the split of rows: `ring` zig-zag, `uly` contiguous; the exchange is ours."""
+        self.context = context_group(cp_mesh, zigzag=ring is not None)
+
+    def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
+        run = super().plan(device, dtype)
+        if self.context is None or self.context.split.slots == 1 or self.kind == "dense":
+            return run
+        sliding = partial(slide_by_piece, run.functions.sliding, self.context.split.slots)
+        return run._replace(functions=run.functions._replace(sliding=sliding))
+
+    def _lay_out(
+        self, new: BranchStreams, layout: DocumentLayout, where: Positions
+    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+        if where.elsewhere is None:
+            return super()._lay_out(new, layout, where)
+        return context_keys(self, new, layout, where.elsewhere)
+
+    def _compressed_keys(self, k_BSGK: Tensor, where: Positions) -> Tensor:
+        if where.elsewhere is None:
+            return super()._compressed_keys(k_BSGK, where)
+        assert where.layout is not None
+        return compressed_keys(self, k_BSGK, where.layout, where.elsewhere)
+
+
+class DenseMixer(NSAMixer, DenseAttention):
+    """Causal attention over all tokens."""
+
+
+class WindowMixer(NSAMixer, WindowAttention):
+    """Causal attention over the last w tokens."""
+
+
+class GlobalMixer(NSAMixer, GlobalAttention):
+    """The compressed and the selected branch."""
+
+
+class MergedMixer(NSAMixer, MergedAttention):
+    """One softmax over the selected blocks and the window."""
+
+
+MIXERS: dict[AttentionKind, type[NSAMixer]] = {
+    mixer.kind: mixer for mixer in (NSAMixer, DenseMixer, WindowMixer, GlobalMixer, MergedMixer)
+}
+
+
+def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
+    """The run's model as the engine builds it: the same parameters, names and logits as `nsa.run_model_model`."""
+    model = config.model
+    norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
+    kinds, ropes = repeated(model.attention, model.n_layers), repeated(model.rope_layers, model.n_layers)
+    layers = list(zip(kinds, ropes, strict=True))
+    blocks = {
+        (kind, rope): TransformerBlockConfig(
+            name=TransformerBlockType.reordered_norm if model.post_norm else TransformerBlockType.default,
+            sequence_mixer=NSAMixerConfig.of_run(config, kind, rope),
+            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=model.ffn_bias),
+            layer_norm=norm,
+        )
+        for kind, rope in layers
+    }
+    return TransformerConfig(
+        d_model=model.dim,
+        vocab_size=model.vocab_size or vocab_size,
+        n_layers=model.n_layers,
+        block=blocks[layers[0]],
+        block_overrides={place: blocks[layer] for place, layer in enumerate(layers) if layer != layers[0]} or None,
+        lm_head=LMHeadConfig(layer_norm=replace(norm), bias=False),
+        tie_word_embeddings=model.tie_embeddings,
+        init_seed=config.train.seed,
+        init_std=model.init_std,
+    )
+
+
+def _do_nothing(std: float = INIT_STD) -> None:
+    pass
+
+
+def _fill(parameter: Tensor, whole: Tensor) -> None:
+    part = own_part(parameter, whole)
+    if isinstance(parameter, DTensor):
+        assert isinstance(part, DTensor)
+        parameter.to_local().copy_(part.to_local())
+    else:
+        parameter.copy_(part)
+
+
+def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
+    """`whole` sharded as a parameter is; every rank must have the same values, of which none are sent."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)

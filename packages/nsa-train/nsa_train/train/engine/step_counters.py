@@ -1,0 +1,202 @@
+"""Counts the memory, the FLOPs and the collectives of a training step, on real or fake tensors.
+
+The counters are dispatch modes: they see every operator of the forward and backward pass and of the optimizer, also
+those that DTensor's operators are made of. A simulated rank and a rank of a real run are counted by the same code.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from nsa.geometry import Geometry
+from nsa_train.planning.step_counts import CollectiveGroup, CollectiveKind, CollectiveTotal
+
+_KINDS: dict[str, CollectiveKind] = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+class _LocalOperators(TorchDispatchMode):
+    """Sees operators on local tensors: DTensor's own are left to DTensor first."""
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        made = operator(*args, **(kwargs or {}))
+        self.seen(operator, args, kwargs or {}, made)
+        return made
+
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        raise NotImplementedError
+
+
+class CollectiveCounter(_LocalOperators):
+    """Calls and bytes of collectives, by kind and process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: Counter[CollectiveGroup] = Counter()
+        self._bytes: Counter[CollectiveGroup] = Counter()
+
+    def totals(self) -> dict[CollectiveGroup, CollectiveTotal]:
+        return {group: CollectiveTotal(calls, self._bytes[group]) for group, calls in self._calls.items()}
+
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        if operator.namespace not in _COLLECTIVES:
+            return
+        name = operator._schema.name.partition("::")[2].replace("_", "")
+        kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
+        if kind is None:
+            return
+        given = (*args, *kwargs.values())
+        ranks = next(ranks for each in given if (ranks := _ranks_of(each)) is not None)
+        group = CollectiveGroup(kind, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0)
+        returned = made if isinstance(made, tuple) else (made,)
+        self._calls[group] += 1
+        self._bytes[group] += max(sum(_tensor_bytes(part)) for part in (*given, *returned))
+
+
+def _ranks_of(argument: Any) -> list[int] | None:
+    """Ranks of the process group, if the argument is one: c10d's operators take an object, functional ones a name."""
+    if isinstance(argument, torch.ScriptObject):
+        if "ProcessGroup" not in str(argument._type()):
+            return None
+        argument = dist.ProcessGroup.unbox(argument)
+    elif isinstance(argument, str):
+        try:
+            argument = dist.distributed_c10d._resolve_process_group(GroupName(argument))
+        except (RuntimeError, ValueError):  # the name of a reduction
+            return None
+    return dist.get_process_group_ranks(argument) if isinstance(argument, dist.ProcessGroup) else None
+
+
+def _tensor_bytes(value: Any) -> Iterator[int]:
+    return (leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+class MemoryCounter(_LocalOperators):
+    """Bytes of the storages that operators make and of those given to `hold`; their sum now and at its peak."""
+
+    def __init__(self, kernel_workspace: int = 0) -> None:
+        """`kernel_workspace`: bytes that the backward kernel of the selected branch holds while it runs, which no
+        operator shows."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._kernel_workspace = kernel_workspace
+        self._sizes: dict[int, int] = {}
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that exist already."""
+        for tensor in tensors:
+            self._add(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def __enter__(self) -> "MemoryCounter":
+        """FSDP frees and restores gathered weights by resizing their storage, which is no operator."""
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            made = resize(storage, size)
+            self._set(storage, size)
+            return made
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        if self._kernel_workspace and operator._schema.name == "nsa::attend_backward" and "selected" in args:
+            self.peak = max(self.peak, self.now + self._kernel_workspace)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._sizes:
+            self._set(storage, storage.nbytes())
+
+    def _set(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = id(storage)
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self.now += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class FlopCounter(_LocalOperators):
+    """FLOPs of matrix products, by torch's own table, and of our operators: attention by the keys that are read."""
+
+    def __init__(self, seq_len: int) -> None:
+        """`seq_len`: length of the rows, of which every rank is taken to hold an average share."""
+        super().__init__()
+        self.total = 0.0
+        self._seq_len = seq_len
+
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        if (formula := flop_registry.get(operator._overloadpacket)) is not None:
+            self.total += formula(*args, **kwargs, out_val=made)
+        elif (count := _OWN_FLOPS.get(operator._schema.name)) is not None:
+            self.total += count(self._seq_len, *args)
+
+
+def _branch_flops(seq_len: int, q: Tensor, v_width: int, branch: str, sizes: list[int]) -> float:
+    """Of the scores and of the weighted sum of values."""
+    reads = Geometry.from_ints(sizes).total_reads(seq_len)[branch] / seq_len
+    return 2 * reads * (q.numel() + q.numel() // q.shape[-1] * v_width)
+
+
+def _attend_flops(seq_len: int, q: Tensor, k: Tensor, v: Tensor, idx: Any, pos: Any, start: Any, *rest: Any) -> float:
+    branch, sizes = rest[:2]
+    return _branch_flops(seq_len, q, v.shape[-1], branch, sizes)
+
+
+def _attend_backward_flops(seq_len: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> float:
+    branch, sizes = rest[6:8]
+    return 2 * _branch_flops(seq_len, q, v.shape[-1], branch, sizes)
+
+
+def _select_flops(seq_len: int, q: Tensor, k: Tensor, pos: Any, first: Any, sizes: list[int], *rest: Any) -> float:
+    return _branch_flops(seq_len, q, 0, "compressed", sizes)
+
+
+def _fused_flops(seq_len: int, q: Tensor, k: Tensor, v: Tensor, pos: Any, first: Any, *rest: Any) -> float:
+    both = (_branch_flops(seq_len, q, width, "compressed", rest[0]) for width in (v.shape[-1], 0))
+    return sum(both)
+
+
+def _loss_flops(seq_len: int, x: Tensor, weight: Tensor, labels: Any, mean: bool, need_grad: bool) -> float:
+    return 2.0 * x.numel() * len(weight) * (3 if need_grad else 1)
+
+
+_OWN_FLOPS: dict[str, Callable[..., float]] = {
+    "nsa::attend": _attend_flops,
+    "nsa::attend_backward": _attend_backward_flops,
+    "nsa::select": _select_flops,
+    "nsa::compressed_and_select": _fused_flops,
+    "nsa::linear_cross_entropy": _loss_flops,
+}

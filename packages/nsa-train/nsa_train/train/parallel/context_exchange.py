@@ -1,0 +1,119 @@
+"""Context parallelism: collectives that bring a rank the keys its queries read, with gradients on the way back.
+
+Functional collectives, which autograd differentiates and torch.compile traces. Every rank must run every one of them,
+forward and backward: a rank whose result has no part in its graph would leave the others waiting in the backward pass.
+
+B batch · S own tokens · P tokens of a piece · T tokens of the row · C compressed blocks of the row
+G kv groups · X width of a key or value
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.document_layout import DocumentLayout
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.rope import rotate
+from nsa_train.train.parallel.context_layout import ContextGroup, ContextRow
+
+BranchesKeys = tuple[BranchKeys, BranchKeys, BranchKeys]
+
+
+def context_keys(layer: NSAAttention, new: BranchStreams, layout: DocumentLayout, row: ContextRow) -> BranchesKeys:
+    """What the branches of this rank's queries attend over. The largest exchange starts first."""
+    pos, start, first = layout[:3]
+    geometry, context = layer.geometry, row.context
+    if layer.kind == "window":
+        k_win, v_win = with_halos(context, [(new.k_win, geometry.w - 1), (new.v_win, geometry.w - 1)])
+        window = BranchKeys(k_win, v_win, pos, row.window_start_BS)
+        return window, window, window
+    k_sel, v_sel = (gathered_pieces(context, x) for x in (new.k_sel, new.v_sel))
+    if layer.kind == "dense":
+        tokens = BranchKeys(in_row_order(row, k_sel), in_row_order(row, v_sel), pos, start)
+        return tokens, tokens, tokens
+    of_values = geometry.l - 1 if "compressed" in layer.branches else 0
+    reaches = [(new.k_cmp, geometry.l - 1), (new.v_cmp, of_values)]
+    if "sliding" in layer.branches:
+        reaches += [(x, geometry.w - 1) for x in (new.k_win, new.v_win)]
+    k_cmp, v_cmp, *windows = with_halos(context, reaches)
+    pooled = _pooled_keys(layer, k_cmp, layout, row), layer.compress_values(v_cmp, layout.begin_BC)
+    widths = [x.shape[-1] for x in pooled]
+    k_cmp, v_cmp = gathered_entries(row, torch.cat(pooled, -1)).split(widths, -1)
+    selected = BranchKeys(in_row_order(row, k_sel), in_row_order(row, v_sel), pos, start)
+    window = BranchKeys(windows[0], windows[1], pos, row.window_start_BS) if windows else selected
+    return BranchKeys(k_cmp, v_cmp, pos, first), selected, window
+
+
+def compressed_keys(layer: NSAAttention, k_BSGK: Tensor, layout: DocumentLayout, row: ContextRow) -> Tensor:
+    """All compressed keys of the row, of this rank's raw keys."""
+    (k_cmp,) = with_halos(row.context, [(k_BSGK, layer.geometry.l - 1)])
+    return gathered_entries(row, _pooled_keys(layer, k_cmp, layout, row))
+
+
+def with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    """Streams [B, S, G, X], each with how many tokens of the piece before it every piece needs: its axis becomes this
+    rank's pieces, each with those tokens before it; zeros before the first piece of the row. One exchange for all."""
+    split, plan = context.split, context.split.halo_plan()
+    pieces = [x.unflatten(1, (split.slots, -1)).transpose(0, 1) for x, _ in streams]  # [slots, B, P, G, X]
+    tails = [x[:, :, x.shape[2] - reach :] for x, (_, reach) in zip(pieces, streams, strict=True)]
+    packed = torch.cat([tail.flatten(1) for tail in tails], 1)
+    width = packed.shape[1]
+    if width == 0:
+        return [x for x, _ in streams]
+    sent = torch.cat([packed[:0], *(packed[slot : slot + 1] for slot in plan.sent_slots)])
+    received = collectives.all_to_all_single(
+        sent.flatten(), [width * n for n in plan.received], [width * n for n in plan.sent], context.group
+    )
+    n_received = sum(plan.received)
+    # Also where nothing was received: the exchange must stay in the graph.
+    halos = torch.cat([packed.new_zeros(split.slots - n_received, width), received.view(n_received, width)])
+    made = []
+    for halo, tail, x in zip(halos.split([tail[0].numel() for tail in tails], 1), tails, pieces, strict=True):
+        made.append(torch.cat([halo.view(tail.shape), x], 2).transpose(0, 1).flatten(1, 2))
+    return made
+
+
+def gathered_pieces(context: ContextGroup, x_BSGX: Tensor) -> Tensor:
+    """All pieces of the row, rank after rank: [pieces, B, P, G, X]. Returns at once; its first use waits for it."""
+    pieces = x_BSGX.unflatten(1, (context.split.slots, -1)).transpose(0, 1).contiguous()
+    return collectives.all_gather_single(pieces, 0, context.group)
+
+
+def in_row_order(row: ContextRow, pieces: Tensor) -> Tensor:
+    """`gathered_pieces` as [B, T, G, X]."""
+    if row.context.split.zigzag:
+        pieces = pieces.index_select(0, row.order)
+    return pieces.transpose(0, 1).flatten(1, 2)
+
+
+def gathered_entries(row: ContextRow, entries: Tensor) -> Tensor:
+    """Entries of own slots as the compressed blocks of the row: [B, C, G, X]."""
+    slots = gathered_pieces(row.context, entries)
+    return slots.transpose(0, 1).flatten(1, 2).index_select(1, row.source_C)
+
+
+def _pooled_keys(layer: NSAAttention, k_cmp: Tensor, layout: DocumentLayout, row: ContextRow) -> Tensor:
+    k_BCGK = layer.phi_k(k_cmp, layout.begin_BC)
+    return rotate(k_BCGK, row.block_tables) if layer.rope_compressed == "after" else k_BCGK
+
+
+def slide_by_piece(sliding: Callable[..., Any], slots: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor,
+                   start: Tensor, **options: Any) -> Any:  # fmt: skip
+    """Sliding attention with every piece as a row of the batch: kernels expect the queries of a row to follow one
+    another on the key axis."""
+    n_keys = k.shape[1] // slots
+
+    def as_rows(x: Tensor) -> Tensor:
+        return x.unflatten(1, (slots, -1)).flatten(0, 1)
+
+    def as_pieces(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, slots)).flatten(1, 2)
+
+    begins = torch.arange(slots, device=k.device)[:, None] * n_keys
+    start = (start.unflatten(1, (slots, -1)) - begins).flatten(0, 1)
+    made = sliding(as_rows(q), as_rows(k), as_rows(v), as_rows(pos), start, **options)
+    return tuple(as_pieces(x) for x in made) if isinstance(made, tuple) else as_pieces(made)
