@@ -11,12 +11,11 @@ COPY constraints.txt /opt/constraints.txt
 RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 
 FROM development AS nsa
-COPY pyproject.toml README.md LICENSE /opt/nsa-train/
-COPY nsa /opt/nsa-train/nsa
-# What the wheel ships beside the package: pyproject.toml, force-include.
+COPY packages /opt/nsa-train/packages
+# What nsa_train/shipped links to.
 COPY configs /opt/nsa-train/configs
 COPY tests/data/fixtures /opt/nsa-train/tests/data/fixtures
-RUN pip install '/opt/nsa-train[train,hf,ops]' && useradd --uid 1000 --create-home nsa
+RUN pip install /opt/nsa-train/packages/nsa-attention '/opt/nsa-train/packages/nsa-train[train,hf,ops]' && useradd --uid 1000 --create-home nsa
 USER 1000
 WORKDIR /home/nsa
 ENTRYPOINT ["nsa"]

@@ -47,7 +47,7 @@ install_environment() { # install_environment gate|nightly: Debian's packages of
     if [ -n "$value" ]; then export "${pair%%=*}=$value"; fi
   done
   uv pip install --quiet --require-hashes --build-constraint .ci/locks/build.txt --requirement .ci/locks/gate.txt
-  uv pip install --quiet --no-deps --build-constraint .ci/locks/build.txt --editable .
+  uv pip install --quiet --no-deps --build-constraint .ci/locks/build.txt --editable packages/nsa-attention --editable packages/nsa-train
   export PIP_CONSTRAINT="$PWD/constraints.txt" # of what tests install
 }
 

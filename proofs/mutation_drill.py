@@ -2,7 +2,7 @@
 
     python -m proofs.mutation_drill                 every table, two mutations at a time
     python -m proofs.mutation_drill core -k ring    one table, mutations whose name contains "ring"
-    python -m proofs.mutation_drill --file packages/nsa-attention/nsa/geometry.py    mutations planted in one file, of any table
+    python -m proofs.mutation_drill --file proofs/soak.py    mutations planted in one file, of any table
     python -m proofs.mutation_drill --check         run no test: list the rows that cannot be planted, in seconds
     python -m proofs.mutation_drill --show -k ring  run no test: show where and what is planted
 

@@ -88,7 +88,7 @@ def test_a_public_name_is_imported_on_first_use(name):
 def test_public_names_are_complete_and_known_to_type_checkers():
     import nsa
 
-    source = ast.parse((ROOT / "nsa" / "__init__.py").read_text(encoding="utf-8"))
+    source = ast.parse((ROOT / "packages/nsa-attention/nsa" / "__init__.py").read_text(encoding="utf-8"))
     (block,) = [node for node in source.body if isinstance(node, ast.If)]
     typed = {alias.name: node.module for node in block.body for alias in node.names}
     assert typed == nsa._HOMES

@@ -1,4 +1,4 @@
-"""The wheel works without the checkout: init, prepare, train, generate and verify, also as an ordinary user with no
+"""The wheels work without the checkout: init, prepare, train, generate and verify, also as an ordinary user with no
 compiler on PATH and a home folder that cannot be written.
 """
 
@@ -16,22 +16,23 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.kernels.cpu.build import library
 from tests.docs.blocks import blocks
-from tests.wheel_install import ROOT, WheelInstall, build_wheel, ordinary_user
+from tests.wheel_install import ROOT, BuiltWheels, WheelInstall, build_wheels, ordinary_user
 
 MOST_BYTES = 4_000_000
+SHIPPED = "nsa_train/shipped/"
 # A few steps instead of minutes; a nightly test below runs the command as it is printed.
 FEW_STEPS = " train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+def wheels(tmp_path_factory) -> BuiltWheels:
+    return build_wheels(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> WheelInstall:
-    return WheelInstall.make(wheel, tmp_path_factory.mktemp("installed") / "venv")
+def installed(wheels, tmp_path_factory) -> WheelInstall:
+    return WheelInstall.make(wheels, tmp_path_factory.mktemp("installed") / "venv")
 
 
 def next_commands(output: str) -> list[str]:
@@ -39,35 +40,38 @@ def next_commands(output: str) -> list[str]:
     return [line.strip() for line in output.splitlines() if line.startswith("  nsa ")]
 
 
-def test_the_wheel_is_small_and_carries_every_config_and_the_corpus(wheel):
-    assert wheel.stat().st_size < MOST_BYTES
-    with zipfile.ZipFile(wheel) as archive:
-        content = {
-            name: archive.read(name)
-            for name in archive.namelist()
-            if name.startswith("packages/nsa-train/nsa_train/shipped/")
-        }
-        assert not [name for name in archive.namelist() if name.startswith(("tests/", "tools/", "configs/"))]
-    kept = {f"configs/{file.relative_to(ROOT / 'configs')}": file for file in (ROOT / "configs").rglob("*.yaml")}
-    kept |= {f"text/{name}": ROOT / "tests/data/fixtures" / name for name in ("debian_docs.parquet", "NOTICES.txt")}
-    for name, file in kept.items():
-        assert content.pop(f"packages/nsa-train/nsa_train/shipped/{name}") == file.read_bytes()
-    assert list(content) == ["packages/nsa-train/nsa_train/shipped/__init__.py"]
+def test_the_wheels_are_small_and_carry_the_package_every_config_and_the_corpus(wheels):
+    assert wheels.library.stat().st_size + wheels.trainer.stat().st_size < MOST_BYTES
+    content = {}
+    for wheel, package in ((wheels.library, "nsa/"), (wheels.trainer, "nsa_train/")):
+        with zipfile.ZipFile(wheel) as archive:
+            content |= {name: archive.read(name) for name in archive.namelist()}
+            assert all(name.startswith(package) or ".dist-info/" in name for name in archive.namelist())
+    shipped = {name.removeprefix(SHIPPED): data for name, data in content.items() if name.startswith(SHIPPED)}
+    sources = {f"configs/{file.relative_to(ROOT / 'configs')}": file for file in (ROOT / "configs").rglob("*.yaml")}
+    sources |= {f"text/{name}": ROOT / "tests/data/fixtures" / name for name in ("debian_docs.parquet", "NOTICES.txt")}
+    for name, file in sources.items():
+        assert shipped.pop(name) == file.read_bytes()
+    assert list(shipped) == ["__init__.py"]
 
 
-def test_two_builds_are_the_same_bytes(wheel, tmp_path):
+def test_two_builds_are_the_same_bytes(wheels, tmp_path):
     """The second one from files with other times and modes, in another folder and order."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in reversed(tracked.rstrip("\0").split("\0")):
         source, copy = ROOT / name, tmp_path / "elsewhere" / name
-        if source.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            copy.symlink_to(source.readlink())
+        elif source.is_file():
             shutil.copyfile(source, copy)
             copy.chmod(0o755 if os.access(source, os.X_OK) else 0o600)
             os.utime(copy, (10**9, 10**9))
-    again = build_wheel(tmp_path, tmp_path / "elsewhere")
-    assert again.name == wheel.name
-    assert again.read_bytes() == wheel.read_bytes()
+    again = build_wheels(tmp_path, tmp_path / "elsewhere")
+    for name in ("library", "trainer"):
+        first, second = getattr(wheels, name), getattr(again, name)
+        assert first.name == second.name
+        assert first.read_bytes() == second.read_bytes()
 
 
 def test_the_checkout_is_not_seen(installed, tmp_path):
@@ -152,7 +156,7 @@ def _python(version: str) -> str | None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_a_newer_python_trains_from_the_wheel(version, wheel, tmp_path):
+def test_a_newer_python_trains_from_the_wheels(version, wheels, tmp_path):
     """Installs everything from the package index; only where it has a build of torch for CPUs."""
     python = _python(version)
     if python is None:
@@ -169,7 +173,7 @@ def test_a_newer_python_trains_from_the_wheel(version, wheel, tmp_path):
     chosen = {item["metadata"]["name"] for item in json.loads(report.read_text())["install"]}
     if gpu := sorted(name for name in chosen if name.startswith("nvidia-")):
         pytest.skip(f"torch for Python {version} is a GPU build here: it needs {gpu[0]} and {len(gpu) - 1} more")
-    subprocess.run([*pip, *constraints, f"{wheel}[train]"], check=True)
+    subprocess.run([*pip, *constraints, wheels.library, f"{wheels.trainer}[train]"], check=True)
     other = WheelInstall(tmp_path / "venv")
     tokenizer, prepare, train, generate = next_commands(other.run("nsa init my-run --text", tmp_path))
     for command in (tokenizer, prepare, train + FEW_STEPS, f"{generate} -n 20", "nsa checkpoint verify my-run/run"):

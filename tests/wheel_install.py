@@ -1,4 +1,4 @@
-"""A wheel of this checkout, installed into an environment that does not see the checkout, and commands run with it."""
+"""Wheels of this checkout, installed into an environment that does not see the checkout, and commands run with it."""
 
 import os
 import shutil
@@ -15,27 +15,34 @@ NOBODY = 65534
 _READS_ALL = 2  # number of CAP_DAC_READ_SEARCH
 
 
-def build_wheel(folder: Path, source: Path = ROOT) -> Path:
+@dataclass(frozen=True)
+class BuiltWheels:
+    library: Path
+    trainer: Path
+
+
+def build_wheels(folder: Path, source: Path = ROOT) -> BuiltWheels:
     """Build with the backend of this environment, so that CI installs nothing beside its lock files."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    _run([sys.executable, "-m", "pip", "wheel", *options, str(source)], folder)
-    (wheel,) = folder.glob("nsa_train-*.whl")
-    return wheel
+    for name in ("nsa-attention", "nsa-train"):
+        _run([sys.executable, "-m", "pip", "wheel", *options, str(source / "packages" / name)], folder)
+    (library,), (trainer,) = folder.glob("nsa_attention-*.whl"), folder.glob("nsa_train-*.whl")
+    return BuiltWheels(library, trainer)
 
 
 @dataclass(frozen=True)
 class WheelInstall:
-    """An environment with the wheel; other packages are those of the running environment."""
+    """An environment with wheels; other packages are those of the running environment."""
 
     venv: Path
     user: int | None = None
     """Id of the user that runs commands; None for the present one."""
 
     @classmethod
-    def make(cls, wheel: Path, venv: Path) -> "WheelInstall":
+    def make(cls, wheels: BuiltWheels, venv: Path) -> "WheelInstall":
         _run([sys.executable, "-m", "venv", "--without-pip", str(venv)], venv.parent)
         pip = [sys.executable, "-m", "pip", f"--python={venv / 'bin' / 'python'}", "install", "--quiet", "--no-deps"]
-        _run([*pip, str(wheel)], venv.parent)
+        _run([*pip, str(wheels.library), str(wheels.trainer)], venv.parent)
         (packages,) = venv.glob("lib/python*/site-packages")
         # A path in a .pth file is added as it is: the .pth file of an editable install in there is not read.
         (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")

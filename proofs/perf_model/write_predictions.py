@@ -1,4 +1,4 @@
-"""Write the modelled times that `nsa gpu-check` shows beside measured ones: packages/nsa-attention/nsa/bench/predictions.json.
+"""Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/bench/predictions.json.
 
 `nsa estimate` reckons with them too.
 

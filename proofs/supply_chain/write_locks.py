@@ -18,6 +18,7 @@ from proofs.supply_chain.lock_files import BUILD, GATE, INSTALLER, ROOT, VLLM
 
 _COMMAND = "python -m proofs.supply_chain.write_locks"
 _HEADER = f"# Written by {_COMMAND}; installed by .ci/run with --require-hashes.\n"
+PROJECTS = [str(ROOT / "packages" / name / "pyproject.toml") for name in ("nsa-attention", "nsa-train")]
 _EXTRAS = ("dev", "train")
 _BUILD = ("editables", "hatchling", "setuptools", "wheel")  # of this project, and of source archives in the gate's lock
 _WITHOUT = ("torchaudio", "torchcodec", "torchvision")  # built for CUDA; Transformers fails when it imports them
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     extras = [word for extra in _EXTRAS for word in ("--extra", extra)]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    _compile(GATE, [str(ROOT / "pyproject.toml"), *extras, *constraints], options.upgrade)
+    _compile(GATE, [*PROJECTS, *extras, *constraints], options.upgrade)
     _compile(BUILD, _requirements(_BUILD), options.upgrade)
     _compile(INSTALLER, _requirements(["uv"]), options.upgrade)
     _lock_vllm()

@@ -32,5 +32,5 @@ def test_every_named_test_exists():
 
 
 def test_the_pinned_triton_is_the_one_that_is_named():
-    assert '"triton==3.7.1;' in (ROOT / "pyproject.toml").read_text()
+    assert '"triton==3.7.1;' in (ROOT / "packages/nsa-train/pyproject.toml").read_text()
     assert "pins 3.7.1" in PAGE.read_text(encoding="utf-8")

@@ -11,15 +11,22 @@ import pytest
 import yaml
 
 import nsa
+import nsa_train
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 DOCKERFILES = sorted(ROOT.glob("Dockerfile*"))
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = set(PYPROJECT["project"]["optional-dependencies"])
-IN_WHEEL = ["nsa", *PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]]
+PROJECTS = {
+    name: tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+    for name in ("nsa-attention", "nsa-train")
+}
+EXTRAS = {extra for project in PROJECTS.values() for extra in project["optional-dependencies"]}
+SHIPPED = ROOT / "packages/nsa-train/nsa_train/shipped"
+IN_WHEELS = ["packages", *(str(link.resolve().relative_to(ROOT)) for link in SHIPPED.rglob("*") if link.is_symlink())]
 # Paths and modules as they appear in commands.
-PATH = re.compile(r"(?<![\w/$.-])(\.ci/\w+|nsa/[\w/]+\.py|constraints\.txt|CHANGELOG\.md|pyproject\.toml)(?![\w/])")
+PATH = re.compile(
+    r"(?<![\w/$.-])(\.ci/\w+|packages/[\w/-]+\.py|constraints\.txt|CHANGELOG\.md|pyproject\.toml)(?![\w/])"
+)
 
 
 def steps(workflow: Path) -> list[dict]:
@@ -72,7 +79,9 @@ def test_actionlint_finds_nothing():
 )
 def test_extras_exist(file):
     named = {
-        extra for group in re.findall(r"(?:\.|nsa-train)\[([\w,]+)\]", file.read_text()) for extra in group.split(",")
+        extra
+        for group in re.findall(r"(?:nsa-attention|nsa-train)\[([\w,]+)\]", file.read_text())
+        for extra in group.split(",")
     }
     assert named <= EXTRAS
 
@@ -81,7 +90,7 @@ def test_extras_exist(file):
 def test_a_dockerfile_copies_what_exists_and_docker_may_see(file):
     seen = (ROOT / ".dockerignore").read_text().splitlines()
     copied = [source for line in re.findall(r"^COPY (.*)$", file.read_text(), re.M) for source in line.split()[:-1]]
-    assert all(any(Path(file).is_relative_to(source) for source in copied) for file in IN_WHEEL)
+    assert all(any(Path(file).is_relative_to(source) for source in copied) for file in IN_WHEELS)
     for source in copied:
         assert (ROOT / source).exists()
         assert f"!{source}" in seen
@@ -122,9 +131,13 @@ def test_an_issue_form_has_what_github_requires(form):
 def test_files_that_github_shows():
     for name in ("SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", ".github/PULL_REQUEST_TEMPLATE.md"):
         assert (ROOT / name).stat().st_size
+    for project in PROJECTS:
+        assert (ROOT / "packages" / project / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == nsa.__version__
     assert f"## [{nsa.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert nsa_train.__version__ == nsa.__version__
+    assert f"nsa-attention=={nsa.__version__}" in PROJECTS["nsa-train"]["dependencies"]

@@ -134,7 +134,7 @@ def test_the_code_is_the_source_with_other_imports():
     """Nothing is written twice: apart from imports and operator names a file is its source."""
     files = remote_code_files()
     for name, module in (("nsa_core_rope.py", "core/rope.py"), ("nsa_kernels_reference.py", "kernels/reference.py")):
-        source = (ROOT / "nsa" / module).read_text().splitlines()
+        source = (ROOT / "packages/nsa-attention/nsa" / module).read_text().splitlines()
         added = set(files[name].splitlines()) - set(source)
         assert all(line.startswith(("# Generated", "from .")) for line in added), added
 

@@ -1,4 +1,4 @@
-"""Without the engine (`pip install -e '.[dev,train]'`) there is nothing to run on a cluster."""
+"""Without the engine (the extra `train`) there is nothing to run on a cluster."""
 
 from importlib.util import find_spec
 

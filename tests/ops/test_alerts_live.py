@@ -130,7 +130,7 @@ def write_alertmanager(folder: Path, webhook: int) -> Path:
 def drill(tmp_path_factory):
     """Everything started; yields what was told, and the processes of the runs."""
     for package in ("prometheus_client", "olmo_core"):
-        pytest.importorskip(package, reason="pip install -e '.[train,ops]'")
+        pytest.importorskip(package, reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[train,ops]'")
     prometheus, alertmanager = programs("prometheus", "prometheus-alertmanager").values()
     folder = tmp_path_factory.mktemp("alerts")
     (folder / "runs").mkdir()

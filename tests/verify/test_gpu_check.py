@@ -55,7 +55,9 @@ def claims(record: dict, verdict: CheckStatus) -> set[str]:
 
 def planted(tmp_path: Path, **bugs: str) -> Path:
     """A copy of the package whose launchers (module name → code) are followed by other ones."""
-    shutil.copytree(ROOT / "nsa", tmp_path / "copy" / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "packages/nsa-attention/nsa", tmp_path / "copy" / "nsa", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for module, code in bugs.items():
         with (tmp_path / "copy" / "nsa" / "kernels" / "triton" / f"{module}.py").open("a") as file:
             file.write(textwrap.dedent(code))

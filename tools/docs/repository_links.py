@@ -1,6 +1,7 @@
 """Sphinx extension: links from a page to files of the repository outside docs/ work in the built site.
 
-On GitHub `../packages/nsa-attention/nsa/core/rope.py` leads to the file. In the site the same link leads to the repository's web address
+On GitHub `../packages/nsa-attention/nsa/core/rope.py` leads to the file. In the site the same link leads to the
+repository's web address
 (`repository_url`), or, without an address, to a copy of the file as text under `repository/`.
 """
 

@@ -1,8 +1,8 @@
 """NSA_KERNEL and NSA_KERNEL_<BRANCH>: kernel backends requested by environment variables. Needs no torch.
 
 They hold for the library (`NSAAttention`, `nsa_attention`, …) and `nsa doctor`, where an argument that names a backend
-wins over them, and through `nsa_train.config.env` for the settings of a run, where the command line wins over them and they
-win over the config file. The variable of one branch wins over NSA_KERNEL.
+wins over them, and through `nsa_train.config.env` for the settings of a run, where the command line wins over them and
+they win over the config file. The variable of one branch wins over NSA_KERNEL.
 """
 
 import os

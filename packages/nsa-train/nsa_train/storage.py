@@ -5,8 +5,8 @@ AWS variables or files that the S3 clients read by themselves, never from an add
 into manifests and logs.
 
 Data shards use `StorageFolder`: it streams through `pyarrow.fs`, which retries inside a file (s3fs cannot be installed
-beside the training engine in a usable version). Checkpoints are copied through boto3 (`nsa_train.checkpoint.transfer`): a
-commit needs its conditional put, which pyarrow lacks. Both have the same addresses, timeouts and number of attempts.
+beside the training engine in a usable version). Checkpoints are copied through boto3 (`nsa_train.checkpoint.transfer`):
+a commit needs its conditional put, which pyarrow lacks. Both have the same addresses, timeouts and number of attempts.
 """
 
 import errno

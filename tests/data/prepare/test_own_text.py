@@ -116,7 +116,8 @@ def test_the_report_counts_everything(texts: Path, alone: Path) -> None:
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(texts: Path, alone: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        "import sys; from nsa_train.data.prepare.plan import make_plan; from nsa_train.data.prepare.run import prepare\n"
+        "import sys\n"
+        "from nsa_train.data.prepare.plan import make_plan; from nsa_train.data.prepare.run import prepare\n"
         f"if __name__ == '__main__': prepare(make_plan(sys.argv[1], 'byte', dedup=True, **{SETTINGS!r}), sys.argv[2], "
         "workers=2)\n"
     )

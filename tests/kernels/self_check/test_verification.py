@@ -53,7 +53,9 @@ def checked(folder: Path, *parts: str, root: Path = ROOT, silence_s: float = 300
 
 
 def copied(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "nsa", tmp_path / "copy" / "nsa", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "packages/nsa-attention/nsa", tmp_path / "copy" / "nsa", ignore=shutil.ignore_patterns("__pycache__")
+    )
     return tmp_path / "copy"
 
 

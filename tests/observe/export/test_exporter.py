@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("prometheus_client", reason="pip install -e '.[ops]'")
+pytest.importorskip("prometheus_client", reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[ops]'")
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families

@@ -1,4 +1,4 @@
-"""Without the engine (`pip install -e '.[dev,train]'`) the tests that import it are left out."""
+"""Without the engine (the extra `train`) the tests that import it are left out."""
 
 import os
 from importlib.util import find_spec

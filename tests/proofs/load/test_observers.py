@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("prometheus_client", reason="pip install -e '.[ops]'")
+pytest.importorskip("prometheus_client", reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[ops]'")
 
 from nsa_train.observe import records
 from nsa_train.observe.heartbeat import beat_parser

@@ -12,24 +12,28 @@ from packaging.requirements import Requirement
 
 from proofs.supply_chain.lock_files import BUILD, GATE, INSTALLER, ROOT, VLLM, LockFileError, normalized, read_lock
 
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROJECT = PYPROJECT["project"]
+PYPROJECTS = [
+    tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text()) for name in ("nsa-attention", "nsa-train")
+]
+PROJECTS = {each["project"]["name"]: each["project"] for each in PYPROJECTS}
 HASH = "0" * 64
 
 
 def requirements() -> list[Requirement]:
-    """Direct requirements of the project and of the extras that the gate installs, of other extras through them."""
-    extras, wanted, found = PROJECT["optional-dependencies"], ["dev", "train"], []
-    for line in PROJECT["dependencies"]:
-        found.append(Requirement(line))
-    while wanted:
-        for line in extras[wanted.pop()]:
-            requirement = Requirement(line)
-            if requirement.name == PROJECT["name"]:
-                wanted += requirement.extras
-            else:
-                found.append(requirement)
-    return found
+    """Requirements of both packages and of the extras that the gate installs, of other extras through them."""
+    extras, wanted = [("nsa-train", "dev"), ("nsa-train", "train")], []
+    lines = [line for project in PROJECTS.values() for line in project["dependencies"]]
+    while lines or extras:
+        if not lines:
+            name, extra = extras.pop()
+            lines = list(PROJECTS[name]["optional-dependencies"][extra])
+            continue
+        requirement = Requirement(lines.pop())
+        if requirement.name in PROJECTS:
+            extras += [(requirement.name, extra) for extra in requirement.extras]
+        else:
+            wanted.append(requirement)
+    return wanted
 
 
 @pytest.mark.parametrize("path", [GATE, BUILD, INSTALLER, VLLM], ids=lambda path: path.stem)
@@ -45,7 +49,7 @@ def test_the_gate_installs_a_permitted_version_of_every_requirement():
 
 
 def test_the_build_backend_is_locked():
-    backend = [Requirement(line) for line in PYPROJECT["build-system"]["requires"]]
+    backend = [Requirement(line) for each in PYPROJECTS for line in each["build-system"]["requires"]]
     assert all(read_lock(BUILD)[requirement.name].version in requirement.specifier for requirement in backend)
 
 
@@ -58,7 +62,7 @@ def test_the_gate_runs_with_what_is_locked():
     installed = {normalized(row["name"]): row["version"] for row in json.loads(listed)}
     assert {name: installed.get(name) for name in lock} == {name: package.version for name, package in lock.items()}
     outside = installed.keys() - lock.keys() - read_lock(INSTALLER).keys()
-    assert outside <= {"nsa-train", "pip", "setuptools"}
+    assert outside <= {"nsa-attention", "nsa-train", "pip", "setuptools"}
 
 
 def test_the_gate_installs_from_nothing_else():

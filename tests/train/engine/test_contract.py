@@ -1,8 +1,8 @@
 """What `nsa_train.train.engine` relies on in OLMo-core: one test per override or private member.
 
 A test that fails here after an upgrade of the engine names the member that changed: read the new source of that member,
-adapt the module of `nsa_train.train.engine` that uses it, then the test. `test_an_upgrade_is_noticed_by_name` renames or
-changes each member in turn and requires the test for it to fail.
+adapt the module of `nsa_train.train.engine` that uses it, then the test. `test_an_upgrade_is_noticed_by_name` renames
+or changes each member in turn and requires the test for it to fail.
 """
 
 import inspect

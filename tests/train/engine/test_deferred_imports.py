@@ -1,4 +1,4 @@
-"""What `nsa_train.train.engine.deferred_imports` relies on in the engine, and that real modules are there on first use."""
+"""What `train.engine.deferred_imports` relies on in the engine, and that real modules are there on first use."""
 
 import ast
 import importlib

@@ -146,7 +146,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 def runs(tmp_path_factory):
     """Real runs, each telling both trackers; their folder."""
     for package in ("wandb", "mlflow"):
-        pytest.importorskip(package, reason="pip install -e '.[track]'")
+        pytest.importorskip(package, reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[track]'")
     folder = tmp_path_factory.mktemp("tracked")
     (folder / SECRET).write_bytes(b"k" * 32)
     config = str(write_config(folder))

@@ -185,7 +185,7 @@ def _how_to_install(package: str) -> str:
         where, extra = f"It is part of the extra {EXTRA_OF[package]!r}", f"[{EXTRA_OF[package]}]"
     return (
         f"this command needs the package {package}, which is not installed. {where}. Run: pip install "
-        f"'nsa-train{extra}' (in a checkout: pip install -e '.{extra}')."
+        f"'nsa-train{extra}' (in a checkout: pip install -e packages/nsa-attention -e 'packages/nsa-train{extra}')."
     )
 
 

@@ -65,7 +65,7 @@ class RunFolder:
         write_atomic(self.path / names.ENV, json.dumps(content, indent=2) + "\n")
 
 
-def code_version(root: Path = Path(__file__).parents[2]) -> dict[str, Any]:
+def code_version(root: Path = Path(__file__).parents[4]) -> dict[str, Any]:
     """Git commit of this package and whether files are modified; empty outside a git checkout."""
     if not (root / ".git").exists():  # an installed package may lie inside another project's checkout
         return {}

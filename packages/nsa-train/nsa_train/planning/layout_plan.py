@@ -1,7 +1,7 @@
 """Ranks the parallel layouts of a run by modelled tokens per second: memory, traffic, time, price and goodput of each.
 
-Times are modelled: compute as in `nsa_train.planning.step_time`, communication from bytes and the assumed speed of links.
-Gathering weights and reducing gradients overlaps with compute; tensor and context parallelism does not.
+Times are modelled: compute as in `nsa_train.planning.step_time`, communication from bytes and the assumed speed of
+links. Gathering weights and reducing gradients overlaps with compute; tensor and context parallelism does not.
 """
 
 from collections.abc import Callable, Sequence

@@ -86,8 +86,8 @@ def changed_settings(record: RunRecord, config: RunConfig, vocab_size: int) -> l
 
 
 class WeightImporter(Protocol):
-    """Writes an exported folder as a run folder with one checkpoint: `nsa_train.convert.import_folder`, which this package
-    does not import, so that training does not need Transformers."""
+    """Writes an exported folder as a run folder with one checkpoint: `nsa_train.convert.import_folder`, which this
+    package does not import, so that training does not need Transformers."""
 
     def __call__(self, folder: Path, out: Path, *, key: bytes | None) -> object: ...
 

@@ -1,4 +1,4 @@
-"""Simulates a step (`nsa_train.train.engine.simulated_rank`) in a child process: an abort of torch ends the child alone.
+"""Simulates a step (`train.engine.simulated_rank`) in a child process: an abort of torch ends the child alone.
 
 As a program this module is that child: a request as JSON on stdin, JSON lines on stdout.
 """

@@ -1,8 +1,8 @@
 """lm-evaluation-harness with our models: the model type `nsa` of the harness, and its command line around a model.
 
-`python -m nsa_train.infer.evaluation.lm_eval run --model nsa --model_args pretrained=RUN …` is the harness's own command in a
-process that knows our models: `pretrained` is a run folder, a checkpoint or an exported folder. For exported folders
-`--model hf` works there too.
+`python -m nsa_train.infer.evaluation.lm_eval run --model nsa --model_args pretrained=RUN …` is the harness's own
+command in a process that knows our models: `pretrained` is a run folder, a checkpoint or an exported folder. For
+exported folders `--model hf` works there too.
 """
 
 import json

@@ -151,7 +151,7 @@ def rule_file(speed: float = 1.0) -> str:
         for level in (AlertLevel.CRITICAL, AlertLevel.WARNING)
     ]
     groups[0]["rules"].append(_exporter_down(speed))  # type: ignore[attr-defined]
-    note = f"# Written by `{REFRESH}`. Edit its source, packages/nsa-train/nsa_train/observe/export/alert_rules.py, instead.\n"
+    note = f"# Written by `{REFRESH}`. Edit its source, nsa_train/observe/export/alert_rules.py, instead.\n"
     return note + yaml.safe_dump({"groups": groups}, sort_keys=False, width=120, allow_unicode=True)
 
 

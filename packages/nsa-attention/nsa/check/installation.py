@@ -1,0 +1,110 @@
+"""What this installation is and can run: versions, device, the backend of each branch with reasons, warnings."""
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nsa import __version__
+from nsa.core.nsa_attention import NSAAttention
+from nsa.kernel_variables import requested_backends
+from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
+from nsa.kernels.cpu import describe
+from nsa.kernels.registry import BACKENDS, BRANCHES, BackendChoice
+
+
+def installation_facts(
+    attention: NSAAttention, where: torch.device, dtype: torch.dtype, dtype_name: str
+) -> dict[str, Any]:
+    """Versions, device, and each branch's backends with reasons, ready for JSON."""
+
+    choices = attention.plan(where, dtype).choices
+    accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
+    return {
+        "nsa": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(where),
+        "device_name": accelerator or where.type,
+        "threads": torch.get_num_threads(),
+        "dtype": dtype_name,
+        "cpu_kernels": describe() if where.type == "cpu" else None,
+        "kernels": kernels_text(choices),
+        "triton_check": _verdict(attention, where, dtype, choices) if where.type == "cuda" else None,
+        "backends": [
+            dict(zip(("branch", "backend", "here", "why"), row, strict=True))
+            for row in _rows(attention, where, dtype, choices)
+        ],
+        "warnings": [text for text in (slow_kernels_warning(choices, where.type), _slow_start_warning()) if text],
+    }
+
+
+def _slow_start_warning() -> str | None:
+    """If torch is compiled anew by every process: its byte code is not there and will not be kept."""
+
+    compiled = importlib.util.cache_from_source(torch.__file__)
+    if os.path.exists(compiled):
+        return None
+    folder = os.path.dirname(torch.__file__)
+    if sys.dont_write_bytecode:
+        why = "PYTHONDONTWRITEBYTECODE is set (or python -B)"
+    elif not os.access(folder, os.W_OK):
+        why = f"{folder} cannot be written"
+    else:
+        return None
+    return (
+        f"every start compiles torch and the training engine from source, some 15 s of CPU time per rank and per "
+        f"restart: they were installed without byte code, and it is not kept because {why}. Run once, where it may be "
+        f"written, e.g. in the image: python -m compileall -q {os.path.dirname(folder)}"
+    )
+
+
+def _verdict(
+    attention: NSAAttention, device: torch.device, dtype: torch.dtype, choices: Sequence[BackendChoice]
+) -> str:
+    """Whether the Triton kernels passed their check, and the file of the record; without a check if none was needed."""
+
+    verify = BACKENDS["triton"].verify
+    if verify is None or all(choice.requested for choice in choices):
+        return "not needed: every branch was requested by name"
+    if reason := BACKENDS["triton"].why_not("selected", device, dtype, attention.shape):
+        return f"not possible: {reason}"
+    verdict = verify(device, dtype, attention.shape)  # known by now
+    if not verdict.checked:
+        return f"not done: {verdict.reason}"
+    record = f", record in {verdict.evidence}" if verdict.evidence else ", no record could be kept"
+    return ("passed" if verdict.passed else f"FAILED ({verdict.reason})") + record
+
+
+def _rows(
+    attention: NSAAttention, device: torch.device, dtype: torch.dtype, choices: Sequence[BackendChoice]
+) -> Iterator[tuple[str, str, str, str]]:
+    """Branch, backend, whether it is chosen, can or cannot run here, and why."""
+
+    requested = requested_backends(BRANCHES)
+    for choice in choices:
+        by = requested.get(choice.branch)
+        for backend in BACKENDS.values():
+            if backend.name == choice.backend:
+                why = f"requested by {by.variable}" if by is not None and by.name == backend.name else choice.reason
+                yield choice.branch, backend.name, "chosen", why
+            elif reason := backend.why_not(choice.branch, device, dtype, attention.shape):
+                yield choice.branch, backend.name, "cannot", reason
+            else:
+                yield choice.branch, backend.name, "can", _why_not_chosen(backend.name, device, choice)
+
+
+def _why_not_chosen(backend: str, device: torch.device, choice: "BackendChoice") -> str:
+    """Of a backend that can run."""
+    if backend == "reference":
+        return "only by name: plain PyTorch, for checking, slow"
+    if backend == "triton" and device.type == "cpu":
+        return "only by name: interpreted, for checking, slow"
+    if backend == "triton":
+        return choice.why_not(backend) or "only by name, until it is checked on this GPU"
+    return "not requested" if choice.requested else f"after {choice.backend} in preference"
