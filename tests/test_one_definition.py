@@ -13,17 +13,18 @@ from nsa.core.attention_config import OPTIONS, AttentionConfig
 from nsa.option_fields import options_of
 
 ROOT = Path(__file__).parents[1]
+LIBRARY, TRAINER = PACKAGES = ROOT / "packages/nsa-attention/nsa", ROOT / "packages/nsa-train/nsa_train"
 MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI = 3, 2
 
 OPTION = {
-    "packages/nsa-attention/nsa/core/attention_config.py": (
+    "nsa/core/attention_config.py": (
         "    blocks: SelectorBlocks = option(",
         "    heads_per_page: int = option(\n"
         '        4, "Heads of one page.", name="max_heads_per_page", unit="heads", at_least=1, may_change=True\n'
         "    )\n"
         "    blocks: SelectorBlocks = option(",
     ),
-    "packages/nsa-attention/nsa/core/nsa_attention.py": (
+    "nsa/core/nsa_attention.py": (
         "        self.selector_blocks = c.selector.blocks\n",
         "        self.selector_blocks, self.pages = c.selector.blocks, -(-c.n_heads // c.selector.heads_per_page)\n",
     ),
@@ -69,7 +70,7 @@ assert NSAMixerConfig.from_dict(mixer.as_config_dict()) == mixer
 assert mixer.build(768, layer_idx=0, n_layers=1, init_device="meta").pages == 4
 """
 PHI = {
-    "packages/nsa-attention/nsa/core/pooling.py": (
+    "nsa/core/pooling.py": (
         '    "mlp": PoolingOperator(',
         '    "last": PoolingOperator(\n'
         "        pool=lambda phi, block, raw, begin: block[:, :, -1] * phi.weight('w_last', block.dtype),\n"
@@ -119,11 +120,14 @@ for broken in ({"phi_pos_emb": True}, {"rope_compressed": "before"}):
 
 
 def patched_tree(folder: Path, patch: dict[str, tuple[str, str]]) -> Path:
-    shutil.copytree(ROOT / "nsa", folder / "nsa", ignore=shutil.ignore_patterns("__pycache__", "*.cpp", "*.so"))
+    for package in PACKAGES:
+        left_out = shutil.ignore_patterns("__pycache__", "*.cpp", "*.so")
+        shutil.copytree(package, folder / package.name, ignore=left_out, symlinks=True)
     for name, (old, new) in patch.items():
-        text = (folder / name).read_text(encoding="utf-8")
+        file = folder / name
+        text = file.read_text(encoding="utf-8")
         assert text.count(old) == 1, name
-        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+        file.write_text(text.replace(old, new), encoding="utf-8")
     return folder
 
 
@@ -161,11 +165,10 @@ def test_a_phi_is_one_row(tmp_path):
 def test_no_other_source_lists_the_options():
     """A file that spells many of them is a second definition, which will forget one."""
     names = {each.name for each in OPTIONS if len(each.name) > 2}
-    sources = {file: ast.parse(file.read_text(encoding="utf-8")) for file in ROOT.glob("packages/*/nsa*/**/*.py")}
-    definitions = {
-        ROOT / "packages/nsa-attention/nsa/core/attention_config.py",
-        ROOT / "packages/nsa-attention/nsa/geometry.py",
+    sources = {
+        file: ast.parse(file.read_text(encoding="utf-8")) for package in PACKAGES for file in package.rglob("*.py")
     }
+    definitions = {LIBRARY / "core/attention_config.py", LIBRARY / "geometry.py"}
     for file, tree in sources.items():
         spelled = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         spelled |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}

@@ -5,7 +5,8 @@ from tests.test_imports_point_down import LAYERS
 WIDTH, ROW, TOP, GAP, LABEL = 1080, 54, 44, 12, 110
 PURPOSE = {
     "cli": "the nsa command",
-    "verify": "prove, GPU check",
+    "check": "prove, GPU check",
+    "run_model": "settings to model",
     "infer": "generation, evaluation",
     "convert": "export, import, dense models",
     "train": "training on OLMo-core",

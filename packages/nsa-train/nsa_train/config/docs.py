@@ -9,9 +9,7 @@ from nsa_train.config.describe import kind, may_change_on_resume, plain, unit
 from nsa_train.config.schema import RETIRED_KEYS, RunConfig, sections, settings
 
 REFRESH = "nsa config docs"
-_NOTE = (
-    f"<!-- Written by `{REFRESH}`. Edit core/attention_config.py, config/*_sections.py or config/env.py instead. -->"
-)
+_NOTE = f"<!-- Written by `{REFRESH}`. Edit core/attention_config.py, config/*_sections.py or env.py instead. -->"
 
 
 def pages() -> dict[str, str]:
