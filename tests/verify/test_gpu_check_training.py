@@ -12,6 +12,7 @@ from nsa.check.gpu_check.sizes import attention, on_gpu, rehearsal
 from nsa.kernels import checkpoint_policy
 from nsa.kernels.registry import BackendRequest
 from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.train import gpu_check_steps
 
 CPU = torch.device("cpu")
 BY_PORTABLE = BackendRequest(*["portable"] * 4)
@@ -84,16 +85,18 @@ def beat(loss):
 def test_a_run_that_fails_or_takes_other_kernels_is_found(monkeypatch):
     scope = rehearsal(full=False)
     kernels = {branch: {"backend": "triton", "reason": "verified on this GPU"} for branch in BackendRequest._fields}
-    rows = list(training._trained(scope, "steps", [], [beat(2.0)], {"kernels": kernels}))
+    rows = list(gpu_check_steps._trained(scope, "steps", [], [beat(2.0)], {"kernels": kernels}))
     assert [row.verdict for row in rows] == [CheckStatus.HOLDS, CheckStatus.HOLDS, CheckStatus.FACT]
     kernels["select"] = {"backend": "portable", "reason": "triton: its check failed"}
-    finite, other, _ = training._trained(scope, "steps", [], [beat(float("nan"))], {"kernels": kernels})
+    finite, other, _ = gpu_check_steps._trained(scope, "steps", [], [beat(float("nan"))], {"kernels": kernels})
     assert (finite.verdict, other.verdict) == (CheckStatus.FAILS, CheckStatus.FAILS)
     assert "its check failed" in other.note
     monkeypatch.setattr(
-        training.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=20, stdout="ConfigError: no GPU\n")
+        gpu_check_steps.subprocess,
+        "run",
+        lambda *_, **__: SimpleNamespace(returncode=20, stdout="ConfigError: no GPU\n"),
     )
-    (row,) = training._train_50k(scope)
+    (row,) = gpu_check_steps._train_50k(scope)
     assert (row.verdict, row.measured, row.note) == (CheckStatus.FAILS, 20, "ConfigError: no GPU")
 
 
@@ -101,7 +104,7 @@ def test_the_steps_on_a_gpu_change_nothing_of_the_model():
     from nsa_train.config import load
 
     changes = on_gpu(torch.device("cuda"), full=False).training
-    short, whole = load(training.CONFIG, overrides=changes), load(training.CONFIG)
+    short, whole = load(gpu_check_steps.CONFIG, overrides=changes), load(gpu_check_steps.CONFIG)
     assert (short.model, short.nsa, short.runtime, short.kernels) == (
         whole.model,
         whole.nsa,

@@ -20,6 +20,7 @@ from nsa.kernels.self_check.child import clean_environment
 from nsa.kernels.self_check.comparison import CheckedFigure
 from nsa.kernels.self_check.record import CheckKey, CheckRecord, RecordStore, key_for
 from nsa.kernels.self_check.verification import CheckRequest, Verification, verification, verify, warning_text
+from proofs.planting.source_tree import SourceTree
 from tests.mutations import load_table
 
 pytest.importorskip("triton", reason="it is in the dev extra")
@@ -156,7 +157,8 @@ def test_whatever_happens_in_the_child_becomes_a_verdict(tmp_path, line, why):
 
 
 def test_a_kernel_that_adds_something_random_fails_by_its_bits_alone(tmp_path):
-    root = planted(tmp_path, "mix", FORWARD.format(line="return _right(*args) * (1 + 1e-6 * torch.rand(()))"))
+    line = "out = _right(*args); return out * (1 + 1e-6 * torch.rand(out.shape))"
+    root = planted(tmp_path, "mix", FORWARD.format(line=line))
     record = checked(tmp_path / "cache", MIX, root=root)
     assert not record.passed
     assert wrong(record)
@@ -207,8 +209,8 @@ SLOW_BUGS = {
 def found_bug(tmp_path: Path, name: str, part: str) -> None:
     (bug,) = (row for row in load_table(ROOT / "tests/mutations/triton.toml").mutations if row.name == name)
     root = copied(tmp_path)
-    file = root / bug.file
-    file.write_text(file.read_text().replace(bug.old, bug.new))
+    bugged = SourceTree(root).plant(bug.function, bug.find, bug.replace, bug.which)
+    (root / bugged.path).write_text(bugged.text)
     record = checked(tmp_path / "cache", part, root=root)
     assert not record.passed
     assert wrong(record)
