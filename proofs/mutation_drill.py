@@ -169,13 +169,13 @@ def chosen(names: list[str], part_of_name: str, files: Collection[str] = ()) -> 
     tables = {table.name: table.mutations for table in load_tables()}
     if unknown := [name for name in names if name not in tables]:
         raise ValueError(f"no table {', '.join(unknown)} in {FOLDER.relative_to(ROOT)}; there are {', '.join(tables)}")
-    found = [m for name in names or tables for m in tables[name] if part_of_name in m.name]
-    if not found:
+    of_tables = [m for name in names or tables for m in tables[name] if part_of_name in m.name]
+    if not of_tables:
         raise ValueError(f"no mutation's name contains {part_of_name!r}")
     if not files:
-        return found
+        return of_tables
     checkout = Checkout(ROOT)
-    return [mutation for mutation in found if _concerns(mutation, checkout, files)]
+    return [mutation for mutation in of_tables if _concerns(mutation, checkout, files)]
 
 
 def _concerns(mutation: Mutation, checkout: Checkout, files: Collection[str]) -> bool:

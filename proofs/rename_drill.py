@@ -114,9 +114,13 @@ def _texts(root: Path) -> list[Path]:
 
 
 def tests_of(root: Path, renamings: list[Renaming]) -> list[str]:
-    """Folders of tests that have the name of a renamed function's folder."""
-    folders = {root / "tests" / renaming.file.parent.name for renaming in renamings}
-    return sorted(str(folder.relative_to(root)) for folder in folders if folder.is_dir())
+    """Folders of tests that mirror those of the renamed."""
+    folders = set()
+    for renaming in renamings:
+        package = renaming.file.parent.relative_to(root).parts[1:]
+        mirrored = (root.joinpath("tests", *package[:depth]) for depth in range(len(package), 0, -1))
+        folders |= {next((str(folder.relative_to(root)) for folder in mirrored if folder.is_dir()), "tests/core")}
+    return sorted(folders)
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ class CppDefinition(NamedTuple):
 
 
 def tokens(text: str) -> list[Token]:
-    found = (match for match in _TOKEN.finditer(text) if match["token"])
-    return [Token(match["token"], match.start("token"), match.end("token")) for match in found]
+    matches = (match for match in _TOKEN.finditer(text) if match["token"])
+    return [Token(match["token"], match.start("token"), match.end("token")) for match in matches]
 
 
 class CppPattern:
@@ -90,11 +90,11 @@ def definitions(text: str) -> list[CppDefinition]:
         for at, token in enumerate(every)
         if _IDENTIFIER.match(token.text) and (end := _end_of_definition(every, closing, at)) is not None
     )
-    found = []
+    every_definition = []
     for begin, end, name in spans:
         outer = [other for start, stop, other in spans if start < begin and end <= stop]
-        found.append(CppDefinition(".".join([*outer, name]), every[begin : end + 1]))
-    return found
+        every_definition.append(CppDefinition(".".join([*outer, name]), every[begin : end + 1]))
+    return every_definition
 
 
 def _closing_brackets(every: list[Token]) -> dict[int, int]:

@@ -58,12 +58,13 @@ class PythonPattern:
 
     def matches(self, scopes: list[ast.AST]) -> list[Bindings]:
         """Places that the pattern matches, in the order of the source."""
-        found: dict[tuple[int, int], Bindings] = {}
+        places: dict[tuple[int, int, int, int], Bindings] = {}
         for scope in scopes:
             for node in (ast.Module([scope], []), *ast.walk(scope)):  # type: ignore[list-item]
                 for place, bindings in self._matches_at(node):
-                    found.setdefault((place.lineno, place.col_offset), bindings)
-        return [found[place] for place in sorted(found)]
+                    end = -place.end_lineno, -place.end_col_offset
+                    places.setdefault((place.lineno, place.col_offset, *end), bindings)
+        return [places[place] for place in sorted(places)]
 
     def _matches_at(self, node: ast.AST) -> Iterator[tuple[Any, Bindings]]:
         if not self._of_statements:
@@ -101,7 +102,7 @@ class PythonPattern:
 
 def _parse(pattern: str) -> list[ast.stmt]:
     try:
-        return ast.parse(_PLACEHOLDER.sub(lambda found: _PREFIXES[found[1]] + found[2], pattern.strip("\n"))).body
+        return ast.parse(_PLACEHOLDER.sub(lambda match: _PREFIXES[match[1]] + match[2], pattern.strip("\n"))).body
     except SyntaxError as error:
         raise PlantingError(f"{pattern!r} is no Python: {error}") from error
 
@@ -136,6 +137,8 @@ def _bind(name: str, key: Any, value: Any, bindings: Bindings) -> Iterator[Bindi
 
 
 def _dump(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_dump, value))
     return ast.dump(value) if isinstance(value, ast.AST) else repr(value)
 
 
@@ -266,7 +269,7 @@ def _require_bound(old: list[ast.stmt], edits: list[Edit]) -> None:
     unbound = placeholders([node for edit in edits for node in edit.new]) - placeholders(list(old))
     anonymous = {_NAME + "_", _ANY + "_", _MANY + "_"} & placeholders([node for edit in edits for node in edit.new])
     if unbound | anonymous:
-        names = ", ".join(sorted(name.rpartition("_")[2] or "_" for name in unbound | anonymous))
+        names = ", ".join(sorted(re.sub(r"PLACEHOLDER_[a-z]+_", "", name) for name in unbound | anonymous))
         raise PlantingError(f"`replace` uses placeholders that `find` does not bind: {names}")
 
 

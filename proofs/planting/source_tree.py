@@ -8,6 +8,7 @@ name in a table of bugs need be a private one.
 
 import ast
 import builtins
+import itertools
 import os
 import re
 from functools import cache, cached_property
@@ -31,6 +32,7 @@ class Planted(NamedTuple):
     path: Path
     """Relative to the checkout."""
     line: int
+    """The first that differs."""
     text: str
 
 
@@ -113,25 +115,26 @@ class SourceTree:
         if path.suffix in _CPP:
             cpp = CppPattern(find, replace)
             run = _chosen(cpp.matches(self._cpp_definitions(path)[definition]), which, name)
-            planted = Planted(path, text.count("\n", 0, run[0].begin) + 1, cpp.apply(text, run))
+            planted = cpp.apply(text, run)
         else:
             module, python = self._module(path), PythonPattern(find, replace)
             if unknown := python.names - module.names - set(vars(builtins)):
                 raise PlantingError(f"`replace` uses {', '.join(sorted(unknown))}, which {path} does not have")
             bindings = _chosen(python.matches(module.scope(definition)), which, name)
-            line = min(node.lineno for node in bindings.values() if hasattr(node, "lineno"))
-            planted = Planted(path, line, python.apply(text, bindings))
-            _require_syntax(planted)
-        return planted
+            planted = python.apply(text, bindings)
+            _require_syntax(path, planted)
+        lines = zip(text.splitlines(), planted.splitlines(), strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], lines)
+        return Planted(path, sum(1 for _ in same) + 1, planted)
 
     def _definition(self, name: str) -> tuple[Path, str]:
         last = name.rpartition(".")[2]
-        found: list[tuple[Path, str]] = []
+        candidates: list[tuple[Path, str]] = []
         for path in self._defining.get(last, ()):
             names = [*(self._cpp_definitions(path) if path.suffix in _CPP else self._module(path).definitions)]
             full = ".".join((*path.parts[:-1], path.stem))
-            found += [(path, other) for other in names if f".{full}.{other}".endswith(f".{name}")]
-        exact = [(path, other) for path, other in found if other == name] or found
+            candidates += [(path, other) for other in names if f".{full}.{other}".endswith(f".{name}")]
+        exact = [(path, other) for path, other in candidates if other == name] or candidates
         if not exact:
             raise PlantingError(f"nothing is named {name}")
         if len(exact) > 1:
@@ -145,7 +148,7 @@ class SourceTree:
         defining: dict[str, list[Path]] = {}
         for path, text in self._texts.items():
             pattern = _CPP_NAME if path.suffix in _CPP else _PYTHON_NAME
-            for name in {found[1] or found[2] for found in pattern.finditer(text)}:
+            for name in {match[1] or match[2] for match in pattern.finditer(text)}:
                 defining.setdefault(name, []).append(path)
         return defining
 
@@ -182,8 +185,8 @@ def _chosen(matches: list[Any], which: int, name: str) -> Any:
     raise PlantingError(f"`find` matches {len(matches)} places in {name}, not one")
 
 
-def _require_syntax(planted: Planted) -> None:
+def _require_syntax(path: Path, text: str) -> None:
     try:
-        ast.parse(planted.text)
+        ast.parse(text)
     except SyntaxError as error:
-        raise PlantingError(f"{planted.path} is no Python any more: {error}") from error
+        raise PlantingError(f"{path} is no Python any more: {error}") from error

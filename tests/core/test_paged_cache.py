@@ -152,6 +152,18 @@ def test_a_pool_that_has_run_out_refuses_and_nothing_changes():
         torch.testing.assert_close(got[[0, 2]], want[[0, 2]], atol=1e-5, rtol=1e-5)
 
 
+def test_a_page_that_a_row_takes_holds_nothing_of_the_row_before():
+    module, x = make(), torch.randn(1, 9, 24)
+    cache = module.new_cache(1, 64, pages=3)  # of 8 tokens
+    poison(cache)
+    with torch.no_grad():
+        module(x, cache=cache)
+    pages = cache.page_table.table_BP[0, :2]
+    for stream in (cache.selected, cache.compressed):
+        for slots in stream.both:
+            assert slots.data[:, pages].isfinite().all()
+
+
 @pytest.mark.parametrize("pages", [None, 40])
 def test_forked_rows_share_their_pages_until_they_part(pages):
     module = make()

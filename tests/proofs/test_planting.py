@@ -174,6 +174,11 @@ def test_tokens_of_a_cpp_function_are_replaced(tree, function, find, replace, li
     assert changed_lines(tree(grid_h=GRID.replace("pos", "place")), function, find, replace) != []
 
 
+def test_a_part_of_what_matches_is_a_match_of_its_own(tree):
+    with pytest.raises(PlantingError, match="matches 2 places in total"):
+        tree(sums="def total(a, b, c):\n    return a + b + c\n").plant("total", "$$x + $$y", "$$x - $$y")
+
+
 def test_cpp_patterns_match_once_too(tree):
     with pytest.raises(PlantingError, match="matches 3 places in visible"):
         tree(grid_h=GRID).plant("visible", "0", "1")

@@ -88,7 +88,8 @@ def test_a_run_that_fails_or_takes_other_kernels_is_found(monkeypatch):
     rows = list(gpu_check_steps._trained(scope, "steps", [], [beat(2.0)], {"kernels": kernels}))
     assert [row.verdict for row in rows] == [CheckStatus.HOLDS, CheckStatus.HOLDS, CheckStatus.FACT]
     kernels["select"] = {"backend": "portable", "reason": "triton: its check failed"}
-    finite, other, _ = gpu_check_steps._trained(scope, "steps", [], [beat(float("nan"))], {"kernels": kernels})
+    rows = gpu_check_steps._trained(scope, "steps", [], [beat(float("nan"))], {"kernels": kernels})
+    finite, other, _ = rows
     assert (finite.verdict, other.verdict) == (CheckStatus.FAILS, CheckStatus.FAILS)
     assert "its check failed" in other.note
     monkeypatch.setattr(

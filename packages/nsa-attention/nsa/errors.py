@@ -103,7 +103,7 @@ class PreflightError(NSAError):
 
 
 class BrokenRule(NamedTuple):
-    """A rule between settings that does not hold: the dotted keys of the settings, and the message."""
+    """A rule between options or settings that does not hold: their names, as the message spells them, and it."""
 
     keys: tuple[str, ...]
     message: str

@@ -47,7 +47,8 @@ class _Result:
 def _layer(case: ContextCase) -> NSAMixer:
     torch.manual_seed(0)
     options = {**SIZES, **case.layer}
-    layer = NSAMixerConfig(kind=options.pop("kind", "nsa"), options=options).build(DIM, layer_idx=0, n_layers=1)
+    kind, kernels = options.pop("kind", "nsa"), options.pop("kernels", {})
+    layer = NSAMixerConfig(options, kind, kernels).build(DIM, layer_idx=0, n_layers=1)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

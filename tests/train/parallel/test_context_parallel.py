@@ -40,7 +40,7 @@ OF_TWO = {
     "fp32, zig-zag": ContextCase(True, dtype="float32"),
     "checkpointed": ContextCase(True, checkpointed=True, layer=SELECTOR),
     "reference": ContextCase(
-        True, documents=CROSSING, layer=dict(kernel_sliding="reference", kernel_selected="reference")
+        True, documents=CROSSING, layer=dict(kernels=dict(sliding="reference", selected="reference"))
     ),
 }
 OF_FOUR = {
