@@ -1,0 +1,43 @@
+"""The library runs with torch alone: no package of the trainer can be imported while it computes and checks."""
+
+import subprocess
+import sys
+
+import pytest
+
+ABSENT = ("nsa_train", "pydantic", "typer", "yaml", "rich", "transformers", "olmo_core", "pyarrow", "tokenizers")
+BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))\n"
+FORWARD_AND_BACKWARD = """
+import torch
+from nsa import NSAAttention
+
+attention = NSAAttention(dim=64, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=8, n_sel=4, w=16)
+x = torch.randn(1, 100, 64, requires_grad=True)
+attention(x).sum().backward()
+assert x.grad.isfinite().all()
+"""
+CHECK = "from nsa.check.__main__ import main; sys.exit(main(['--heads', '2', '--kv-groups', '1', '--width', '16']))"
+BENCH = (
+    "from nsa.bench.__main__ import main; "
+    "sys.exit(main(['decode', '--shape', 'tiny', '--lengths', '256', '--budget-s', '0']))"
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [(FORWARD_AND_BACKWARD, ""), (CHECK, "token by token = whole"), (BENCH, "dense SDPA")]
+)
+def test_the_library_needs_torch_only(program, said, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK + program], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert said in done.stdout
+    assert "FAILS" not in done.stdout
+
+
+def test_a_device_that_is_not_here_is_refused_with_the_devices_that_are(tmp_path):
+    command = [sys.executable, "-m", "nsa.check", "--device", "nonsense"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (20, "")
+    assert "nonsense" in done.stderr
+    assert "Traceback" not in done.stderr
