@@ -137,7 +137,7 @@ def _origin() -> str:
     """The innermost frame in our package or in the engine."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename).as_posix()
-        for root in ("/olmo_core/", "/nsa/"):
+        for root in ("/olmo_core/", "/nsa_train/", "/nsa/"):
             if root in path:
                 return f"{root[1:]}{path.rsplit(root, 1)[1]} {frame.name}"
     return "elsewhere"

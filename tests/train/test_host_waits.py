@@ -16,8 +16,8 @@ from tests.train.test_resume import corpus  # noqa: F401
 
 STEPS, LOG_EVERY = 9, 4
 AT_A_LOG_STEP = {
-    "packages/nsa-train/nsa_train/train/callbacks/heartbeat.py _values": "aten._local_scalar_dense.default",
-    "packages/nsa-train/nsa_train/train/engine/bad_step_hook.py read": "event",
+    "nsa_train/train/callbacks/heartbeat.py _values": "aten._local_scalar_dense.default",
+    "nsa_train/train/engine/bad_step_hook.py read": "event",
 }
 
 

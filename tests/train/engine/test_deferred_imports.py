@@ -195,3 +195,15 @@ def test_the_initialisation_of_weights_only_asks_for_that_class():
     assert all(any(use in call.args for call in calls) for use in uses)
     with without_expert_blocks():
         assert not isinstance(torch.nn.Linear(1, 1), getattr(importlib.import_module(EXPERT_BLOCKS), EXPERT_BLOCK))
+
+
+def test_nothing_is_an_instance_of_a_class_that_was_never_imported():
+    program = (
+        "import sys, nsa_train.train.engine\n"
+        "from olmo_core.train.callbacks import speed_monitor\n"
+        "stand_in = speed_monitor.OLMoDDPTrainModule\n"
+        "assert not isinstance(1, stand_in) and not isinstance(1, (str, stand_in))\n"
+        "import olmo_core.train.train_module.transformer.ddp_train_module as real\n"
+        "assert isinstance(object.__new__(real.OLMoDDPTrainModule), stand_in) and not isinstance(1, stand_in)\n"
+    )
+    in_a_new_process(program)

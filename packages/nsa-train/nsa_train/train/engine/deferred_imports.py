@@ -2,9 +2,9 @@
 
 A rank that only imports the engine would spend seconds of CPU time on clients of cloud storage, Triton, setuptools, the
 engine's mixture-of-experts trainer and torch's compiler. While `deferred_imports` is entered, `import` gives the engine
-stand-ins for these modules. Each has the names of `DEFERRED_NAMES`, as functions that import the real module and call
-what it has under that name; every other attribute imports the real module at once. Afterwards the stand-ins are gone
-from `sys.modules`: everybody else, torch included, imports the real modules.
+stand-ins for these modules. Each has the names of `DEFERRED_NAMES`, which import the real module when they are called,
+and of which nothing is an instance before; every other attribute imports the real module at once. Afterwards the
+stand-ins are gone from `sys.modules`: everybody else, torch included, imports the real modules.
 
 A module that is loaded already stays what it is. tests/train/engine/test_deferred_imports.py fails by name when an
 upgrade of the engine uses one of the names in another way than to call it.
@@ -41,7 +41,8 @@ DEFERRED_NAMES: dict[str, tuple[str, ...]] = {
         "to_blocked",
     ),
 }
-"""Module → functions and classes that the engine takes from it by name and only calls, or names in annotations."""
+"""Module → functions and classes that the engine takes from it by name and only calls, names in annotations, or asks
+whether something is an instance of."""
 
 STORAGE_CLIENTS = "cached_path.schemes"
 EXPERT_BLOCKS, EXPERT_BLOCK = "olmo_core.nn.ddp.block", "OLMoDDPTransformerBlock"
@@ -133,18 +134,27 @@ def _stand_ins(*modules: DeferredModule) -> Iterator[None]:
 
 
 def _functions(module: str, names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    return {name: _deferred_function(module, name) for name in names}
+    return {name: DeferredCallable(name, (), {"module": module}) for name in names}
 
 
-def _deferred_function(module: str, name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        real = importlib.import_module(module)
-        if module == "cached_path":
+class DeferredCallable(type):
+    """Metaclass of a stand-in for a function or class: a call imports the real one; before, it has no instances."""
+
+    module: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        real = importlib.import_module(cls.module)
+        if cls.module == "cached_path":
             _register_clients()
-        return getattr(real, name)(*args, **kwargs)
+        return getattr(real, cls.__name__)(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = name
-    return call
+    def __instancecheck__(cls, instance: Any) -> bool:
+        real = sys.modules.get(cls.module)
+        return (
+            isinstance(real, ModuleType)
+            and not isinstance(real, DeferredModule)
+            and isinstance(instance, getattr(real, cls.__name__))
+        )
 
 
 def _add_client(client: type[DeferredClient]) -> None:
