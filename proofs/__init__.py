@@ -8,7 +8,12 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[1]
 
 
+def import_path(checkout: Path = CHECKOUT) -> str:
+    """`PYTHONPATH` of programs that import the packages, tests and proofs of this checkout, also of a copy."""
+    return os.pathsep.join(map(str, (checkout, *sorted(checkout.glob("packages/nsa-*")))))
+
+
 def with_checkout(environment: dict[str, str]) -> dict[str, str]:
     """Add the checkout to `PYTHONPATH`, so that programs of this package start in any folder."""
-    paths = [str(CHECKOUT), *filter(None, [environment.get("PYTHONPATH")])]
+    paths = [import_path(), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}

@@ -38,6 +38,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from proofs import import_path
 from proofs.planting import PlantingError
 from proofs.planting.find_tests import TestFiles
 from proofs.planting.source_tree import Planted, SourceTree
@@ -84,7 +85,7 @@ class Checkout:
         """compiles: libraries with bugs do not stay in the user's cache."""
         if (interpreted, compiles) not in self._running:
             environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-            environ |= {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+            environ |= {"PYTHONPATH": import_path(self.root), "OMP_NUM_THREADS": "1"}
             environ |= {"TRITON_INTERPRET": "1"} if interpreted else {}
             environ |= {"HOME": str(self.root.parent)} if compiles else {}
             self._running[interpreted, compiles] = WarmPytest(self.root, environ, self._preloaded)

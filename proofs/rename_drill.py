@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from proofs import import_path
 from proofs.mutation_drill import copied_checkout
 from proofs.planting.source_tree import is_private
 
@@ -151,7 +152,7 @@ def main() -> None:
             commands.append([*python, "pytest", "-q", "-p", "no:cacheprovider", *tests])
         for command in commands:
             done = subprocess.run(
-                command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
+                command, cwd=root, env={**os.environ, "PYTHONPATH": import_path(root)}, capture_output=True, text=True
             )
             last = (done.stdout.strip().splitlines() or ["nothing to report"])[-1]
             print(f"{'broken' if done.returncode else 'ok':6} {' '.join(command[2:])}: {last}", flush=True)

@@ -164,12 +164,17 @@ def _socket() -> str:
     """Start the server of this process; it ends with it."""
     folder = tempfile.mkdtemp(prefix="nsa-fork-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    from proofs import import_path  # a client of the server is this file alone
+
     path = f"{folder}/socket"
     # A run inside this test process leaves USR1 and USR2 ignored, which a child would inherit.
     words = ["env", "--default-signal", sys.executable, "-m", "tests.fork_server"]
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TORCHELASTIC"))}
     server = subprocess.Popen(
-        [*words, path], cwd=ROOT, env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE
+        [*words, path],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
     )
     atexit.register(server.wait)
     assert server.stdin is not None

@@ -13,6 +13,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from proofs import import_path
 from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TORCHELASTIC"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CONFIG"):
         kept.pop(name, None)
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return {**kept, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", **more}
 
 
 def write_config(folder: Path) -> Path:
