@@ -21,7 +21,6 @@ def installation_facts(
     attention: NSAAttention, where: torch.device, dtype: torch.dtype, dtype_name: str
 ) -> dict[str, Any]:
     """Versions, device, and each branch's backends with reasons, ready for JSON."""
-
     choices = attention.plan(where, dtype).choices
     accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
     return {
@@ -46,7 +45,6 @@ def installation_facts(
 
 def _slow_start_warning() -> str | None:
     """If torch is compiled anew by every process: its byte code is not there and will not be kept."""
-
     compiled = importlib.util.cache_from_source(torch.__file__)
     if os.path.exists(compiled):
         return None
@@ -100,7 +98,7 @@ def _rows(
 
 
 def _why_not_chosen(backend: str, device: torch.device, choice: "BackendChoice") -> str:
-    """Of a backend that can run."""
+    """Say why a backend that can run was not chosen."""
     if backend == "reference":
         return "only by name: plain PyTorch, for checking, slow"
     if backend == "triton" and device.type == "cpu":
